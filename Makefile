@@ -1,0 +1,65 @@
+# Everything happens in .venv and build/, whichever virtual environment is active.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+unexport PYTHONPATH
+unexport PYTHONHOME
+unexport PYTHONSTARTUP
+export PIP_USER := 0
+export PIP_REQUIRE_VIRTUALENV := 0
+
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard native/*.cpp native/*.hpp native/*.h)
+# Empty files that say what the environment holds; make compares their times.
+BASE   := $(VENV)/.stamp-base
+DEMO   := $(VENV)/.stamp-demo
+DEV    := $(VENV)/.stamp-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean dev
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its bytes resident (ARGS="--budget 10%")
+	@$(BIN)/farpool demo $(ARGS)
+
+test: $(DEV) ## Run the tests (ARGS="-k budget")
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV) ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV) ## Put the sources into the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dev: $(DEV) ## Set up .venv for development
+
+clean: ## Remove everything that the other targets made
+	rm -rf $(VENV) build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache farpool-timeline.png
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(BASE): requirements/torch.txt requirements/build.txt scripts/check-system
+	@scripts/check-system "$(PYTHON)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Creating $(VENV)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "Installing PyTorch and the build tools into $(VENV) (the first time takes a few minutes)"
+	@$(PIP) install -r requirements/torch.txt
+	@$(PIP) install -r requirements/build.txt
+	@touch $@
+
+$(DEMO): $(BASE) $(NATIVE)
+	@echo "Building farpool"
+	@$(PIP) install -c requirements/torch.txt --no-build-isolation -e '.[demo]'
+	@touch $@
+
+$(DEV): $(BASE) $(NATIVE)
+	@echo "Building farpool, with what development needs"
+	@$(PIP) install -c requirements/torch.txt --no-build-isolation -e '.[dev]'
+	@touch $(DEMO) $@

@@ -1,0 +1,122 @@
+// Memory, copies between addresses, checksums of buffers.
+#include <algorithm>
+#include <optional>
+#include <nanobind/stl/optional.h>
+#include <cstring>
+#include <new>
+
+#include "bindings.hpp"
+#include "crc32c.hpp"
+#include "memory.hpp"
+
+using farpool::Memory;
+
+namespace {
+
+class BufferView {
+public:
+    BufferView(nb::handle object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+            throw nb::python_error();
+        }
+    }
+    ~BufferView() { PyBuffer_Release(&view_); }
+    BufferView(const BufferView&) = delete;
+    BufferView& operator=(const BufferView&) = delete;
+    const Py_buffer& operator*() const { return view_; }
+    const Py_buffer* operator->() const { return &view_; }
+
+private:
+    Py_buffer view_{};
+};
+
+int get_memory_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const Memory* memory = nb::inst_ptr<Memory>(self);
+    if (memory->data() == nullptr) {
+        PyErr_SetString(PyExc_BufferError, "the memory was released");
+        view->obj = nullptr;
+        return -1;
+    }
+    return PyBuffer_FillInfo(view, self, memory->data(), static_cast<Py_ssize_t>(memory->nbytes()), 0, flags);
+}
+
+PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_memory_buffer)}, {0, nullptr}};
+
+void make_memory(Memory* self, std::int64_t nbytes) {
+    if (nbytes < 1) {
+        farpool::fail_value("Memory: nbytes must be 1 or more, got " + std::to_string(nbytes));
+    }
+    try {
+        new (self) Memory(static_cast<std::size_t>(nbytes));
+    } catch (const std::bad_alloc&) {
+        PyErr_Format(PyExc_MemoryError, "Memory: the operating system does not map %lld bytes",
+                     static_cast<long long>(nbytes));
+        throw nb::python_error();
+    }
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& m) {
+    nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots),
+                       "Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol.")
+        .def("__init__", make_memory, nb::arg("nbytes"))
+        .def_prop_ro("address", [](const Memory& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
+        .def_prop_ro("nbytes", &Memory::nbytes)
+        .def(
+            "touch",
+            [](Memory& self, std::size_t offset, std::optional<std::size_t> nbytes) {
+                self.touch(offset, nbytes.value_or(self.nbytes() - std::min(offset, self.nbytes())));
+            },
+            nb::arg("offset") = 0, nb::arg("nbytes") = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "discard",
+            [](Memory& self, std::int64_t offset, std::int64_t nbytes) {
+                if (offset < 0 || nbytes < 0) {
+                    farpool::fail_value("Memory.discard: offset and nbytes must be 0 or more, got " + std::to_string(offset) +
+                                        " and " + std::to_string(nbytes));
+                }
+                self.discard(static_cast<std::size_t>(offset), static_cast<std::size_t>(nbytes));
+            },
+            nb::arg("offset"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>())
+        .def("release", &Memory::release);
+
+    m.def(
+        "crc32c",
+        [](nb::handle data, std::uint32_t value) {
+            const BufferView view(data, PyBUF_C_CONTIGUOUS);
+            const auto nbytes = static_cast<std::size_t>(view->len);
+            without_lock_if(nbytes >= large_bytes, [&] { value = farpool::crc32c(view->buf, nbytes, value); });
+            return value;
+        },
+        nb::arg("data"), nb::arg("value") = 0);
+    m.def(
+        "crc32c_portable",
+        [](nb::handle data, std::uint32_t value) {
+            const BufferView view(data, PyBUF_C_CONTIGUOUS);
+            return farpool::crc32c_portable(view->buf, static_cast<std::size_t>(view->len), value);
+        },
+        nb::arg("data"), nb::arg("value") = 0);
+    m.def(
+        "buffer_address",
+        [](nb::handle data, bool writable) {
+            const BufferView view(data, writable ? PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE : PyBUF_C_CONTIGUOUS);
+            return reinterpret_cast<std::uintptr_t>(view->buf);
+        },
+        nb::arg("data"), nb::arg("writable") = false);
+    m.def(
+        "memmove",
+        [](std::uintptr_t destination, std::uintptr_t source, std::size_t nbytes) {
+            without_lock_if(nbytes >= large_bytes, [&] {
+                std::memmove(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), nbytes);
+            });
+        },
+        nb::arg("destination"), nb::arg("source"), nb::arg("nbytes"));
+    m.def(
+        "memset",
+        [](std::uintptr_t address, int value, std::size_t nbytes) {
+            without_lock_if(nbytes >= large_bytes,
+                            [&] { std::memset(reinterpret_cast<void*>(address), value, nbytes); });
+        },
+        nb::arg("address"), nb::arg("value"), nb::arg("nbytes"));
+}

@@ -1,0 +1,102 @@
+// Ports: each holds the object it stands on, and shows it to the garbage collector (a tier may hold its own port).
+#include "bindings.hpp"
+#include "file_port.hpp"
+#include "memory_port.hpp"
+#include "python_port.hpp"
+#include "verified_port.hpp"
+
+using farpool::FilePort;
+using farpool::Memory;
+using farpool::MemoryPort;
+using farpool::Port;
+using farpool::PythonPort;
+using farpool::VerifiedPort;
+
+namespace {
+
+template <typename Base>
+struct Held final : Base {
+    template <typename... Args>
+    explicit Held(nb::object what, Args&&... args) : Base(std::forward<Args>(args)...), held(std::move(what)) {}
+    nb::object held;
+};
+
+template <typename Base>
+int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) {
+        Py_VISIT(nb::inst_ptr<Held<Base>>(self)->held.ptr());
+    }
+    return 0;
+}
+
+template <typename Base>
+int clear(PyObject* self) {
+    if (nb::inst_ready(self)) {
+        nb::inst_ptr<Held<Base>>(self)->held.reset();
+    }
+    return 0;
+}
+
+template <typename Base>
+PyType_Slot held_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse<Base>)},
+                            {Py_tp_clear, reinterpret_cast<void*>(clear<Base>)},
+                            {0, nullptr}};
+
+}  // namespace
+
+void bind_ports(nb::module_& m) {
+    nb::class_<Port>(m, "Port", "The native end of a tier: blocking reads and writes without the interpreter lock.")
+        .def(
+            "read",
+            [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
+                self.read(offset, reinterpret_cast<void*>(address), nbytes);
+            },
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "write",
+            [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
+                self.write(offset, reinterpret_cast<const void*>(address), nbytes);
+            },
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
+
+    nb::class_<Held<MemoryPort>, Port>(m, "MemoryPort", nb::type_slots(held_slots<MemoryPort>), "Reads and writes a Memory.")
+        .def(
+            "__init__",
+            [](Held<MemoryPort>* self, nb::handle_t<Memory> memory) {
+                new (self) Held<MemoryPort>(nb::borrow(memory), *nb::inst_ptr<Memory>(memory));
+            },
+            nb::arg("memory"));
+
+    nb::class_<FilePort, Port>(m, "FilePort", "Positioned reads and writes on a file descriptor, which it does not own.")
+        .def(
+            "__init__",
+            [](FilePort* self, int fd, std::string name, bool direct, std::size_t alignment, std::uint64_t base, bool ring,
+               bool read_only) { new (self) FilePort(fd, std::move(name), {direct, alignment, base, ring, read_only}); },
+            nb::arg("fd"), nb::arg("name"), nb::kw_only(), nb::arg("direct"), nb::arg("alignment") = 4096,
+            nb::arg("base") = 0, nb::arg("ring") = true, nb::arg("read_only") = false)
+        .def_prop_ro("uses_ring", &FilePort::uses_ring);
+
+    nb::class_<Held<PythonPort>, Port>(m, "PythonPort", nb::type_slots(held_slots<PythonPort>),
+                                       "Calls start_read and start_write of a tier written in Python.")
+        .def(
+            "__init__",
+            [](Held<PythonPort>* self, nb::object tier) {
+                nb::object extent = nb::module_::import_("farpool.tiers.base").attr("Extent");
+                PyObject* tier_pointer = tier.ptr();
+                PyObject* extent_pointer = extent.ptr();
+                new (self) Held<PythonPort>(nb::make_tuple(tier, extent), tier_pointer, extent_pointer);
+            },
+            nb::arg("tier"));
+
+    nb::class_<Held<VerifiedPort>, Port>(m, "VerifiedPort", nb::type_slots(held_slots<VerifiedPort>),
+                                         "Keeps the CRC32C of each extent at its write and compares it at its read.")
+        .def(
+            "__init__",
+            [](Held<VerifiedPort>* self, nb::handle_t<Port> inner, std::string name) {
+                new (self) Held<VerifiedPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), std::move(name));
+            },
+            nb::arg("inner"), nb::arg("name"))
+        .def("forget", &VerifiedPort::forget, nb::arg("offset"))
+        .def_prop_ro("tracked", &VerifiedPort::tracked);
+}

@@ -1,0 +1,188 @@
+// The queue's Python face: it owns the references that entries hold, and ends live queues before the interpreter does.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "port.hpp"
+#include "queue.hpp"
+
+using farpool::Direction;
+using farpool::Piece;
+using farpool::Port;
+using farpool::QueueCore;
+
+namespace {
+
+struct Completion {
+    std::int64_t id;
+    nb::object error;
+    bool cancelled;
+    double start;
+    double end;
+};
+
+int traverse_completion(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) {
+        Py_VISIT(nb::inst_ptr<Completion>(self)->error.ptr());
+    }
+    return 0;
+}
+
+int clear_completion(PyObject* self) {
+    if (nb::inst_ready(self)) {
+        nb::inst_ptr<Completion>(self)->error = nb::none();
+    }
+    return 0;
+}
+
+PyType_Slot completion_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_completion)},
+                                  {Py_tp_clear, reinterpret_cast<void*>(clear_completion)},
+                                  {0, nullptr}};
+
+constexpr double exit_seconds = 5.0;
+constexpr double signal_seconds = 0.1;  // how long a wait may leave a Ctrl-C unanswered
+
+class Queue;
+std::vector<Queue*> live_queues;  // the interpreter lock guards it
+
+class Queue {
+public:
+    Queue() : core_(std::make_shared<QueueCore>()) { live_queues.push_back(this); }
+
+    ~Queue() {
+        std::erase(live_queues, this);
+        if (!core_->ours()) {
+            // The threads of the parent process are not here and its locks may be held for ever.
+            new std::shared_ptr<QueueCore>(std::move(core_));
+            return;
+        }
+        close(exit_seconds);
+        drop(core_->poll());
+    }
+    Queue(const Queue&) = delete;
+    Queue& operator=(const Queue&) = delete;
+
+    void submit(std::int64_t id, nb::handle port, int direction,
+                const std::vector<std::tuple<std::uint64_t, std::uintptr_t, std::size_t>>& pieces,
+                const std::vector<std::int64_t>& after, std::int64_t priority) {
+        require_ours();
+        if (direction != static_cast<int>(Direction::read) && direction != static_cast<int>(Direction::write)) {
+            farpool::fail_value("Queue.submit: direction must be Queue.READ or Queue.WRITE, got " + std::to_string(direction));
+        }
+        Port* target = nullptr;
+        if (!port.is_none() && !nb::try_cast<Port*>(port, target)) {
+            throw nb::type_error("Queue.submit: port must be a Port or None");
+        }
+        std::vector<Piece> copied;
+        copied.reserve(pieces.size());
+        for (const auto& [offset, address, nbytes] : pieces) {
+            copied.push_back({offset, address, nbytes});
+        }
+        core_->submit(id, target, static_cast<Direction>(direction), std::move(copied), after, priority, port.ptr());
+        // The lock is held since the submission, so nobody can have given back this reference before it is taken.
+        port.inc_ref();
+    }
+
+    void reprioritize(std::int64_t id, std::int64_t priority) {
+        require_ours();
+        core_->reprioritize(id, priority);
+    }
+
+    nb::list poll() {
+        require_ours();
+        std::vector<farpool::Result> results = core_->poll();
+        nb::list completions;
+        for (farpool::Result& result : results) {
+            nb::object error = result.error ? nb::steal(result.error->to_python()) : nb::none();
+            completions.append(Completion{result.id, std::move(error), result.cancelled, result.start, result.end});
+        }
+        drop(std::move(results));
+        return completions;
+    }
+
+    bool wait(double timeout) {
+        require_ours();
+        if (std::isnan(timeout)) {
+            farpool::fail_value("Queue.wait: timeout must be a number of seconds, got nan");
+        }
+        for (;;) {
+            const double slice = std::min(timeout, signal_seconds);
+            bool ready = false;
+            {
+                nb::gil_scoped_release release;
+                ready = core_->wait(slice);
+            }
+            if (ready || timeout <= slice || closed_) {
+                return ready;
+            }
+            if (PyErr_CheckSignals() != 0) {
+                throw nb::python_error();
+            }
+            timeout -= slice;
+        }
+    }
+
+    std::size_t pending() const { return core_->ours() ? core_->pending() : 0; }
+
+    bool close(double timeout) {
+        if (!core_->ours()) {
+            return true;
+        }
+        closed_ = true;
+        nb::gil_scoped_release release;
+        return core_->close(std::isnan(timeout) ? 0.0 : timeout);
+    }
+
+private:
+    void require_ours() const {
+        if (!core_->ours()) {
+            farpool::fail_closed("this transfer queue belongs to the parent process: a forked child must make its own");
+        }
+    }
+
+    static void drop(std::vector<farpool::Result> results) {
+        for (const farpool::Result& result : results) {
+            Py_XDECREF(result.keepalive);
+        }
+    }
+
+    std::shared_ptr<QueueCore> core_;
+    bool closed_ = false;
+};
+
+void close_live_queues() {
+    const std::vector<Queue*> queues = live_queues;  // closing lets other threads run, which may end queues
+    for (Queue* queue : queues) {
+        if (std::find(live_queues.begin(), live_queues.end(), queue) != live_queues.end()) {
+            queue->close(exit_seconds);
+        }
+    }
+}
+
+}  // namespace
+
+void bind_queue(nb::module_& m) {
+    nb::class_<Completion>(m, "Completion", nb::type_slots(completion_slots), "One finished entry of a queue.")
+        .def_ro("id", &Completion::id)
+        .def_ro("error", &Completion::error)
+        .def_ro("cancelled", &Completion::cancelled)
+        .def_ro("start", &Completion::start)
+        .def_ro("end", &Completion::end);
+
+    auto queue = nb::class_<Queue>(m, "Queue", "Ordered queue of transfers, worked off by native threads.")
+                     .def(nb::init<>())
+                     .def("submit", &Queue::submit, nb::arg("id"), nb::arg("port").none(), nb::arg("direction"),
+                          nb::arg("pieces"), nb::arg("after") = nb::make_tuple(), nb::arg("priority") = 0)
+                     .def("reprioritize", &Queue::reprioritize, nb::arg("id"), nb::arg("priority"))
+                     .def("poll", &Queue::poll)
+                     .def("wait", &Queue::wait, nb::arg("timeout"))
+                     .def_prop_ro("pending", &Queue::pending)
+                     .def("close", &Queue::close, nb::arg("timeout"));
+    queue.attr("READ") = static_cast<int>(Direction::read);
+    queue.attr("WRITE") = static_cast<int>(Direction::write);
+
+    nb::module_::import_("atexit").attr("register")(nb::cpp_function(close_live_queues));
+}

@@ -1,0 +1,30 @@
+// What the binding files share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "error.hpp"
+
+namespace nb = nanobind;
+
+void bind_memory(nb::module_& m);
+void bind_allocator(nb::module_& m);
+void bind_ports(nb::module_& m);
+void bind_queue(nb::module_& m);
+
+// Runs `call` without the interpreter lock if the work is long enough to be worth it.
+template <typename Call>
+void without_lock_if(bool large, Call call) {
+    if (large) {
+        nb::gil_scoped_release release;
+        call();
+    } else {
+        call();
+    }
+}
+
+constexpr std::size_t large_bytes = std::size_t{64} << 10;

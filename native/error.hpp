@@ -1,0 +1,50 @@
+// Errors as plain data, so that native threads can carry them without the interpreter lock.
+#pragma once
+
+#include <Python.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace farpool {
+
+enum class ErrorKind {
+    tier,          // farpool.errors.TierError
+    checksum,      // farpool.errors.ChecksumError
+    closed,        // farpool.errors.PoolClosedError
+    value,         // ValueError
+    python,        // an exception object that a tier written in Python raised
+};
+
+struct PortError {
+    ErrorKind kind = ErrorKind::tier;
+    std::string message;
+    std::string tier;
+    int code = 0;  // errno, 0 where there is none
+    std::shared_ptr<PyObject> exception;
+
+    // The farpool (or builtin) exception object; a new reference. Needs the interpreter lock.
+    PyObject* to_python() const;
+};
+
+class PortFailure : public std::exception {
+public:
+    explicit PortFailure(PortError error) : error_(std::move(error)) {}
+    const char* what() const noexcept override { return error_.message.c_str(); }
+    const PortError& error() const noexcept { return error_; }
+
+private:
+    PortError error_;
+};
+
+[[noreturn]] void fail_value(std::string message);
+[[noreturn]] void fail_closed(std::string message);
+[[noreturn]] void fail_tier(const std::string& tier, const std::string& message, int code = 0);
+[[noreturn]] void fail_checksum(const std::string& tier, const std::string& message);
+
+// Takes the pending Python exception. Needs the interpreter lock; the result may be dropped without it.
+PortError take_python_error();
+
+}  // namespace farpool

@@ -1,0 +1,44 @@
+// Offsets in [0, capacity): best fit, first fit or a place of the caller's choice; deterministic, logarithmic.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "hole_tree.hpp"
+
+namespace farpool {
+
+class ExtentAllocator {
+public:
+    ExtentAllocator(std::int64_t capacity, std::int64_t alignment);
+
+    std::int64_t alloc(std::int64_t nbytes);
+    std::int64_t alloc_lowest(std::int64_t nbytes);
+    bool alloc_at(std::int64_t offset, std::int64_t nbytes);
+    std::int64_t free(std::int64_t offset);
+    void grow(std::int64_t capacity);
+    bool shrink(std::int64_t capacity);
+
+    std::int64_t capacity() const noexcept { return capacity_; }
+    std::int64_t used() const noexcept { return used_; }
+    std::int64_t largest_hole() const { return holes_.largest() / alignment_ * alignment_; }
+    std::vector<std::pair<std::int64_t, std::int64_t>> ranges() const;
+
+private:
+    std::int64_t rounded(std::int64_t nbytes) const;  // -1 where it cannot fit anyway
+    void take(Hole hole, std::int64_t offset, std::int64_t nbytes);
+    void add_hole(std::int64_t begin, std::int64_t end);
+    void drop_hole(Hole hole);
+
+    std::int64_t capacity_;
+    std::int64_t alignment_;
+    std::int64_t used_ = 0;
+    HoleTree holes_;
+    std::set<std::pair<std::int64_t, std::int64_t>> by_size_;  // (nbytes, offset)
+    std::map<std::int64_t, std::int64_t> taken_;               // offset -> rounded nbytes
+};
+
+}  // namespace farpool

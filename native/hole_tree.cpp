@@ -1,0 +1,114 @@
+#include "hole_tree.hpp"
+
+#include <algorithm>
+
+namespace farpool {
+
+namespace {
+
+// The finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+std::uint64_t mix(std::uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+}  // namespace
+
+void HoleTree::update(std::int32_t node) {
+    Node& n = nodes_[index(node)];
+    n.largest = std::max({n.hole.nbytes, largest_of(n.left), largest_of(n.right)});
+}
+
+void HoleTree::split(std::int32_t node, std::int64_t offset, std::int32_t& below, std::int32_t& rest) {
+    if (node == none) {
+        below = rest = none;
+        return;
+    }
+    Node& n = nodes_[index(node)];
+    if (n.hole.offset < offset) {
+        split(n.right, offset, n.right, rest);
+        below = node;
+    } else {
+        split(n.left, offset, below, n.left);
+        rest = node;
+    }
+    update(node);
+}
+
+std::int32_t HoleTree::merge(std::int32_t left, std::int32_t right) {
+    if (left == none || right == none) {
+        return left == none ? right : left;
+    }
+    if (nodes_[index(left)].priority > nodes_[index(right)].priority) {
+        nodes_[index(left)].right = merge(nodes_[index(left)].right, right);
+        update(left);
+        return left;
+    }
+    nodes_[index(right)].left = merge(left, nodes_[index(right)].left);
+    update(right);
+    return right;
+}
+
+void HoleTree::insert(Hole hole) {
+    std::int32_t node = none;
+    if (spare_.empty()) {
+        node = static_cast<std::int32_t>(nodes_.size());
+        nodes_.emplace_back();
+        spare_.reserve(nodes_.capacity());
+    } else {
+        node = spare_.back();
+        spare_.pop_back();
+    }
+    nodes_[index(node)] = {hole, hole.nbytes, mix(static_cast<std::uint64_t>(hole.offset)), none, none};
+    std::int32_t below = none;
+    std::int32_t rest = none;
+    split(root_, hole.offset, below, rest);
+    root_ = merge(merge(below, node), rest);
+}
+
+void HoleTree::erase(std::int64_t offset) {
+    std::int32_t below = none;
+    std::int32_t rest = none;
+    std::int32_t found = none;
+    split(root_, offset, below, rest);
+    split(rest, offset + 1, found, rest);
+    if (found != none) {
+        spare_.push_back(found);
+    }
+    root_ = merge(below, rest);
+}
+
+Hole HoleTree::first_fit(std::int64_t nbytes) const {
+    std::int32_t node = root_;
+    if (largest_of(node) < nbytes) {
+        return {0, 0};
+    }
+    for (;;) {
+        const Node& n = nodes_[index(node)];
+        if (largest_of(n.left) >= nbytes) {
+            node = n.left;
+        } else if (n.hole.nbytes >= nbytes) {
+            return n.hole;
+        } else {
+            node = n.right;
+        }
+    }
+}
+
+Hole HoleTree::at_or_below(std::int64_t offset) const {
+    Hole best{0, 0};
+    for (std::int32_t node = root_; node != none;) {
+        const Node& n = nodes_[index(node)];
+        if (n.hole.offset <= offset) {
+            best = n.hole;
+            node = n.right;
+        } else {
+            node = n.left;
+        }
+    }
+    return best;
+}
+
+}  // namespace farpool

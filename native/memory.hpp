@@ -1,0 +1,27 @@
+// Anonymous memory, mapped at a 2 MiB boundary so that the kernel can back it with huge pages.
+#pragma once
+
+#include <cstddef>
+
+namespace farpool {
+
+class Memory {
+public:
+    explicit Memory(std::size_t nbytes);
+    ~Memory();
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    std::byte* data() const noexcept { return data_; }
+    std::size_t nbytes() const noexcept { return nbytes_; }
+    void touch(std::size_t offset, std::size_t nbytes);
+    void discard(std::size_t offset, std::size_t nbytes);
+    void release() noexcept;
+
+private:
+    std::byte* data_ = nullptr;
+    std::size_t nbytes_ = 0;
+    std::size_t mapped_ = 0;
+};
+
+}  // namespace farpool

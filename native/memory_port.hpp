@@ -1,0 +1,20 @@
+// Reads and writes memory: a tier in this process.
+#pragma once
+
+#include "memory.hpp"
+#include "port.hpp"
+
+namespace farpool {
+
+class MemoryPort : public Port {
+public:
+    explicit MemoryPort(Memory& memory) : memory_(memory) {}
+    void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
+    void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
+
+private:
+    std::byte* at(std::uint64_t offset, std::size_t nbytes) const;
+    Memory& memory_;
+};
+
+}  // namespace farpool

@@ -1,0 +1,19 @@
+// The Python face of the native core: farpool._native.
+#include "bindings.hpp"
+
+NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // what lives until the interpreter ends is not a leak
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const farpool::PortFailure& failure) {
+            PyObject* error = failure.error().to_python();
+            PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+            Py_DECREF(error);
+        }
+    });
+    bind_memory(m);
+    bind_allocator(m);
+    bind_ports(m);
+    bind_queue(m);
+}

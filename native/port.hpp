@@ -1,0 +1,19 @@
+// The native end of a tier.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "error.hpp"
+
+namespace farpool {
+
+// Both calls block, may run on any thread, never hold the interpreter lock on entry and throw PortFailure.
+class Port {
+public:
+    virtual ~Port() = default;
+    virtual void read(std::uint64_t offset, void* into, std::size_t nbytes) = 0;
+    virtual void write(std::uint64_t offset, const void* from, std::size_t nbytes) = 0;
+};
+
+}  // namespace farpool

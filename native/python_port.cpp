@@ -1,0 +1,85 @@
+#include "python_port.hpp"
+
+#include <cxxabi.h>
+#include <unistd.h>
+
+namespace farpool {
+
+namespace {
+
+// Until Python 3.14, a thread that asks for the interpreter lock after the interpreter began to end is ended by
+// pthread_exit, which unwinds through C++ frames and would terminate the process. It sleeps instead; the process ends.
+template <typename Call>
+auto survive_interpreter_exit(Call call) {
+    try {
+        return call();
+    } catch (abi::__forced_unwind&) {
+        for (;;) {
+            pause();
+        }
+    }
+}
+
+// Runs `tier.method(Extent(offset, nbytes), view).wait()`; a new reference, or null with an exception set.
+PyObject* call_tier(PyObject* tier, PyObject* extent_type, const char* method, std::uint64_t offset, std::size_t nbytes,
+                    PyObject* view) {
+    PyObject* extent = PyObject_CallFunction(extent_type, "Kn", static_cast<unsigned long long>(offset),
+                                             static_cast<Py_ssize_t>(nbytes));
+    if (extent == nullptr) {
+        return nullptr;
+    }
+    PyObject* transfer = PyObject_CallMethod(tier, method, "OO", extent, view);
+    Py_DECREF(extent);
+    if (transfer == nullptr) {
+        return nullptr;
+    }
+    PyObject* result = PyObject_CallMethod(transfer, "wait", nullptr);
+    Py_DECREF(transfer);
+    return result;
+}
+
+}  // namespace
+
+void PythonPort::transfer(const char* method, std::uint64_t offset, void* memory, std::size_t nbytes, int access) const {
+    bool ok = false;
+    PortError* error = nullptr;  // no owner here: nothing may be destroyed by a forced unwind without the lock
+    survive_interpreter_exit([&] {
+        const PyGILState_STATE state = PyGILState_Ensure();
+        PyObject* view = PyMemoryView_FromMemory(static_cast<char*>(memory), static_cast<Py_ssize_t>(nbytes), access);
+        PyObject* result = view == nullptr ? nullptr : call_tier(tier_, extent_type_, method, offset, nbytes, view);
+        if (result == nullptr) {
+            error = new PortError(take_python_error());
+        }
+        Py_XDECREF(result);
+        if (view != nullptr) {
+            // A tier that kept the view gets a ValueError from it from now on, not a wild read.
+            PyObject* released = PyObject_CallMethod(view, "release", nullptr);
+            if (released == nullptr) {
+                if (error == nullptr) {
+                    error = new PortError(take_python_error());
+                } else {
+                    PyErr_Clear();  // the tier's own failure says more
+                }
+            }
+            Py_XDECREF(released);
+            Py_DECREF(view);
+        }
+        ok = error == nullptr;
+        PyGILState_Release(state);
+    });
+    if (!ok) {
+        PortError failure = std::move(*error);
+        delete error;
+        throw PortFailure(std::move(failure));
+    }
+}
+
+void PythonPort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
+    transfer("start_read", offset, into, nbytes, PyBUF_WRITE);
+}
+
+void PythonPort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
+    transfer("start_write", offset, const_cast<void*>(from), nbytes, PyBUF_READ);
+}
+
+}  // namespace farpool

@@ -1,0 +1,94 @@
+"""farpool: one big memory for GPU and AI programs.
+
+A program sees one memory; behind it stand a fast tier with a byte budget and slower tiers below it. Results are equal to the
+last bit to those with everything resident.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if not sys.platform.startswith("linux"):
+    raise ImportError(f"farpool runs on Linux (x86-64 and aarch64); this is {sys.platform}")
+
+from farpool.errors import (
+    BudgetError,
+    ChecksumError,
+    ConfigError,
+    FarpoolError,
+    PoolClosedError,
+    PoolFileError,
+    PoolFullError,
+    PoolMixError,
+    TierError,
+    TierFullError,
+    TierTimeoutError,
+    UnsupportedError,
+)
+from farpool.events import Event
+from farpool.front import Pool
+from farpool.stats import Stats
+from farpool.tiers import Dram, Faulty, Nvme, Tier, Verified
+
+if TYPE_CHECKING:
+    from farpool.tensors.loading import load_safetensors
+    from farpool.tensors.mode import paged
+    from farpool.tensors.offload import offload, restore
+    from farpool.tensors.paged_tensor import PagedTensor
+
+__all__ = [
+    "BudgetError",
+    "ChecksumError",
+    "ConfigError",
+    "Dram",
+    "Event",
+    "FarpoolError",
+    "Faulty",
+    "Nvme",
+    "PagedTensor",
+    "Pool",
+    "PoolClosedError",
+    "PoolFileError",
+    "PoolFullError",
+    "PoolMixError",
+    "Stats",
+    "Tier",
+    "TierError",
+    "TierFullError",
+    "TierTimeoutError",
+    "UnsupportedError",
+    "Verified",
+    "load_safetensors",
+    "offload",
+    "paged",
+    "restore",
+]
+
+__version__ = "0.1.0"
+
+_NEEDS_TORCH = {
+    "PagedTensor": "farpool.tensors.paged_tensor",
+    "load_safetensors": "farpool.tensors.loading",
+    "offload": "farpool.tensors.offload",
+    "paged": "farpool.tensors.mode",
+    "restore": "farpool.tensors.offload",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported at its first use."""
+    module = _NEEDS_TORCH.get(name)
+    if module is None:
+        raise AttributeError(f"module 'farpool' has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise ModuleNotFoundError(
+                f"farpool.{name} needs PyTorch: pip install 'farpool[torch]'", name="torch"
+            ) from error
+        raise
+    globals()[name] = value
+    return value

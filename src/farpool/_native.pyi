@@ -1,0 +1,175 @@
+"""The native core: aligned memory, extent allocation, tier ports, the transfer queue, policies, checksums."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+class Memory:
+    """Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``)."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def touch(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Touch each page of the range, without the interpreter lock, so that the first use is not slowed by page faults."""
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Give the pages that lie wholly inside the range back to the operating system; they read as zero afterwards."""
+    def release(self) -> None:
+        """Unmap. The caller makes sure that nobody uses it any more. Idempotent."""
+
+class ExtentAllocator:
+    """Offsets in ``[0, capacity)``: best fit, lowest offset among equals; deterministic. Logarithmic time.
+
+    Sizes are rounded up to `alignment`. Used for the arena, for each tier's space and for block numbers.
+    """
+
+    def __init__(self, capacity: int, alignment: int = 1) -> None: ...
+    def alloc(self, nbytes: int) -> int:
+        """Offset of a new range, or -1 if no hole is large enough."""
+    def alloc_lowest(self, nbytes: int) -> int:
+        """As `alloc`, but first fit: the lowest offset at which it fits."""
+    def alloc_at(self, offset: int, nbytes: int) -> bool:
+        """Take this very range; False (and nothing taken) if any byte of it is taken or outside."""
+    def free(self, offset: int) -> int:
+        """Free the range that begins at `offset`; returns its (rounded) bytes. ValueError if none begins there."""
+    def grow(self, capacity: int) -> None:
+        """Raise the capacity."""
+    def shrink(self, capacity: int) -> bool:
+        """Lower the capacity; False (and nothing changed) if anything is allocated beyond it."""
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+    @property
+    def largest_hole(self) -> int: ...
+    def ranges(self) -> list[tuple[int, int]]:
+        """The allocated ranges ``(offset, nbytes)`` in order of offset."""
+
+class Port:
+    """The native end of a tier: blocking reads and writes that do not hold the interpreter lock."""
+
+    def read(self, offset: int, address: int, nbytes: int) -> None:
+        """Blocking; releases the interpreter lock. Raises what the tier raises."""
+    def write(self, offset: int, address: int, nbytes: int) -> None: ...
+
+class MemoryPort(Port):
+    def __init__(self, memory: Memory) -> None: ...
+
+class FilePort(Port):
+    """Positioned reads and writes on a file descriptor (not owned).
+
+    With ``direct`` the descriptor was opened O_DIRECT: aligned pieces go straight to and from the caller's memory,
+    through io_uring (several requests of up to 512 KiB in flight) where the kernel has it, else through pread/pwrite; unaligned
+    memory and the tail of a length that is no multiple of `alignment` go through an aligned bounce buffer.
+    Short reads (a truncated file) raise TierError. With ``read_only`` writes raise TierError, and so do reads once the
+    file's size or time of modification is no longer that of construction.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        name: str,
+        *,
+        direct: bool,
+        alignment: int = 4096,
+        base: int = 0,
+        ring: bool = True,
+        read_only: bool = False,
+    ) -> None: ...
+    @property
+    def uses_ring(self) -> bool: ...
+
+class PythonTier(Protocol):
+    """What PythonPort calls: farpool.tiers.base.Tier's start_read and start_write."""
+
+class PythonPort(Port):
+    """Calls ``tier.start_read(Extent(offset, nbytes), view).wait()`` with the interpreter lock held for that call only."""
+
+    def __init__(self, tier: object) -> None: ...
+
+class VerifiedPort(Port):
+    """CRC32C of each extent is kept at its write and compared at its read; ChecksumError names tier and offset."""
+
+    def __init__(self, inner: Port, name: str) -> None: ...
+    def forget(self, offset: int) -> None:
+        """The extent was freed."""
+    @property
+    def tracked(self) -> int:
+        """Number of extents with a checksum."""
+
+class Completion:
+    """One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
+    (CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself."""
+
+    id: int
+    error: BaseException | None
+    cancelled: bool
+    start: float
+    end: float
+
+class Queue:
+    """Ordered queue of transfers, worked off by native threads.
+
+    Each (port, direction) is a lane with a thread of its own (created at first use). Within a lane the ready entry with the
+    highest priority runs first, in order of submission among equals. An entry is ready when all entries in `after` have
+    completed; ids in `after` that are unknown or completed already count as completed. If one of them failed, the entry
+    completes as cancelled, and so on through its own dependents; an entry that failed or was cancelled counts as failed until
+    poll() has returned it, so that the caller cannot build on a failure that it has not seen yet.
+    """
+
+    READ: int
+    WRITE: int
+    def __init__(self) -> None: ...
+    def submit(
+        self,
+        id: int,
+        port: Port | None,
+        direction: int,
+        pieces: Sequence[tuple[int, int, int]],
+        after: Sequence[int] = (),
+        priority: int = 0,
+    ) -> None:
+        """Enqueue. `pieces` are ``(offset in the port, memory address, nbytes)``; no piece (or port None) is a barrier that
+        completes once `after` has. ValueError if `id` is pending; PoolClosedError after close or in a forked child."""
+    def reprioritize(self, id: int, priority: int) -> None:
+        """Raise or lower an entry that has not started, and (when raising) all that it waits for."""
+    def poll(self) -> list[Completion]:
+        """The entries that finished since the last call, in the order they finished. Never blocks."""
+    def wait(self, timeout: float) -> bool:
+        """Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed."""
+    @property
+    def pending(self) -> int: ...
+    def close(self, timeout: float) -> bool:
+        """Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an entry still ran at the timeout; its thread
+        is then left behind (and must be: its buffer is in use). Idempotent."""
+
+class NextUse:
+    """Belady over known next uses: the victim is the one whose next use is farthest; the lower number among equals."""
+
+    def insert(self, block: int, next_use: int) -> None:
+        """Insert, or change the next use of, `block`."""
+    def remove(self, block: int) -> bool:
+        """False if `block` is not in it."""
+    def victim(self) -> int:
+        """-1 if empty."""
+    def victim_next_use(self) -> int:
+        """Next use of victim(); -1 if empty."""
+    def __len__(self) -> int: ...
+    def __contains__(self, block: int) -> bool: ...
+
+def crc32c(data: object, value: int = 0) -> int:
+    """CRC32C (Castagnoli) of a contiguous buffer, hardware instructions where there are some; without the interpreter lock."""
+
+def crc32c_portable(data: object, value: int = 0) -> int:
+    """As `crc32c`, by tables: what it falls back to on a processor without the instructions."""
+
+def buffer_address(data: object, writable: bool = False) -> int:
+    """Address of the first byte of a contiguous buffer; BufferError if it must be writable and is not. The caller keeps
+    the buffer alive."""
+
+def memmove(destination: int, source: int, nbytes: int) -> None:
+    """Copy between addresses, which may overlap; without the interpreter lock for large copies."""
+
+def memset(address: int, value: int, nbytes: int) -> None: ...

@@ -1,0 +1,114 @@
+"""Cuts storages into blocks, lets small ones share a block, and frees what the program has dropped."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from farpool.engine import Engine, Piece
+from farpool.storage import Blocks, Cut, Dropped, block_bytes
+
+__all__ = ["Allocation"]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A block shared by small storages: bytes given out, and how many of the storages live."""
+
+    nbytes: int
+    used: int = 0
+    users: int = 0
+
+
+class Allocation:
+    """Blocks of all storages of a pool.
+
+    Attributes
+    ----------
+    live : dict of str to int
+        Bytes of the live storages, by class.
+    written : int
+        Bytes of those whose only home is the pool.
+    """
+
+    def __init__(self, engine: Engine, sizes: Cut) -> None:
+        self.sizes = sizes
+        self.live: dict[str, int] = {}
+        self.written = 0
+        self._engine = engine
+        self._shared: dict[int, _Shared] = {}
+        self._open: dict[tuple[str, int], int] = {}
+        """The shared block that takes the next small storage, by class and source."""
+        self._retired: deque[tuple[int, int]] = deque()
+
+    def allocate(self, nbytes: int, cls: str, row_bytes: int) -> Blocks:
+        """Blocks for a new storage. Small ones of a class are packed in the order in which they come."""
+        self.live[cls] = self.live.get(cls, 0) + nbytes
+        self.written += nbytes
+        if nbytes == 0:
+            return Blocks(-1, 0, 0, 0, False)
+        if nbytes <= self.sizes.small:
+            block, offset = self._share(nbytes, cls, source=-1)
+            return Blocks(block, 1, offset, nbytes, True)
+        return self._create(nbytes, cls, row_bytes)
+
+    def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int) -> Blocks:
+        """Blocks whose clean copy is `nbytes` bytes at `offset` of a source. Small ones share blocks, in the order of the file."""
+        self.live[cls] = self.live.get(cls, 0) + nbytes
+        if nbytes == 0:
+            return Blocks(-1, 0, 0, 0, False, True)
+        if nbytes <= self.sizes.small:
+            block, inside = self._share(nbytes, cls, source)
+            self._engine.adopt(block, Piece(source, offset, inside, nbytes))
+            return Blocks(block, 1, inside, nbytes, True, True)
+        blocks = self._create(nbytes, cls, row_bytes)
+        for index in range(blocks.count):
+            start = index * blocks.block_bytes
+            size = min(blocks.block_bytes, nbytes - start)
+            self._engine.adopt(blocks.first + index, Piece(source, offset + start, 0, size))
+        return blocks._replace(adopted=True)
+
+    def _create(self, nbytes: int, cls: str, row_bytes: int) -> Blocks:
+        step = block_bytes(nbytes, self.sizes.largest, row_bytes, cls)
+        sizes = [min(step, nbytes - start) for start in range(0, nbytes, step)]
+        return Blocks(self._engine.create(sizes, cls), len(sizes), 0, step, False)
+
+    def _share(self, nbytes: int, cls: str, source: int) -> tuple[int, int]:
+        key = (cls, source)
+        block = self._open.get(key, -1)
+        if block >= 0 and source >= 0 and not self._engine.can_adopt(block):
+            block = -1  # it is in use already, so its copy in the source cannot be extended
+        if block < 0 or self._shared[block].used + nbytes > self._shared[block].nbytes:
+            block = self._engine.create([self.sizes.shared], cls)
+            self._open[key] = block
+            self._shared[block] = _Shared(self.sizes.shared)
+        shared = self._shared[block]
+        offset = shared.used
+        shared.used = -(-(offset + nbytes) // 64) * 64
+        shared.users += 1
+        return block, offset
+
+    def drop(self, dropped: Dropped) -> None:
+        """A storage is not referred to any more."""
+        self.live[dropped.cls] -= dropped.nbytes
+        if not dropped.adopted:
+            self.written -= dropped.nbytes
+        if dropped.count == 0:
+            return
+        shared = self._shared.get(dropped.first)
+        if shared is not None:
+            shared.users -= 1
+            if shared.users:
+                return
+            del self._shared[dropped.first]
+            for key in [key for key, block in self._open.items() if block == dropped.first]:
+                del self._open[key]
+        self._engine.retire(dropped.first, dropped.count)
+        self._retired.append((dropped.first, dropped.count))
+
+    def collect(self) -> None:
+        """Free retired blocks on which nothing is under way any more."""
+        for _ in range(len(self._retired)):
+            first, count = self._retired.popleft()
+            if not self._engine.forget(first, count):
+                self._retired.append((first, count))

@@ -1,0 +1,134 @@
+"""Counts a pool's bytes, and tells them as text."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from farpool.engine import State
+from farpool.ledger import Ledger
+from farpool.sizes import format_size
+from farpool.stats import ClassStats, Stats, TierStats
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["explain", "take"]
+
+
+def take(pool: BlockPool) -> Stats:
+    """Count. The caller holds the pool's lock."""
+    engine, blocks = pool.engine, pool.engine.blocks
+    resident: dict[str, int] = {}
+    dirty: dict[str, int] = {}
+    for block in engine.resident():
+        cls = blocks.class_of(block)
+        resident[cls] = resident.get(cls, 0) + blocks.size[block]
+        if blocks.dirty[block] and blocks.state[block] == State.RESIDENT:
+            dirty[cls] = dirty.get(cls, 0) + blocks.size[block]
+    arena = pool.ledger.total(tier="fast")
+    fast = TierStats(
+        "fast",
+        pool.arena.kind,
+        pool.fast,
+        sum(resident.values()),
+        engine.arena.used,
+        pool.peak,
+        arena.page_locked,
+        arena.touched,
+    )
+    tiers = []
+    for space in pool.spaces:
+        info = space.tier.info
+        booked = pool.ledger.total(tier=info.name)
+        tiers.append(
+            TierStats(
+                info.name,
+                info.kind,
+                info.capacity,
+                booked.requested,
+                space.tier.reserved,
+                space.peak,
+                booked.page_locked,
+                booked.touched,
+            )
+        )
+    counters = engine.counters
+    held = arena.touched + sum(tier.touched for tier in tiers)
+    return Stats(
+        fast=fast,
+        tiers=tuple(tiers),
+        classes=tuple(
+            ClassStats(cls, live, resident.get(cls, 0), dirty.get(cls, 0))
+            for cls, live in sorted(pool.allocation.live.items())
+        ),
+        links=pool.account.links(),
+        accesses=counters.accesses,
+        hits=counters.hits,
+        late=counters.late,
+        demand_fetches=counters.demand_fetches,
+        prefetches=counters.prefetches,
+        prefetches_used=counters.prefetches_used,
+        prefetches_wasted=counters.prefetches_wasted,
+        evictions=counters.evictions,
+        write_backs=counters.write_backs,
+        moves=counters.moves,
+        moved_bytes=counters.moved_bytes,
+        divergences=engine.tape.divergences,
+        stalls=pool.account.stalls,
+        stall_seconds=pool.account.stall_seconds,
+        last_stalls=tuple(pool.account.last_stalls),
+        unpaged_peak=_unpaged_peak(held),
+    )
+
+
+def _unpaged_peak(held: int) -> int | None:
+    """The process's peak resident set, less the memory that farpool holds."""
+    try:
+        with open(f"/proc/{os.getpid()}/status") as status:
+            peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    return max(0, peak - held)
+
+
+def explain(stats: Stats, ledger: Ledger) -> str:
+    """The account as text."""
+    lines = [
+        "tier         owner         requested    reserved  page-locked     touched",
+        *(
+            f"{tier:<12} {owner:<12} {format_size(a.requested):>10}  {format_size(a.reserved):>10}"
+            f"   {format_size(a.page_locked):>10}  {format_size(a.touched):>10}"
+            for (tier, owner), a in ledger.accounts().items()
+        ),
+        "",
+        f"fast tier: {format_size(stats.fast.reserved)} in use, at most {format_size(stats.fast.peak)} so far, "
+        f"of {format_size(stats.fast.capacity)}",
+        "",
+        "class              live    resident       dirty",
+        *(
+            f"{c.name:<12} {format_size(c.live):>10}  {format_size(c.resident):>10}  {format_size(c.dirty):>10}"
+            for c in stats.classes
+        ),
+        "",
+        "link                       transfers       bytes        time",
+        *(
+            f"{link.source + ' -> ' + link.target:<24} {link.transfers:>11}  {format_size(link.nbytes):>10}"
+            f"  {link.seconds:>8.3f} s"
+            for link in stats.links
+        ),
+        "",
+        f"accesses: {stats.accesses}, {stats.hit_rate:.1%} in place, {stats.late} on their way, "
+        f"{stats.divergences} not foretold",
+        f"prefetched blocks: {stats.prefetches}, accuracy {stats.prefetch_accuracy:.1%}; "
+        f"fetched on demand: {stats.demand_fetches}",
+        f"stalls: {stats.stalls}, {stats.stall_seconds:.3f} s altogether",
+        *(
+            f"  {stall.op or 'access'} waited {stall.seconds * 1e3:.2f} ms for "
+            + (f"block {stall.block} from {stall.tier}" if stall.tier else "another thread")
+            for stall in stats.last_stalls
+        ),
+    ]
+    if stats.unpaged_peak is not None:
+        lines.append(f"memory beside the pool, at its peak: {format_size(stats.unpaged_peak)}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The command ``farpool``: thin, one file a verb."""

@@ -1,0 +1,79 @@
+"""``farpool demo``: search real text with a model that has a quarter of its bytes resident."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from farpool.demo.settings import Settings
+from farpool.errors import ConfigError
+
+__all__ = ["demo"]
+
+DEFAULTS = Settings()
+SIZE = "a size such as '20 MiB', or a percentage of the model's weights"
+
+
+class _Bars:
+    """One progress bar for each step of the job, on stderr."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        if step not in self._tasks:
+            self._tasks[step] = self._progress.add_task(step)
+        self._progress.update(self._tasks[step], completed=done, total=total)
+
+
+def demo(
+    budget: Annotated[str, typer.Option(metavar="SIZE", help=f"Fast tier: {SIZE}.")] = DEFAULTS.budget,
+    question: Annotated[str, typer.Option(metavar="TEXT", help="What to look for.")] = DEFAULTS.question,
+    docs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Search the .txt and .md files of this folder instead of the Python standard library's documentation.",
+        ),
+    ] = None,
+    texts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Passages at most, spread over all there are.")
+    ] = DEFAULTS.texts,
+    dram: Annotated[str, typer.Option(metavar="SIZE", help=f"DRAM tier: {SIZE}.")] = DEFAULTS.dram,
+    nvme: Annotated[str, typer.Option(metavar="SIZE", help=f"NVMe tier, a temporary file: {SIZE}.")] = DEFAULTS.nvme,
+    timeline: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where to draw what the pool did (.png, .svg or .pdf).")
+    ] = Path("farpool-timeline.png"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
+) -> None:
+    """Search real text with a model that has a quarter of its bytes resident.
+
+    A sentence-embedding model (all-MiniLM-L6-v2) embeds a text collection twice: all resident, then with its weights in
+    a pool with a small byte budget, the rest of them in DRAM and in a file. Both must give the same bits.
+
+    Exit code 0: equal. 1: not equal. 2: an error.
+    """
+    try:
+        from farpool.demo.job import run
+        from farpool.demo.report import report
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+
+    settings = Settings(budget, dram, nvme, question, docs, texts, timeline)
+    stderr = Console(stderr=True)
+    columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
+        outcome = run(settings, _Bars(progress))
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(outcome)).decode() + "\n")
+    else:
+        Console().print(report(outcome))
+    if not outcome.equal:
+        raise typer.Exit(1)

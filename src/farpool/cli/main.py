@@ -1,0 +1,51 @@
+"""The command itself: its verbs, its version, and how errors are shown."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from farpool.cli import demo
+from farpool.errors import FarpoolError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="farpool",
+    help="One big memory for GPU and AI programs: DRAM and NVMe behind a byte budget, with bit-exact results.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="demo")(demo.demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"farpool {version('farpool')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """One big memory for GPU and AI programs: DRAM and NVMe behind a byte budget, with bit-exact results."""
+
+
+def main() -> None:
+    """Run the command; an error of farpool's own is one line on stderr and exit code 2."""
+    try:
+        app()
+    except FarpoolError as error:
+        message = " ".join(str(error).split())
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}", highlight=False)
+        sys.exit(2)

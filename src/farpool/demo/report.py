@@ -1,0 +1,105 @@
+"""The demo's outcome for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from farpool.demo.figures import Counts
+from farpool.demo.job import Outcome
+
+__all__ = ["report"]
+
+
+def report(outcome: Outcome) -> RenderableType:
+    """Answers first, then whether they can be trusted, then what the budget cost."""
+    parts: list[RenderableType] = [_answers(outcome), _verdict(outcome), _run(outcome), _traffic(outcome)]
+    if outcome.timeline:
+        parts.append(Text.assemble("Timeline of two batches: ", (outcome.timeline, "bold")))
+    return Group(*parts)
+
+
+def _answers(outcome: Outcome) -> Table:
+    table = Table(title=f"[bold]{escape(outcome.question)}", title_justify="left", expand=True, show_lines=False)
+    table.add_column("score", justify="right", style="cyan", no_wrap=True)
+    table.add_column("where", style="green", overflow="fold", ratio=3)
+    table.add_column("passage", ratio=8)
+    for answer in outcome.answers:
+        text = answer.text if len(answer.text) <= 160 else answer.text[:157].rstrip() + "..."
+        table.add_row(f"{answer.score:.3f}", escape(answer.source), escape(text))
+    return table
+
+
+def _verdict(outcome: Outcome) -> Panel:
+    share = outcome.budget_bytes / outcome.weight_bytes
+    inside = outcome.peak_bytes <= outcome.budget_bytes
+    lines = [
+        f"[bold green]equal[/]  all {outcome.passages} embeddings are the same bit for bit, paged and all resident"
+        if outcome.equal
+        else f"[bold red]NOT EQUAL[/]  the paged run gave other embeddings ({outcome.passages} passages)",
+        f"[bold {'green' if inside else 'red'}]{'inside' if inside else 'OVER'}[/] "
+        f"peak {_mb(outcome.peak_bytes)} of a budget of {_mb(outcome.budget_bytes)}, "
+        f"{share:.0%} of {outcome.model}'s {_mb(outcome.weight_bytes)} of weights and buffers",
+        f"[bold]speed[/]  {outcome.relative_throughput:.0%} of the all-resident throughput",
+    ]
+    return Panel("\n".join(lines), expand=True)
+
+
+def _run(outcome: Outcome) -> Table:
+    table = Table(title="Time", title_justify="left", expand=True)
+    table.add_column("")
+    for name in ("first batch", f"other {outcome.batches - 1} batches", "texts per second"):
+        table.add_column(name, justify="right")
+    for name, timing in (("all resident", outcome.plain), ("inside the budget", outcome.paged)):
+        table.add_row(
+            name, f"{timing.first_seconds:.2f} s", f"{timing.rest_seconds:.2f} s", f"{timing.texts_per_second:.1f}"
+        )
+    return table
+
+
+def _traffic(outcome: Outcome) -> Table:
+    tiers = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in outcome.tiers.items())
+    table = Table(
+        title="What the pool did",
+        title_justify="left",
+        caption=f"Tiers below the fast one: {tiers}. The first batch is recorded, the others follow the recording."
+        + (
+            f" Memory beside the pool (activations, the interpreter): at most {_mb(outcome.unpaged_peak)}."
+            if outcome.unpaged_peak
+            else ""
+        ),
+        caption_justify="left",
+        expand=True,
+    )
+    table.add_column("")
+    table.add_column("first batch", justify="right")
+    table.add_column(f"other {outcome.batches - 1} batches", justify="right")
+    rows: list[tuple[str, Callable[[Counts], str]]] = [
+        ("accesses", lambda counts: f"{counts.accesses:,}"),
+        ("found everything in place", lambda counts: _share(counts.hit_rate)),
+        ("found it on its way", lambda counts: f"{counts.late:,}"),
+        ("fetches on demand", lambda counts: f"{counts.demand_fetches:,}"),
+        ("prefetches", lambda counts: f"{counts.prefetches:,}"),
+        ("prefetches that were used", lambda counts: _share(counts.prefetch_accuracy)),
+        ("waited for bytes", lambda counts: f"{counts.stall_seconds:.2f} s"),
+    ]
+    for name, show in rows:
+        table.add_row(name, show(outcome.first), show(outcome.rest))
+    first = {(link.source, link.target): link.nbytes for link in outcome.first.links}
+    for link in outcome.rest.links:
+        before = first.get((link.source, link.target), 0)
+        table.add_row(f"{link.source} → {link.target}", _mb(before), _mb(link.nbytes))
+    return table
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1%}"

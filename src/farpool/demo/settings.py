@@ -1,0 +1,36 @@
+"""What the demo can be told. Needs no torch, so that the command can show its help at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to run.
+
+    Attributes
+    ----------
+    budget, dram, nvme : str
+        Sizes of the fast tier, the DRAM tier and the NVMe tier: bytes with a unit (``"20 MiB"``) or a percentage of the
+        model's weights (``"25%"``).
+    question : str
+        What to look for.
+    docs : Path or None
+        Folder of the user's own ``.txt`` and ``.md`` files; None for the standard library's documentation.
+    texts : int
+        Number of passages at most.
+    timeline : Path or None
+        Where to draw the timeline; None for nowhere.
+    """
+
+    budget: str = "25%"
+    dram: str = "50%"
+    nvme: str = "100%"
+    question: str = "How can I run another program and read what it prints?"
+    docs: Path | None = None
+    texts: int = 512
+    timeline: Path | None = None

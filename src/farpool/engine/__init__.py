@@ -1,0 +1,27 @@
+"""Decides which block is where, and when it moves. Sans-IO: no clock, no file, no thread, no torch.
+
+The engine is told what is accessed and what has completed, and answers with the transfers to start, in order. The same
+calls give the same transfers, always; so a run can be replayed from its seed, and a planner can use the engine itself.
+"""
+
+from farpool.engine.arena import ALIGNMENT
+from farpool.engine.blocks import State
+from farpool.engine.engine import Access, Engine, TooLarge
+from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
+from farpool.engine.residency import NoRoom
+
+__all__ = [
+    "ALIGNMENT",
+    "Access",
+    "Engine",
+    "Kind",
+    "Mode",
+    "Move",
+    "NoRoom",
+    "Piece",
+    "Run",
+    "Space",
+    "State",
+    "TooLarge",
+    "Transfer",
+]

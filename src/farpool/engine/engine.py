@@ -1,0 +1,290 @@
+"""The engine: a deterministic state machine over blocks.
+
+An access is granted when each of its runs lies contiguous in the arena, whole and pinned, all at once. Accesses that cannot
+be granted at once stand in line, and only the head of the line may make room: so two threads never take each other's
+operands away in turn, and each op that fits alone gets its turn.
+
+The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with `completed` or
+`failed`. It holds one lock around the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farpool.engine.arena import ArenaMap
+from farpool.engine.blocks import NOWHERE, BlockTable, State
+from farpool.engine.lookahead import LookAhead
+from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
+from farpool.engine.residency import Counters, NoRoom, Residency
+from farpool.engine.tape import Tape
+
+__all__ = ["Access", "Engine", "TooLarge"]
+
+
+_ATTEMPTS = 3
+"""A scattered run that finds no room beside its parts has them leave first and comes back at the next attempt."""
+
+
+class TooLarge(Exception):
+    """The runs of one access together exceed the arena. ``args``: bytes needed."""
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """One op's wish for its operands, and the answer."""
+
+    runs: tuple[Run, ...]
+    blocks: frozenset[int]
+    places: tuple[int, ...] = ()
+    """Arena offset of each run; valid while granted."""
+    granted: bool = False
+    error: BaseException | None = None
+    """Why it will not be granted. Nothing is pinned then."""
+
+
+class Engine:
+    """Places blocks in one arena above any number of lower tiers.
+
+    Parameters
+    ----------
+    capacity : int
+        Bytes of the arena.
+    spaces : sequence of Space or None
+        The lower tiers from fast to slow; None stands for a read-only source, which blocks only come from.
+    classes : tuple of str
+        Names that a block's class may have.
+    tape : Tape, optional
+        Where accesses are recorded.
+    prefetch : bool
+        Whether to fetch along the tape ahead of the accesses.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        spaces: Sequence[Space | None],
+        classes: tuple[str, ...] = ("bytes",),
+        *,
+        tape: Tape | None = None,
+        prefetch: bool = True,
+    ) -> None:
+        self.tape = tape if tape is not None else Tape()
+        self._residency = Residency(capacity, spaces, classes)
+        self._look_ahead = LookAhead(self.tape, self._residency) if prefetch else None
+        self._line: list[Access] = []
+
+    @property
+    def blocks(self) -> BlockTable:
+        return self._residency.blocks
+
+    @property
+    def arena(self) -> ArenaMap:
+        return self._residency.arena
+
+    @property
+    def counters(self) -> Counters:
+        return self._residency.counters
+
+    @property
+    def transfers(self) -> dict[int, Transfer]:
+        """The transfers under way, by id."""
+        return self._residency.transfers
+
+    # ---- blocks -------------------------------------------------------------------------------------------------
+
+    def add_source(self) -> int:
+        """Make known another read-only source; returns its index among the tiers."""
+        self._residency.spaces.append(None)
+        return len(self._residency.spaces) - 1
+
+    def create(self, sizes: list[int], cls: str = "bytes") -> int:
+        """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
+        return self._residency.blocks.create(sizes, cls)
+
+    def adopt(self, block: int, piece: Piece) -> None:
+        """Part of this (absent) block's clean copy lies in a source; ``piece.place`` is relative to the block's start."""
+        self._residency.sources.setdefault(block, []).append(piece)
+
+    def can_adopt(self, block: int) -> bool:
+        """Whether the block is absent and its content, if any, is a source's."""
+        return self.blocks.state[block] == State.ABSENT and self.blocks.tier[block] == NOWHERE
+
+    def retire(self, first: int, count: int) -> None:
+        """The program has dropped the blocks of one `create`; follow with `forget` as soon as that says yes."""
+        self._residency.blocks.retire(first, count)
+
+    def forget(self, first: int, count: int) -> bool:
+        """Free retired blocks; False (and nothing done) while a transfer is under way on them or somebody has pinned them."""
+        residency = self._residency
+        members = range(first, first + count)
+        if any(residency.blocks.pins[b] or b in residency.moving for b in members):
+            return False
+        for block in members:
+            residency.forget(block)
+        residency.blocks.forget(first, count)
+        return True
+
+    def run_bytes(self, run: Run) -> int:
+        """Arena bytes that a run occupies."""
+        return self._residency.run_bytes(run)
+
+    def resident(self) -> list[int]:
+        """Blocks that own a range of the arena, in order of place."""
+        return self._residency.resident()
+
+    # ---- accesses -----------------------------------------------------------------------------------------------
+
+    def request(self, runs: Sequence[Run]) -> Access:
+        """Ask for runs, which must not overlap. They are granted at once or later: see `Access.granted`.
+
+        Raises
+        ------
+        TooLarge
+            They do not fit into the arena together; nothing was changed.
+        """
+        needed = sum(self._residency.run_bytes(run) for run in runs)
+        if needed > self.arena.capacity:
+            raise TooLarge(needed)
+        access = Access(tuple(runs), frozenset(b for run in runs for b in range(run.first, run.first + run.count)))
+        for run in runs:
+            self._note(run)
+        self._line.append(access)
+        self._serve()
+        return access
+
+    def _note(self, run: Run) -> None:
+        """Count the access, put it on the tape, set its blocks' next use."""
+        residency, blocks, counters = self._residency, self._residency.blocks, self._residency.counters
+        members = range(run.first, run.first + run.count)
+        if run.table >= 0:
+            key = self.tape.record_table(blocks.name[run.table])
+        else:
+            created = blocks.state[run.first] == State.ABSENT and not residency.has_copy(run.first)
+            key = self.tape.record(blocks.name[run.first], run.count, residency.run_bytes(run), created=created)
+        counters.accesses += 1
+        if residency.place_of(run) != NOWHERE:
+            counters.hits += 1
+        else:
+            counters.late += all(blocks.state[b] in (State.RESIDENT, State.FETCHING) for b in members)
+            if self._look_ahead is not None:
+                self._look_ahead.missed()
+        for block in members:
+            blocks.last_use[block] = self.tape.now
+            residency.set_next_use(block, key)
+            residency.used(block)
+
+    def release(self, access: Access) -> None:
+        """The op is done with its operands."""
+        access.granted = False
+        for block in access.blocks:
+            self._residency.unpin(block)
+        self._serve()
+
+    def cancel(self, access: Access) -> None:
+        """Give up waiting. What is under way goes on."""
+        if access in self._line:
+            self._line.remove(access)
+            self._serve()
+
+    def _serve(self) -> None:
+        """Grant what can be granted, in line; then look ahead."""
+        blocked = False
+        for access in tuple(self._line):
+            if self._ready(access) or (not blocked and self._make_ready(access)):
+                self._grant(access)
+            elif access.error is None:
+                blocked = True
+                continue
+            self._line.remove(access)
+        if not blocked and self._look_ahead is not None:
+            self._look_ahead.advance()
+
+    def _ready(self, access: Access) -> bool:
+        places = []
+        for run in access.runs:
+            place = self._residency.place_of(run)
+            # A rescued block is resident while it is still being written back: its bytes must not change under the write.
+            if place == NOWHERE or (run.mode != Mode.READ and not self._residency.settled(run)):
+                return False
+            places.append(place)
+        access.places = tuple(places)
+        return True
+
+    def _grant(self, access: Access) -> None:
+        for run in access.runs:
+            self._residency.pin(run)
+        access.granted = True
+
+    def _make_ready(self, access: Access) -> bool:
+        """Do what can be done now for the head of the line; True if that was all it needed."""
+        residency = self._residency
+        if residency.faults:
+            for block in sorted(access.blocks & residency.faults.keys()):
+                access.error = residency.faults.pop(block)
+                return False
+        try:
+            for _ in range(_ATTEMPTS):
+                brought = [residency.bring(run, access.blocks) for run in access.runs]
+                if all(brought) or residency.moving:
+                    break
+        except NoRoom as error:
+            access.error = error
+            return False
+        if not all(brought) and not residency.moving and not residency.pinned():
+            access.error = residency.unstick() or TooLarge(sum(residency.run_bytes(run) for run in access.runs))
+            return False
+        return self._ready(access)
+
+    # ---- transfers ----------------------------------------------------------------------------------------------
+
+    def take_commands(self) -> list[Transfer | Move]:
+        """What to start now, in this order. A move is to be made before any transfer that follows it is started."""
+        commands, self._residency.commands = self._residency.commands, []
+        return commands
+
+    def take_raised(self) -> list[int]:
+        """Ids of transfers, started before, for which somebody waits by now."""
+        raised, self._residency.raised = self._residency.raised, []
+        return raised
+
+    def completed(self, transfer: int) -> None:
+        """A transfer has ended well."""
+        self._residency.completed(transfer)
+
+    def failed(self, transfer: int, error: BaseException) -> None:
+        """A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody."""
+        self._residency.failed(transfer, error)
+        if self._look_ahead is not None:
+            self._look_ahead.retreat()
+
+    def proceed(self) -> None:
+        """After completions were reported: grant what can be granted now."""
+        self._serve()
+
+    # ---- the budget ---------------------------------------------------------------------------------------------
+
+    def resize(self, capacity: int) -> bool:
+        """Change the arena's bytes. False while something still lies beyond; then call again after completions.
+
+        Raises
+        ------
+        NoRoom
+            No lower tier takes what has to leave; the capacity is as it was.
+        """
+        residency = self._residency
+        if self.arena.resize(capacity):
+            return True
+        for block in self.arena.owners_beyond(capacity):
+            if residency.at_rest(block):
+                residency.evict(block)
+        return self.arena.resize(capacity)
+
+    def flush(self) -> bool:
+        """Evict all that can leave; False while something is still on its way. Used to empty the arena."""
+        residency = self._residency
+        for block in residency.resident():
+            if residency.at_rest(block):
+                residency.evict(block)
+        return not residency.moving

@@ -1,0 +1,560 @@
+"""Residency: which blocks lie in the arena, and the steps that bring them in and make them leave.
+
+A block is absent, fetching, resident or writing back (see `State`). Two further conditions cut across these:
+
+- *hollow*: placed for an access that overwrites it, while its only content is still the copy below. If that access never comes
+  to pass, the hollow block is dropped and nothing is lost.
+- *stuck*: no tier takes its bytes. It stays resident and is not a victim until the next access tries again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farpool._native import NextUse
+from farpool.engine.arena import ALIGNMENT, ArenaMap
+from farpool.engine.blocks import NOWHERE, BlockTable, State
+from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
+
+__all__ = ["Counters", "NoRoom", "Residency"]
+
+
+class NoRoom(Exception):
+    """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine has done so far."""
+
+    accesses: int = 0
+    """Runs accessed."""
+    hits: int = 0
+    """Runs found whole and in place."""
+    late: int = 0
+    """Runs whose transfer was under way when they were accessed."""
+    demand_fetches: int = 0
+    prefetches: int = 0
+    prefetches_used: int = 0
+    prefetches_wasted: int = 0
+    """Blocks prefetched that left, or were overwritten, before they were accessed."""
+    evictions: int = 0
+    write_backs: int = 0
+    moves: int = 0
+    moved_bytes: int = 0
+
+
+class Residency:
+    """The arena's blocks and the transfers under way.
+
+    Parameters
+    ----------
+    capacity : int
+        Bytes of the arena.
+    spaces : sequence of Space or None
+        Lower tiers from fast to slow; None stands for a read-only source, which blocks only come from.
+    classes : tuple of str
+        Names of block classes.
+    """
+
+    def __init__(self, capacity: int, spaces: Sequence[Space | None], classes: tuple[str, ...]) -> None:
+        self.blocks = BlockTable(classes)
+        self.arena = ArenaMap(capacity)
+        self.spaces = list(spaces)
+        self.counters = Counters()
+        self.commands: list[Transfer | Move] = []
+        self.raised: list[int] = []
+        """Transfers that somebody waits for by now."""
+        self.transfers: dict[int, Transfer] = {}
+        self.moving: dict[int, int] = {}
+        """The transfer under way for a block."""
+        self.sources: dict[int, list[Piece]] = {}
+        """Clean copies in read-only sources; `Piece.place` is relative to the block's start."""
+        self.evictable = NextUse()
+        self.stuck: dict[int, BaseException] = {}
+        self.faults: dict[int, BaseException] = {}
+        """Blocks whose last fetch failed; whoever waits for one takes the error."""
+        self._barred: dict[int, set[int]] = {}
+        self._hollow: set[int] = set()
+        self._prefetched: set[int] = set()
+        self.ahead_bytes = 0
+        """Bytes prefetched, or on their way, that have not been accessed yet."""
+        self._number = 0
+
+    # ---- looking ------------------------------------------------------------------------------------------------
+
+    def run_bytes(self, run: Run) -> int:
+        """Arena bytes that a run occupies."""
+        size = self.blocks.size
+        if run.count == 1:
+            return -(-size[run.first] // ALIGNMENT) * ALIGNMENT
+        return sum(-(-size[b] // ALIGNMENT) * ALIGNMENT for b in range(run.first, run.first + run.count))
+
+    def has_copy(self, block: int) -> bool:
+        return self.blocks.tier[block] != NOWHERE or block in self.sources
+
+    def place_of(self, run: Run) -> int:
+        """Arena offset of a run that is resident and contiguous, else NOWHERE."""
+        blocks = self.blocks
+        place = start = blocks.place[run.first]
+        for block in range(run.first, run.first + run.count):
+            if blocks.state[block] != State.RESIDENT or blocks.place[block] != place:
+                return NOWHERE
+            place += blocks.size[block]
+        if self._hollow and run.mode != Mode.OVERWRITE:
+            if any(b in self._hollow for b in range(run.first, run.first + run.count)):
+                return NOWHERE
+        return start
+
+    def resident(self) -> list[int]:
+        """Blocks that own a range of the arena, in order of place."""
+        return self.arena.owners()
+
+    def pinned(self) -> bool:
+        """Whether any block is pinned."""
+        return any(self.blocks.pins[block] for block in self.arena.owners())
+
+    def settled(self, run: Run) -> bool:
+        """Whether no transfer is under way on the run (a rescued block is resident while its write-back still runs)."""
+        return not self.moving or not any(b in self.moving for b in range(run.first, run.first + run.count))
+
+    # ---- pins and keys ------------------------------------------------------------------------------------------
+
+    def pin(self, run: Run) -> None:
+        blocks = self.blocks
+        for block in range(run.first, run.first + run.count):
+            if not blocks.pins[block]:
+                self.evictable.remove(block)
+            blocks.pins[block] += 1
+            if run.mode != Mode.READ or not self.has_copy(block):
+                blocks.dirty[block] = 1
+                self.sources.pop(block, None)
+                self._hollow.discard(block)
+
+    def unpin(self, block: int) -> None:
+        self.blocks.pins[block] -= 1
+        if not self.blocks.pins[block]:
+            self.enter(block)
+
+    def enter(self, block: int) -> None:
+        """The block may be evicted from now on."""
+        if block not in self.stuck:
+            self.evictable.insert(block, self.blocks.next_use[block])
+
+    def set_next_use(self, block: int, key: int) -> None:
+        self.blocks.next_use[block] = key
+        if block in self.evictable:
+            self.evictable.insert(block, key)
+
+    def used(self, block: int) -> None:
+        """The block is accessed: if it was prefetched, that was right."""
+        if self._not_ahead(block):
+            self.counters.prefetches_used += 1
+
+    def _not_ahead(self, block: int) -> bool:
+        """The block is not prefetched any more; whether it was."""
+        if block not in self._prefetched:
+            return False
+        self._prefetched.discard(block)
+        self.ahead_bytes -= self.blocks.size[block]
+        return True
+
+    # ---- bringing in --------------------------------------------------------------------------------------------
+
+    def bring(self, run: Run, keep: frozenset[int], use: int | None = None) -> bool:
+        """Place and fetch what is missing of a run; False if that has to wait (or, ahead of time, is not worth it).
+
+        Parameters
+        ----------
+        keep : frozenset of int
+            Blocks that must not be evicted for it.
+        use : int, optional
+            Ahead of time: the position of the coming use. Only blocks needed later than that make room.
+        """
+        blocks = self.blocks
+        members = range(run.first, run.first + run.count)
+        missing: list[int] = []
+        base, ahead, scattered = NOWHERE, 0, False
+        for block in members:
+            if block in self._hollow and run.mode != Mode.OVERWRITE:
+                if block in self.moving or blocks.pins[block]:
+                    return False
+                self._leave(block)
+            if blocks.state[block] == State.WRITING_BACK and not self._rescue(block):
+                self._wanted(block, use)
+                return False
+            if blocks.state[block] == State.ABSENT:
+                missing.append(block)
+            elif base == NOWHERE:
+                base = blocks.place[block] - ahead
+            elif blocks.place[block] - ahead != base:
+                scattered = True
+            ahead += blocks.size[block]
+        if missing and len(missing) == run.count:
+            base = self._place_anew(run, keep, use)
+            if base < 0:
+                return False
+            self._settle(members, base)
+        elif scattered or (missing and not self._fill_in(members, missing, base)):
+            if use is not None or not self._relocate(run, keep):
+                return False
+        for block in missing:
+            self._fill(block, run.mode, use)
+        for block in members:
+            self._wanted(block, use)
+        return True
+
+    def _place_anew(self, run: Run, keep: frozenset[int], use: int | None) -> int:
+        size = self.run_bytes(run)
+        before = run.first - 1
+        if run.count == 1 and before >= 0 and self.blocks.place[before] != NOWHERE:
+            # Beside its predecessor, so that a storage written block by block is contiguous when it is wanted whole.
+            place = self.blocks.place[before] + self.blocks.size[before]
+            if place % ALIGNMENT == 0 and self.arena.fits(place, size):
+                return place
+        return self.make_room(size, keep, use)
+
+    def _settle(self, members: range, base: int) -> None:
+        """Give the range that begins at `base` to these blocks; the caller knows that it is free."""
+        blocks = self.blocks
+        for block in members:
+            if not self.arena.take(block, base, blocks.size[block]):
+                raise AssertionError(f"block {block}: arena range {base}+{blocks.size[block]} is taken")
+            blocks.place[block] = base
+            base += blocks.size[block]
+
+    def _fill_in(self, members: range, missing: list[int], base: int) -> bool:
+        """Put the missing blocks between their neighbours, if those places are free."""
+        blocks = self.blocks
+        taken: list[int] = []
+        place = base
+        for block in members:
+            if blocks.state[block] == State.ABSENT:
+                if place < 0 or not self.arena.take(block, place, blocks.size[block]):
+                    for other in taken:
+                        self.arena.drop(blocks.place[other])
+                        blocks.place[other] = NOWHERE
+                    return False
+                blocks.place[block] = place
+                taken.append(block)
+            place += blocks.size[block]
+        return True
+
+    def _relocate(self, run: Run, keep: frozenset[int]) -> bool:
+        """Gather a scattered run at a new place; False if it has to wait. Missing blocks get their place, not their bytes."""
+        blocks = self.blocks
+        members = range(run.first, run.first + run.count)
+        present = [b for b in members if blocks.state[b] != State.ABSENT]
+        if any(b in self.moving or blocks.pins[b] for b in present):
+            for block in present:
+                self._wanted(block, None)
+            return False
+        base = self.make_room(self.run_bytes(run), keep, None)
+        if base < 0:
+            if self.moving or self.arena.hazards:
+                return False
+            for block in present:  # not even room for the run beside its own parts: they leave and come back
+                self.evict(block)
+            return False
+        if self.arena.hazards_of(base, self.run_bytes(run)):
+            return False  # a move is made at once, and a write-back still reads there
+        for block in members:
+            size = blocks.size[block]
+            if blocks.state[block] != State.ABSENT:
+                self.arena.drop(blocks.place[block])
+                self.counters.moves += 1
+                self.counters.moved_bytes += size
+                self.commands.append(Move(blocks.place[block], base, size))
+            if not self.arena.take(block, base, size):
+                raise AssertionError(f"block {block}: arena range {base}+{size} is taken")
+            blocks.place[block] = base
+            base += size
+        return True
+
+    def _fill(self, block: int, mode: Mode, use: int | None) -> None:
+        """Fill a block that has its place. Where there is nothing to fetch, only its range has to become free."""
+        blocks = self.blocks
+        place, size = blocks.place[block], blocks.size[block]
+        pieces: tuple[Piece, ...] = ()
+        if self.has_copy(block):
+            if mode == Mode.OVERWRITE:
+                self._hollow.add(block)
+            elif block in self.sources:
+                pieces = tuple(piece._replace(place=place + piece.place) for piece in self.sources[block])
+            else:
+                pieces = (Piece(blocks.tier[block], blocks.copy[block], place, size),)
+        if pieces and use is None:
+            self.counters.demand_fetches += 1
+        elif pieces:
+            self.counters.prefetches += 1
+            self._prefetched.add(block)
+            self.ahead_bytes += size
+        if use is not None:
+            blocks.next_use[block] = use
+        after = self.arena.hazards_of(place, size)
+        if pieces or after:
+            blocks.state[block] = State.FETCHING
+            self._start(Kind.FETCH, block, pieces, after, demand=use is None)
+        else:
+            blocks.state[block] = State.RESIDENT
+            self.enter(block)
+
+    def _start(self, kind: Kind, block: int, pieces: tuple[Piece, ...], after: tuple[int, ...], *, demand: bool) -> int:
+        self._number += 1
+        transfer = Transfer(self._number, kind, block, pieces, after, demand)
+        self.transfers[transfer.id] = transfer
+        self.moving[block] = transfer.id
+        self.commands.append(transfer)
+        return transfer.id
+
+    def _wanted(self, block: int, use: int | None) -> None:
+        """Somebody waits for what is under way on this block."""
+        number = self.moving.get(block)
+        if use is None and number is not None and not self.transfers[number].demand:
+            self.raised.append(number)
+
+    # ---- making room --------------------------------------------------------------------------------------------
+
+    def make_room(self, nbytes: int, keep: frozenset[int], use: int | None) -> int:
+        """Offset of a hole of `nbytes` bytes, made if need be; -1 if that has to wait.
+
+        Raises
+        ------
+        NoRoom
+            Only blocks that no lower tier takes are left to evict.
+        """
+        kept: list[int] = []
+        refused: NoRoom | None = None
+        try:
+            while True:
+                place = self.arena.find(nbytes)
+                if place >= 0:
+                    return place
+                if self.arena.free >= nbytes:
+                    if self._slide_together(nbytes, nbytes if use is not None else self.arena.capacity):
+                        continue
+                    if self.arena.hazards:
+                        return -1  # enough is on its way out
+                victim = self.evictable.victim()
+                if victim < 0:
+                    break
+                if use is not None and self.evictable.victim_next_use() <= use:
+                    return -1
+                if victim in keep:
+                    self.evictable.remove(victim)
+                    kept.append(victim)
+                    continue
+                try:
+                    self.evict(victim)
+                except NoRoom as error:
+                    refused = refused or error
+                    self.evictable.remove(victim)
+                    kept.append(victim)
+        finally:
+            for block in kept:
+                self.enter(block)
+        if refused is not None and use is None and not self.moving:
+            raise refused
+        return -1
+
+    def _slide_together(self, nbytes: int, most: int) -> bool:
+        """Open a hole by moving resident blocks, at most `most` bytes of them."""
+        blocks = self.blocks
+        gap = self.arena.gap(nbytes, self.at_rest)
+        if gap is None or gap.moved > most:
+            return False
+        for block, target in gap.slides:
+            move = self.arena.slide(block, blocks.place[block], target, blocks.size[block])
+            blocks.place[block] = target
+            self.counters.moves += 1
+            self.counters.moved_bytes += move.nbytes
+            self.commands.append(move)
+        return bool(gap.slides)
+
+    def at_rest(self, block: int) -> bool:
+        """Whether a block is resident, unpinned, and no transfer is under way on it."""
+        return self.blocks.state[block] == State.RESIDENT and not self.blocks.pins[block] and block not in self.moving
+
+    def try_evict(self, block: int) -> bool:
+        """As `evict`, but False where that raises."""
+        try:
+            self.evict(block)
+        except NoRoom:
+            return False
+        return True
+
+    def evict(self, block: int) -> None:
+        """Make a resident, unpinned block leave: at once if it is clean, else by writing it back.
+
+        Raises
+        ------
+        NoRoom
+            No lower tier takes it; it stays.
+        """
+        blocks = self.blocks
+        size = blocks.size[block]
+        if block in self.moving:  # rescued before, and its write-back still runs: let it leave after all
+            self._write_out(block, self.moving[block])
+            return
+        if not blocks.dirty[block]:
+            self._leave(block)
+            self.counters.evictions += 1
+            return
+        if blocks.tier[block] == NOWHERE:
+            tier, offset = self._reserve(block, size)
+            blocks.tier[block], blocks.copy[block] = tier, offset
+        piece = Piece(blocks.tier[block], blocks.copy[block], blocks.place[block], size)
+        number = self._start(Kind.WRITE_BACK, block, (piece,), (), demand=False)
+        self.counters.write_backs += 1
+        self._write_out(block, number)
+
+    def _reserve(self, block: int, size: int) -> tuple[int, int]:
+        for tier, space in enumerate(self.spaces):
+            if space is None or tier in self._barred.get(block, ()):
+                continue
+            offset = space.reserve(size, self.blocks.class_of(block))
+            while offset is None and self._give_way(tier, size):
+                offset = space.reserve(size, self.blocks.class_of(block))
+            if offset is not None:
+                return tier, offset
+        raise NoRoom(block, size)
+
+    def _give_way(self, tier: int, size: int) -> bool:
+        """In a full tier, drop the copy of a block that is resident anyway: first one that is stale, then a clean one."""
+        blocks = self.blocks
+        found = NOWHERE
+        for block in self.arena.owners():
+            if blocks.tier[block] == tier and blocks.size[block] >= size and block not in self._hollow:
+                if blocks.state[block] != State.RESIDENT or block in self.moving:
+                    continue
+                if found == NOWHERE or blocks.dirty[block]:
+                    found = block
+                if blocks.dirty[block]:
+                    break
+        if found == NOWHERE:
+            return False
+        self._drop_copy(found)
+        blocks.dirty[found] = 1
+        return True
+
+    def _write_out(self, block: int, number: int) -> None:
+        """Promise the block's range to others, who wait for the write."""
+        blocks = self.blocks
+        self.evictable.remove(block)
+        blocks.state[block] = State.WRITING_BACK
+        self.arena.drop(blocks.place[block])
+        self.arena.add_hazard(number, blocks.place[block], blocks.size[block])
+
+    def _rescue(self, block: int) -> bool:
+        """Keep a block that is being written back, if its range has not been promised to another."""
+        blocks = self.blocks
+        if not self.arena.take(block, blocks.place[block], blocks.size[block]):
+            return False
+        blocks.state[block] = State.RESIDENT
+        self.enter(block)
+        return True
+
+    def _leave(self, block: int) -> None:
+        """A resident block's bytes are not needed here any more."""
+        blocks = self.blocks
+        self.evictable.remove(block)
+        self._hollow.discard(block)
+        if self._not_ahead(block):
+            self.counters.prefetches_wasted += 1
+        self.arena.drop(blocks.place[block])
+        blocks.place[block] = NOWHERE
+        blocks.state[block] = State.ABSENT
+
+    def forget(self, block: int) -> None:
+        """The block dies. Nothing is under way on it and nobody has pinned it."""
+        blocks = self.blocks
+        if blocks.state[block] == State.RESIDENT:
+            self._leave(block)
+        self._drop_copy(block)
+        self._barred.pop(block, None)
+        self.stuck.pop(block, None)
+        self.faults.pop(block, None)
+
+    def _drop_copy(self, block: int) -> None:
+        blocks = self.blocks
+        self.sources.pop(block, None)
+        tier = blocks.tier[block]
+        if tier != NOWHERE:
+            space = self.spaces[tier]
+            assert space is not None
+            space.free(blocks.copy[block], blocks.size[block], blocks.class_of(block))
+            blocks.tier[block] = blocks.copy[block] = NOWHERE
+
+    # ---- completions --------------------------------------------------------------------------------------------
+
+    def completed(self, number: int) -> None:
+        """A transfer has ended well."""
+        transfer = self.transfers.pop(number, None)
+        if transfer is None:
+            return  # its block was given up when a transfer that it waited for failed
+        blocks, block = self.blocks, transfer.block
+        del self.moving[block]
+        if transfer.kind == Kind.FETCH:
+            blocks.state[block] = State.RESIDENT
+            self.faults.pop(block, None)
+            self.enter(block)
+            return
+        self._barred.pop(block, None)
+        blocks.dirty[block] = 0
+        self.arena.remove_hazard(number)
+        if blocks.state[block] == State.WRITING_BACK:
+            blocks.state[block] = State.ABSENT
+            blocks.place[block] = NOWHERE
+            self.counters.evictions += 1
+
+    def failed(self, number: int, error: BaseException) -> None:
+        """A transfer has ended badly. What waited for it is undone; the bytes it was to save stay where they are."""
+        transfer = self.transfers.pop(number, None)
+        if transfer is None:
+            return
+        blocks, block = self.blocks, transfer.block
+        del self.moving[block]
+        if transfer.kind == Kind.FETCH:
+            blocks.state[block] = State.RESIDENT
+            self._not_ahead(block)
+            self._leave(block)
+            self.faults[block] = error
+            return
+        for other in [t for t in self.transfers.values() if number in t.after]:
+            self._give_up(other)
+        self.arena.remove_hazard(number)
+        if blocks.state[block] == State.WRITING_BACK:
+            if not self.arena.take(block, blocks.place[block], blocks.size[block]):
+                raise AssertionError(f"block {block}: its range was given away before its write-back had completed")
+            blocks.state[block] = State.RESIDENT
+        tier = transfer.pieces[0].tier
+        space = self.spaces[tier]
+        assert space is not None
+        space.free(blocks.copy[block], blocks.size[block], blocks.class_of(block))
+        blocks.tier[block] = blocks.copy[block] = NOWHERE
+        barred = self._barred.setdefault(block, set())
+        barred.add(tier)
+        if all(space is None or index in barred for index, space in enumerate(self.spaces)):
+            self.evictable.remove(block)
+            self.stuck[block] = error
+        elif not blocks.pins[block]:
+            self.enter(block)
+
+    def _give_up(self, transfer: Transfer) -> None:
+        """Undo a fetch that was ordered after a write-back that failed."""
+        del self.transfers[transfer.id]
+        del self.moving[transfer.block]
+        self.blocks.state[transfer.block] = State.RESIDENT
+        self._not_ahead(transfer.block)
+        self._leave(transfer.block)
+
+    def unstick(self) -> BaseException | None:
+        """Let the stuck blocks be tried again; returns the error of one of them."""
+        error = next(iter(self.stuck.values()), None)
+        stuck, self.stuck = self.stuck, {}
+        for block in stuck:
+            self._barred.pop(block, None)
+            if self.blocks.state[block] == State.RESIDENT and not self.blocks.pins[block]:
+                self.enter(block)
+        return error

@@ -1,0 +1,99 @@
+"""Everything farpool raises, as one tree.
+
+Each error also derives from the builtin that a caller would catch, so ``except MemoryError``, ``except OSError`` or
+``except ValueError`` work without knowing farpool. Messages say which value, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "ChecksumError",
+    "ConfigError",
+    "FarpoolError",
+    "PoolClosedError",
+    "PoolFileError",
+    "PoolFullError",
+    "PoolMixError",
+    "TierError",
+    "TierFullError",
+    "TierTimeoutError",
+    "UnsupportedError",
+]
+
+
+class FarpoolError(Exception):
+    """Base of every error that farpool raises on purpose."""
+
+
+class ConfigError(FarpoolError, ValueError):
+    """A setting is wrong: a size that does not parse, an unknown tier, a path that cannot be written."""
+
+
+class BudgetError(FarpoolError, MemoryError):
+    """What one operation needs at once is larger than the fast tier.
+
+    Attributes
+    ----------
+    op : str
+        The operation, for example ``aten.addmm``.
+    needed : int
+        Bytes of fast tier that the operation needs; the smallest budget that works.
+    budget : int
+        Bytes of fast tier that there are.
+    """
+
+    def __init__(self, message: str, *, op: str = "", needed: int = 0, budget: int = 0) -> None:
+        super().__init__(message)
+        self.op = op
+        self.needed = needed
+        self.budget = budget
+
+
+class PoolFullError(FarpoolError, MemoryError):
+    """No tier below the fast one has room for a block that has to leave it."""
+
+
+class PoolClosedError(FarpoolError, RuntimeError):
+    """The pool was closed (or is the copy that a fork left in the child)."""
+
+
+class PoolMixError(FarpoolError, ValueError):
+    """One operation was given tensors of two pools."""
+
+
+class UnsupportedError(FarpoolError, NotImplementedError):
+    """Something needs raw memory or a change of identity that a paged tensor cannot give."""
+
+
+class TierError(FarpoolError, OSError):
+    """A tier failed. Names the tier and, once the engine knows it, the block.
+
+    Attributes
+    ----------
+    tier : str
+        Name of the tier, for example ``nvme``.
+    block : int or None
+        The block that was moved, None where no block is involved.
+    """
+
+    def __init__(self, message: str, *, tier: str = "", block: int | None = None) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.block = block
+
+
+class TierFullError(TierError, MemoryError):
+    """A reservation does not fit into the tier; nothing was reserved."""
+
+
+class TierTimeoutError(TierError, TimeoutError):
+    """A transfer did not complete within its deadline."""
+
+
+class ChecksumError(TierError):
+    """The bytes that came back are not those that were written."""
+
+
+class PoolFileError(TierError):
+    """A pool file is in use, is not a pool file, or has a version that this farpool does not read."""

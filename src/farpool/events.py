@@ -1,0 +1,49 @@
+"""What a pool tells its subscribers, one event at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Event", "EventKind"]
+
+EventKind = Literal["fetch", "writeback", "move", "stall", "compute", "create", "free"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a pool.
+
+    Attributes
+    ----------
+    kind : str
+        ``fetch`` (bytes came into the fast tier), ``writeback`` (they left it), ``move`` (inside it), ``stall`` (an op waited),
+        ``compute`` (an op had its operands, from grant to release), ``create`` and ``free`` (a storage).
+    time : float
+        When it began, seconds on the monotonic clock.
+    duration : float
+        Seconds it took; 0 for what takes no time.
+    nbytes : int
+        Bytes moved, created, freed; bytes pinned for ``compute``.
+    block : int
+        The block moved or, for a stall, first waited for; -1 where there is none.
+    source, target : str
+        Names of the tiers for transfers.
+    cause : str
+        ``demand`` or ``prefetch`` for a fetch; ``evict`` for a write-back; the class of the blocks for ``create`` and ``free``.
+    op : str
+        The operation, for ``stall`` and ``compute``.
+    resident : int
+        Bytes of the fast tier in use at the end of it.
+    """
+
+    kind: EventKind
+    time: float
+    duration: float = 0.0
+    nbytes: int = 0
+    block: int = -1
+    source: str = ""
+    target: str = ""
+    cause: str = ""
+    op: str = ""
+    resident: int = 0

@@ -1,0 +1,61 @@
+"""The contract between a pool and what runs its transfers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farpool.engine.messages import Move, Transfer
+
+__all__ = ["Done", "Executor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a transfer.
+
+    Attributes
+    ----------
+    id : int
+        The transfer's.
+    error : BaseException or None
+        Why it failed.
+    cancelled : bool
+        It never started, because one that it waited for had failed.
+    start, end : float
+        Seconds on the monotonic clock.
+    """
+
+    id: int
+    error: BaseException | None
+    cancelled: bool
+    start: float
+    end: float
+
+
+class Executor(ABC):
+    """Carries out moves and transfers in the order in which it is given them, as far as their dependencies demand it.
+
+    Methods other than `wait` are called with the pool's lock held and must not block.
+    """
+
+    @abstractmethod
+    def start(self, commands: Sequence[Transfer | Move]) -> None:
+        """Carry out the moves, start the transfers."""
+
+    @abstractmethod
+    def expedite(self, transfers: Sequence[int]) -> None:
+        """Somebody waits for these by now."""
+
+    @abstractmethod
+    def poll(self) -> list[Done]:
+        """What has ended since the last call."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> bool:
+        """Block until `poll` has something, at most `timeout` seconds."""
+
+    @abstractmethod
+    def close(self, timeout: float) -> bool:
+        """Let what is running end, drop the rest. False if something still runs after `timeout` seconds."""

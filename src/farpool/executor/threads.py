@@ -1,0 +1,61 @@
+"""Transfers between host memory and tiers, by native threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farpool import _native
+from farpool.engine.messages import Kind, Move, Transfer
+from farpool.executor.base import Done, Executor
+
+__all__ = ["ThreadExecutor"]
+
+_WRITE_BACK, _PREFETCH, _DEMAND = 0, 1, 2
+
+
+class ThreadExecutor(Executor):
+    """Works off the queue with one native thread for each tier and direction, without the interpreter lock.
+
+    Parameters
+    ----------
+    address : int
+        Where the arena begins in memory.
+    ports : list of Port
+        The tiers' native ends, indexed as the engine indexes tiers. The pool appends to it when it gets another source.
+    """
+
+    def __init__(self, address: int, ports: list[_native.Port]) -> None:
+        self._address = address
+        self._ports = ports
+        self._queue = _native.Queue()
+
+    def start(self, commands: Sequence[Transfer | Move]) -> None:
+        for command in commands:
+            if isinstance(command, Move):
+                _native.memmove(self._address + command.target, self._address + command.source, command.nbytes)
+                continue
+            if command.kind == Kind.WRITE_BACK:
+                direction, priority = _native.Queue.WRITE, _WRITE_BACK
+            else:
+                direction, priority = _native.Queue.READ, _DEMAND if command.demand else _PREFETCH
+            self._queue.submit(
+                command.id,
+                self._ports[command.pieces[0].tier] if command.pieces else None,
+                direction,
+                [(piece.offset, self._address + piece.place, piece.nbytes) for piece in command.pieces],
+                command.after,
+                priority,
+            )
+
+    def expedite(self, transfers: Sequence[int]) -> None:
+        for number in transfers:
+            self._queue.reprioritize(number, _DEMAND)
+
+    def poll(self) -> list[Done]:
+        return [Done(c.id, c.error, c.cancelled, c.start, c.end) for c in self._queue.poll()]
+
+    def wait(self, timeout: float) -> bool:
+        return self._queue.wait(timeout)
+
+    def close(self, timeout: float) -> bool:
+        return self._queue.close(timeout)

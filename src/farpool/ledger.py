@@ -1,0 +1,107 @@
+"""The account of every byte that farpool holds, per tier and owner.
+
+What holds memory books it here when it takes it and when it gives it back. An account that would become negative is a
+bug of whoever books, and is raised where it happens.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields
+
+__all__ = ["Account", "Ledger"]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Bytes that one owner holds in one tier.
+
+    Attributes
+    ----------
+    requested : int
+        Bytes that the owner asked for.
+    reserved : int
+        Bytes set aside for them, alignment included.
+    page_locked : int
+        Bytes that the operating system may not page out.
+    touched : int
+        Bytes that have been used, so that the operating system had to back them.
+    """
+
+    requested: int = 0
+    reserved: int = 0
+    page_locked: int = 0
+    touched: int = 0
+
+    def __add__(self, other: Account) -> Account:
+        return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Account) -> Account:
+        return Account(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+_EMPTY = Account()
+
+
+class Ledger:
+    """Accounts by tier and owner. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[tuple[str, str], Account] = {}
+        self._lock = threading.Lock()
+
+    def add(
+        self, tier: str, owner: str, *, requested: int = 0, reserved: int = 0, page_locked: int = 0, touched: int = 0
+    ) -> None:
+        """Book bytes to `owner` in `tier`.
+
+        Raises
+        ------
+        ValueError
+            An amount is negative; nothing was booked.
+        """
+        self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=False)
+
+    def subtract(
+        self, tier: str, owner: str, *, requested: int = 0, reserved: int = 0, page_locked: int = 0, touched: int = 0
+    ) -> None:
+        """Book bytes back.
+
+        Raises
+        ------
+        ValueError
+            An amount is negative or more than the account holds; nothing was booked.
+        """
+        self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=True)
+
+    def accounts(self) -> dict[tuple[str, str], Account]:
+        """Every account that is not empty, by ``(tier, owner)``, sorted."""
+        with self._lock:
+            return dict(sorted(self._accounts.items()))
+
+    def total(self, *, tier: str | None = None, owner: str | None = None) -> Account:
+        """Sum of the accounts, of one tier or one owner if given."""
+        total = _EMPTY
+        for (of_tier, of_owner), account in self.accounts().items():
+            if tier in (None, of_tier) and owner in (None, of_owner):
+                total += account
+        return total
+
+    def _book(self, tier: str, owner: str, amount: Account, *, take_back: bool) -> None:
+        for field in fields(amount):
+            value = getattr(amount, field.name)
+            if value < 0:
+                raise ValueError(f"ledger: {field.name} of {owner!r} in {tier!r} is {value}, expected 0 or more")
+        with self._lock:
+            before = self._accounts.get((tier, owner), _EMPTY)
+            after = before - amount if take_back else before + amount
+            for field in fields(after):
+                if getattr(after, field.name) < 0:
+                    raise ValueError(
+                        f"ledger: {owner!r} gives back {getattr(amount, field.name)} {field.name} bytes of {tier!r} "
+                        f"but holds {getattr(before, field.name)}"
+                    )
+            if after == _EMPTY:
+                self._accounts.pop((tier, owner), None)
+            else:
+                self._accounts[tier, owner] = after

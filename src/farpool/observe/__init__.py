@@ -1,0 +1,1 @@
+"""What a pool did, made visible."""

@@ -1,0 +1,491 @@
+"""The pool without tensors: storages in blocks, an engine that places them, an executor that moves them.
+
+`BlockPool` is safe to use from several threads: one lock guards engine and bookkeeping; transfers run outside it. The public
+`farpool.Pool` adds the methods that make tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from farpool import _native, census
+from farpool.account import Account
+from farpool.allocation import Allocation
+from farpool.config import PoolConfig
+from farpool.engine import Access as Grant
+from farpool.engine import Engine, NoRoom, TooLarge
+from farpool.errors import BudgetError, PoolClosedError, PoolFullError, TierError, TierTimeoutError
+from farpool.events import Event
+from farpool.executor.threads import ThreadExecutor
+from farpool.ledger import Ledger
+from farpool.sizes import format_size, parse_size
+from farpool.space import TierSpace
+from farpool.stats import Stats
+from farpool.storage import Dropped, Storage, cut
+from farpool.tiers import Extent, HasPort, Tier, Verified
+from farpool.tiers.device import HostArena
+from farpool.tiers.safetensors import SafetensorsFile
+from farpool.use import Use, describe, runs_of, smallest_budget
+
+__all__ = ["CLASSES", "Access", "BlockPool"]
+
+CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", "expert", "bytes")
+"""Classes that blocks may have."""
+
+_SLICE = 0.1
+"""Seconds after which a waiting thread looks again whether another thread has already noted what it waits for."""
+
+
+class Access:
+    """Operands in the arena, pinned until released.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        For each use, where its first byte lies, in bytes from the arena's start.
+    """
+
+    __slots__ = ("grant", "offsets", "op", "since")
+
+    def __init__(self, grant: Grant | None, offsets: tuple[int, ...], op: str, since: float) -> None:
+        self.grant = grant
+        self.offsets = offsets
+        self.op = op
+        self.since = since
+
+
+class BlockPool:
+    """Memory behind a byte budget.
+
+    Parameters
+    ----------
+    config : PoolConfig
+        What it is made of. The pool opens the tiers and, when it is closed, closes them.
+
+    Raises
+    ------
+    ConfigError, PoolFileError
+        A tier cannot be opened; those opened before it are closed again.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.closed = True
+        self.config = config
+        self.dropped: deque[Dropped] = deque()
+        """Storages that died since the pool last looked."""
+        self.ledger = Ledger()
+        self._tiers = [_guarded(tier) for tier in config.tiers]
+        opened: list[Tier] = []
+        try:
+            for tier in self._tiers:
+                tier.open()
+                opened.append(tier)
+            self.arena = HostArena(config.fast)
+        except BaseException:
+            for tier in reversed(opened):
+                tier.close()
+            raise
+        self.spaces = [TierSpace(tier, self.ledger) for tier in self._tiers]
+        self.ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
+        self.engine = Engine(config.fast, self.spaces, CLASSES, prefetch=config.prefetch)
+        self.allocation = Allocation(self.engine, cut(config.fast))
+        self._names = [tier.info.name for tier in self._tiers]
+        self._ports = [tier.port if isinstance(tier, HasPort) else _native.PythonPort(tier) for tier in self._tiers]
+        self._sources: dict[int, int] = {}
+        self._held: list[SafetensorsFile] = []
+        self.account = Account(self._names)
+        self._executor = ThreadExecutor(self.arena.address, self._ports)
+        self._lock = threading.Condition(threading.Lock())
+        self._live = 0
+        self.peak = 0
+        self.unpaged_peak: int | None = None
+        self.closed = False
+        _POOLS.add(self)
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``: where the fast tier is."""
+        return self.config.device
+
+    @property
+    def fast(self) -> int:
+        """The budget of the fast tier, in bytes."""
+        return self.engine.arena.capacity
+
+    @property
+    def live(self) -> int:
+        """Number of storages in use."""
+        with self._lock:
+            self._collect_dropped()
+            return self._live
+
+    def close(self) -> None:
+        """End the pool: transfers under way end, files are removed, memory is given back.
+
+        Raises
+        ------
+        PoolClosedError
+            Storages are still in use; nothing was changed. Leaving a ``with`` block closes the pool all the same.
+        """
+        if not self.closed and self.live:
+            raise PoolClosedError(
+                f"the pool still holds {self._live} live storages ({format_size(sum(self.allocation.live.values()))}): "
+                "call farpool.restore(model) and drop the paged tensors first, or close(materialize=True)"
+            )
+        self._shut()
+
+    def _shut(self) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self._lock.notify_all()
+        ended = self._executor.close(self.config.timeout)
+        for tier in reversed(self._tiers):
+            tier.close()
+        for source in self._held:
+            source.close()
+        if ended:  # else a transfer that hangs still uses the arena
+            self.arena.release()
+        self.account.deliver()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shut()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PoolClosedError(
+                "the pool is closed; tensors that are still needed must be taken out before, with "
+                "farpool.restore(model), pool.materialize(tensor) or pool.close(materialize=True)"
+            )
+
+    # ---- storages -----------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
+        """A new storage of `nbytes` bytes, whose content is unspecified until it is written.
+
+        Raises
+        ------
+        PoolFullError
+            All tiers together are smaller than what the pool would then hold.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_dropped()
+            self._check_room(nbytes, cls, name)
+            blocks = self.allocation.allocate(nbytes, cls, row_bytes)
+            self._live += 1
+        storage = Storage(self, nbytes, cls, name, row_bytes, blocks)
+        if self.account.listening:
+            self.account.note(Event("create", time.monotonic(), nbytes=nbytes, block=blocks.first, cause=cls))
+        return storage
+
+    def adopt(
+        self, source: SafetensorsFile, extent: Extent, *, cls: str = "weights", row_bytes: int = 0, name: str = ""
+    ) -> Storage:
+        """A new storage whose clean copy is this part of a file. Until it is written it takes no room in any lower tier."""
+        with self._lock:
+            self._check_open()
+            self._collect_dropped()
+            index = self._sources.get(id(source))
+            if index is None:
+                source.open()
+                index = self._sources[id(source)] = self.engine.add_source()
+                self._held.append(source)
+                self._ports.append(source.port)
+                self._names.append(source.info.name)
+            blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset)
+            self._live += 1
+        return Storage(self, extent.nbytes, cls, name, row_bytes, blocks)
+
+    def _check_room(self, nbytes: int, cls: str, name: str) -> None:
+        lower = sum(tier.info.capacity for tier in self._tiers)
+        if nbytes > self.fast + lower - self.allocation.written:
+            raise PoolFullError(
+                f"{name or cls}: {format_size(nbytes)} do not fit: the pool holds {format_size(self.allocation.written)} of "
+                f"{format_size(self.fast + lower)} in all tiers; give it a larger lower tier, or drop tensors"
+            )
+
+    def _collect_dropped(self) -> None:
+        while self.dropped:
+            dropped = self.dropped.popleft()
+            self.allocation.drop(dropped)
+            self._live -= 1
+            if self.account.listening:
+                self.account.note(Event("free", time.monotonic(), nbytes=dropped.nbytes, cause=dropped.cls))
+        self.allocation.collect()
+
+    # ---- accesses -----------------------------------------------------------------------------------------------
+
+    def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> Access:
+        """Bring byte ranges into the arena, each contiguous, and pin them until `release`.
+
+        All or nothing. A thread must not acquire while it holds an access: it might wait for itself.
+
+        Parameters
+        ----------
+        uses : sequence of Use
+            Ranges whose storages are this pool's. Ranges that overlap are laid out consistently.
+        op : str
+            What for, in errors and accounts.
+        rows : bool
+            The ranges are rows of tables picked by data; the tape then notes only the tables.
+
+        Raises
+        ------
+        BudgetError
+            They do not fit together. Names op, operands and the smallest budget that works.
+        PoolFullError
+            No lower tier takes what would have to leave for them.
+        TierError
+            A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
+        """
+        runs, origins = runs_of(uses, rows=rows)
+        if not runs:
+            return Access(None, (0,) * len(uses), op, 0.0)
+        with self._lock:
+            self._check_open()
+            self._collect_dropped()
+            self._note_completions()
+            try:
+                grant = self.engine.request(runs)
+            except TooLarge:
+                raise self._too_large(uses, op) from None
+            self._start()
+            if not grant.granted:
+                self._wait(grant, uses, op)
+            if self.engine.arena.used > self.peak:
+                self.peak = self.engine.arena.used
+        self.account.deliver()
+        places = grant.places
+        offsets = tuple(places[run] + offset if run >= 0 else 0 for run, offset in origins)
+        return Access(grant, offsets, op, time.monotonic() if self.account.listening else 0.0)
+
+    def release(self, access: Access) -> None:
+        """The op is done with its operands."""
+        if access.grant is None:
+            return
+        with self._lock:
+            if self.closed:
+                return
+            if self.account.listening and access.since:
+                nbytes = sum(self.engine.run_bytes(run) for run in access.grant.runs)
+                self.account.note(
+                    Event(
+                        "compute",
+                        access.since,
+                        time.monotonic() - access.since,
+                        nbytes,
+                        op=access.op,
+                        resident=self.engine.arena.used,
+                    )
+                )
+            self.engine.release(access.grant)
+            self._note_completions()
+            self._start()
+            self._lock.notify_all()
+        self.account.deliver()
+
+    def _start(self) -> None:
+        """Give the executor what the engine wants done."""
+        if commands := self.engine.take_commands():
+            self._executor.start(commands)
+        if raised := self.engine.take_raised():
+            self._executor.expedite(raised)
+
+    def _note_completions(self) -> bool:
+        """Tell the engine what has ended. True if anything had."""
+        finished = self._executor.poll()
+        for done in finished:
+            transfer = self.engine.transfers.get(done.id)
+            if transfer is None:
+                continue
+            if done.error is not None:
+                tier = self._names[transfer.pieces[0].tier] if transfer.pieces else ""
+                self.engine.failed(done.id, _named(done.error, tier, transfer.block))
+            elif not done.cancelled:
+                self.engine.completed(done.id)
+                self.account.transferred(transfer, done, self.engine.arena.used)
+        if finished:
+            self.engine.proceed()
+            self._start()
+            self._lock.notify_all()
+        return bool(finished)
+
+    def _wait(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
+        """Wait until the access is granted; the lock is given up meanwhile."""
+        start = time.monotonic()
+        deadline = start + self.config.timeout
+        block, tier = self._awaited(grant)
+        while not grant.granted and grant.error is None:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                self.engine.cancel(grant)
+                block, tier = self._awaited(grant)
+                raise TierTimeoutError(
+                    f"{op or 'access'}: waited {self.config.timeout:g} s for "
+                    + (f"block {block} and tier {tier!r}" if tier else "operands that other threads hold")
+                    + "; the transfer is still under way (Pool(timeout=...) sets the limit)",
+                    tier=tier,
+                    block=block if block >= 0 else None,
+                )
+            if self.engine.transfers:
+                self._lock.release()
+                try:
+                    self._executor.wait(min(remaining, _SLICE))
+                finally:
+                    self._lock.acquire()
+            else:
+                self._lock.wait(min(remaining, _SLICE))
+            if self.closed:
+                self._check_open()
+            self._note_completions()
+        seconds = time.monotonic() - start
+        self.account.stalled(op, start, seconds, block, tier, self.engine.arena.used)
+        error = grant.error
+        if isinstance(error, TooLarge):
+            raise self._too_large(uses, op)
+        if isinstance(error, NoRoom):
+            raise self._no_room(error, op)
+        if error is not None:
+            raise error
+
+    def _awaited(self, grant: Grant) -> tuple[int, str]:
+        """The first block that the access waits for, and the tier at the other end."""
+        waiting = [t for t in self.engine.transfers.values() if t.pieces]
+        own = [transfer for transfer in waiting if transfer.block in grant.blocks]
+        for transfer in own or waiting:
+            return transfer.block, self._names[transfer.pieces[0].tier]
+        return -1, ""
+
+    def _too_large(self, uses: Sequence[Use], op: str) -> BudgetError:
+        needed = max(smallest_budget(uses), 1)
+        return BudgetError(
+            f"{op or 'access'}: its operands do not fit into the fast tier together: {describe(uses)}; "
+            f"the budget is {format_size(self.fast)}, the smallest that works is {needed} bytes ({format_size(needed)})",
+            op=op,
+            needed=needed,
+            budget=self.fast,
+        )
+
+    def _no_room(self, error: NoRoom, op: str) -> PoolFullError:
+        tiers = ", ".join(
+            f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in self._tiers
+        )
+        return PoolFullError(
+            f"{op or 'access'}: a block of {format_size(error.args[1])} has to leave the fast tier and no lower tier takes "
+            f"it ({tiers or 'there is none'}); give the pool a larger lower tier or budget, or drop tensors"
+        )
+
+    # ---- budget, accounts ---------------------------------------------------------------------------------------
+
+    def resize(self, fast: int | str) -> None:
+        """Change the budget of the fast tier while it is in use.
+
+        Raises
+        ------
+        ConfigError
+            The size does not parse or is more than the machine's memory.
+        PoolFullError, TierTimeoutError
+            What has to leave cannot; the budget is as it was.
+        """
+        budget = parse_size(fast, "fast")
+        with self._lock:
+            self._check_open()
+            self._collect_dropped()
+            self._note_completions()
+            before = self.fast
+            if budget > before:
+                self.arena.resize(budget)
+            deadline = time.monotonic() + self.config.timeout
+            try:
+                while not self.engine.resize(budget):
+                    self._start()
+                    if time.monotonic() > deadline:
+                        raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
+                    self._lock.release()
+                    try:
+                        self._executor.wait(_SLICE)
+                    finally:
+                        self._lock.acquire()
+                    self._note_completions()
+            except NoRoom as error:
+                raise self._no_room(error, "resize") from None
+            finally:
+                self._start()
+            if budget < before:
+                self.arena.resize(budget)
+                self.ledger.subtract("fast", "arena", requested=before - budget, reserved=before - budget,
+                                     touched=before - budget)  # fmt: skip
+            elif budget > before:
+                self.ledger.add("fast", "arena", requested=budget - before, reserved=budget - before,
+                                touched=budget - before)  # fmt: skip
+            self.allocation.sizes = cut(budget)
+
+    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `callback` with each event from now on, from the thread in which it is noted.
+
+        Returns
+        -------
+        callable
+            Call it to end the subscription.
+        """
+        return self.account.subscribe(callback)
+
+    def stats(self) -> Stats:
+        """The account since the pool was made."""
+        with self._lock:
+            self._check_open()
+            self._collect_dropped()
+            self._note_completions()
+            return census.take(self)
+
+    def explain(self) -> str:
+        """The account as text: bytes per tier and owner, residency per class, what the last stalls waited for."""
+        return census.explain(self.stats(), self.ledger)
+
+
+def _guarded(tier: Tier) -> Tier:
+    """Bytes that leave the process are checksummed."""
+    if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verified):
+        return Verified(tier)
+    return tier
+
+
+def _named(error: BaseException, tier: str, block: int) -> BaseException:
+    """The same error, with tier and block in its attributes and its message."""
+    if not isinstance(error, TierError):
+        named: TierError = TierError(f"tier {tier!r}, block {block}: {type(error).__name__}: {error}")
+        named.__cause__ = error
+    else:
+        named = type(error)(f"tier {tier!r}, block {block}: {error}")
+        named.__cause__ = error
+    named.tier, named.block = tier, block
+    return named
+
+
+_POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In the child of a fork the native threads are gone and locks may be held for ever: its pools are closed."""
+    for pool in _POOLS:
+        pool.closed = True
+        pool._lock = threading.Condition(threading.Lock())
+
+
+os.register_at_fork(after_in_child=_forked)

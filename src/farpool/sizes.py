@@ -1,0 +1,90 @@
+"""Sizes as people write them: ``64MiB``, ``1.5 GiB``, ``2GB``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from farpool.errors import ConfigError
+
+__all__ = ["format_size", "parse_size"]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGTP", start=1)},
+}
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
+_LARGEST = 2**62
+
+
+def parse_size(value: int | str, what: str = "size") -> int:
+    """Turn a size into bytes.
+
+    Parameters
+    ----------
+    value : int or str
+        Bytes, or a number with a unit: B, KiB, MiB, GiB, TiB, PiB (powers of 1024) or KB, MB, GB, TB, PB (powers of
+        1000), in upper or lower case.
+    what : str
+        What the size is of; named in the error.
+
+    Returns
+    -------
+    int
+        Bytes, at least 1. A fraction of a byte is rounded down.
+
+    Raises
+    ------
+    ConfigError
+        The value is no size, or is not at least one byte.
+    """
+    nbytes = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    else:
+        match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            raise ConfigError(f"{what} is {value!r}, expected a number of bytes or a size like '64MiB'")
+        number = match[1]
+        # Whole numbers stay exact; floats would round above 2**53.
+        nbytes = int(number) * unit if number.isdigit() else _scaled(number, unit)
+    if not 1 <= nbytes <= _LARGEST:
+        raise ConfigError(f"{what} is {value!r}, expected at least 1 byte and at most 4096PiB, for example '64MiB'")
+    return nbytes
+
+
+def _scaled(number: str, unit: int) -> int:
+    scaled = float(number) * unit
+    return math.floor(scaled) if math.isfinite(scaled) else _LARGEST + 1
+
+
+def format_size(nbytes: int) -> str:
+    """Write bytes for people, in powers of 1024: ``1.5 GiB``.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes.
+
+    Returns
+    -------
+    str
+        Exact below 1 KiB, otherwise rounded to three significant digits or the whole unit.
+    """
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    size = abs(nbytes) / 1024
+    power = 0
+    # 1023.5 would be written as 1024 of the smaller unit.
+    while size >= 1023.5 and power < len(_BINARY) - 1:
+        size /= 1024
+        power += 1
+    digits = 2 if size < 10 else 1 if size < 100 else 0
+    text = f"{size:.{digits}f}"
+    if digits:
+        text = text.rstrip("0").rstrip(".")
+    return f"{'-' if nbytes < 0 else ''}{text} {_BINARY[power]}"

@@ -1,0 +1,41 @@
+"""A tier's bookkeeping as the engine sees it, booked on the ledger."""
+
+from __future__ import annotations
+
+from farpool.errors import TierFullError
+from farpool.ledger import Ledger
+from farpool.tiers import Extent, Tier
+
+__all__ = ["TierSpace"]
+
+
+class TierSpace:
+    """Reserves in a tier for the engine, and keeps the ledger and the peak.
+
+    Attributes
+    ----------
+    peak : int
+        The most bytes that were ever reserved.
+    """
+
+    def __init__(self, tier: Tier, ledger: Ledger) -> None:
+        self.tier = tier
+        self.peak = 0
+        self._name = tier.info.name
+        self._ledger = ledger
+
+    def reserve(self, nbytes: int, cls: str) -> int | None:
+        before = self.tier.reserved
+        try:
+            extent = self.tier.reserve(nbytes)
+        except TierFullError:
+            return None
+        after = self.tier.reserved
+        self.peak = max(self.peak, after)
+        self._ledger.add(self._name, cls, requested=nbytes, reserved=after - before)
+        return extent.offset
+
+    def free(self, offset: int, nbytes: int, cls: str) -> None:
+        before = self.tier.reserved
+        self.tier.free(Extent(offset, nbytes))
+        self._ledger.subtract(self._name, cls, requested=nbytes, reserved=before - self.tier.reserved)

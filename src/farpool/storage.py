@@ -1,0 +1,165 @@
+"""Storages: what a tensor's bytes live in, as an ordered list of extents of blocks.
+
+Engine, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans several
+blocks, cut at rows where that is possible, so that rows of a table can come and go without the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from farpool.engine import ALIGNMENT
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "block_bytes", "cut"]
+
+_PARTS = 16
+"""A block is at most this fraction of the fast tier, so that several operands and what comes next fit beside each other."""
+_SMALL = 8
+"""A storage below this fraction of the largest block shares a block."""
+_SHARED = 1 << 20
+"""Bytes of a shared block at most: beyond it, a larger transfer is no faster."""
+_ROWS = 16 << 10
+"""Bytes of a block of a table whose rows are picked by data: a miss should not bring many rows that nobody asked for."""
+_PAGE = 4096
+
+
+class BlockExtent(NamedTuple):
+    """A contiguous piece of a block."""
+
+    block: int
+    offset: int
+    nbytes: int
+
+
+class Blocks(NamedTuple):
+    """Where a storage lies; see the attributes of `Storage`."""
+
+    first: int
+    count: int
+    offset: int
+    block_bytes: int
+    shared: bool
+    adopted: bool = False
+
+
+class Dropped(NamedTuple):
+    """What is left to free of a storage that nobody refers to any more."""
+
+    first: int
+    count: int
+    nbytes: int
+    cls: str
+    adopted: bool
+
+
+class Cut(NamedTuple):
+    """How a pool of a given size cuts storages into blocks, in bytes."""
+
+    largest: int
+    shared: int
+    small: int
+
+
+def cut(fast: int) -> Cut:
+    """Block sizes for a fast tier of `fast` bytes."""
+    largest = max(ALIGNMENT, fast // _PARTS // ALIGNMENT * ALIGNMENT)
+    if largest > 16 * _PAGE:
+        largest = largest // _PAGE * _PAGE
+    shared = min(largest, _SHARED)
+    return Cut(largest, shared, shared // _SMALL)
+
+
+def block_bytes(nbytes: int, largest: int, row_bytes: int, cls: str) -> int:
+    """Bytes of the blocks of a large storage (the last may be shorter); a multiple of 64.
+
+    Cut at whole rows if some number of rows is a multiple of 64 bytes and not larger than a block; preferably also a multiple of
+    the page, which direct I/O wants.
+    """
+    limit = min(largest, _ROWS) if cls == "embedding" else largest
+    if nbytes <= limit:
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if row_bytes > 0:
+        for unit in (_PAGE, ALIGNMENT):
+            step = math.lcm(row_bytes, unit)
+            if step <= limit:
+                return limit // step * step
+    return limit
+
+
+class Storage:
+    """Bytes in a pool. Dropping the last reference frees them.
+
+    Attributes
+    ----------
+    pool : BlockPool
+    nbytes : int
+    cls : str
+        Class of its blocks.
+    name : str
+        For errors; may be empty.
+    row_bytes : int
+        Bytes of a row, where it has rows; else 0.
+    first, count : int
+        Its blocks, consecutive.
+    offset : int
+        Where it begins in its block, in bytes; 0 unless it shares one.
+    block_bytes : int
+        Bytes of each of its blocks but the last; its own bytes if it shares a block.
+    shared : bool
+        Whether it shares its block with other storages.
+    adopted : bool
+        Whether its bytes came from a file that keeps the clean copy.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "adopted",
+        "block_bytes",
+        "cls",
+        "count",
+        "first",
+        "name",
+        "nbytes",
+        "offset",
+        "pool",
+        "row_bytes",
+        "shared",
+    )
+
+    def __init__(self, pool: BlockPool, nbytes: int, cls: str, name: str, row_bytes: int, blocks: Blocks) -> None:
+        self.pool = pool
+        self.nbytes = nbytes
+        self.cls = cls
+        self.name = name
+        self.row_bytes = row_bytes
+        self.first = blocks.first
+        self.count = blocks.count
+        self.offset = blocks.offset
+        self.block_bytes = blocks.block_bytes
+        self.shared = blocks.shared
+        self.adopted = blocks.adopted
+
+    def __repr__(self) -> str:
+        return f"Storage({self.name or self.cls}, {self.nbytes} bytes in {self.count} blocks)"
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges ``(start, stop)``, one for each block, in order."""
+        step = max(self.block_bytes, 1)
+        for start in range(0, self.nbytes, step):
+            yield start, min(start + step, self.nbytes)
+
+    def extents(self) -> list[BlockExtent]:
+        """The blocks that hold it, in order."""
+        return [
+            BlockExtent(self.first + index, self.offset, stop - start)
+            for index, (start, stop) in enumerate(self.pieces())
+        ]
+
+    def __del__(self) -> None:
+        # Runs wherever the last reference dies, perhaps in the middle of a pool's method: it only leaves a note.
+        self.pool.dropped.append(Dropped(self.first, self.count, self.nbytes, self.cls, self.adopted))

@@ -1,0 +1,84 @@
+"""Real tensors over the arena: short-lived views that an operation runs on while its blocks are pinned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["ArenaViews", "arena_views"]
+
+
+class ArenaViews:
+    """One typed view of a pool's whole arena for each dtype, made at first use.
+
+    They cover the address range that is reserved for the arena, so they outlive changes of the budget.
+
+    Attributes
+    ----------
+    start, stop : int
+        Addresses between which the arena lies.
+    device : torch.device
+        The arena's device.
+    """
+
+    __slots__ = ("_bytes", "_typed", "device", "start", "stop")
+
+    def __init__(self, pool: BlockPool) -> None:
+        # A view made under inference mode would refuse in-place operations outside of it.
+        with torch.inference_mode(False):
+            if pool.device == "cpu":
+                self._bytes = torch.frombuffer(pool.arena.view(), dtype=torch.uint8)
+            else:
+                self._bytes = pool.arena.tensor
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self.device = self._bytes.device
+        self.start = self._bytes.data_ptr()
+        self.stop = self.start + self._bytes.numel()
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """The arena as a one-dimensional tensor of `dtype`."""
+        view = self._typed.get(dtype)
+        if view is None:
+            with torch.inference_mode(False):
+                usable = self._bytes.numel() // dtype.itemsize * dtype.itemsize
+                view = self._bytes[:usable].view(dtype)
+            self._typed[dtype] = view
+        return view
+
+    def build(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], address: int) -> torch.Tensor:
+        """A real tensor whose element 0 lies `address` bytes from the arena's start."""
+        return torch.as_strided(self.typed(dtype), size, stride, address // dtype.itemsize)
+
+    def flat(self, dtype: torch.dtype, elements: int, address: int) -> torch.Tensor:
+        """A real one-dimensional tensor of `elements` elements, `address` bytes from the arena's start."""
+        return torch.as_strided(self.typed(dtype), (elements,), (1,), address // dtype.itemsize)
+
+    def windows(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """A real tensor of overlapping items ``[any, *size]``: the item at index ``i`` begins at element ``i`` of the arena."""
+        typed = self.typed(dtype)
+        extent = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+        return torch.as_strided(typed, (typed.numel() - extent + 1, *size), (1, *stride))
+
+    def aliases(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain strided tensor shares memory with the arena."""
+        if tensor.numel() == 0:
+            # An empty view has no address of its own, but could be resized into its neighbours.
+            return tensor.device == self.device and self.start <= tensor.untyped_storage().data_ptr() < self.stop
+        return self.start <= tensor.data_ptr() < self.stop
+
+
+_views: weakref.WeakKeyDictionary[BlockPool, ArenaViews] = weakref.WeakKeyDictionary()
+
+
+def arena_views(pool: BlockPool) -> ArenaViews:
+    """The arena's views of `pool`."""
+    views = _views.get(pool)
+    if views is None:
+        views = _views[pool] = ArenaViews(pool)
+    return views

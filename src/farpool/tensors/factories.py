@@ -1,0 +1,119 @@
+"""Making paged tensors, and plain ones of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.arena import arena_views
+from farpool.tensors.geometry import contiguous_strides, dense_strides, is_strided, row_bytes_of
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.transfer import copy_dense, fill_dense, streamable
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "shape_of", "zeros"]
+
+
+def allocate(
+    pool: BlockPool,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    cls: str = "weights",
+    name: str = "",
+) -> PagedTensor:
+    """A paged tensor of a dense geometry with a storage of its own; its values are unspecified."""
+    elements = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    shape = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
+    storage = pool.allocate(elements * dtype.itemsize, cls=cls, row_bytes=row_bytes_of(shape), name=name)
+    return PagedTensor(storage, arena_views(pool), dtype, size, stride)
+
+
+def shape_of(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
+    """The shape that was meant: separate sizes, or one sequence of them."""
+    if len(shape) == 1 and isinstance(shape[0], Sequence):
+        return tuple(shape[0])
+    return tuple(shape)  # type: ignore[arg-type]
+
+
+def empty(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
+    """A paged tensor whose values are unspecified.
+
+    Parameters
+    ----------
+    pool : BlockPool
+        Where its bytes live.
+    *shape : int or sequence of int
+        Separate sizes, or one sequence of them.
+    dtype : torch.dtype, optional
+        The default dtype of torch if left out.
+    """
+    size = shape_of(shape)
+    return allocate(pool, size, contiguous_strides(size), dtype or torch.get_default_dtype())
+
+
+def zeros(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
+    """A paged tensor of zeros; parameters as for `empty`."""
+    tensor = empty(pool, *shape, dtype=dtype)
+    fill_dense(tensor, 0, "farpool.zeros")
+    return tensor
+
+
+def full(
+    pool: BlockPool, shape: Sequence[int], value: bool | int | float | complex, dtype: torch.dtype | None = None
+) -> PagedTensor:
+    """A paged tensor with each element `value`; without `dtype` the one that ``torch.full`` would choose."""
+    if dtype is None:
+        dtype = torch.full((), value).dtype
+    tensor = empty(pool, shape, dtype=dtype)
+    fill_dense(tensor, value, "farpool.full")
+    return tensor
+
+
+def from_tensor(pool: BlockPool, tensor: torch.Tensor, *, cls: str = "weights", name: str = "") -> PagedTensor:
+    """A paged copy of a plain or paged tensor, without history; strides are kept where they are dense.
+
+    Raises
+    ------
+    UnsupportedError
+        The tensor is sparse, quantized, nested, without memory, or on another device than the pool.
+    """
+    source = tensor.detach()
+    if type(source) is not PagedTensor:
+        if not is_strided(source):
+            raise UnsupportedError(f"a pool holds strided tensors only, not {tensor.layout} on {tensor.device}")
+        if source.device.type != pool.device:
+            raise UnsupportedError(
+                f"a tensor on {tensor.device} cannot enter a pool on {pool.device}: move it there first, with "
+                f"t.to({pool.device!r})"
+            )
+        if not streamable(source):
+            source = source.clone()
+    elif source._storage.pool is not pool or not streamable(source):
+        source = materialize(source)
+    paged = allocate(pool, source.size(), dense_strides(source), source.dtype, cls=cls, name=name)
+    copy_dense(paged, source, "farpool.from_tensor")
+    return paged
+
+
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain copy of a paged tensor, without history; a plain tensor is returned detached.
+
+    The copy is made block by block, so it may be larger than the fast tier.
+    """
+    if type(tensor) is not PagedTensor:
+        return tensor.detach()
+    if not streamable(tensor):
+        source = tensor.detach()
+        return torch.ops.aten.copy_.default(  # type: ignore[no-any-return]
+            torch.empty_strided(source.size(), dense_strides(source), dtype=source.dtype, device=source.device), source
+        )
+    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    copy_dense(plain, tensor, "farpool.materialize")
+    return plain

@@ -1,0 +1,97 @@
+"""Where the elements of a view lie: byte ranges, density, and views computed on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = [
+    "contiguous_strides",
+    "dense_strides",
+    "element_range",
+    "is_dense",
+    "is_strided",
+    "meta_view",
+    "row_bytes_of",
+]
+
+# Larger than anything that can be stored, so that every legal geometry is a view into it.
+_META_ELEMENTS = 1 << 48
+_meta_bases: dict[torch.dtype, torch.Tensor] = {}
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is what a block can hold: strided, with memory, no nested or quantized values."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_mkldnn
+    )
+
+
+def element_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Elements ``[first, last + 1)`` of the underlying storage that a view touches; empty views give ``(0, 0)``."""
+    if tensor.numel() == 0:
+        return 0, 0
+    first = tensor.storage_offset()
+    extent = 1
+    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+        extent += (size - 1) * stride
+    return first, first + extent
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the view fills its element range, each element once, in some order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor of this size."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that ``torch.preserve_format`` gives to a copy of `tensor`."""
+    if is_dense(tensor):
+        return tuple(tensor.stride())
+    return tuple(torch.empty_like(meta_view(tensor)).stride())
+
+
+def meta_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device with the geometry, dtype, conjugate and negative bits of `tensor`."""
+    base = _meta_bases.get(tensor.dtype)
+    if base is None:
+        # A base made under inference mode would be an inference tensor for ever after.
+        with torch.inference_mode(False):
+            base = torch.empty(_META_ELEMENTS, dtype=tensor.dtype, device="meta")
+        _meta_bases[tensor.dtype] = base
+    view = torch.as_strided(base, tensor.size(), tensor.stride(), tensor.storage_offset())
+    if tensor.is_conj():
+        torch._C._set_conj(view, True)
+    if tensor.is_neg():
+        torch._C._set_neg(view, True)
+    return view
+
+
+def row_bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of one row of `tensor`; 0 where its memory is not made of rows."""
+    if tensor.dim() < 2 or tensor.numel() == 0 or not tensor.is_contiguous():
+        return 0
+    return tensor.stride(0) * tensor.itemsize

@@ -1,0 +1,36 @@
+"""Gradients of paged leaves go to the pool as soon as autograd has accumulated them."""
+
+from __future__ import annotations
+
+import torch
+
+from farpool.tensors.factories import from_tensor
+from farpool.tensors.geometry import is_strided
+from farpool.tensors.paged_tensor import PagedTensor
+
+__all__ = ["forget_gradients_of", "page_gradients_of"]
+
+
+def page_gradients_of(tensor: PagedTensor) -> None:
+    """Have each plain gradient of a leaf replaced by a paged one. Doing so twice changes nothing."""
+    if tensor.is_leaf and tensor.requires_grad and "_gradient_hook" not in tensor.__dict__:
+        tensor.__dict__["_gradient_hook"] = tensor.register_post_accumulate_grad_hook(_page)
+
+
+def forget_gradients_of(tensor: torch.Tensor) -> None:
+    """Undo `page_gradients_of`."""
+    hook = tensor.__dict__.pop("_gradient_hook", None)
+    if hook is not None:
+        hook.remove()
+
+
+def _page(tensor: torch.Tensor) -> None:
+    grad = tensor.grad
+    # A gradient with history (create_graph=True) would lose it, and a sparse one has no block to live in.
+    if grad is None or type(grad) is not torch.Tensor or grad.requires_grad or not is_strided(grad):
+        return
+    if type(tensor) is PagedTensor and grad.device == tensor.device:
+        storage = tensor._storage
+        tensor.grad = from_tensor(
+            storage.pool, grad, cls="gradient", name=f"{storage.name}.grad" if storage.name else ""
+        )

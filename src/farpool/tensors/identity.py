@@ -1,0 +1,146 @@
+"""Copying, pickling and rebinding paged tensors, and swapping what two tensor objects are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.factories import from_tensor, materialize
+from farpool.tensors.gradients import forget_gradients_of, page_gradients_of
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.transfer import copy_dense
+
+__all__ = ["deep_copy", "reduce", "set_data", "swap"]
+
+_INTERNAL = frozenset(("_storage", "_arena", "_extent", "_gradient_hook"))
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the program itself set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL}
+
+
+def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
+    """``tensor.data = value``: a paged value is shared, a plain one copied into the pool."""
+    if type(value) is not PagedTensor:
+        storage = tensor._storage
+        value = from_tensor(storage.pool, value, cls=storage.cls, name=storage.name)
+    tensor.rebind(value.detach())
+
+
+def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
+    """``copy.deepcopy``: tensors that shared a storage share the copy.
+
+    As in torch, a Parameter's copy has neither gradient nor attributes; another leaf's has both.
+    """
+    if id(tensor) in memo:
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+        )
+    old = tensor._storage
+    new = memo.get(id(old))
+    if new is None:
+        source = PagedTensor(old, tensor._arena, torch.uint8, (old.nbytes,), (1,))
+        new = memo[id(old)] = old.pool.allocate(old.nbytes, cls=old.cls, row_bytes=old.row_bytes, name=old.name)
+        copy_dense(PagedTensor(new, tensor._arena, torch.uint8, (new.nbytes,), (1,)), source, "farpool.deepcopy")
+    with torch.no_grad():
+        result = PagedTensor(new, tensor._arena, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if tensor.is_conj():
+            torch._C._set_conj(result, True)
+        if tensor.is_neg():
+            torch._C._set_neg(result, True)
+    memo[id(tensor)] = result
+    result.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        result.__dict__["_is_param"] = True
+    else:
+        if tensor.grad is not None:
+            result.grad = copy.deepcopy(tensor.grad, memo)
+        result.__dict__.update(copy.deepcopy(attributes_of(tensor), memo))
+    return result
+
+
+def reduce(tensor: PagedTensor, protocol: Any) -> Any:
+    """Pickle as a plain tensor, which loads where farpool is not installed."""
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) can be pickled: use t.detach() first"
+        )
+    plain = materialize(tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        plain = torch.nn.Parameter(plain, tensor.requires_grad)
+    else:
+        plain.requires_grad_(tensor.requires_grad)
+    attributes = attributes_of(tensor)
+    attributes.pop("_is_param", None)
+    plain.__dict__.update(attributes)
+    return plain.__reduce_ex__(protocol)
+
+
+def check_swappable(tensor: torch.Tensor, name: str) -> None:
+    """Raise if native code or a graph holds the tensor, so that its object cannot become another.
+
+    Raises
+    ------
+    UnsupportedError
+        Something holds it; nothing was changed.
+    """
+    held = tensor._use_count()  # type: ignore[attr-defined]
+    accumulates = held == 2 and tensor.is_leaf and tensor.requires_grad
+    if held == 1 or (accumulates and not _is_distributed()):
+        return
+    raise UnsupportedError(
+        f"{name} is held by an autograd graph or by native code (DistributedDataParallel, a scripted module): "
+        "drop the outputs that were computed with it first, or call this before wrapping the module"
+    )
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _poisoned(gradients: Any) -> None:
+    raise UnsupportedError(
+        "a parameter was moved into or out of a pool between forward and backward: move it before the forward pass"
+    )
+
+
+def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Make `tensor` what `other` is, keeping its identity, weak references, hooks and attributes.
+
+    `other` becomes what `tensor` was. Unlike ``torch.utils.swap_tensors`` this allows weak references, which recurrent
+    modules keep to their weights: they name the object, and the object stays.
+    """
+    for held in (tensor, other):
+        if held._use_count() == 2 and held.is_leaf and held.requires_grad:  # type: ignore[attr-defined]
+            torch.autograd.graph.get_gradient_edge(held).node.register_prehook(_poisoned)
+    forget_gradients_of(tensor)
+    forget_gradients_of(other)
+    attributes = attributes_of(tensor)
+    attributes.pop("_is_param", None)
+    is_param = isinstance(tensor, torch.nn.Parameter)
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is not None and other.grad is None:
+        other.grad = grad
+    torch._C._swap_tensor_impl(tensor, other)  # type: ignore[attr-defined]
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    kept, tensor_dict = dict(tensor.__dict__), dict(other.__dict__)
+    tensor.__dict__.clear()
+    other.__dict__.clear()
+    other.__dict__.update(kept)
+    tensor.__dict__.update({name: value for name, value in tensor_dict.items() if name in _INTERNAL})
+    tensor.__dict__.update(attributes)
+    if is_param and type(tensor) is PagedTensor:
+        tensor.__dict__["_is_param"] = True
+    # Hooks are kept by the object but called by the implementation.
+    if tensor._backward_hooks is not None:  # type: ignore[attr-defined]
+        tensor._backward_hooks = tensor._backward_hooks  # type: ignore[attr-defined]
+    if tensor._post_accumulate_grad_hooks is not None:  # type: ignore[attr-defined]
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if type(tensor) is PagedTensor:
+        page_gradients_of(tensor)

@@ -1,0 +1,88 @@
+"""Weights straight from a safetensors file: the file itself is the clean copy below the fast tier."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.arena import arena_views
+from farpool.tensors.geometry import contiguous_strides
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tiers.safetensors import SafetensorsFile
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["load_safetensors"]
+
+_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+def load_safetensors(path: str | os.PathLike[str], pool: BlockPool) -> dict[str, PagedTensor]:
+    """The tensors of a safetensors file, paged.
+
+    Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: when it leaves the fast
+    tier it is dropped, and read from the file again. The file must stay as it is while the pool is open.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file.
+    pool : BlockPool
+        Where the tensors live.
+
+    Returns
+    -------
+    dict of str to PagedTensor
+        In the order of the file; for ``model.load_state_dict(weights, assign=True)``.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read or is no safetensors file.
+    UnsupportedError
+        A tensor has a dtype that torch does not have.
+    """
+    source = SafetensorsFile(path)
+    source.open()
+    try:
+        for name, entry in source.tensors.items():
+            if entry.dtype not in _DTYPES:
+                raise UnsupportedError(f"{name!r} in {source.path} has dtype {entry.dtype}, which torch does not have")
+        arena = arena_views(pool)
+        tensors: dict[str, PagedTensor] = {}
+        for name, entry in source.tensors.items():
+            dtype = _DTYPES[entry.dtype]
+            strides = contiguous_strides(entry.shape)
+            row_bytes = strides[0] * dtype.itemsize if len(entry.shape) > 1 and entry.extent.nbytes else 0
+            storage = pool.adopt(source, entry.extent, cls="weights", row_bytes=row_bytes, name=name)
+            tensors[name] = PagedTensor(storage, arena, dtype, entry.shape, strides)
+    except BaseException:
+        source.close()
+        raise
+    if not tensors:
+        source.close()
+    return tensors

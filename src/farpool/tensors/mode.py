@@ -1,0 +1,98 @@
+"""``with farpool.paged(pool):`` what factory functions and modules make inside lives in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from farpool.tensors.factories import allocate, from_tensor, shape_of
+from farpool.tensors.geometry import contiguous_strides, is_strided
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.transfer import fill_dense
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["paged"]
+
+# as_tensor, asarray and from_numpy may share memory with their argument, so they stay plain.
+_FACTORIES: frozenset[Callable[..., Any]] = frozenset(
+    (
+        torch.arange,
+        torch.empty_permuted,
+        torch.empty_strided,
+        torch.eye,
+        torch.full,
+        torch.linspace,
+        torch.logspace,
+        torch.normal,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.randperm,
+        torch.range,
+        torch.scalar_tensor,
+        torch.tensor,
+        torch.tril_indices,
+        torch.triu_indices,
+    )
+)
+_FILLED: dict[Callable[..., Any], int | None] = {torch.empty: None, torch.zeros: 0, torch.ones: 1}
+_FILLED_OPTIONS = frozenset(("size", "dtype", "device", "requires_grad"))
+
+
+class _PagedMode(TorchFunctionMode):
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        filled = func in _FILLED
+        if not filled and func not in _FACTORIES:
+            return func(*args, **options)
+        device = torch.device(options.get("device") or self._pool.device)
+        if device.type != self._pool.device or options.get("out") is not None:
+            return func(*args, **options)
+        if filled and _FILLED_OPTIONS.issuperset(name for name, value in options.items() if value is not None):
+            return self._fill(_FILLED[func], args, options)
+        if func is not torch.normal:
+            options = {**options, "device": device}
+        result = func(*args, **{**options, "requires_grad": False} if "requires_grad" in options else options)
+        if not isinstance(result, torch.Tensor) or not is_strided(result) or result.device.type != self._pool.device:
+            return result
+        tensor = from_tensor(self._pool, result)
+        return tensor.requires_grad_() if options.get("requires_grad") else tensor
+
+    def _fill(self, value: int | None, args: tuple[Any, ...], options: dict[str, Any]) -> PagedTensor:
+        # Nothing of the tensor's size is made outside the pool, so it may be larger than the machine's free memory.
+        size = shape_of(args if args else (options["size"],))
+        tensor = allocate(self._pool, size, contiguous_strides(size), options.get("dtype") or torch.get_default_dtype())
+        if value is not None:
+            fill_dense(tensor, value, "farpool.paged")
+        return tensor.requires_grad_() if options.get("requires_grad") else tensor
+
+
+def paged(pool: BlockPool) -> AbstractContextManager[Any]:
+    """A context in which new tensors live in a pool.
+
+    Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are paged, and
+    with them the parameters of modules that are made inside. Random ones have the bits of plain torch with the same seed.
+    Only the thread that enters it is affected.
+
+    Parameters
+    ----------
+    pool : BlockPool
+        Where the tensors live.
+    """
+    return _PagedMode(pool)

@@ -1,0 +1,196 @@
+"""The tensor that programs see: a geometry and a storage in a pool, no data of its own.
+
+A wrapper subclass keeps size, strides, offset, dtype and everything that autograd needs; what an operation does with it is
+decided in `farpool.tensors.dispatch`. Only what never reaches the dispatcher is overridden here: raw memory, printing,
+copying, pickling, and the ways to change a tensor's identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.geometry import element_range
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+    from farpool.storage import Storage
+    from farpool.tensors.arena import ArenaViews
+
+__all__ = ["PagedTensor", "describe"]
+
+
+def describe(tensor: PagedTensor) -> str:
+    """The name of a paged tensor in an error, for example ``'encoder.weight' [30522, 384]``."""
+    name = tensor._storage.name
+    shape = list(tensor.size())
+    return f"{name!r} {shape}" if name else f"paged tensor {shape}"
+
+
+def _refuse(what: str) -> Callable[..., NoReturn]:
+    def method(self: PagedTensor, *args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} needs the raw memory of {describe(self)}, which moves between the tiers of its pool: "
+            "take a plain copy with pool.materialize(t) first"
+        )
+
+    return method
+
+
+class PagedTensor(torch.Tensor):
+    """A tensor whose bytes live in a pool.
+
+    Made by `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory methods of a pool, never by its
+    constructor. Views share the storage; results of computations are plain tensors.
+    """
+
+    _storage: Storage
+    _arena: ArenaViews
+    _extent: tuple[int, int] | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls: type[PagedTensor],
+        storage: Storage,
+        arena: ArenaViews,
+        dtype: torch.dtype,
+        size: Sequence[int],
+        stride: Sequence[int],
+        offset: int = 0,
+        *,
+        requires_grad: bool = False,
+    ) -> PagedTensor:
+        self: PagedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            size,
+            strides=stride,
+            storage_offset=offset,
+            dtype=dtype,
+            device=arena.device,
+            requires_grad=requires_grad,
+        )
+        # Native code that asks for an address gets an error instead of a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(self)
+        self._storage = storage
+        self._arena = arena
+        self._extent = None
+        return self
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch.dispatch(func, types, args, kwargs or {})
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool that holds the bytes."""
+        return self._storage.pool
+
+    def byte_range(self) -> tuple[int, int]:
+        """Bytes ``[start, stop)`` of the storage that this view touches."""
+        extent = self._extent
+        if extent is None:
+            first, last = element_range(self)
+            itemsize = self.itemsize
+            extent = self._extent = (first * itemsize, last * itemsize)
+        return extent
+
+    def like(
+        self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype | None = None
+    ) -> PagedTensor:
+        """Another view of the same storage."""
+        return PagedTensor(self._storage, self._arena, self.dtype if dtype is None else dtype, size, stride, offset)
+
+    def rebind(self, other: PagedTensor) -> None:
+        """Become a view of what `other` views, keeping identity, autograd history and attributes."""
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self._storage = other._storage
+        self._arena = other._arena
+        self._extent = None
+
+    # -- identity ---------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> PagedTensor:
+        """The same bytes without history. Setting it rebinds; a plain value is copied into the pool."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _identity.set_data(self, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are accumulated into this tensor; they are paged too."""
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Change whether gradients are accumulated into this tensor, in place."""
+        torch.Tensor.requires_grad_(self, requires_grad)
+        if requires_grad:
+            _gradients.page_gradients_of(self)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
+        return _identity.deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _identity.reduce(self, protocol)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return _factories.materialize(self).tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return _printing.text(self)
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return format(repr(self), spec)
+
+    # -- raw memory -------------------------------------------------------------------------------------------------
+
+    data_ptr = _refuse("data_ptr()")
+    const_data_ptr = _refuse("const_data_ptr()")
+    mutable_data_ptr = _refuse("mutable_data_ptr()")
+    numpy = _refuse("numpy()")
+    __array__ = _refuse("numpy")
+    __dlpack__ = _refuse("DLPack")
+    __dlpack_device__ = _refuse("DLPack")
+    untyped_storage = _refuse("untyped_storage()")
+    storage = _refuse("storage()")
+    _typed_storage = _refuse("storage()")
+    storage_type = _refuse("storage_type()")
+    share_memory_ = _refuse("share_memory_()")
+    is_shared = _refuse("is_shared()")
+    pin_memory = _refuse("pin_memory()")
+
+    @property
+    def __cuda_array_interface__(self) -> NoReturn:
+        if self.device.type == "cuda":
+            _refuse("the CUDA array interface")(self)
+        raise AttributeError("__cuda_array_interface__ exists on CUDA tensors only")
+
+
+# These build on the class, and its methods on them.
+import farpool.tensors.dispatch as _dispatch  # noqa: E402
+import farpool.tensors.factories as _factories  # noqa: E402
+import farpool.tensors.gradients as _gradients  # noqa: E402
+import farpool.tensors.identity as _identity  # noqa: E402
+import farpool.tensors.printing as _printing  # noqa: E402

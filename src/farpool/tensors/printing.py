@@ -1,0 +1,25 @@
+"""Text of a paged tensor. Large ones are summarised by torch's own printer, which reads only the edges."""
+
+from __future__ import annotations
+
+import torch
+
+from farpool.tensors.paged_tensor import PagedTensor
+
+__all__ = ["text"]
+
+
+def text(tensor: PagedTensor) -> str:
+    """What ``repr`` and ``str`` show."""
+    storage = tensor._storage
+    where = f"farpool={storage.name or storage.cls!r}" if not storage.name else f"farpool={storage.name!r}"
+    if storage.pool.closed:
+        shown = f"PagedTensor(..., size={tuple(tensor.size())}, dtype={tensor.dtype}, {where}, closed=True)"
+    else:
+        with torch.no_grad():
+            shown = torch._tensor_str._str(tensor.detach())
+        history = ", requires_grad=True" if tensor.is_leaf and tensor.requires_grad else ""
+        if tensor.grad_fn is not None:
+            history = f", grad_fn=<{type(tensor.grad_fn).__name__}>"
+        shown = f"{shown[:-1]}, {where}{history})"
+    return f"Parameter containing:\n{shown}" if isinstance(tensor, torch.nn.Parameter) else shown

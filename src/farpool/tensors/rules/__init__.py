@@ -1,0 +1,7 @@
+"""What is special about some operations, one file a family. Importing this package registers all rules."""
+
+from __future__ import annotations
+
+from farpool.tensors.rules import copying, creating, identity, lists, rows, views
+
+__all__ = ["copying", "creating", "identity", "lists", "rows", "views"]

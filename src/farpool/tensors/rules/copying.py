@@ -1,0 +1,122 @@
+"""Copies, fills and comparisons, block by block where the layout allows, so that a tensor may exceed the fast tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.dispatch import rule
+from farpool.tensors.factories import allocate
+from farpool.tensors.geometry import meta_view
+from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.transfer import (
+    convertible,
+    copy_dense,
+    equal_dense,
+    fill_dense,
+    same_layout,
+    spans_blocks,
+    streamable,
+)
+
+__all__ = ["copy_like"]
+
+_aten = torch.ops.aten
+
+
+def _mixed(left: Any, right: Any) -> bool:
+    return type(left) is PagedTensor and type(right) is PagedTensor and left._storage.pool is not right._storage.pool
+
+
+@rule(_aten.copy_.default)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(source, torch.Tensor) or _mixed(target, source) or target.device != source.device:
+        return NotImplemented
+    if not any(spans_blocks(tensor) for tensor in (target, source) if type(tensor) is PagedTensor):
+        return NotImplemented
+    if not convertible(source.dtype, target.dtype):
+        return NotImplemented
+    if same_layout(target, source):
+        if not _overlap(target, source):
+            copy_dense(target, source, "aten.copy_")
+            return target
+        return NotImplemented
+    if type(source) is not PagedTensor and streamable(target) and source.layout is torch.strided:
+        # Broadcast or permuted: brought into the target's layout first, outside the pool.
+        laid_out = torch.empty_strided(target.size(), target.stride(), dtype=source.dtype, device=source.device)
+        copy_dense(target, laid_out.copy_(source), "aten.copy_")
+        return target
+    if type(target) is not PagedTensor and streamable(source) and target.layout is torch.strided:
+        laid_out = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=source.device)
+        copy_dense(laid_out, source, "aten.copy_")
+        return target.copy_(laid_out)
+    return NotImplemented
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if type(left) is not PagedTensor or type(right) is not PagedTensor or left._storage is not right._storage:
+        return False
+    (start, stop), (other_start, other_stop) = left.byte_range(), right.byte_range()
+    return start < other_stop and other_start < stop
+
+
+@rule(_aten.fill_.Scalar, _aten.zero_.default)
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if not streamable(target):
+        return NotImplemented
+    fill_dense(target, args[1] if len(args) > 1 else kwargs.get("value", 0), str(func))
+    return target
+
+
+@rule(_aten.equal.default)
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    left, right = args[0], args[1]
+    if left.dtype is not right.dtype or _mixed(left, right) or not same_layout(left, right):
+        return NotImplemented
+    return left.device == right.device and equal_dense(left, right, "aten.equal")
+
+
+def copy_like(source: PagedTensor, dtype: torch.dtype, memory_format: torch.memory_format | None) -> PagedTensor:
+    """A paged copy with a storage of its own, of the same class."""
+    shape = torch.empty_like(meta_view(source), dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    storage = source._storage
+    copy = allocate(storage.pool, shape.size(), shape.stride(), dtype, cls=storage.cls, name=storage.name)
+    _aten.copy_.default(copy, source)
+    return copy
+
+
+@rule(_aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return copy_like(args[0], args[0].dtype, kwargs.get("memory_format"))
+
+
+@rule(_aten._to_copy.default)
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != source.device.type:
+        raise UnsupportedError(
+            f"{describe(source)} cannot move to {device}: it lives in its pool; take a plain copy with "
+            "pool.materialize(t), or offload into a pool on that device"
+        )
+    if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
+        raise UnsupportedError(
+            f"{describe(source)} cannot change its layout or be page-locked: use pool.materialize(t)"
+        )
+    return copy_like(source, kwargs.get("dtype") or source.dtype, kwargs.get("memory_format"))
+
+
+@rule(_aten.uniform_.default, _aten.normal_.default)
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if not streamable(target) or not spans_blocks(target):
+        return NotImplemented
+    # The generator's draws depend on the length of the run, so all are drawn at once, outside the pool.
+    drawn = torch.empty_strided(target.size(), target.stride(), dtype=target.dtype, device=target.device)
+    func(drawn, *args[1:], **kwargs)
+    copy_dense(target, drawn, str(func))
+    return target

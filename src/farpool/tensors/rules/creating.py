@@ -1,0 +1,89 @@
+"""New tensors shaped like a paged one: the optimizer's state, mostly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.dispatch import rule
+from farpool.tensors.factories import allocate, from_tensor
+from farpool.tensors.geometry import meta_view
+from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.transfer import fill_dense
+
+_aten = torch.ops.aten
+_OPTIMIZED = frozenset(("weights", "embedding", "gradient"))
+
+
+def _class_like(source: PagedTensor) -> str:
+    cls = source._storage.cls
+    return "optimizer" if cls in _OPTIMIZED else cls
+
+
+def _elsewhere(source: PagedTensor, kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != source.device.type
+
+
+def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:
+    if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
+        raise UnsupportedError(
+            f"a tensor like {describe(source)} cannot be page-locked or of another layout: "
+            "make it from a plain copy, pool.materialize(t)"
+        )
+    shape = torch.empty_like(
+        meta_view(source),
+        dtype=kwargs.get("dtype"),
+        memory_format=kwargs.get("memory_format") or torch.preserve_format,
+    )
+    return allocate(source._storage.pool, shape.size(), shape.stride(), shape.dtype, cls=_class_like(source))
+
+
+def _plain_like(source: PagedTensor) -> torch.Tensor:
+    """A plain tensor of the same geometry, for operations that look at nothing else."""
+    return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=source.device)
+
+
+@rule(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
+def _filled_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    if _elsewhere(source, kwargs):
+        return func(meta_view(source), *args[1:], **kwargs)
+    tensor = _empty_like(source, kwargs)
+    if func is _aten.zeros_like.default:
+        fill_dense(tensor, 0, "aten.zeros_like")
+    elif func is _aten.ones_like.default:
+        fill_dense(tensor, 1, "aten.ones_like")
+    elif func is _aten.full_like.default:
+        fill_dense(tensor, args[1], "aten.full_like")
+    return tensor
+
+
+@rule(
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+    _aten.randint_like.Tensor,
+)
+def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    plain = func(_plain_like(source), *args[1:], **kwargs)
+    if _elsewhere(source, kwargs):
+        return plain
+    return from_tensor(source._storage.pool, plain, cls=_class_like(source))
+
+
+@rule(
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+)
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Only dtype and device of the first argument matter; its bytes need not be fetched.
+    stand_in = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return func(stand_in, *args[1:], **kwargs)

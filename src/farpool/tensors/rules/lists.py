@@ -1,0 +1,61 @@
+"""``_foreach_*`` and ``_fused_*``: lists of tensors, streamed one element at a time.
+
+Each element of a list is computed alone, so an optimizer step over a whole model needs the fast tier to hold one
+parameter and its state, not all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farpool.tensors.dispatch import compute, family_rule, paged_arguments
+from farpool.tensors.factories import from_tensor
+from farpool.tensors.paged_tensor import PagedTensor
+
+# One number for each tensor: results that stay plain.
+_REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list or type(value) is tuple
+
+
+def _element(name: str, value: Any, index: int) -> Any:
+    if _is_list(value):
+        return [value[index]] if value else value
+    if name == "scalars" and isinstance(value, torch.Tensor):
+        return value[index : index + 1]
+    return value
+
+
+def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    paged = paged_arguments(args, kwargs)
+    if not paged:
+        return func(*args, **kwargs)
+    results = compute(func, args, kwargs)
+    if results is None or func._opname in _REDUCTIONS:
+        return results
+    storage = paged[0]._storage
+    cls = "optimizer" if storage.cls in ("weights", "embedding", "gradient") else storage.cls
+    return [item if type(item) is PagedTensor else from_tensor(storage.pool, item, cls=cls) for item in results]
+
+
+@family_rule("_foreach_", "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    count = len(args[0])
+    if any(len(value) not in (0, count) for value in (*args, *kwargs.values()) if _is_list(value)):
+        # Lists of different lengths: torch says what is wrong.
+        return NotImplemented
+    names = [argument.name for argument in func._schema.arguments]
+    results: list[Any] = []
+    for index in range(count):
+        result = _run(
+            func,
+            [_element(name, value, index) for name, value in zip(names, args, strict=False)],
+            {name: _element(name, value, index) for name, value in kwargs.items()},
+        )
+        if result is not None:
+            results.extend(result)
+    return results if func._schema.returns else None

@@ -1,0 +1,34 @@
+"""Operations that alias their argument although their schema does not say so, and the cheapest views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farpool.tensors.dispatch import rule, view
+from farpool.tensors.paged_tensor import PagedTensor
+
+_aten = torch.ops.aten
+
+
+@rule(_aten.detach.default, _aten.alias.default, _aten.lift.default, _aten.lift_fresh.default)
+def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
+    source: PagedTensor = args[0]
+    result = source.like(source.size(), source.stride(), source.storage_offset())
+    if source.is_conj():
+        torch._C._set_conj(result, True)
+    if source.is_neg():
+        torch._C._set_neg(result, True)
+    return result
+
+
+@rule(
+    _aten._unsafe_view.default,
+    _aten._reshape_alias.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+    _aten.unsafe_chunk.default,
+)
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return view(func, args, kwargs, args[0])

@@ -1,0 +1,98 @@
+"""What an operation does with its arguments, read from its schema once and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Signature", "signature_of"]
+
+_aten = torch.ops.aten
+
+# Statistics that these update without saying so in their schema: positions of running_mean and running_var.
+_UNDECLARED_WRITES: dict[Any, frozenset[int]] = {
+    _aten.native_batch_norm.default: frozenset((3, 4)),
+    _aten.native_batch_norm.out: frozenset((3, 4)),
+    _aten.cudnn_batch_norm.default: frozenset((3, 4)),
+    _aten.miopen_batch_norm.default: frozenset((3, 4)),
+    _aten.batch_norm_gather_stats.default: frozenset((3, 4)),
+    _aten.batch_norm_gather_stats_with_counts.default: frozenset((3, 4)),
+    _aten.batch_norm_update_stats.default: frozenset((1, 2)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operation does with its arguments.
+
+    Attributes
+    ----------
+    name : str
+        For errors and events, for example ``aten.addmm``.
+    namespace : str
+        ``aten``, or the library that registered the operation.
+    view_of : int
+        Position of the argument that the results alias without writing; -1 if they alias none.
+    metadata : bool
+        Changes the geometry of its first argument in place.
+    composite : bool
+        Made of other operations: these are dispatched instead.
+    writes : frozenset of int
+        Positions of arguments that are written in place.
+    outputs : frozenset of str
+        Keyword arguments that receive results and may be resized for them.
+    """
+
+    name: str
+    namespace: str
+    view_of: int
+    metadata: bool
+    composite: bool
+    writes: frozenset[int]
+    outputs: frozenset[str]
+
+
+def _is_composite(name: str) -> bool:
+    def has(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+    own = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    return has("CompositeImplicitAutograd") and not any(has(key) for key in own)
+
+
+def signature_of(func: Any) -> Signature:
+    """The signature of an operator overload."""
+    schema = func._schema
+    writes = set(_UNDECLARED_WRITES.get(func, ()))
+    outputs = set()
+    sources: dict[str, int] = {}
+    for position, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is None:
+            continue
+        if not alias.is_write:
+            for label in alias.before_set:
+                sources.setdefault(label, position)
+        elif argument.kwarg_only:
+            outputs.add(argument.name)
+        else:
+            writes.add(position)
+    view_of = -1
+    if not writes and not outputs:
+        for returned in schema.returns:
+            alias = returned.alias_info
+            if alias is not None:
+                for label in alias.before_set:
+                    view_of = sources.get(label, view_of)
+    namespace, _, _ = func.name().partition("::")
+    return Signature(
+        name=f"{namespace}.{func._opname}",
+        namespace=namespace,
+        view_of=view_of,
+        metadata=torch.Tag.inplace_view in func.tags,
+        composite=_is_composite(func.name()),
+        writes=frozenset(writes),
+        outputs=frozenset(outputs),
+    )

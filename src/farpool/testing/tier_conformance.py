@@ -1,0 +1,331 @@
+"""The contract of a tier, as tests.
+
+Subclass it in a pytest module::
+
+    class TestMyTier(TierConformance):
+        def make_tier(self) -> Tier:
+            return MyTier("16MiB")
+
+A tier that needs a folder of its own takes it from the attribute `folder`, which is new for each test.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from farpool.errors import TierFullError, TierTimeoutError
+from farpool.testing.tier_machine import tier_machine
+from farpool.tiers.base import Extent, HasPort, Tier, TierInfo
+
+__all__ = ["TierConformance"]
+
+_WAIT = 30.0
+_MIB = 2**20
+_SIZES = [1, 63, 64, 4095, 4096, 4097, _MIB + 1]
+
+
+def _pattern(nbytes: int, seed: int = 0) -> bytearray:
+    return bytearray(random.Random(f"{seed}/{nbytes}").randbytes(nbytes))
+
+
+class TierConformance:
+    """Subclasses give :meth:`make_tier`; pytest runs the rest."""
+
+    folder: Path
+
+    def make_tier(self) -> Tier:
+        """A new, closed tier that holds from 8 MiB to 256 MiB and, once opened, is empty."""
+        raise NotImplementedError("give TierConformance a make_tier()")
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        """An open tier."""
+        tier = self.make_tier()
+        tier.open()
+        yield tier
+        tier.close()
+
+    def write(self, tier: Tier, extent: Extent, data: bytes | bytearray) -> None:
+        """Write and wait."""
+        tier.start_write(extent, memoryview(data)).wait(_WAIT)
+
+    def read(self, tier: Tier, extent: Extent) -> bytes:
+        """Read and wait."""
+        buffer = bytearray(extent.nbytes)
+        tier.start_read(extent, memoryview(buffer)).wait(_WAIT)
+        return bytes(buffer)
+
+    def test_info_is_valid_before_the_tier_is_opened(self) -> None:
+        info = self.make_tier().info
+        assert isinstance(info, TierInfo)
+        assert info.name
+        assert info.kind in {"hbm", "dram", "cxl", "remote", "nvme"}
+        assert info.capacity >= 8 * _MIB
+        assert info.alignment >= 1
+        assert info.capacity % info.alignment == 0
+
+    def test_info_does_not_change_when_the_tier_is_opened(self) -> None:
+        tier = self.make_tier()
+        before = tier.info
+        with tier:
+            assert (tier.info.name, tier.info.kind, tier.info.alignment) == (before.name, before.kind, before.alignment)
+
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    def test_what_is_written_is_read_back(self, tier: Tier, nbytes: int) -> None:
+        extent = tier.reserve(nbytes)
+        assert extent.nbytes == nbytes
+        data = _pattern(nbytes)
+        self.write(tier, extent, data)
+        assert self.read(tier, extent) == data
+
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    @pytest.mark.parametrize("shift", [1, 8, 64])
+    def test_unaligned_buffers_work(self, tier: Tier, nbytes: int, shift: int) -> None:
+        extent = tier.reserve(nbytes)
+        data = _pattern(nbytes, shift)
+        tier.start_write(extent, memoryview(bytearray(shift) + data)[shift:]).wait(_WAIT)
+        buffer = bytearray(shift + nbytes + 16)
+        tier.start_read(extent, memoryview(buffer)[shift : shift + nbytes]).wait(_WAIT)
+        assert buffer[shift : shift + nbytes] == data
+        assert not any(buffer[:shift])
+        assert not any(buffer[shift + nbytes :])
+
+    def test_a_read_only_buffer_can_be_written_to_the_tier(self, tier: Tier) -> None:
+        extent = tier.reserve(4097)
+        data = bytes(_pattern(4097))
+        self.write(tier, extent, data)
+        assert self.read(tier, extent) == data
+
+    def test_an_extent_can_be_overwritten(self, tier: Tier) -> None:
+        extent = tier.reserve(5000)
+        for seed in range(3):
+            data = _pattern(5000, seed)
+            self.write(tier, extent, data)
+            assert self.read(tier, extent) == data
+
+    def test_many_extents_do_not_disturb_each_other(self, tier: Tier) -> None:
+        draw = random.Random(1)
+        held: dict[Extent, bytearray] = {}
+        for number in range(200):
+            extent = tier.reserve(draw.choice([1, 63, 64, 100, 4095, 4096, 4097, 20_000]))
+            held[extent] = _pattern(extent.nbytes, number)
+            self.write(tier, extent, held[extent])
+            if number % 3 == 0:
+                gone = draw.choice(list(held))
+                tier.free(gone)
+                del held[gone]
+        for extent, data in held.items():
+            assert self.read(tier, extent) == data
+
+    def test_reserved_counts_what_is_reserved(self, tier: Tier) -> None:
+        assert tier.reserved == 0
+        extents = [tier.reserve(nbytes) for nbytes in _SIZES]
+        assert sum(_SIZES) <= tier.reserved <= tier.info.capacity
+        assert tier.reserved <= sum(_SIZES) + len(_SIZES) * (tier.info.alignment - 1)
+        for extent in extents:
+            tier.free(extent)
+        assert tier.reserved == 0
+
+    def test_the_whole_capacity_can_be_reserved(self, tier: Tier) -> None:
+        extent = tier.reserve(tier.info.capacity)
+        assert tier.reserved == tier.info.capacity
+        tier.free(extent)
+        assert tier.reserved == 0
+
+    def test_a_full_tier_says_so_and_stays_as_it_was(self, tier: Tier) -> None:
+        extent = tier.reserve(4096)
+        data = _pattern(4096)
+        self.write(tier, extent, data)
+        before = tier.reserved
+        with pytest.raises(TierFullError) as caught:
+            tier.reserve(tier.info.capacity)
+        assert caught.value.tier == tier.info.name
+        assert tier.info.name in str(caught.value)
+        assert tier.reserved == before
+        assert self.read(tier, extent) == data
+        tier.reserve(4096)
+
+    def test_a_reservation_of_no_bytes_is_refused(self, tier: Tier) -> None:
+        for nbytes in (0, -1):
+            with pytest.raises(ValueError, match=r"."):
+                tier.reserve(nbytes)
+        assert tier.reserved == 0
+
+    def test_freed_room_can_be_reserved_again(self, tier: Tier) -> None:
+        piece = tier.info.capacity // 4
+        for _ in range(3):
+            extents = [tier.reserve(piece - piece % tier.info.alignment) for _ in range(4)]
+            for extent in extents:
+                tier.free(extent)
+        assert tier.reserved == 0
+
+    def test_freeing_twice_is_an_error_and_changes_nothing(self, tier: Tier) -> None:
+        kept, gone = tier.reserve(100), tier.reserve(100)
+        data = _pattern(100)
+        self.write(tier, kept, data)
+        tier.free(gone)
+        before = tier.reserved
+        with pytest.raises(ValueError, match=r"."):
+            tier.free(gone)
+        assert tier.reserved == before
+        assert self.read(tier, kept) == data
+
+    def test_freeing_what_was_never_reserved_is_an_error(self, tier: Tier) -> None:
+        extent = tier.reserve(100)
+        for wrong in (Extent(extent.offset, 99), Extent(extent.offset + 1, 99), Extent(2**40, 100)):
+            with pytest.raises(ValueError, match=r"."):
+                tier.free(wrong)
+        tier.free(extent)
+
+    @pytest.mark.parametrize("nbytes", [0, 99, 101])
+    def test_a_buffer_of_the_wrong_length_is_refused(self, tier: Tier, nbytes: int) -> None:
+        extent = tier.reserve(100)
+        data = _pattern(100)
+        self.write(tier, extent, data)
+        with pytest.raises(ValueError, match=r"."):
+            tier.start_write(extent, memoryview(bytearray(nbytes)))
+        with pytest.raises(ValueError, match=r"."):
+            tier.start_read(extent, memoryview(bytearray(nbytes)))
+        assert self.read(tier, extent) == data
+
+    def test_a_read_into_a_read_only_buffer_is_refused(self, tier: Tier) -> None:
+        extent = tier.reserve(100)
+        self.write(tier, extent, _pattern(100))
+        with pytest.raises(ValueError, match=r"."):
+            tier.start_read(extent, memoryview(bytes(100)))
+
+    def test_a_transfer_can_be_waited_for_again_and_stays_done(self, tier: Tier) -> None:
+        extent = tier.reserve(4096)
+        transfer = tier.start_write(extent, memoryview(_pattern(4096)))
+        transfer.wait(_WAIT)
+        transfer.wait(0)
+        assert transfer.done()
+
+    def test_a_wait_without_time_completes_or_times_out(self, tier: Tier) -> None:
+        extent = tier.reserve(2 * _MIB)
+        data = _pattern(2 * _MIB)
+        transfer = tier.start_write(extent, memoryview(data))
+        try:
+            transfer.wait(0)
+        except TierTimeoutError as error:
+            assert error.tier == tier.info.name  # noqa: PT017 - either outcome is right
+        transfer.wait(_WAIT)
+        assert self.read(tier, extent) == data
+
+    def test_several_transfers_may_be_under_way_at_once(self, tier: Tier) -> None:
+        extents = [tier.reserve(100_000) for _ in range(16)]
+        data = [_pattern(100_000, seed) for seed in range(16)]
+        writes = [tier.start_write(extent, memoryview(d)) for extent, d in zip(extents, data, strict=True)]
+        for transfer in reversed(writes):
+            transfer.wait(_WAIT)
+        buffers = [bytearray(100_000) for _ in extents]
+        reads = [tier.start_read(extent, memoryview(b)) for extent, b in zip(extents, buffers, strict=True)]
+        for transfer in reads:
+            transfer.wait(_WAIT)
+            assert transfer.done()
+        assert buffers == data
+
+    def test_threads_may_use_the_tier_at_once(self, tier: Tier) -> None:
+        failures: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            try:
+                draw = random.Random(seed)
+                for step in range(20):
+                    extent = tier.reserve(draw.randrange(1, 50_000))
+                    data = _pattern(extent.nbytes, 1000 * seed + step)
+                    self.write(tier, extent, data)
+                    assert self.read(tier, extent) == data
+                    tier.free(extent)
+            except BaseException as error:
+                failures.append(error)
+
+        _in_threads([partial(work, seed) for seed in range(8)])
+        assert not failures
+        assert tier.reserved == 0
+
+    def test_threads_may_wait_for_one_transfer(self, tier: Tier) -> None:
+        extent = tier.reserve(_MIB)
+        data = _pattern(_MIB)
+        transfer = tier.start_write(extent, memoryview(data))
+        waited: list[int] = []
+
+        def wait() -> None:
+            transfer.wait(_WAIT)
+            waited.append(1)
+
+        _in_threads([wait] * 4)
+        assert len(waited) == 4
+
+    def test_opening_and_closing_twice_does_nothing(self) -> None:
+        tier = self.make_tier()
+        tier.close()
+        tier.open()
+        extent = tier.reserve(100)
+        data = _pattern(100)
+        self.write(tier, extent, data)
+        tier.open()
+        assert self.read(tier, extent) == data
+        tier.close()
+        tier.close()
+
+    def test_a_reopened_tier_is_empty_and_works(self) -> None:
+        tier = self.make_tier()
+        for seed in range(3):
+            with tier:
+                assert tier.reserved == 0
+                extent = tier.reserve(tier.info.capacity // 2)
+                data = _pattern(extent.nbytes, seed)
+                self.write(tier, extent, data)
+                assert self.read(tier, extent) == data
+
+    def test_closing_waits_for_transfers_under_way(self) -> None:
+        tier = self.make_tier()
+        tier.open()
+        extent = tier.reserve(4 * _MIB)
+        transfer = tier.start_write(extent, memoryview(_pattern(4 * _MIB)))
+        tier.close()
+        assert transfer.done()
+        transfer.wait(0)
+
+    def test_the_native_port_and_python_see_the_same_bytes(self, tier: Tier) -> None:
+        if not isinstance(tier, HasPort):
+            pytest.skip("this tier has no native port")
+        from farpool._native import Memory  # the kit is of use without the native core for tiers without a port
+
+        extent = tier.reserve(100_001)
+        data = _pattern(100_001)
+        memory = Memory(100_001)
+        self.write(tier, extent, data)
+        tier.port.read(extent.offset, memory.address, extent.nbytes)
+        assert memoryview(memory) == data
+        memoryview(memory)[:] = data[::-1]
+        tier.port.write(extent.offset, memory.address, extent.nbytes)
+        assert self.read(tier, extent) == data[::-1]
+
+    def test_random_operations_agree_with_a_perfect_tier(self) -> None:
+        run_state_machine_as_test(
+            tier_machine(self.make_tier),
+            settings=settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True, database=None),
+        )
+
+
+def _in_threads(calls: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_WAIT)
+        assert not thread.is_alive(), "a thread did not finish in time"

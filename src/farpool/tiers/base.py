@@ -1,0 +1,184 @@
+"""The contract that every tier keeps.
+
+A tier holds bytes. It hands out extents, and a transfer moves a whole extent in or out: blocks move as one, so there
+are no partial transfers. What a fresh extent contains is unspecified. Reservation is bookkeeping and quick; transfers
+may take as long as the medium takes and complete later.
+
+A tier may be written in Python alone (implement :meth:`Tier.start_read` and :meth:`Tier.start_write`); the executor
+then calls it from its native threads, which take the interpreter lock for that call only. A tier that also has a native
+data path (:class:`HasPort`) is read and written without the interpreter lock. What only some tiers can do is a
+runtime-checkable protocol, never a flag.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from farpool._native import Port
+
+__all__ = ["Extent", "HasPort", "Tier", "TierInfo", "Transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A contiguous piece of a tier.
+
+    Attributes
+    ----------
+    offset : int
+        Where it begins, in bytes from the start of the tier's own space.
+    nbytes : int
+        Bytes usable by the owner. What the tier reserved for it may be more (alignment), never less.
+    """
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierInfo:
+    """What a tier is.
+
+    Attributes
+    ----------
+    name : str
+        Shown in errors and statistics, for example ``dram``; unique within a pool.
+    kind : str
+        ``hbm``, ``dram``, ``cxl``, ``remote`` or ``nvme``.
+    capacity : int
+        Bytes that can be reserved altogether.
+    alignment : int
+        Reservations are rounded up to a multiple of this many bytes.
+    latency : float or None
+        Measured seconds until the first byte; None where it was not measured.
+    read_bandwidth, write_bandwidth : float or None
+        Measured bytes per second; None where it was not measured.
+    """
+
+    name: str
+    kind: str
+    capacity: int
+    alignment: int
+    latency: float | None = None
+    read_bandwidth: float | None = None
+    write_bandwidth: float | None = None
+
+
+class Transfer(ABC):
+    """A read or a write under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has completed, well or badly. Never blocks, never raises."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it has completed.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most; None waits for as long as it takes.
+
+        Raises
+        ------
+        TierTimeoutError
+            It did not complete in time. The transfer is still under way and its buffer still in use.
+        TierError
+            It completed badly. After a failed read the buffer's bytes are unspecified; after a failed write the
+            extent's are.
+        """
+
+
+class Tier(ABC):
+    """A kind of memory with a capacity, a latency and a bandwidth.
+
+    Constructing a tier checks its arguments and nothing else; :meth:`open` takes the resources and :meth:`close` gives
+    them back. Both may be called again; a closed tier can be opened anew and is then empty. Methods are safe to call
+    from several threads.
+    """
+
+    @property
+    @abstractmethod
+    def info(self) -> TierInfo:
+        """What the tier is. Valid before it is opened."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Take the resources. Opening an open tier does nothing.
+
+        Raises
+        ------
+        ConfigError
+            The resources cannot be had as configured (path not writable, more than the machine has).
+        PoolFileError
+            The file is in use, is no pool file, or has a newer version.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for transfers under way, give the resources back. Closing a closed tier does nothing."""
+
+    @abstractmethod
+    def reserve(self, nbytes: int) -> Extent:
+        """Reserve an extent of `nbytes` bytes (at least 1).
+
+        Raises
+        ------
+        TierFullError
+            There is no room; nothing was reserved.
+        """
+
+    @abstractmethod
+    def free(self, extent: Extent) -> None:
+        """Give an extent back. The caller has no transfer under way on it.
+
+        Raises
+        ------
+        ValueError
+            The extent is not reserved (freed twice, or never reserved).
+        """
+
+    @property
+    @abstractmethod
+    def reserved(self) -> int:
+        """Bytes reserved now, alignment included."""
+
+    @abstractmethod
+    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
+        """Start to read the whole extent into a writable, contiguous buffer of exactly ``extent.nbytes`` bytes.
+
+        The buffer is used until the transfer has completed, and not after. Several transfers may be under way at once
+        on different extents; on one extent the caller orders them.
+        """
+
+    @abstractmethod
+    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
+        """Start to write the whole extent from a contiguous buffer of exactly ``extent.nbytes`` bytes.
+
+        The buffer is used until the transfer has completed, and not after.
+        """
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@runtime_checkable
+class HasPort(Protocol):
+    """A tier with a native data path. Valid while the tier is open."""
+
+    @property
+    def port(self) -> Port:
+        """The native end of the tier, used by executors without the interpreter lock."""
+        ...

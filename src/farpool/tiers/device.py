@@ -1,0 +1,71 @@
+"""The fast tier: one preallocated arena that computation reads.
+
+On a machine without a GPU it is a budgeted part of DRAM. Address space is reserved for growth, memory only for the budget.
+"""
+
+from __future__ import annotations
+
+import os
+
+from farpool import _native
+from farpool.errors import ConfigError
+from farpool.sizes import format_size
+
+__all__ = ["HostArena"]
+
+
+class HostArena:
+    """Host memory that stands in for a device's.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes to back with memory at once, so that the first transfers are not slowed by page faults.
+    """
+
+    kind = "dram"
+    page_locked = 0
+
+    def __init__(self, nbytes: int) -> None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._memory = _native.Memory(max(nbytes, memory))
+        self._memory.touch(0, nbytes)
+        self.nbytes = nbytes
+        self.address = self._memory.address
+
+    @property
+    def limit(self) -> int:
+        """Bytes that it can grow to."""
+        return self._memory.nbytes
+
+    @property
+    def touched(self) -> int:
+        """Bytes backed with memory."""
+        return self.nbytes
+
+    def view(self) -> memoryview:
+        """The whole address range, writable; only the first `nbytes` bytes are to be used."""
+        return memoryview(self._memory)
+
+    def resize(self, nbytes: int) -> None:
+        """Change the bytes that are backed with memory; what is beyond is given back to the operating system.
+
+        Raises
+        ------
+        ConfigError
+            More than the machine's memory.
+        """
+        if nbytes > self.limit:
+            raise ConfigError(
+                f"fast: {format_size(nbytes)} is more than this machine's memory ({format_size(self.limit)}); "
+                "give a smaller budget"
+            )
+        if nbytes > self.nbytes:
+            self._memory.touch(self.nbytes, nbytes - self.nbytes)
+        else:
+            self._memory.discard(nbytes, self.nbytes - nbytes)
+        self.nbytes = nbytes
+
+    def release(self) -> None:
+        """Give the memory back. Nobody may look at it any more."""
+        self._memory.release()

@@ -1,0 +1,53 @@
+"""Base of the tiers that add a behaviour to another tier."""
+
+from __future__ import annotations
+
+from farpool.tiers.base import Extent, Tier, TierInfo, Transfer
+
+__all__ = ["WrapperTier"]
+
+
+class WrapperTier(Tier):
+    """Passes everything on to the tier inside. Subclasses override what they change.
+
+    A wrapper has no port even where the tier inside has one: its behaviour would be passed by.
+
+    Parameters
+    ----------
+    inner : Tier
+        The tier inside; opened and closed with the wrapper.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Tier:
+        """The tier inside."""
+        return self._inner
+
+    @property
+    def info(self) -> TierInfo:
+        return self._inner.info
+
+    @property
+    def reserved(self) -> int:
+        return self._inner.reserved
+
+    def open(self) -> None:
+        self._inner.open()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def reserve(self, nbytes: int) -> Extent:
+        return self._inner.reserve(nbytes)
+
+    def free(self, extent: Extent) -> None:
+        self._inner.free(extent)
+
+    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
+        return self._inner.start_read(extent, into)
+
+    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
+        return self._inner.start_write(extent, data)

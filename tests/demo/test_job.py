@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farpool.demo.job import run, share_of
+from farpool.demo.settings import Settings
+from farpool.errors import BudgetError, ConfigError, PoolFullError
+
+
+def silent(step: str, done: int, total: int) -> None:
+    pass
+
+
+def test_a_percentage_is_of_the_weights_and_a_size_is_of_itself() -> None:
+    assert share_of("25%", 1000, "--budget") == 250
+    assert share_of("12.5 %", 1000, "--budget") == 125
+    assert share_of("3 MiB", 1000, "--budget") == 3 << 20
+
+
+@pytest.mark.parametrize("size", ["", "%", "much", "-5%", "0%", "nan%", "inf%", "0"])
+def test_a_wrong_size_is_refused_with_the_name_of_its_option(size: str) -> None:
+    with pytest.raises(ConfigError, match="--dram"):
+        share_of(size, 1000, "--dram")
+
+
+def test_a_tenth_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
+    outcome = run(Settings(budget="10%", texts=48, timeline=tmp_path / "timeline.png"), silent)
+    assert outcome.equal
+    assert outcome.peak_bytes <= outcome.budget_bytes == outcome.weight_bytes // 10
+    assert outcome.answers
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_every_lower_tier_is_read(tmp_path: Path) -> None:
+    outcome = run(Settings(texts=33), silent)
+    read = {link.source for link in outcome.rest.links if link.nbytes}
+    assert {"dram", "nvme"} <= read
+
+
+def test_progress_ends_complete_in_each_step() -> None:
+    last: dict[str, tuple[int, int]] = {}
+
+    def progress(step: str, done: int, total: int) -> None:
+        last[step] = (done, total)
+
+    run(Settings(texts=4), progress)
+    assert len(last) >= 4
+    assert all(done == total for done, total in last.values())
+
+
+def test_a_budget_that_one_operation_exceeds_names_the_bytes_it_needs() -> None:
+    with pytest.raises(BudgetError, match="need") as caught:
+        run(Settings(budget="64 KiB", texts=4), silent)
+    assert caught.value.needed > 64 << 10
+
+
+def test_tiers_that_are_too_small_together_are_refused() -> None:
+    with pytest.raises(PoolFullError):
+        run(Settings(dram="10%", nvme="10%", texts=4), silent)
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        (Settings(question="  "), "--question"),
+        (Settings(texts=0), "--texts"),
+        (Settings(budget="a lot"), "--budget"),
+        (Settings(docs=Path("/nowhere")), "--docs"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: Settings, option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        run(settings, silent)

@@ -1,0 +1,113 @@
+"""An engine over a virtual executor, with a perfect memory beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from farpool._native import ExtentAllocator
+from farpool.engine import Engine, Mode, Run, Transfer
+from farpool.engine.engine import Access
+from farpool.executor.virtual import Link, VirtualExecutor
+
+
+class SimulatedSpace:
+    """Bookkeeping of a simulated tier."""
+
+    def __init__(self, capacity: int) -> None:
+        self.extents = ExtentAllocator(capacity, 64)
+
+    def reserve(self, nbytes: int, cls: str) -> int | None:
+        offset = self.extents.alloc(nbytes)
+        return None if offset < 0 else offset
+
+    def free(self, offset: int, nbytes: int, cls: str) -> None:
+        self.extents.free(offset)
+
+
+class World:
+    """Engine, executor and bytes; checks each read against what was written."""
+
+    def __init__(
+        self,
+        capacity: int,
+        tiers: Sequence[int] = (1 << 20,),
+        *,
+        link: Link | None = None,
+        fault: Callable[[Transfer], BaseException | None] | None = None,
+        prefetch: bool = True,
+    ) -> None:
+        self.arena = bytearray(capacity)
+        self.spaces = [SimulatedSpace(nbytes) for nbytes in tiers]
+        model = link or Link(1e-6, 1e9)
+        self.executor = VirtualExecutor(
+            self.arena, [bytearray(nbytes) for nbytes in tiers], [(model, model)] * len(tiers), fault
+        )
+        self.engine = Engine(capacity, self.spaces, prefetch=prefetch)
+        self.expected: dict[int, bytes] = {}
+        self.retired: list[tuple[int, int]] = []
+
+    def create(self, sizes: list[int]) -> int:
+        return self.engine.create(sizes)
+
+    def free(self, first: int, count: int) -> None:
+        for block in range(first, first + count):
+            self.expected.pop(block, None)
+        self.engine.retire(first, count)
+        self.retired.append((first, count))
+        self.collect()
+
+    def collect(self) -> None:
+        self.retired = [pair for pair in self.retired if not self.engine.forget(*pair)]
+
+    def pump(self) -> None:
+        """Hand commands to the executor and completions to the engine until both are quiet for now."""
+        while True:
+            commands = self.engine.take_commands()
+            self.executor.start(commands)
+            self.executor.expedite(self.engine.take_raised())
+            finished = self.executor.poll()
+            for done in finished:
+                if done.error is not None:
+                    self.engine.failed(done.id, done.error)
+                elif not done.cancelled:
+                    self.engine.completed(done.id)
+            if finished:
+                self.engine.proceed()
+            elif not commands:
+                return
+
+    def settle(self, access: Access) -> Access:
+        """Wait for an access; raise what it failed with."""
+        self.pump()
+        for _ in range(10_000):
+            if access.granted or access.error is not None:
+                break
+            assert self.executor.wait(1.0), "nothing is under way and the access is not granted"
+            self.pump()
+        if access.error is not None:
+            raise access.error
+        assert access.granted
+        return access
+
+    def access(self, runs: Sequence[tuple[int, int, Mode]], fill: int = 0, compute: float = 0.0) -> None:
+        """Access runs whole: check what is read, write `fill` where it is written."""
+        self.collect()
+        access = self.settle(self.engine.request([Run(*run) for run in runs]))
+        sizes = self.engine.blocks.size
+        assert self.engine.arena.used <= self.engine.arena.capacity
+        self.executor.sleep(compute)
+        for (first, count, mode), place in zip(runs, access.places, strict=True):
+            assert place % 64 == 0
+            for block in range(first, first + count):
+                size = sizes[block]
+                if mode != Mode.OVERWRITE and block in self.expected:
+                    assert bytes(self.arena[place : place + size]) == self.expected[block], f"block {block}"
+                if mode != Mode.READ:
+                    content = bytes((fill + block + i) % 256 for i in range(size))
+                    self.arena[place : place + size] = content
+                    self.expected[block] = content
+                elif block not in self.expected:
+                    self.expected[block] = bytes(self.arena[place : place + size])
+                place += size
+        self.engine.release(access)
+        self.pump()

@@ -1,0 +1,192 @@
+"""The engine on simulated tiers: right bytes, hard budget, the same transfers for the same inputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farpool.engine import Mode, NoRoom, Run, TooLarge
+from farpool.executor.virtual import Link
+from tests.engine.harness import World
+
+READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
+
+
+def random_program(world: World, seed: int, steps: int) -> None:
+    """Creates, accesses and frees at random; every read is checked."""
+    rng = random.Random(seed)
+    storages: list[tuple[int, int]] = []
+    for step in range(steps):
+        if not storages or (len(storages) < 24 and rng.random() < 0.2):
+            count = rng.choice([1, 1, 1, 2, 3, 5])
+            sizes = [64 * rng.randint(1, 8)] * (count - 1) + [rng.randint(1, 512)]
+            first = world.create(sizes)
+            storages.append((first, count))
+            world.access([(first, count, OVERWRITE)], fill=step)
+        elif rng.random() < 0.1:
+            world.free(*storages.pop(rng.randrange(len(storages))))
+        else:
+            runs = []
+            for first, count in rng.sample(storages, min(len(storages), rng.randint(1, 3))):
+                low = rng.randrange(count)
+                runs.append((first + low, rng.randint(1, count - low), rng.choice([READ, READ, WRITE, OVERWRITE])))
+            world.access(runs, fill=step, compute=rng.choice([0.0, 1e-6, 1e-4]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_program_reads_what_it_wrote(seed: int) -> None:
+    world = World(random.Random(seed).choice([9000, 10_000, 16_384, 40_000]))
+    random_program(world, seed, 300)
+    assert world.engine.counters.accesses > 100
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_same_inputs_give_the_same_transfers(seed: int) -> None:
+    logs = []
+    for _ in range(2):
+        world = World(12_000)
+        random_program(world, seed, 200)
+        logs.append(world.executor.log)
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_failed_transfers_lose_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(12_000, tiers=(1 << 16, 1 << 20), fault=lambda t: OSError("no") if rng.random() < 0.1 else None)
+    errors = 0
+    storages: list[int] = []
+    for step in range(300):
+        if len(storages) < 40:
+            storages.append(world.create([512]))
+        first = rng.choice(storages)
+        try:
+            mode = OVERWRITE if first not in world.expected else rng.choice([READ, WRITE, OVERWRITE])
+            world.access([(first, 1, mode)], fill=step, compute=rng.choice([0.0, 1e-5]))
+        except OSError:
+            errors += 1
+    assert errors
+    world.executor._fault = None
+    for first in storages:
+        if first in world.expected:
+            world.access([(first, 1, READ)])
+
+
+def test_a_loop_is_fetched_ahead_after_one_pass() -> None:
+    world = World(16_000, link=Link(1e-6, 1e9))
+    blocks = [world.create([2000]) for _ in range(16)]
+    for block in blocks:
+        world.access([(block, 1, OVERWRITE)])
+    for _ in range(6):
+        for block in blocks:
+            world.access([(block, 1, READ)], compute=1e-5)
+    counters = world.engine.counters
+    before = counters.demand_fetches
+    for block in blocks:
+        world.access([(block, 1, READ)], compute=1e-5)
+    assert counters.demand_fetches == before
+    assert counters.prefetches_wasted <= 3
+
+
+def test_the_tape_moves_no_more_than_belady_in_a_loop() -> None:
+    world = World(8 * 2048)
+    blocks = [world.create([2048]) for _ in range(16)]
+    for block in blocks:
+        world.access([(block, 1, OVERWRITE)])
+    for _ in range(4):
+        for block in blocks:
+            world.access([(block, 1, READ)], compute=1e-4)
+    counters = world.engine.counters
+    before = counters.demand_fetches + counters.prefetches
+    for _ in range(10):
+        for block in blocks:
+            world.access([(block, 1, READ)], compute=1e-4)
+    fetched = counters.demand_fetches + counters.prefetches - before
+    # Belady on a cyclic loop of 16 with 8 places misses 16 - 8 + 1 of each pass at most
+    assert fetched <= 10 * 11
+
+
+def test_operands_larger_than_the_arena_are_refused_and_nothing_changes() -> None:
+    world = World(4096)
+    block = world.create([8192])
+    with pytest.raises(TooLarge):
+        world.engine.request([Run(block, 1, READ)])
+    other = world.create([4096])
+    world.access([(other, 1, OVERWRITE)])
+    world.access([(other, 1, READ)])
+
+
+def test_a_full_lower_tier_is_an_error_and_the_bytes_stay() -> None:
+    world = World(4096, tiers=(2048,))
+    blocks = [world.create([1024]) for _ in range(5)]
+    for step in range(30):
+        world.access([(blocks[step * 7 % 5], 1, WRITE if step % 3 else READ)], fill=step)
+    extra = [world.create([1024]) for _ in range(2)]
+    world.access([(extra[0], 1, OVERWRITE)])
+    with pytest.raises(NoRoom):
+        world.access([(extra[1], 1, OVERWRITE)])
+    world.free(extra[0], 1)
+    for block in blocks:
+        world.access([(block, 1, READ)])
+
+
+def test_operands_that_fill_the_arena_are_granted_whatever_lay_there_before() -> None:
+    world = World(16 * 64 * 10)
+    rng = random.Random(1)
+    small = [world.create([64 * rng.randint(1, 9)]) for _ in range(40)]
+    large = [world.create([64 * 16 * 2] * 2 + [64 * 14]) for _ in range(2)]
+    for _ in range(20):
+        for block in rng.sample(small, 20):
+            world.access([(block, 1, WRITE)], fill=rng.randrange(256))
+        world.access([(large[0], 3, WRITE), (large[1], 3, WRITE)], fill=3)
+        world.access([(large[0], 2, READ), (large[1] + 1, 2, READ), (rng.choice(small), 1, READ)])
+
+
+def test_a_lower_budget_is_reached_and_a_higher_one_used() -> None:
+    world = World(16_384)
+    blocks = [world.create([1024]) for _ in range(16)]
+    for block in blocks:
+        world.access([(block, 1, OVERWRITE)])
+    while not world.engine.resize(4096):
+        world.pump()
+        world.executor.wait(1.0)
+        world.pump()
+    assert world.engine.arena.used <= 4096
+    for block in blocks:
+        world.access([(block, 1, READ)])
+    assert world.engine.resize(16_384)
+    for block in blocks:
+        world.access([(block, 1, READ)])
+    assert world.engine.arena.used > 4096
+
+
+def test_names_of_blocks_born_in_a_loop_repeat() -> None:
+    world = World(4096)
+    weights = [world.create([512]) for _ in range(10)]
+    for block in weights:
+        world.access([(block, 1, OVERWRITE)])
+    for _ in range(8):
+        born = []
+        for block in weights:
+            world.access([(block, 1, READ)], compute=1e-6)
+            gradient = world.create([512])
+            world.access([(gradient, 1, OVERWRITE)], compute=1e-6)
+            born.append(gradient)
+        for gradient, weight in zip(born, weights, strict=True):
+            world.access([(gradient, 1, READ), (weight, 1, WRITE)], compute=1e-6)
+        for gradient in born:
+            world.free(gradient, 1)
+    before = world.engine.tape.divergences
+    for _ in range(3):
+        born = []
+        for block in weights:
+            world.access([(block, 1, READ)], compute=1e-6)
+            gradient = world.create([512])
+            world.access([(gradient, 1, OVERWRITE)], compute=1e-6)
+            born.append(gradient)
+        for gradient, weight in zip(born, weights, strict=True):
+            world.access([(gradient, 1, READ), (weight, 1, WRITE)], compute=1e-6)
+        for gradient in born:
+            world.free(gradient, 1)
+    assert world.engine.tape.divergences == before

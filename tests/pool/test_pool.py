@@ -1,0 +1,316 @@
+"""The pool on real tiers: bytes come back, budgets hold, faults are typed errors, accounts add up."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+import farpool
+from farpool import Dram, Event, Faulty, Nvme, Pool, Verified
+from farpool.engine import Mode
+from farpool.storage import Storage
+from farpool.use import Use
+
+READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
+
+
+def write(pool: Pool, storage: Storage, content: bytes) -> None:
+    """Fill a storage, block by block."""
+    for start, stop in storage.pieces():
+        access = pool.acquire([Use(storage, start, stop, OVERWRITE)], "write")
+        (offset,) = access.offsets
+        pool.arena.view()[offset : offset + stop - start] = content[start:stop]
+        pool.release(access)
+
+
+def read(pool: Pool, storage: Storage) -> bytes:
+    """A storage's bytes, block by block."""
+    parts = []
+    for start, stop in storage.pieces():
+        access = pool.acquire([Use(storage, start, stop, READ)], "read")
+        (offset,) = access.offsets
+        parts.append(bytes(pool.arena.view()[offset : offset + stop - start]))
+        pool.release(access)
+    return b"".join(parts)
+
+
+def content(seed: int, nbytes: int) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+@pytest.fixture(params=["dram", "nvme", "both"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Pool:
+    tiers = {
+        "dram": lambda: [Dram("4MiB")],
+        "nvme": lambda: [Nvme(tmp_path / "far.pool", "4MiB")],
+        "both": lambda: [Dram("512KiB"), Nvme(tmp_path / "far.pool", "4MiB")],
+    }[request.param]()
+    with Pool("256KiB", tiers, timeout=20) as pool:
+        yield pool
+
+
+def test_bytes_larger_than_the_budget_come_back(pool: Pool) -> None:
+    sizes = [1, 63, 100, 4096, 70_000, 300_000, 0, 1_000_000]
+    storages = [pool.allocate(nbytes) for nbytes in sizes]
+    for seed, storage in enumerate(storages):
+        write(pool, storage, content(seed, storage.nbytes))
+    for _ in range(2):
+        for seed, storage in enumerate(storages):
+            assert read(pool, storage) == content(seed, storage.nbytes)
+    assert pool.stats().fast.peak <= 256 << 10
+
+
+def test_a_range_that_spans_blocks_is_contiguous(pool: Pool) -> None:
+    storage = pool.allocate(200_000)
+    assert storage.count > 4
+    data = content(7, storage.nbytes)
+    write(pool, storage, data)
+    filler = pool.allocate(230_000)
+    write(pool, filler, content(8, filler.nbytes))
+    for start, stop in [(0, 200_000), (5, 60_000), (100_000, 199_999), (1, 200_000)]:
+        access = pool.acquire([Use(storage, start, stop, READ)], "read")
+        assert bytes(pool.arena.view()[access.offsets[0] : access.offsets[0] + stop - start]) == data[start:stop]
+        pool.release(access)
+
+
+def test_overlapping_uses_see_the_same_memory(pool: Pool) -> None:
+    storage = pool.allocate(100_000)
+    write(pool, storage, content(1, storage.nbytes))
+    access = pool.acquire([Use(storage, 0, 60_000, READ), Use(storage, 40_000, 100_000, WRITE)], "both")
+    first, second = access.offsets
+    assert second - first == 40_000
+    pool.release(access)
+
+
+def test_a_dropped_storage_is_freed(pool: Pool) -> None:
+    for _ in range(50):
+        storage = pool.allocate(900_000)
+        write(pool, storage, bytes(storage.nbytes))
+    assert pool.live == 1
+    del storage
+    assert pool.live == 0
+    assert all(c.live == 0 for c in pool.stats().classes)
+
+
+def test_operands_beyond_the_budget_are_refused_with_the_budget_that_works() -> None:
+    with Pool("64KiB", dram="4MiB") as pool:
+        storages = [pool.allocate(nbytes, name=f"w{nbytes}") for nbytes in (50_000, 30_000, 100)]
+        for storage in storages:
+            write(pool, storage, bytes(storage.nbytes))
+        with pytest.raises(farpool.BudgetError, match="aten.addmm.*w50000") as caught:
+            pool.acquire([Use(s, 0, s.nbytes, READ) for s in storages], "aten.addmm")
+        assert isinstance(caught.value, MemoryError)
+        assert read(pool, storages[0]) == bytes(50_000)
+    with Pool(caught.value.needed, dram="4MiB") as pool:
+        storages = [pool.allocate(nbytes) for nbytes in (50_000, 30_000, 100)]
+        access = pool.acquire([Use(s, 0, s.nbytes, READ) for s in storages], "aten.addmm")
+        pool.release(access)
+
+
+def test_more_than_all_tiers_hold_is_refused() -> None:
+    with Pool("64KiB", dram="64KiB") as pool:
+        kept = pool.allocate(100_000)
+        with pytest.raises(farpool.PoolFullError, match="do not fit"):
+            pool.allocate(50_000)
+        write(pool, kept, content(3, kept.nbytes))
+        assert read(pool, kept) == content(3, kept.nbytes)
+
+
+def test_a_pool_without_lower_tiers_works_until_it_is_full() -> None:
+    with Pool("64KiB") as pool:
+        storages = [pool.allocate(10_000) for _ in range(6)]
+        for seed, storage in enumerate(storages):
+            write(pool, storage, content(seed, 10_000))
+        for seed, storage in enumerate(storages):
+            assert read(pool, storage) == content(seed, 10_000)
+        with pytest.raises(farpool.PoolFullError):
+            pool.allocate(10_000)
+
+
+def test_resizing_keeps_bytes_and_gives_memory_back(pool: Pool) -> None:
+    storages = [pool.allocate(60_000) for _ in range(10)]
+    for seed, storage in enumerate(storages):
+        write(pool, storage, content(seed, storage.nbytes))
+    for fast in ("128KiB", "1MiB", "96KiB"):
+        pool.resize(fast=fast)
+        assert pool.stats().fast.reserved <= pool.fast
+        for seed, storage in enumerate(storages):
+            assert read(pool, storage) == content(seed, storage.nbytes)
+    for wrong in (0, -1, "much", "1000TiB"):
+        with pytest.raises(farpool.ConfigError):
+            pool.resize(fast=wrong)
+    assert pool.fast == 96 << 10
+
+
+def test_closing_with_live_storages_is_refused() -> None:
+    pool = Pool("64KiB", dram="1MiB")
+    storage = pool.allocate(100)
+    with pytest.raises(farpool.PoolClosedError, match="1 live"):
+        pool.close()
+    del storage
+    pool.close()
+    pool.close()
+    with pytest.raises(farpool.PoolClosedError):
+        pool.allocate(1)
+    with pytest.raises(farpool.PoolClosedError):
+        pool.stats()
+
+
+def test_events_tell_what_moved() -> None:
+    events: list[Event] = []
+    with Pool("64KiB", dram="1MiB") as pool:
+        end = pool.subscribe(events.append)
+        storages = [pool.allocate(10_000) for _ in range(12)]
+        for storage in storages:
+            write(pool, storage, bytes(10_000))
+        for storage in storages:
+            read(pool, storage)
+        stats = pool.stats()
+        end()
+        count = len(events)
+        read(pool, storages[0])
+        assert len(events) == count
+        kinds = {event.kind for event in events}
+        assert {"create", "fetch", "writeback", "compute", "stall"} <= kinds
+        for link in stats.links:
+            moved = [e for e in events if (e.source, e.target) == (link.source, link.target)]
+            assert len(moved) == link.transfers
+            assert sum(event.nbytes for event in moved) == link.nbytes
+        assert all(event.resident <= pool.fast for event in events)
+        text = pool.explain()
+        assert "dram" in text
+        assert "stalls" in text
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"fast": 0},
+        {"fast": -5},
+        {"fast": "lots"},
+        {"fast": "4000TiB"},
+        {"fast": True},
+        {"fast": "1MiB", "tiers": ["dram"]},
+        {"fast": "1MiB", "tiers": [Dram("1MiB"), Dram("2MiB")]},
+        {"fast": "1MiB", "dram": "0"},
+        {"fast": "1MiB", "dram": "1MiB", "tiers": [Dram("1MiB")]},
+        {"fast": "1MiB", "device": "tpu"},
+        {"fast": "1MiB", "timeout": 0},
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_a_clear_error(setting: dict[str, object]) -> None:
+    with pytest.raises(farpool.ConfigError):
+        Pool(**setting)  # type: ignore[arg-type]
+
+
+def test_a_tier_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    first = tmp_path / "first.pool"
+    with pytest.raises(farpool.ConfigError):
+        Pool("1MiB", [Nvme(first, "1MiB", name="a"), Nvme(tmp_path / "no" / "second.pool", "1MiB", name="b")])
+    assert not first.exists()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_corrupted_block_is_a_typed_error_with_tier_and_block() -> None:
+    with Pool("64KiB", [Verified(Faulty(Dram("4MiB"), corrupt_reads=1.0))], timeout=20) as pool:
+        storages = [pool.allocate(10_000) for _ in range(20)]
+        for seed, storage in enumerate(storages):
+            write(pool, storage, content(seed, 10_000))
+        caught = 0
+        for seed, storage in enumerate(storages):
+            try:
+                assert read(pool, storage) == content(seed, 10_000)
+            except farpool.ChecksumError as error:
+                caught += 1
+                assert error.tier == "dram"
+                assert error.block is not None
+        assert caught > 10
+        assert pool.stats().fast.reserved <= pool.fast
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_transfers_that_fail_now_and_then_lose_nothing(seed: int) -> None:
+    with Pool(
+        "64KiB", [Verified(Faulty(Dram("4MiB"), seed=seed, fail_reads=0.1, fail_writes=0.1))], timeout=20
+    ) as pool:
+        storages = [pool.allocate(9_000) for _ in range(20)]
+        held: dict[int, bytes] = {}
+        errors = 0
+        rng = random.Random(seed)
+        for step in range(400):
+            index = rng.randrange(20)
+            try:
+                if index not in held or rng.random() < 0.4:
+                    fresh = content(step, 9_000)
+                    write(pool, storages[index], fresh)
+                    held[index] = fresh
+                else:
+                    assert read(pool, storages[index]) == held[index]
+            except farpool.TierError:
+                errors += 1
+                if index in held and storages[index].count > 1:
+                    del held[index]  # written in part
+        assert errors
+        stats = pool.stats()
+        assert stats.fast.reserved <= pool.fast
+        assert sum(c.live for c in stats.classes) == 20 * 9_000
+
+
+def test_a_tier_that_stalls_is_an_error_within_the_timeout() -> None:
+    tier = Faulty(Dram("4MiB"), stall=1.0, stall_seconds=30.0)
+    with Pool("64KiB", [tier], timeout=0.5) as pool:
+        storages = [pool.allocate(10_000) for _ in range(10)]
+        with pytest.raises(farpool.TierTimeoutError, match="dram") as caught:
+            for storage in storages:
+                write(pool, storage, bytes(10_000))
+        assert isinstance(caught.value, TimeoutError)
+        assert pool.stats().fast.reserved <= pool.fast
+        tier.close()
+
+
+def test_threads_share_a_pool(pool: Pool) -> None:
+    storages = [pool.allocate(30_000) for _ in range(24)]
+    for seed, storage in enumerate(storages):
+        write(pool, storage, content(seed, 30_000))
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            for _ in range(150):
+                picked = rng.sample(range(24), 3)
+                access = pool.acquire([Use(storages[i], 0, 30_000, READ) for i in picked], "work")
+                for i, offset in zip(picked, access.offsets, strict=True):
+                    assert bytes(pool.arena.view()[offset : offset + 30_000]) == content(i, 30_000)
+                pool.release(access)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+
+
+def test_a_forked_child_finds_the_pool_closed(pool: Pool) -> None:
+    storage = pool.allocate(1000)
+    write(pool, storage, content(1, 1000))
+    child = os.fork()
+    if child == 0:
+        try:
+            read(pool, storage)
+        except farpool.PoolClosedError:
+            os._exit(7)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert read(pool, storage) == content(1, 1000)

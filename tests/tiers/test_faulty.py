@@ -1,0 +1,130 @@
+import threading
+import time
+
+import pytest
+
+from farpool.errors import ConfigError, TierError, TierFullError, TierTimeoutError
+from farpool.testing import TierConformance
+from farpool.tiers import Dram, Extent, Faulty, HasPort, Tier
+
+WAIT = 30
+
+
+class TestFaultless(TierConformance):
+    def make_tier(self) -> Tier:
+        return Faulty(Dram("16MiB"))
+
+
+class TestStalling(TierConformance):
+    def make_tier(self) -> Tier:
+        return Faulty(Dram("16MiB"), seed=3, stall=0.05, stall_seconds=0.01)
+
+
+def outcomes(seed: int, **faults: float) -> list[str]:
+    with Faulty(Dram("1MiB"), seed=seed, **faults) as tier:
+        extent = tier.reserve(100)
+        results = []
+        for _ in range(50):
+            for start, buffer in ((tier.start_write, bytes(100)), (tier.start_read, bytearray(100))):
+                try:
+                    start(extent, memoryview(buffer)).wait(WAIT)  # type: ignore[operator]
+                    results.append("corrupt" if any(buffer) else "ok")
+                except TierError as error:
+                    assert error.tier == "dram"
+                    results.append("failed")
+        return results
+
+
+def test_faults_are_the_same_for_the_same_seed() -> None:
+    faults = {"fail_reads": 0.1, "fail_writes": 0.1, "corrupt_reads": 0.1, "corrupt_writes": 0.1}
+    first = outcomes(1, **faults)
+    assert first == outcomes(1, **faults)
+    assert first != outcomes(2, **faults)
+    assert {"ok", "failed", "corrupt"} == set(first)
+
+
+def test_another_probability_leaves_the_failures_where_they_were() -> None:
+    alone = outcomes(5, fail_reads=0.2)
+    both = outcomes(5, fail_reads=0.2, corrupt_reads=0.2)
+    assert [result == "failed" for result in alone] == [result == "failed" for result in both]
+
+
+def test_the_scripted_operation_fails_and_no_other() -> None:
+    with Faulty(Dram("1MiB"), script={3: "fail"}) as tier:
+        extent = tier.reserve(10)
+        for ordinal in range(6):
+            transfer = tier.start_write(extent, memoryview(bytes(10)))
+            if ordinal == 3:
+                with pytest.raises(TierError, match="write of 10 bytes at offset 0 failed on purpose"):
+                    transfer.wait(WAIT)
+            else:
+                transfer.wait(WAIT)
+        assert tier.operations == 6
+        assert tier.injected == [(3, "fail")]
+
+
+def test_a_corrupt_transfer_has_one_bit_flipped() -> None:
+    with Faulty(Dram("1MiB"), script={1: "corrupt"}) as tier:
+        extent = tier.reserve(1000)
+        tier.start_write(extent, memoryview(bytes(1000))).wait(WAIT)
+        buffer = bytearray(1000)
+        tier.start_read(extent, memoryview(buffer)).wait(WAIT)
+        assert sum(byte.bit_count() for byte in buffer) == 1
+
+
+def test_corrupting_a_write_leaves_the_callers_bytes_alone() -> None:
+    with Faulty(Dram("1MiB"), script={0: "corrupt"}) as tier:
+        data = bytearray(100)
+        tier.start_write(tier.reserve(100), memoryview(data)).wait(WAIT)
+        assert not any(data)
+
+
+def test_a_stalled_transfer_times_out_and_completes_later() -> None:
+    with Faulty(Dram("1MiB"), script={0: "stall"}, stall_seconds=0.3) as tier:
+        transfer = tier.start_write(tier.reserve(10), memoryview(bytes(10)))
+        assert not transfer.done()
+        with pytest.raises(TierTimeoutError, match="stalled on purpose") as caught:
+            transfer.wait(0.01)
+        assert caught.value.tier == "dram"
+        transfer.wait(WAIT)
+        assert transfer.done()
+
+
+def test_closing_ends_a_stall_at_once() -> None:
+    tier = Faulty(Dram("1MiB"), script={0: "stall"}, stall_seconds=3600)
+    tier.open()
+    transfer = tier.start_write(tier.reserve(10), memoryview(bytes(10)))
+    waiter = threading.Thread(target=transfer.wait, daemon=True)
+    waiter.start()
+    begin = time.monotonic()
+    tier.close()
+    waiter.join(WAIT)
+    assert not waiter.is_alive()
+    assert time.monotonic() - begin < WAIT
+
+
+def test_full_refuses_every_reservation_until_it_is_switched_off() -> None:
+    with Faulty(Dram("1MiB"), full=True) as tier:
+        with pytest.raises(TierFullError, match="full on purpose"):
+            tier.reserve(1)
+        tier.full = False
+        assert tier.reserve(1) == Extent(0, 1)
+
+
+def test_it_has_no_port_that_would_pass_the_faults_by() -> None:
+    with Faulty(Dram("1MiB")) as tier:
+        assert not isinstance(tier, HasPort)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fail_reads": 1.5}, {"stall": -0.1}, {"corrupt_writes": float("nan")}, {"stall_seconds": -1.0}],
+)
+def test_a_wrong_probability_is_refused_by_name(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Faulty(Dram("1MiB"), **wrong)
+
+
+def test_an_unknown_fault_in_the_script_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'explode' for operation 4"):
+        Faulty(Dram("1MiB"), script={4: "explode"})
