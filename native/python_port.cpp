@@ -38,6 +38,12 @@ PyObject* call_tier(PyObject* tier, PyObject* extent_type, const char* method, s
     return result;
 }
 
+// Whether somebody made a view of the memory and still has it. Such a view cannot be revoked.
+bool is_kept(PyObject* view) {
+    const auto* memory_view = reinterpret_cast<PyMemoryViewObject*>(view);
+    return memory_view->exports > 0 || memory_view->mbuf->exports > 1;
+}
+
 }  // namespace
 
 void PythonPort::transfer(const char* method, std::uint64_t offset, void* memory, std::size_t nbytes, int access) const {
@@ -52,14 +58,14 @@ void PythonPort::transfer(const char* method, std::uint64_t offset, void* memory
         }
         Py_XDECREF(result);
         if (view != nullptr) {
+            if (error == nullptr && is_kept(view)) {
+                error = new PortError{ErrorKind::tier, std::string(Py_TYPE(tier_)->tp_name) + "." + method +
+                                      ": the tier kept its buffer beyond the transfer; copy the bytes instead", {}, 0, {}};
+            }
             // A tier that kept the view gets a ValueError from it from now on, not a wild read.
             PyObject* released = PyObject_CallMethod(view, "release", nullptr);
             if (released == nullptr) {
-                if (error == nullptr) {
-                    error = new PortError(take_python_error());
-                } else {
-                    PyErr_Clear();  // the tier's own failure says more
-                }
+                PyErr_Clear();  // an error is there already: its traceback, or the tier, holds the buffer
             }
             Py_XDECREF(released);
             Py_DECREF(view);

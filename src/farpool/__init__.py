@@ -1,7 +1,7 @@
 """farpool: one big memory for GPU and AI programs.
 
-A program sees one memory; behind it stand a fast tier with a byte budget and slower tiers below it. Results are equal to the
-last bit to those with everything resident.
+A program sees one memory; behind it stand a fast tier with a byte budget and slower tiers below it. Results are
+equal to the last bit to those with everything resident.
 """
 
 from __future__ import annotations

@@ -100,4 +100,7 @@ class Account:
 
     def links(self) -> tuple[LinkStats, ...]:
         """What moved so far, by link."""
-        return tuple(LinkStats(*link, *counts) for link, counts in sorted(self._links.items()))
+        return tuple(
+            LinkStats(source, target, count, nbytes, seconds)
+            for (source, target), (count, nbytes, seconds) in sorted(self._links.items())
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farpool.engine import Engine, Piece
 from farpool.storage import Blocks, Cut, Dropped, block_bytes
@@ -53,7 +53,7 @@ class Allocation:
         return self._create(nbytes, cls, row_bytes)
 
     def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int) -> Blocks:
-        """Blocks whose clean copy is `nbytes` bytes at `offset` of a source. Small ones share blocks, in the order of the file."""
+        """Blocks whose clean copy is `nbytes` bytes at `offset` of a source; small ones share, in file order."""
         self.live[cls] = self.live.get(cls, 0) + nbytes
         if nbytes == 0:
             return Blocks(-1, 0, 0, 0, False, True)
@@ -66,7 +66,7 @@ class Allocation:
             start = index * blocks.block_bytes
             size = min(blocks.block_bytes, nbytes - start)
             self._engine.adopt(blocks.first + index, Piece(source, offset + start, 0, size))
-        return blocks._replace(adopted=True)
+        return replace(blocks, adopted=True)
 
     def _create(self, nbytes: int, cls: str, row_bytes: int) -> Blocks:
         step = block_bytes(nbytes, self.sizes.largest, row_bytes, cls)

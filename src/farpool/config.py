@@ -100,6 +100,6 @@ class PoolConfig:
 
 
 def _temporary_path() -> str:
-    """A new file's path where temporary files that outlast memory go (``/var/tmp`` is on disk where ``/tmp`` may not be)."""
+    """Path for a new file on disk, where temporary files that outlast memory go."""
     folder = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
     return os.path.join(folder, f"farpool-{os.getpid()}-{os.urandom(4).hex()}.pool")

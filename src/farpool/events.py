@@ -17,8 +17,8 @@ class Event:
     Attributes
     ----------
     kind : str
-        ``fetch`` (bytes came into the fast tier), ``writeback`` (they left it), ``move`` (inside it), ``stall`` (an op waited),
-        ``compute`` (an op had its operands, from grant to release), ``create`` and ``free`` (a storage).
+        ``fetch`` (bytes came into the fast tier), ``writeback`` (they left it), ``move`` (inside it), ``stall`` (an
+        op waited), ``compute`` (an op had its operands, from grant to release), ``create`` and ``free`` (a storage).
     time : float
         When it began, seconds on the monotonic clock.
     duration : float
@@ -30,7 +30,8 @@ class Event:
     source, target : str
         Names of the tiers for transfers.
     cause : str
-        ``demand`` or ``prefetch`` for a fetch; ``evict`` for a write-back; the class of the blocks for ``create`` and ``free``.
+        ``demand`` or ``prefetch`` for a fetch; ``evict`` for a write-back; the class of the blocks for ``create``
+        and ``free``.
     op : str
         The operation, for ``stall`` and ``compute``.
     resident : int

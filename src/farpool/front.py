@@ -1,6 +1,7 @@
 """The front door: `Pool`, a `BlockPool` that also makes tensors.
 
-It stands above the tensors, not below them, so that imports point one way; torch is imported when the first tensor is made.
+It stands above the tensors, not below them, so that imports point one way; torch is imported when the first tensor
+is made.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Pool(BlockPool):
     fast : int or str
         Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound.
     tiers : sequence of Tier, optional
-        Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block that has to leave
-        the fast tier goes to the first one with room.
+        Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
+        that has to leave the fast tier goes to the first one with room.
     dram, nvme : int or str, optional
         Shorthand for such tiers; the file lies in the folder for temporary files.
     device : str
@@ -60,9 +61,7 @@ class Pool(BlockPool):
         prefetch: bool = True,
         timeout: float = 60.0,
     ) -> None:
-        config = PoolConfig.make(
-            fast, tiers, dram=dram, nvme=nvme, device=device, prefetch=prefetch, timeout=timeout
-        )
+        config = PoolConfig.make(fast, tiers, dram=dram, nvme=nvme, device=device, prefetch=prefetch, timeout=timeout)
         super().__init__(config)
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -77,7 +76,9 @@ class Pool(BlockPool):
 
         return factories.zeros(self, *shape, dtype=dtype)
 
-    def full(self, shape: int | Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def full(
+        self, shape: int | Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """A paged tensor filled with `value`."""
         from farpool.tensors import factories
 
@@ -106,8 +107,8 @@ class Pool(BlockPool):
         Raises
         ------
         PoolClosedError
-            Tensors still live in the pool and `materialize` is False; nothing was changed. (Leaving a ``with`` block closes the
-            pool all the same; tensors left in it then raise when they are used.)
+            Tensors still live in the pool and `materialize` is False; nothing was changed. (Leaving a ``with`` block
+            closes the pool all the same; tensors left in it then raise when they are used.)
         """
         if materialize and not self.closed and self.live:
             from farpool.tensors import offload

@@ -1,7 +1,7 @@
 """The pool without tensors: storages in blocks, an engine that places them, an executor that moves them.
 
-`BlockPool` is safe to use from several threads: one lock guards engine and bookkeeping; transfers run outside it. The public
-`farpool.Pool` adds the methods that make tensors.
+`BlockPool` is safe to use from several threads: one lock guards engine and bookkeeping; transfers run outside it.
+The public `farpool.Pool` adds the methods that make tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from farpool.account import Account
 from farpool.allocation import Allocation
 from farpool.config import PoolConfig
 from farpool.engine import Access as Grant
-from farpool.engine import Engine, NoRoom, TooLarge
-from farpool.errors import BudgetError, PoolClosedError, PoolFullError, TierError, TierTimeoutError
+from farpool.engine import Engine, NoRoomError, TooLargeError
+from farpool.errors import PoolClosedError, PoolFullError, TierTimeoutError
 from farpool.events import Event
 from farpool.executor.threads import ThreadExecutor
+from farpool.faults import no_room, operands_too_large, with_tier_and_block
 from farpool.ledger import Ledger
 from farpool.sizes import format_size, parse_size
 from farpool.space import TierSpace
@@ -32,7 +33,7 @@ from farpool.storage import Dropped, Storage, cut
 from farpool.tiers import Extent, HasPort, Tier, Verified
 from farpool.tiers.device import HostArena
 from farpool.tiers.safetensors import SafetensorsFile
-from farpool.use import Use, describe, runs_of, smallest_budget
+from farpool.use import Use, runs_of
 
 __all__ = ["CLASSES", "Access", "BlockPool"]
 
@@ -197,7 +198,7 @@ class BlockPool:
     def adopt(
         self, source: SafetensorsFile, extent: Extent, *, cls: str = "weights", row_bytes: int = 0, name: str = ""
     ) -> Storage:
-        """A new storage whose clean copy is this part of a file. Until it is written it takes no room in any lower tier."""
+        """A new storage whose clean copy is this part of a file; it takes no room below until it is written."""
         with self._lock:
             self._check_open()
             self._collect_dropped()
@@ -216,8 +217,8 @@ class BlockPool:
         lower = sum(tier.info.capacity for tier in self._tiers)
         if nbytes > self.fast + lower - self.allocation.written:
             raise PoolFullError(
-                f"{name or cls}: {format_size(nbytes)} do not fit: the pool holds {format_size(self.allocation.written)} of "
-                f"{format_size(self.fast + lower)} in all tiers; give it a larger lower tier, or drop tensors"
+                f"{name or cls}: {format_size(nbytes)} do not fit: the pool holds "
+                f"{format_size(self.allocation.written)} of {format_size(self.fast + lower)} in all tiers; give it a larger lower tier, or drop tensors"
             )
 
     def _collect_dropped(self) -> None:
@@ -263,8 +264,8 @@ class BlockPool:
             self._note_completions()
             try:
                 grant = self.engine.request(runs)
-            except TooLarge:
-                raise self._too_large(uses, op) from None
+            except TooLargeError:
+                raise operands_too_large(uses, op, self.fast) from None
             self._start()
             if not grant.granted:
                 self._wait(grant, uses, op)
@@ -316,7 +317,7 @@ class BlockPool:
                 continue
             if done.error is not None:
                 tier = self._names[transfer.pieces[0].tier] if transfer.pieces else ""
-                self.engine.failed(done.id, _named(done.error, tier, transfer.block))
+                self.engine.failed(done.id, with_tier_and_block(done.error, tier, transfer.block))
             elif not done.cancelled:
                 self.engine.completed(done.id)
                 self.account.transferred(transfer, done, self.engine.arena.used)
@@ -357,10 +358,10 @@ class BlockPool:
         seconds = time.monotonic() - start
         self.account.stalled(op, start, seconds, block, tier, self.engine.arena.used)
         error = grant.error
-        if isinstance(error, TooLarge):
-            raise self._too_large(uses, op)
-        if isinstance(error, NoRoom):
-            raise self._no_room(error, op)
+        if isinstance(error, TooLargeError):
+            raise operands_too_large(uses, op, self.fast)
+        if isinstance(error, NoRoomError):
+            raise no_room(error, op, self._tiers)
         if error is not None:
             raise error
 
@@ -371,25 +372,6 @@ class BlockPool:
         for transfer in own or waiting:
             return transfer.block, self._names[transfer.pieces[0].tier]
         return -1, ""
-
-    def _too_large(self, uses: Sequence[Use], op: str) -> BudgetError:
-        needed = max(smallest_budget(uses), 1)
-        return BudgetError(
-            f"{op or 'access'}: its operands do not fit into the fast tier together: {describe(uses)}; "
-            f"the budget is {format_size(self.fast)}, the smallest that works is {needed} bytes ({format_size(needed)})",
-            op=op,
-            needed=needed,
-            budget=self.fast,
-        )
-
-    def _no_room(self, error: NoRoom, op: str) -> PoolFullError:
-        tiers = ", ".join(
-            f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in self._tiers
-        )
-        return PoolFullError(
-            f"{op or 'access'}: a block of {format_size(error.args[1])} has to leave the fast tier and no lower tier takes "
-            f"it ({tiers or 'there is none'}); give the pool a larger lower tier or budget, or drop tensors"
-        )
 
     # ---- budget, accounts ---------------------------------------------------------------------------------------
 
@@ -423,8 +405,8 @@ class BlockPool:
                     finally:
                         self._lock.acquire()
                     self._note_completions()
-            except NoRoom as error:
-                raise self._no_room(error, "resize") from None
+            except NoRoomError as error:
+                raise no_room(error, "resize", self._tiers) from None
             finally:
                 self._start()
             if budget < before:
@@ -464,18 +446,6 @@ def _guarded(tier: Tier) -> Tier:
     if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verified):
         return Verified(tier)
     return tier
-
-
-def _named(error: BaseException, tier: str, block: int) -> BaseException:
-    """The same error, with tier and block in its attributes and its message."""
-    if not isinstance(error, TierError):
-        named: TierError = TierError(f"tier {tier!r}, block {block}: {type(error).__name__}: {error}")
-        named.__cause__ = error
-    else:
-        named = type(error)(f"tier {tier!r}, block {block}: {error}")
-        named.__cause__ = error
-    named.tier, named.block = tier, block
-    return named
 
 
 _POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()

@@ -60,7 +60,7 @@ class LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One wait: for which op, how long, and the first block and tier it waited for (-1 and empty: for another thread)."""
+    """One wait: for which op, how long, and for which block from which tier (-1, empty: another thread)."""
 
     op: str
     seconds: float
@@ -95,7 +95,8 @@ class Stats:
     stall_seconds: float
     last_stalls: tuple[Stall, ...]
     unpaged_peak: int | None
-    """Most bytes of memory beyond what farpool holds (plain activations, temporaries, the interpreter); None if unknown."""
+    """Most bytes of memory beyond what farpool holds (plain activations, temporaries, the interpreter); None if
+    unknown."""
     version: int = field(default=VERSION)
 
     @property

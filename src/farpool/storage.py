@@ -1,13 +1,14 @@
 """Storages: what a tensor's bytes live in, as an ordered list of extents of blocks.
 
-Engine, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans several
-blocks, cut at rows where that is possible, so that rows of a table can come and go without the rest.
+Engine, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans
+several blocks, cut at rows where that is possible, so that rows of a table can come and go without the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from farpool.engine import ALIGNMENT
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "block_bytes", "cut"]
 
 _PARTS = 16
-"""A block is at most this fraction of the fast tier, so that several operands and what comes next fit beside each other."""
+"""A block is at most this fraction of the fast tier, so that several operands and what comes next fit beside each
+other."""
 _SMALL = 8
 """A storage below this fraction of the largest block shares a block."""
 _SHARED = 1 << 20
 """Bytes of a shared block at most: beyond it, a larger transfer is no faster."""
 _ROWS = 16 << 10
-"""Bytes of a block of a table whose rows are picked by data: a miss should not bring many rows that nobody asked for."""
+"""Bytes of a block of a table whose rows are picked by data: a miss should not bring many rows that nobody asked
+for."""
 _PAGE = 4096
 
 
@@ -36,7 +39,8 @@ class BlockExtent(NamedTuple):
     nbytes: int
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Blocks:
     """Where a storage lies; see the attributes of `Storage`."""
 
     first: int
@@ -47,7 +51,8 @@ class Blocks(NamedTuple):
     adopted: bool = False
 
 
-class Dropped(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Dropped:
     """What is left to free of a storage that nobody refers to any more."""
 
     first: int
@@ -77,8 +82,8 @@ def cut(fast: int) -> Cut:
 def block_bytes(nbytes: int, largest: int, row_bytes: int, cls: str) -> int:
     """Bytes of the blocks of a large storage (the last may be shorter); a multiple of 64.
 
-    Cut at whole rows if some number of rows is a multiple of 64 bytes and not larger than a block; preferably also a multiple of
-    the page, which direct I/O wants.
+    Cut at whole rows if some number of rows is a multiple of 64 bytes and not larger than a block; preferably also a
+    multiple of the page, which direct I/O wants.
     """
     limit = min(largest, _ROWS) if cls == "embedding" else largest
     if nbytes <= limit:

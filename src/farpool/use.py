@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from farpool.engine import ALIGNMENT, Mode, Run
@@ -62,7 +63,7 @@ def _merged(
             seen[low, high, mode] = len(runs)
             runs.append(Run(low, high - low, mode, table if rows else -1))
     ordered = sorted(range(len(runs)), key=lambda i: runs[i].first)
-    for left, right in zip(ordered, ordered[1:], strict=False):
+    for left, right in pairwise(ordered):
         overlapping |= runs[left].first + runs[left].count > runs[right].first
     if overlapping:
         joined: list[Run] = []

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from farpool.engine import Mode, NoRoom, Run, TooLarge
+from farpool.engine import Mode, NoRoomError, Run, TooLargeError
 from farpool.executor.virtual import Link
 from tests.engine.harness import World
 
@@ -110,7 +110,7 @@ def test_the_tape_moves_no_more_than_belady_in_a_loop() -> None:
 def test_operands_larger_than_the_arena_are_refused_and_nothing_changes() -> None:
     world = World(4096)
     block = world.create([8192])
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLargeError):
         world.engine.request([Run(block, 1, READ)])
     other = world.create([4096])
     world.access([(other, 1, OVERWRITE)])
@@ -124,7 +124,7 @@ def test_a_full_lower_tier_is_an_error_and_the_bytes_stay() -> None:
         world.access([(blocks[step * 7 % 5], 1, WRITE if step % 3 else READ)], fill=step)
     extra = [world.create([1024]) for _ in range(2)]
     world.access([(extra[0], 1, OVERWRITE)])
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoRoomError):
         world.access([(extra[1], 1, OVERWRITE)])
     world.free(extra[0], 1)
     for block in blocks:

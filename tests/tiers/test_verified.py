@@ -31,20 +31,22 @@ class TestVerifiedVerifiedFaultless(TierConformance):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("where", ["corrupt_reads", "corrupt_writes"])
 def test_every_corruption_is_found(seed: int, where: str) -> None:
-    faulty = Faulty(Dram("1MiB"), seed=seed, **{where: 0.3})
+    faulty = Faulty(Dram("1MiB"), seed=seed, **{where: 0.5})
     with Verified(faulty) as tier:
-        found = []
+        found: dict[int, ChecksumError] = {}
+        messages: list[str] = []
         for number in range(20):
             extent = tier.reserve(1 + 97 * number)
             tier.start_write(extent, memoryview(bytes([number]) * extent.nbytes)).wait(WAIT)
             try:
                 tier.start_read(extent, memoryview(bytearray(extent.nbytes))).wait(WAIT)
             except ChecksumError as error:
-                assert error.tier == "dram"
-                assert f"at offset {extent.offset}" in str(error)
-                found.append(number)
-        assert found == [ordinal // 2 for ordinal, _ in faulty.injected]
+                found[number] = error
+                messages.append(f"at offset {extent.offset}")
+        assert list(found) == [ordinal // 2 for ordinal, _ in faulty.injected]
         assert found
+        assert {error.tier for error in found.values()} == {"dram"}
+        assert all(message in str(error) for message, error in zip(messages, found.values(), strict=True))
 
 
 def test_a_corrupt_read_is_right_when_read_again() -> None:

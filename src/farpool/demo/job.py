@@ -137,22 +137,18 @@ def run(settings: Settings, progress: Progress) -> Outcome:
         offload(
             embedder.module, pool, progress=lambda done, total: progress("Moving the weights to the pool", done, total)
         )
-        try:
-            before = pool.stats()
-            after_first = before
+        before = pool.stats()
+        after_first = before
 
-            def first_batch_done() -> None:
-                nonlocal after_first
-                after_first = pool.stats()
+        def first_batch_done() -> None:
+            nonlocal after_first
+            after_first = pool.stats()
 
-            embeddings, clock = _embed_all(
-                embedder, batches, f"Inside {settings.budget} of it", progress, first_batch_done
-            )
-            after = pool.stats()
-            embedded_question = embedder.embed(question)
-            peak = pool.stats().fast.peak
-        finally:
-            restore(embedder.module)
+        embeddings, clock = _embed_all(embedder, batches, f"Inside {settings.budget}", progress, first_batch_done)
+        after = pool.stats()
+        embedded_question = embedder.embed(question)
+        peak = pool.stats().fast.peak
+        restore(embedder.module)
     paged = timing_of(batches, clock)
     equal = torch.equal(expected, embeddings) and torch.equal(expected_question, embedded_question)
 

@@ -6,9 +6,9 @@ calls give the same transfers, always; so a run can be replayed from its seed, a
 
 from farpool.engine.arena import ALIGNMENT
 from farpool.engine.blocks import State
-from farpool.engine.engine import Access, Engine, TooLarge
+from farpool.engine.engine import Access, Engine, TooLargeError
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
-from farpool.engine.residency import NoRoom
+from farpool.engine.residency import NoRoomError
 
 __all__ = [
     "ALIGNMENT",
@@ -17,11 +17,11 @@ __all__ = [
     "Kind",
     "Mode",
     "Move",
-    "NoRoom",
+    "NoRoomError",
     "Piece",
     "Run",
     "Space",
     "State",
-    "TooLarge",
+    "TooLargeError",
     "Transfer",
 ]

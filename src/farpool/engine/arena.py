@@ -1,8 +1,8 @@
 """The map of the arena: which range belongs to which block, what is still being read out of a range, how to make a gap.
 
-A dirty victim's range is free for its successor as soon as the write-back is queued: the successor's transfer is ordered after it,
-so the link never waits for the program to come back. Until the write has completed the range is a hazard: a transfer
-into it must wait, and nothing may be moved there.
+A dirty victim's range is free for its successor as soon as the write-back is queued: the successor's transfer is
+ordered after it, so the link never waits for the program to come back. Until the write has completed the range is a
+hazard: a transfer into it must wait, and nothing may be moved there.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class ArenaMap:
         return [self._owner[place] for place, size in self._ranges.ranges() if place + size > capacity]
 
     def gap(self, nbytes: int, movable: Callable[[int], bool]) -> Gap | None:
-        """The cheapest way to open a hole of `nbytes` by sliding neighbours towards the arena's start; None if there is none.
+        """The cheapest way to open a hole of `nbytes` by sliding neighbours towards the arena's start; None if there
+        is none.
 
         Looks at each stretch of the arena without an immovable range, and in it at each window whose holes add up.
         """
@@ -108,7 +109,7 @@ class ArenaMap:
         for low, high, stretch in self._stretches(movable):
             left, start, moved = 0, low, 0
             inside = 0
-            for right, (place, size) in enumerate(stretch):
+            for right, (_, size) in enumerate(stretch):
                 moved += size
                 inside += size
                 stop = stretch[right + 1][0] if right + 1 < len(stretch) else high
@@ -170,4 +171,3 @@ class ArenaMap:
         if any(high > capacity for _, high in self._hazards.values()):
             return False
         return self._ranges.shrink(capacity)
-

@@ -1,9 +1,9 @@
 """The table of blocks: one column an attribute, so that a block costs tens of bytes and a million of them stay cheap.
 
-Beside its number a block has a name, which the tape uses. Names are handed out lowest first and are free again as soon as
-the program drops the block. A program that allocates and frees in the same order on every pass therefore gets the same
-names on every pass: the name of a gradient or a temporary is its ordinal of birth. The number itself comes free only when
-no transfer is under way on the block, which depends on timing.
+Beside its number a block has a name, which the tape uses. Names are handed out lowest first and are free again as
+soon as the program drops the block. A program that allocates and frees in the same order on every pass therefore
+gets the same names on every pass: the name of a gradient or a temporary is its ordinal of birth. The number itself
+comes free only when no transfer is under way on the block, which depends on timing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The engine: a deterministic state machine over blocks.
 
-An access is granted when each of its runs lies contiguous in the arena, whole and pinned, all at once. Accesses that cannot
-be granted at once stand in line, and only the head of the line may make room: so two threads never take each other's
-operands away in turn, and each op that fits alone gets its turn.
+An access is granted when each of its runs lies contiguous in the arena, whole and pinned, all at once. Accesses that
+cannot be granted at once stand in line, and only the head of the line may make room: so two threads never take each
+other's operands away in turn, and each op that fits alone gets its turn.
 
-The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with `completed` or
-`failed`. It holds one lock around the engine.
+The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+`completed` or `failed`. It holds one lock around the engine.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from farpool.engine.arena import ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
 from farpool.engine.lookahead import LookAhead
-from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
-from farpool.engine.residency import Counters, NoRoom, Residency
+from farpool.engine.messages import Mode, Move, Piece, Run, Space, Transfer
+from farpool.engine.placement import Placement
+from farpool.engine.residency import Counters, NoRoomError
 from farpool.engine.tape import Tape
 
-__all__ = ["Access", "Engine", "TooLarge"]
+__all__ = ["Access", "Engine", "TooLargeError"]
 
 
 _ATTEMPTS = 3
 """A scattered run that finds no room beside its parts has them leave first and comes back at the next attempt."""
 
 
-class TooLarge(Exception):
+class TooLargeError(Exception):
     """The runs of one access together exceed the arena. ``args``: bytes needed."""
 
 
@@ -71,7 +72,7 @@ class Engine:
         prefetch: bool = True,
     ) -> None:
         self.tape = tape if tape is not None else Tape()
-        self._residency = Residency(capacity, spaces, classes)
+        self._residency = Placement(capacity, spaces, classes)
         self._look_ahead = LookAhead(self.tape, self._residency) if prefetch else None
         self._line: list[Access] = []
 
@@ -104,7 +105,7 @@ class Engine:
         return self._residency.blocks.create(sizes, cls)
 
     def adopt(self, block: int, piece: Piece) -> None:
-        """Part of this (absent) block's clean copy lies in a source; ``piece.place`` is relative to the block's start."""
+        """Part of this absent block's clean copy lies in a source; ``piece.place`` is relative to the block."""
         self._residency.sources.setdefault(block, []).append(piece)
 
     def can_adopt(self, block: int) -> bool:
@@ -116,7 +117,7 @@ class Engine:
         self._residency.blocks.retire(first, count)
 
     def forget(self, first: int, count: int) -> bool:
-        """Free retired blocks; False (and nothing done) while a transfer is under way on them or somebody has pinned them."""
+        """Free retired blocks; False (and nothing done) while they are being moved or are pinned."""
         residency = self._residency
         members = range(first, first + count)
         if any(residency.blocks.pins[b] or b in residency.moving for b in members):
@@ -141,12 +142,12 @@ class Engine:
 
         Raises
         ------
-        TooLarge
+        TooLargeError
             They do not fit into the arena together; nothing was changed.
         """
         needed = sum(self._residency.run_bytes(run) for run in runs)
         if needed > self.arena.capacity:
-            raise TooLarge(needed)
+            raise TooLargeError(needed)
         access = Access(tuple(runs), frozenset(b for run in runs for b in range(run.first, run.first + run.count)))
         for run in runs:
             self._note(run)
@@ -205,7 +206,8 @@ class Engine:
         places = []
         for run in access.runs:
             place = self._residency.place_of(run)
-            # A rescued block is resident while it is still being written back: its bytes must not change under the write.
+            # A rescued block is resident while it is still being written back: its bytes must not change under the
+            # write.
             if place == NOWHERE or (run.mode != Mode.READ and not self._residency.settled(run)):
                 return False
             places.append(place)
@@ -229,11 +231,11 @@ class Engine:
                 brought = [residency.bring(run, access.blocks) for run in access.runs]
                 if all(brought) or residency.moving:
                     break
-        except NoRoom as error:
+        except NoRoomError as error:
             access.error = error
             return False
         if not all(brought) and not residency.moving and not residency.pinned():
-            access.error = residency.unstick() or TooLarge(sum(residency.run_bytes(run) for run in access.runs))
+            access.error = residency.unstick() or TooLargeError(sum(residency.run_bytes(run) for run in access.runs))
             return False
         return self._ready(access)
 
@@ -270,7 +272,7 @@ class Engine:
 
         Raises
         ------
-        NoRoom
+        NoRoomError
             No lower tier takes what has to leave; the capacity is as it was.
         """
         residency = self._residency

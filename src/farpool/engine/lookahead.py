@@ -1,9 +1,9 @@
 """Look-ahead: fetch along the tape as early as the budget allows, evict what is needed last.
 
-The cursor runs ahead of the tape's pointer. It stops where making room would evict something that is needed sooner than what
-would come in. It also stops when as much lies ready as the link needs to stay busy (the window): what is fetched earlier than that
-pushes out blocks that could have stayed, and in a loop each of them has to come back. The window starts small and grows
-when an access misses although the link had nothing to do.
+The cursor runs ahead of the tape's pointer. It stops where making room would evict something that is needed sooner
+than what would come in. It also stops when as much lies ready as the link needs to stay busy (the window): what is
+fetched earlier than that pushes out blocks that could have stayed, and in a loop each of them has to come back. The
+window starts small and grows when an access misses although the link had nothing to do.
 
 Blocks that the program will create on the way need room too; it is kept for them, or a block
 fetched too early would have to leave for them again.
@@ -15,7 +15,7 @@ from collections import deque
 
 from farpool.engine.blocks import NOWHERE, State
 from farpool.engine.messages import Mode, Run
-from farpool.engine.residency import Residency
+from farpool.engine.placement import Placement
 from farpool.engine.tape import NEVER, Tape
 
 __all__ = ["LookAhead"]
@@ -26,9 +26,9 @@ _FIRST_WINDOW = 8
 
 
 class LookAhead:
-    """Drives a `Residency` along a `Tape`."""
+    """Drives a `Placement` along a `Tape`."""
 
-    def __init__(self, tape: Tape, residency: Residency) -> None:
+    def __init__(self, tape: Tape, residency: Placement) -> None:
         self._tape = tape
         self._residency = residency
         self._cursor = 0

@@ -19,15 +19,16 @@ class Mode(IntEnum):
     """Writes each byte without looking at the old ones, which therefore need not be fetched."""
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Run:
     """Consecutive blocks of one storage, wanted contiguous in the arena."""
 
     first: int
     count: int
     mode: Mode
     table: int = -1
-    """For rows picked by data: the first block of their table. Such an access says nothing about the rows of the next pass,
-    so the tape only notes the table."""
+    """For rows picked by data: the first block of their table. Such an access says nothing about the rows of the
+    next pass, so the tape only notes the table."""
 
 
 class Kind(IntEnum):

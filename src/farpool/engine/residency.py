@@ -1,9 +1,9 @@
-"""Residency: which blocks lie in the arena, and the steps that bring them in and make them leave.
+"""Residency: the state of each block, and the steps of a single block into the arena and out of it.
 
 A block is absent, fetching, resident or writing back (see `State`). Two further conditions cut across these:
 
-- *hollow*: placed for an access that overwrites it, while its only content is still the copy below. If that access never comes
-  to pass, the hollow block is dropped and nothing is lost.
+- *hollow*: placed for an access that overwrites it, while its only content is still the copy below. If that access
+  never comes to pass, the hollow block is dropped and nothing is lost.
 - *stuck*: no tier takes its bytes. It stays resident and is not a victim until the next access tries again.
 """
 
@@ -17,10 +17,10 @@ from farpool.engine.arena import ALIGNMENT, ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
 
-__all__ = ["Counters", "NoRoom", "Residency"]
+__all__ = ["Counters", "NoRoomError", "Residency"]
 
 
-class NoRoom(Exception):
+class NoRoomError(Exception):
     """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""
 
 
@@ -76,7 +76,7 @@ class Residency:
         self.faults: dict[int, BaseException] = {}
         """Blocks whose last fetch failed; whoever waits for one takes the error."""
         self._barred: dict[int, set[int]] = {}
-        self._hollow: set[int] = set()
+        self.hollow: set[int] = set()
         self._prefetched: set[int] = set()
         self.ahead_bytes = 0
         """Bytes prefetched, or on their way, that have not been accessed yet."""
@@ -102,10 +102,9 @@ class Residency:
             if blocks.state[block] != State.RESIDENT or blocks.place[block] != place:
                 return NOWHERE
             place += blocks.size[block]
-        if self._hollow and run.mode != Mode.OVERWRITE:
-            if any(b in self._hollow for b in range(run.first, run.first + run.count)):
-                return NOWHERE
-        return start
+        if not self.hollow or run.mode == Mode.OVERWRITE:
+            return start
+        return NOWHERE if any(b in self.hollow for b in range(run.first, run.first + run.count)) else start
 
     def resident(self) -> list[int]:
         """Blocks that own a range of the arena, in order of place."""
@@ -130,7 +129,7 @@ class Residency:
             if run.mode != Mode.READ or not self.has_copy(block):
                 blocks.dirty[block] = 1
                 self.sources.pop(block, None)
-                self._hollow.discard(block)
+                self.hollow.discard(block)
 
     def unpin(self, block: int) -> None:
         self.blocks.pins[block] -= 1
@@ -160,126 +159,16 @@ class Residency:
         self.ahead_bytes -= self.blocks.size[block]
         return True
 
-    # ---- bringing in --------------------------------------------------------------------------------------------
+    # ---- coming and leaving ---------------------------------------------------------------------------------------
 
-    def bring(self, run: Run, keep: frozenset[int], use: int | None = None) -> bool:
-        """Place and fetch what is missing of a run; False if that has to wait (or, ahead of time, is not worth it).
-
-        Parameters
-        ----------
-        keep : frozenset of int
-            Blocks that must not be evicted for it.
-        use : int, optional
-            Ahead of time: the position of the coming use. Only blocks needed later than that make room.
-        """
-        blocks = self.blocks
-        members = range(run.first, run.first + run.count)
-        missing: list[int] = []
-        base, ahead, scattered = NOWHERE, 0, False
-        for block in members:
-            if block in self._hollow and run.mode != Mode.OVERWRITE:
-                if block in self.moving or blocks.pins[block]:
-                    return False
-                self._leave(block)
-            if blocks.state[block] == State.WRITING_BACK and not self._rescue(block):
-                self._wanted(block, use)
-                return False
-            if blocks.state[block] == State.ABSENT:
-                missing.append(block)
-            elif base == NOWHERE:
-                base = blocks.place[block] - ahead
-            elif blocks.place[block] - ahead != base:
-                scattered = True
-            ahead += blocks.size[block]
-        if missing and len(missing) == run.count:
-            base = self._place_anew(run, keep, use)
-            if base < 0:
-                return False
-            self._settle(members, base)
-        elif scattered or (missing and not self._fill_in(members, missing, base)):
-            if use is not None or not self._relocate(run, keep):
-                return False
-        for block in missing:
-            self._fill(block, run.mode, use)
-        for block in members:
-            self._wanted(block, use)
-        return True
-
-    def _place_anew(self, run: Run, keep: frozenset[int], use: int | None) -> int:
-        size = self.run_bytes(run)
-        before = run.first - 1
-        if run.count == 1 and before >= 0 and self.blocks.place[before] != NOWHERE:
-            # Beside its predecessor, so that a storage written block by block is contiguous when it is wanted whole.
-            place = self.blocks.place[before] + self.blocks.size[before]
-            if place % ALIGNMENT == 0 and self.arena.fits(place, size):
-                return place
-        return self.make_room(size, keep, use)
-
-    def _settle(self, members: range, base: int) -> None:
-        """Give the range that begins at `base` to these blocks; the caller knows that it is free."""
-        blocks = self.blocks
-        for block in members:
-            if not self.arena.take(block, base, blocks.size[block]):
-                raise AssertionError(f"block {block}: arena range {base}+{blocks.size[block]} is taken")
-            blocks.place[block] = base
-            base += blocks.size[block]
-
-    def _fill_in(self, members: range, missing: list[int], base: int) -> bool:
-        """Put the missing blocks between their neighbours, if those places are free."""
-        blocks = self.blocks
-        taken: list[int] = []
-        place = base
-        for block in members:
-            if blocks.state[block] == State.ABSENT:
-                if place < 0 or not self.arena.take(block, place, blocks.size[block]):
-                    for other in taken:
-                        self.arena.drop(blocks.place[other])
-                        blocks.place[other] = NOWHERE
-                    return False
-                blocks.place[block] = place
-                taken.append(block)
-            place += blocks.size[block]
-        return True
-
-    def _relocate(self, run: Run, keep: frozenset[int]) -> bool:
-        """Gather a scattered run at a new place; False if it has to wait. Missing blocks get their place, not their bytes."""
-        blocks = self.blocks
-        members = range(run.first, run.first + run.count)
-        present = [b for b in members if blocks.state[b] != State.ABSENT]
-        if any(b in self.moving or blocks.pins[b] for b in present):
-            for block in present:
-                self._wanted(block, None)
-            return False
-        base = self.make_room(self.run_bytes(run), keep, None)
-        if base < 0:
-            if self.moving or self.arena.hazards:
-                return False
-            for block in present:  # not even room for the run beside its own parts: they leave and come back
-                self.evict(block)
-            return False
-        if self.arena.hazards_of(base, self.run_bytes(run)):
-            return False  # a move is made at once, and a write-back still reads there
-        for block in members:
-            size = blocks.size[block]
-            if blocks.state[block] != State.ABSENT:
-                self.arena.drop(blocks.place[block])
-                self.counters.moves += 1
-                self.counters.moved_bytes += size
-                self.commands.append(Move(blocks.place[block], base, size))
-            if not self.arena.take(block, base, size):
-                raise AssertionError(f"block {block}: arena range {base}+{size} is taken")
-            blocks.place[block] = base
-            base += size
-        return True
-
-    def _fill(self, block: int, mode: Mode, use: int | None) -> None:
+    def fill(self, block: int, mode: Mode, use: int | None) -> None:
         """Fill a block that has its place. Where there is nothing to fetch, only its range has to become free."""
         blocks = self.blocks
         place, size = blocks.place[block], blocks.size[block]
         pieces: tuple[Piece, ...] = ()
         if self.has_copy(block):
             if mode == Mode.OVERWRITE:
-                self._hollow.add(block)
+                self.hollow.add(block)
             elif block in self.sources:
                 pieces = tuple(piece._replace(place=place + piece.place) for piece in self.sources[block])
             else:
@@ -308,69 +197,11 @@ class Residency:
         self.commands.append(transfer)
         return transfer.id
 
-    def _wanted(self, block: int, use: int | None) -> None:
+    def wanted(self, block: int, use: int | None) -> None:
         """Somebody waits for what is under way on this block."""
         number = self.moving.get(block)
         if use is None and number is not None and not self.transfers[number].demand:
             self.raised.append(number)
-
-    # ---- making room --------------------------------------------------------------------------------------------
-
-    def make_room(self, nbytes: int, keep: frozenset[int], use: int | None) -> int:
-        """Offset of a hole of `nbytes` bytes, made if need be; -1 if that has to wait.
-
-        Raises
-        ------
-        NoRoom
-            Only blocks that no lower tier takes are left to evict.
-        """
-        kept: list[int] = []
-        refused: NoRoom | None = None
-        try:
-            while True:
-                place = self.arena.find(nbytes)
-                if place >= 0:
-                    return place
-                if self.arena.free >= nbytes:
-                    if self._slide_together(nbytes, nbytes if use is not None else self.arena.capacity):
-                        continue
-                    if self.arena.hazards:
-                        return -1  # enough is on its way out
-                victim = self.evictable.victim()
-                if victim < 0:
-                    break
-                if use is not None and self.evictable.victim_next_use() <= use:
-                    return -1
-                if victim in keep:
-                    self.evictable.remove(victim)
-                    kept.append(victim)
-                    continue
-                try:
-                    self.evict(victim)
-                except NoRoom as error:
-                    refused = refused or error
-                    self.evictable.remove(victim)
-                    kept.append(victim)
-        finally:
-            for block in kept:
-                self.enter(block)
-        if refused is not None and use is None and not self.moving:
-            raise refused
-        return -1
-
-    def _slide_together(self, nbytes: int, most: int) -> bool:
-        """Open a hole by moving resident blocks, at most `most` bytes of them."""
-        blocks = self.blocks
-        gap = self.arena.gap(nbytes, self.at_rest)
-        if gap is None or gap.moved > most:
-            return False
-        for block, target in gap.slides:
-            move = self.arena.slide(block, blocks.place[block], target, blocks.size[block])
-            blocks.place[block] = target
-            self.counters.moves += 1
-            self.counters.moved_bytes += move.nbytes
-            self.commands.append(move)
-        return bool(gap.slides)
 
     def at_rest(self, block: int) -> bool:
         """Whether a block is resident, unpinned, and no transfer is under way on it."""
@@ -380,7 +211,7 @@ class Residency:
         """As `evict`, but False where that raises."""
         try:
             self.evict(block)
-        except NoRoom:
+        except NoRoomError:
             return False
         return True
 
@@ -389,7 +220,7 @@ class Residency:
 
         Raises
         ------
-        NoRoom
+        NoRoomError
             No lower tier takes it; it stays.
         """
         blocks = self.blocks
@@ -398,7 +229,7 @@ class Residency:
             self._write_out(block, self.moving[block])
             return
         if not blocks.dirty[block]:
-            self._leave(block)
+            self.leave(block)
             self.counters.evictions += 1
             return
         if blocks.tier[block] == NOWHERE:
@@ -418,14 +249,14 @@ class Residency:
                 offset = space.reserve(size, self.blocks.class_of(block))
             if offset is not None:
                 return tier, offset
-        raise NoRoom(block, size)
+        raise NoRoomError(block, size)
 
     def _give_way(self, tier: int, size: int) -> bool:
-        """In a full tier, drop the copy of a block that is resident anyway: first one that is stale, then a clean one."""
+        """In a full tier, drop the copy of a block that is resident anyway: a stale one, else a clean one."""
         blocks = self.blocks
         found = NOWHERE
         for block in self.arena.owners():
-            if blocks.tier[block] == tier and blocks.size[block] >= size and block not in self._hollow:
+            if blocks.tier[block] == tier and blocks.size[block] >= size and block not in self.hollow:
                 if blocks.state[block] != State.RESIDENT or block in self.moving:
                     continue
                 if found == NOWHERE or blocks.dirty[block]:
@@ -446,7 +277,7 @@ class Residency:
         self.arena.drop(blocks.place[block])
         self.arena.add_hazard(number, blocks.place[block], blocks.size[block])
 
-    def _rescue(self, block: int) -> bool:
+    def rescue(self, block: int) -> bool:
         """Keep a block that is being written back, if its range has not been promised to another."""
         blocks = self.blocks
         if not self.arena.take(block, blocks.place[block], blocks.size[block]):
@@ -455,11 +286,11 @@ class Residency:
         self.enter(block)
         return True
 
-    def _leave(self, block: int) -> None:
+    def leave(self, block: int) -> None:
         """A resident block's bytes are not needed here any more."""
         blocks = self.blocks
         self.evictable.remove(block)
-        self._hollow.discard(block)
+        self.hollow.discard(block)
         if self._not_ahead(block):
             self.counters.prefetches_wasted += 1
         self.arena.drop(blocks.place[block])
@@ -470,7 +301,7 @@ class Residency:
         """The block dies. Nothing is under way on it and nobody has pinned it."""
         blocks = self.blocks
         if blocks.state[block] == State.RESIDENT:
-            self._leave(block)
+            self.leave(block)
         self._drop_copy(block)
         self._barred.pop(block, None)
         self.stuck.pop(block, None)
@@ -518,7 +349,7 @@ class Residency:
         if transfer.kind == Kind.FETCH:
             blocks.state[block] = State.RESIDENT
             self._not_ahead(block)
-            self._leave(block)
+            self.leave(block)
             self.faults[block] = error
             return
         for other in [t for t in self.transfers.values() if number in t.after]:
@@ -547,7 +378,7 @@ class Residency:
         del self.moving[transfer.block]
         self.blocks.state[transfer.block] = State.RESIDENT
         self._not_ahead(transfer.block)
-        self._leave(transfer.block)
+        self.leave(transfer.block)
 
     def unstick(self) -> BaseException | None:
         """Let the stuck blocks be tried again; returns the error of one of them."""

@@ -1,12 +1,13 @@
 """The tape: the recorded sequence of accesses, and where the program stands on it.
 
-The tape is simply the history. A program that loops does again what followed the last time it stood in the same context, so a
-pointer trails the present by one turn of the loop: at each access it moves on by one, and what lies between it and the
-present is the future. The context is the last few accesses. When the program does something else than the pointer
-foretells, the pointer looks for the context in the history and goes on from there. Nothing has to know what a step is:
+The tape is simply the history. A program that loops does again what followed the last time it stood in the same
+context, so a pointer trails the present by one turn of the loop: at each access it moves on by one, and what lies
+between it and the present is the future. The context is the last few accesses. When the program does something else
+than the pointer foretells, the pointer looks for the context in the history and goes on from there. Nothing has to
+know what a step is:
 
-- an inner loop (micro-batches) inside an outer one (optimizer steps): at the end of the inner loop the pointer jumps once, to
-  the end of the inner loop of the turn before, and from then on trails by a whole outer turn;
+- an inner loop (micro-batches) inside an outer one (optimizer steps): at the end of the inner loop the pointer jumps
+  once, to the end of the inner loop of the turn before, and from then on trails by a whole outer turn;
 - training and evaluation, or prefill and decode: each is found again by its own context;
 - accesses picked by data (rows of a table) are a single wildcard, so they do not break the context.
 
@@ -20,7 +21,8 @@ from array import array
 __all__ = ["NEVER", "Tape"]
 
 NEVER = 1 << 61
-"""A next use beyond the known future. Added to it: how long ago the block was used, so that the least recent goes first."""
+"""A next use beyond the known future. Added to it: how long ago the block was used, so that the least recent goes
+first."""
 
 _CONTEXT = 3
 _CONFIRM = 4
@@ -62,7 +64,7 @@ class Tape:
         return self._confirmed >= _CONFIRM
 
     def token(self, position: int) -> tuple[int, int, bool]:
-        """``(first block, count, created)`` of an access at a position still in the ring; first is -1 for a wildcard."""
+        """``(name, count, created)`` of an access still in the ring; the name is -1 for a wildcard."""
         token = self._tokens[position % self._length]
         if token < 0:
             return -1, 0, False
@@ -73,7 +75,7 @@ class Tape:
         return self._sizes[position % self._length]
 
     def record(self, name: int, count: int, nbytes: int, *, created: bool = False) -> int:
-        """Append an access to `count` blocks from `name` on; returns the key of their next use (a position, or beyond `NEVER`)."""
+        """Append an access to `count` blocks from `name` on; returns their next use (or beyond `NEVER`)."""
         token = (name << 25) | (count << 1) | created
         self._append(token, nbytes)
         now = self.now

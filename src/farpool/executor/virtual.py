@@ -1,7 +1,7 @@
 """Transfers on a virtual clock: the engine's commands carried out on simulated tiers, deterministically and at once.
 
-A link moves one transfer at a time and takes ``latency + bytes / bandwidth``. Time passes only in `wait` and `sleep`. Bytes
-are copied when a transfer ends, which is when a range that was given away too early shows.
+A link moves one transfer at a time and takes ``latency + bytes / bandwidth``. Time passes only in `wait` and
+`sleep`. Bytes are copied when a transfer ends, which is when a range that was given away too early shows.
 """
 
 from __future__ import annotations

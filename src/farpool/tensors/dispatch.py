@@ -29,6 +29,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _rules: dict[Any, Rule | None] = {}
 _families: dict[str, Rule] = {}
 _signatures: dict[Any, Signature] = {}
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -193,6 +194,9 @@ class _Operands:
             torch._C._set_conj(real, True)
         if tensor.is_neg():
             torch._C._set_neg(real, True)
+        if _requires_grad(tensor):
+            # Some kernels look at it, to compute what backward will need.
+            real.requires_grad_()
         return real
 
     def wrap_all(self, result: Any) -> Any:

@@ -1,0 +1,45 @@
+"""Turns what the engine and the tiers refuse into the errors that a user sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farpool.engine import NoRoomError
+from farpool.errors import BudgetError, PoolFullError, TierError
+from farpool.sizes import format_size
+from farpool.tiers import Tier
+from farpool.use import Use, describe, smallest_budget
+
+__all__ = ["no_room", "operands_too_large", "with_tier_and_block"]
+
+
+def operands_too_large(uses: Sequence[Use], op: str, budget: int) -> BudgetError:
+    """An op's operands exceed the fast tier: names op, operands and the smallest budget that works."""
+    needed = smallest_budget(uses)
+    return BudgetError(
+        f"{op or 'access'}: its operands do not fit into the fast tier together: {describe(uses)}; the budget is "
+        f"{format_size(budget)}, the smallest that works is {needed} bytes ({format_size(needed)})",
+        op=op,
+        needed=needed,
+        budget=budget,
+    )
+
+
+def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError:
+    """A block has to leave the fast tier and cannot: names the lower tiers and how full they are."""
+    full = ", ".join(
+        f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers
+    )
+    return PoolFullError(
+        f"{op or 'access'}: a block of {format_size(error.args[1])} has to leave the fast tier and no lower tier takes it "
+        f"({full or 'there is none'}); give the pool a larger lower tier or budget, or drop tensors"
+    )
+
+
+def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:
+    """The same error, as a `TierError` that names tier and block in its message and its attributes."""
+    kind = type(error) if isinstance(error, TierError) else TierError
+    detail = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
+    named = kind(f"tier {tier!r}, block {block}: {detail}", tier=tier, block=block)
+    named.__cause__ = error
+    return named

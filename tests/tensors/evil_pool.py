@@ -1,0 +1,142 @@
+"""A pool that does everything it is allowed to do, at once.
+
+Each access lies at another place of the arena. What may be overwritten without being fetched holds poison until it is. What is
+only read must not change. Memory that was released is poisoned, so a tensor that was kept by mistake reads NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from farpool.engine import Mode
+from farpool.errors import BudgetError, PoolClosedError
+from farpool.storage import Blocks, Storage, block_bytes
+from farpool.use import Use
+
+_POISON = 0xFF  # NaN in every floating-point type
+_ALIGNMENT = 64
+
+
+class _Arena:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.bytes = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+
+    def view(self) -> memoryview:
+        return memoryview(self.bytes.numpy())
+
+
+@dataclass
+class _Range:
+    storage: Storage
+    start: int
+    stop: int
+    place: int
+    mode: Mode
+
+
+@dataclass
+class _Access:
+    offsets: tuple[int, ...]
+    ranges: list[_Range]
+    op: str
+
+
+@dataclass
+class _Home:
+    bytes: torch.Tensor
+    written: bool = False
+
+
+@dataclass
+class EvilPool:
+    """Stands in for `farpool.pool.BlockPool`; `largest` is the size at which storages are cut into blocks."""
+
+    fast: int = 1 << 22
+    largest: int = 1 << 16
+    seed: int = 0
+    device: str = "cpu"
+    closed: bool = False
+    ops: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.arena = _Arena(4 * self.fast)
+        self.dropped: deque[object] = deque()
+        self._random = random.Random(self.seed)
+        self._homes: dict[int, _Home] = {}
+        self._held = 0
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
+        self._check_open()
+        number = len(self._homes)
+        self._homes[number] = _Home(torch.full((nbytes,), _POISON, dtype=torch.uint8))
+        step = block_bytes(nbytes, self.largest, row_bytes, cls)
+        count = -(-nbytes // step) if nbytes else 0
+        return Storage(self, nbytes, cls, name, row_bytes, Blocks(number, count, 0, step, False))  # type: ignore[arg-type]
+
+    def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> _Access:
+        self._check_open()
+        assert not self._held, "an access within an access can wait for itself"
+        self.ops.append(op)
+        ranges = self._merge(uses)
+        needed = sum(item.stop - item.start for item in ranges)
+        if needed > self.fast:
+            raise BudgetError(f"{op} needs {needed} bytes", op=op, needed=needed, budget=self.fast)
+        self._place(ranges)
+        for item in ranges:
+            home = self._homes[item.storage.first].bytes
+            place = slice(item.place, item.place + item.stop - item.start)
+            if item.mode is not Mode.OVERWRITE:
+                self.arena.bytes[place] = home[item.start : item.stop]
+        self._held += 1
+        offsets = []
+        for use in uses:
+            found = next(r for r in ranges if r.storage is use.storage and r.start <= use.start and use.stop <= r.stop)
+            offsets.append(found.place + use.start - found.start)
+        return _Access(tuple(offsets), ranges, op)
+
+    def release(self, access: _Access) -> None:
+        self._held -= 1
+        for item in access.ranges:
+            home = self._homes[item.storage.first].bytes[item.start : item.stop]
+            place = self.arena.bytes[item.place : item.place + item.stop - item.start]
+            if item.mode is Mode.READ:
+                assert torch.equal(home, place), f"{access.op} wrote to {item.storage}, which it was to read"
+            else:
+                home.copy_(place)
+        self.arena.bytes.fill_(_POISON)
+
+    def _merge(self, uses: Sequence[Use]) -> list[_Range]:
+        ranges: list[_Range] = []
+        for storage, start, stop, mode in sorted(uses, key=lambda use: (use.storage.first, use.start)):
+            assert storage.pool is self  # type: ignore[comparison-overlap]
+            assert 0 <= start < stop <= storage.nbytes
+            last = ranges[-1] if ranges else None
+            if last is not None and last.storage is storage and start < last.stop:
+                if mode is not last.mode or (start, stop) != (last.start, last.stop):
+                    last.mode = Mode.READ if mode is last.mode is Mode.READ else Mode.WRITE
+                last.stop = max(last.stop, stop)
+            else:
+                ranges.append(_Range(storage, start, stop, 0, mode))
+        return ranges
+
+    def _place(self, ranges: list[_Range]) -> None:
+        order = list(ranges)
+        self._random.shuffle(order)
+        cursor = 0
+        for item in order:
+            cursor = -(-cursor // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT * self._random.randrange(8)
+            item.place = cursor + item.start % _ALIGNMENT
+            cursor = item.place + item.stop - item.start
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PoolClosedError("the pool is closed")
