@@ -11,6 +11,10 @@ from farpool.storage import Blocks, Cut, Dropped, block_bytes
 __all__ = ["Allocation"]
 
 
+CREATED, USED = -1, -2
+"""Open blocks of a class beside those of its sources: for storages in order of creation, and in order of first use."""
+
+
 @dataclass(slots=True)
 class _Shared:
     """A block shared by small storages: bytes given out, and how many of the storages live."""
@@ -41,14 +45,20 @@ class Allocation:
         """The shared block that takes the next small storage, by class and source."""
         self._retired: deque[tuple[int, int]] = deque()
 
-    def allocate(self, nbytes: int, cls: str, row_bytes: int) -> Blocks:
-        """Blocks for a new storage. Small ones of a class are packed in the order in which they come."""
+    def allocate(self, nbytes: int, cls: str, row_bytes: int, pack: int = CREATED) -> Blocks:
+        """Blocks for a new storage. Small ones of a class are packed in the order in which they come.
+
+        Parameters
+        ----------
+        pack : int
+            Which of the class's open blocks takes it: `CREATED`, or `USED` for what is packed again at its first use.
+        """
         self.live[cls] = self.live.get(cls, 0) + nbytes
         self.written += nbytes
         if nbytes == 0:
             return Blocks(-1, 0, 0, 0, False)
         if nbytes <= self.sizes.small:
-            block, offset = self._share(nbytes, cls, source=-1)
+            block, offset = self._share(nbytes, cls, pack)
             return Blocks(block, 1, offset, nbytes, True)
         return self._create(nbytes, cls, row_bytes)
 

@@ -17,10 +17,10 @@ from typing import Self
 
 from farpool import _native, census
 from farpool.account import Account
-from farpool.allocation import Allocation
+from farpool.allocation import USED, Allocation
 from farpool.config import PoolConfig
 from farpool.engine import Access as Grant
-from farpool.engine import Engine, NoRoomError, TooLargeError
+from farpool.engine import Engine, Mode, Move, NoRoomError, TooLargeError
 from farpool.errors import PoolClosedError, PoolFullError, TierTimeoutError
 from farpool.events import Event
 from farpool.executor.threads import ThreadExecutor
@@ -213,6 +213,32 @@ class BlockPool:
             self._live += 1
         return Storage(self, extent.nbytes, cls, name, row_bytes, blocks)
 
+    def pack_at_first_use(self, storage: Storage) -> None:
+        """Pack a small storage with what is used next to it, as soon as that is known: when it is first used.
+
+        For storages that are filled long before, in another order.
+        """
+        storage.loose = storage.shared and not storage.adopted
+
+    def _pack(self, storage: Storage, op: str) -> None:
+        with self._lock:
+            if not storage.loose:
+                return
+            storage.loose = False
+            self._check_open()
+            blocks = self.allocation.allocate(storage.nbytes, storage.cls, 0, USED)
+            self._live += 1
+        packed = Storage(self, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
+        access = self.acquire(
+            [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
+        )
+        source, target = access.offsets
+        self._executor.start([Move(source, target, storage.nbytes)])
+        self.release(access)
+        with self._lock:
+            storage.first, packed.first = packed.first, storage.first
+            storage.offset, packed.offset = packed.offset, storage.offset
+
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
         lower = sum(tier.info.capacity for tier in self._tiers)
         if nbytes > self.fast + lower - self.allocation.written:
@@ -255,11 +281,14 @@ class BlockPool:
         TierError
             A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
         """
-        runs, origins = runs_of(uses, rows=rows)
-        if not runs:
-            return Access(None, (0,) * len(uses), op, 0.0)
+        for use in uses:
+            if use.storage.loose:
+                self._pack(use.storage, op)
         with self._lock:
             self._check_open()
+            runs, origins = runs_of(uses, rows=rows)
+            if not runs:
+                return Access(None, (0,) * len(uses), op, 0.0)
             self._collect_dropped()
             self._note_completions()
             try:

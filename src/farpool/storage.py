@@ -119,6 +119,8 @@ class Storage:
         Whether it shares its block with other storages.
     adopted : bool
         Whether its bytes came from a file that keeps the clean copy.
+    loose : bool
+        Whether it is still to be packed with what is used next to it, at its first use.
     """
 
     __slots__ = (
@@ -128,6 +130,7 @@ class Storage:
         "cls",
         "count",
         "first",
+        "loose",
         "name",
         "nbytes",
         "offset",
@@ -148,6 +151,7 @@ class Storage:
         self.block_bytes = blocks.block_bytes
         self.shared = blocks.shared
         self.adopted = blocks.adopted
+        self.loose = False
 
     def __repr__(self) -> str:
         return f"Storage({self.name or self.cls}, {self.nbytes} bytes in {self.count} blocks)"

@@ -312,3 +312,22 @@ def test_a_forked_child_finds_the_pool_closed(pool: Pool) -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert read(pool, storage) == content(1, 1000)
+
+
+def test_small_storages_are_packed_in_the_order_of_their_first_use(pool: Pool) -> None:
+    storages = [pool.allocate(200, cls="weights") for _ in range(60)]
+    for seed, storage in enumerate(storages):
+        write(pool, storage, content(seed, 200))
+        pool.pack_at_first_use(storage)
+    order = list(range(60))
+    random.Random(0).shuffle(order)
+    for _ in range(2):
+        for seed in order:
+            assert read(pool, storages[seed]) == content(seed, 200)
+    places = [(storages[seed].first, storages[seed].offset) for seed in order]
+    assert places == sorted(places)
+    assert len({first for first, _ in places}) == 1
+    del storages[10:], storage
+    assert pool.live == 10
+    for seed, storage in enumerate(storages):
+        assert read(pool, storage) == content(seed, 200)
