@@ -19,11 +19,11 @@ from farpool import _native, census
 from farpool.account import Account
 from farpool.allocation import USED, Allocation
 from farpool.config import PoolConfig
+from farpool.device import open_device
 from farpool.engine import Access as Grant
 from farpool.engine import Engine, Mode, Move, NoRoomError, TooLargeError
 from farpool.errors import PoolClosedError, PoolFullError, TierTimeoutError
 from farpool.events import Event
-from farpool.executor.threads import ThreadExecutor
 from farpool.faults import no_room, operands_too_large, with_tier_and_block
 from farpool.ledger import Ledger
 from farpool.sizes import format_size, parse_size
@@ -31,7 +31,6 @@ from farpool.space import TierSpace
 from farpool.stats import Stats
 from farpool.storage import Dropped, Storage, cut
 from farpool.tiers import Extent, HasPort, Tier, Verified
-from farpool.tiers.device import HostArena
 from farpool.tiers.safetensors import SafetensorsFile
 from farpool.use import Use, runs_of
 
@@ -83,28 +82,32 @@ class BlockPool:
         """Storages that died since the pool last looked."""
         self.ledger = Ledger()
         self._tiers = [_guarded(tier) for tier in config.tiers]
+        self._ports: list[_native.Port] = []
         opened: list[Tier] = []
         try:
             for tier in self._tiers:
                 tier.open()
                 opened.append(tier)
-            self.arena = HostArena(config.fast)
+                self._ports.append(tier.port if isinstance(tier, HasPort) else _native.PythonPort(tier))
+            self._device = open_device(config, self._ports)
         except BaseException:
             for tier in reversed(opened):
                 tier.close()
             raise
+        self.arena, self._executor = self._device.arena, self._device.executor
         self.spaces = [TierSpace(tier, self.ledger) for tier in self._tiers]
         self.ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
+        self.ledger.add("host", "staging", **self._device.staging)
         self.engine = Engine(config.fast, self.spaces, CLASSES, prefetch=config.prefetch)
         self.allocation = Allocation(self.engine, cut(config.fast))
         self._names = [tier.info.name for tier in self._tiers]
-        self._ports = [tier.port if isinstance(tier, HasPort) else _native.PythonPort(tier) for tier in self._tiers]
         self._sources: dict[int, int] = {}
         self._held: list[SafetensorsFile] = []
         self.account = Account(self._names)
-        self._executor = ThreadExecutor(self.arena.address, self._ports)
         self._lock = threading.Condition(threading.Lock())
         self._live = 0
+        self._granted = 0
+        """Accesses that have not been released yet."""
         self.peak = 0
         self.unpaged_peak: int | None = None
         self.closed = False
@@ -150,13 +153,14 @@ class BlockPool:
                 return
             self.closed = True
             self._lock.notify_all()
+            unused = self._lock.wait_for(lambda: not self._granted, self.config.timeout)
         ended = self._executor.close(self.config.timeout)
         for tier in reversed(self._tiers):
             tier.close()
         for source in self._held:
             source.close()
-        if ended:  # else a transfer that hangs still uses the arena
-            self.arena.release()
+        if ended and unused:  # else a transfer that hangs, or an op of another thread, still uses the arena
+            self._device.release()
         self.account.deliver()
 
     def __enter__(self) -> Self:
@@ -298,6 +302,7 @@ class BlockPool:
             self._start()
             if not grant.granted:
                 self._wait(grant, uses, op)
+            self._granted += 1
             if self.engine.arena.used > self.peak:
                 self.peak = self.engine.arena.used
         self.account.deliver()
@@ -310,7 +315,9 @@ class BlockPool:
         if access.grant is None:
             return
         with self._lock:
+            self._granted -= 1
             if self.closed:
+                self._lock.notify_all()
                 return
             if self.account.listening and access.since:
                 nbytes = sum(self.engine.run_bytes(run) for run in access.grant.runs)
@@ -324,6 +331,7 @@ class BlockPool:
                         resident=self.engine.arena.used,
                     )
                 )
+            self._executor.note_use()
             self.engine.release(access.grant)
             self._note_completions()
             self._start()

@@ -62,7 +62,6 @@ def test_the_demo_finds_the_users_own_text(tmp_path: Path) -> None:
         (("--budget", "lots"), "--budget 'lots'"),
         (("--docs", "nowhere"), "nowhere"),
         (("--timeline", "nowhere/t.png"), "nowhere"),
-        (("--budget", "64 KiB", "--texts", "2"), "the budget is 64 KiB"),
     ],
 )
 def test_an_error_is_one_line_without_a_traceback(tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:

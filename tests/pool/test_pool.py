@@ -331,3 +331,25 @@ def test_small_storages_are_packed_in_the_order_of_their_first_use(pool: Pool) -
     assert pool.live == 10
     for seed, storage in enumerate(storages):
         assert read(pool, storage) == content(seed, 200)
+
+
+def test_a_device_that_is_not_there_is_a_clear_error() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(farpool.ConfigError, match="no CUDA device"):
+        Pool("1MiB", device="cuda")
+
+
+def test_closing_waits_for_operands_in_use() -> None:
+    pool = Pool("64KiB", dram="1MiB", timeout=20)
+    storage = pool.allocate(1000)
+    access = pool.acquire([Use(storage, 0, 1000, OVERWRITE)], "held")
+    closing = threading.Thread(target=pool.__exit__, args=(None, None, None))
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive()
+    pool.arena.view()[access.offsets[0]] = 1
+    pool.release(access)
+    closing.join(20)
+    assert not closing.is_alive()

@@ -20,7 +20,7 @@ def report(outcome: Outcome) -> RenderableType:
     """Answers first, then whether they can be trusted, then what the budget cost."""
     parts: list[RenderableType] = [_answers(outcome), _verdict(outcome), _run(outcome), _traffic(outcome)]
     if outcome.timeline:
-        parts.append(Text.assemble("Timeline of two batches: ", (outcome.timeline, "bold")))
+        parts.append(Text.assemble("Timeline: ", (outcome.timeline, "bold")))
     return Group(*parts)
 
 

@@ -48,6 +48,9 @@ class Executor(ABC):
     def expedite(self, transfers: Sequence[int]) -> None:
         """Somebody waits for these by now."""
 
+    def note_use(self) -> None:
+        """The program has work of its own queued on the arena that goes on after its access was released."""
+
     @abstractmethod
     def poll(self) -> list[Done]:
         """What has ended since the last call."""

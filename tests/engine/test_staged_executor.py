@@ -1,0 +1,158 @@
+"""Staged transfers, with host memory in the place of a GPU: copies end late and out of step, and may fail."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from farpool import _native
+from farpool.engine import Kind, Move, Piece, Transfer
+from farpool.executor.base import Done
+from farpool.executor.staged import StagedExecutor
+from farpool.tiers import Dram
+
+
+class SlowCopy:
+    """A copy that is made when it is asked for the n-th time whether it is done."""
+
+    def __init__(self, target: int, source: int, nbytes: int, asks: int, fails: bool) -> None:
+        self._what = (target, source, nbytes)
+        self._asks = asks
+        self._fails = fails
+
+    def done(self) -> bool:
+        self._asks -= 1
+        if self._asks > 0:
+            return False
+        if self._fails:
+            raise RuntimeError("copy failed")
+        if self._asks == 0:
+            _native.memmove(*self._what)
+        return True
+
+
+class HostDevice:
+    def __init__(self, arena: _native.Memory, staging: _native.Memory, seed: int) -> None:
+        self._arena, self._staging = arena.address, staging.address
+        self._random = random.Random(seed)
+        self.failures = 0.0
+        self.fences = 0
+
+    def fence(self) -> object:
+        self.fences += 1
+        return self.fences
+
+    def note_use(self) -> None: ...
+
+    def move(self, source: int, target: int, nbytes: int) -> None:
+        _native.memmove(self._arena + target, self._arena + source, nbytes)
+
+    def _copy(self, target: int, source: int, nbytes: int, fence: object) -> SlowCopy:
+        assert fence is not None
+        return SlowCopy(target, source, nbytes, self._random.randint(1, 5), self._random.random() < self.failures)
+
+    def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> SlowCopy:
+        return self._copy(self._arena + place, self._staging + staging, nbytes, fence)
+
+    def to_host(self, place: int, staging: int, nbytes: int, fence: object) -> SlowCopy:
+        return self._copy(self._staging + staging, self._arena + place, nbytes, fence)
+
+
+class Rig:
+    def __init__(self, seed: int) -> None:
+        self.arena, self.staging = _native.Memory(1 << 16), _native.Memory(1 << 13)
+        self.device = HostDevice(self.arena, self.staging, seed)
+        self.tier = Dram("1MiB")
+        self.tier.open()
+        self.executor = StagedExecutor(self.device, self.staging.address, self.staging.nbytes, [self.tier.port])
+
+    def finish(self, count: int) -> dict[int, Done]:
+        ended: dict[int, Done] = {}
+        while len(ended) < count:
+            assert self.executor.wait(10), "no transfer ended in time"
+            ended.update({done.id: done for done in self.executor.poll()})
+        return ended
+
+    def fill(self, place: int, data: bytes) -> None:
+        ctypes.memmove(self.arena.address + place, data, len(data))
+
+    def read(self, place: int, nbytes: int) -> bytes:
+        return ctypes.string_at(self.arena.address + place, nbytes)
+
+
+@pytest.fixture(params=range(5))
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
+    yield rig
+    assert rig.executor.close(10)
+    assert not any(thread.name == "farpool-staging" for thread in threading.enumerate())
+    rig.tier.close()
+
+
+def test_bytes_go_out_and_come_back_through_less_staging_than_they_are(rig: Rig) -> None:
+    blocks = [random.Random(i).randbytes(2000 + i) for i in range(20)]
+    for i, data in enumerate(blocks):
+        rig.fill(i * 3072, data)
+    out = [
+        Transfer(i + 1, Kind.WRITE_BACK, i, (Piece(0, i * 4096, i * 3072, len(data)),), (), False)
+        for i, data in enumerate(blocks)
+    ]
+    rig.executor.start(out)
+    assert all(done.error is None for done in rig.finish(20).values())
+    rig.fill(0, bytes(1 << 16))
+    back = [
+        Transfer(i + 100, Kind.FETCH, i, (Piece(0, i * 4096, (19 - i) * 3072, len(data)),), (), i % 2 == 0)
+        for i, data in enumerate(blocks)
+    ]
+    rig.executor.start(back)
+    rig.executor.expedite([119])
+    assert all(done.error is None for done in rig.finish(20).values())
+    for i, data in enumerate(blocks):
+        assert rig.read((19 - i) * 3072, len(data)) == data
+
+
+def test_a_range_is_filled_only_after_its_old_bytes_have_reached_their_tier(rig: Rig) -> None:
+    old, new = b"o" * 4000, b"n" * 4000
+    extent = rig.tier.reserve(4000)
+    rig.tier.start_write(extent, memoryview(new)).wait(5)
+    rig.fill(0, old)
+    rig.executor.start(
+        [
+            Transfer(1, Kind.WRITE_BACK, 1, (Piece(0, 8192, 0, 4000),), (), False),
+            Transfer(2, Kind.FETCH, 2, (Piece(0, extent.offset, 0, 4000),), (1,), True),
+            Transfer(3, Kind.FETCH, 3, (), (1,), False),
+        ]
+    )
+    assert all(done.error is None for done in rig.finish(3).values())
+    assert rig.read(0, 4000) == new
+    rig.executor.start([Transfer(4, Kind.FETCH, 1, (Piece(0, 8192, 8192, 4000),), (), True)])
+    rig.finish(1)
+    assert rig.read(8192, 4000) == old
+
+
+def test_what_comes_after_a_failure_is_cancelled_and_the_old_bytes_stay(rig: Rig) -> None:
+    rig.fill(0, b"o" * 1000)
+    rig.device.failures = 1.0
+    rig.executor.start(
+        [
+            Transfer(1, Kind.WRITE_BACK, 1, (Piece(0, 0, 0, 1000),), (), False),
+            Transfer(2, Kind.FETCH, 2, (Piece(0, 4096, 0, 1000),), (1,), True),
+        ]
+    )
+    ended = rig.finish(2)
+    assert isinstance(ended[1].error, RuntimeError)
+    assert ended[2].cancelled
+    assert rig.read(0, 1000) == b"o" * 1000
+
+
+def test_moves_come_before_the_transfers_that_follow_them(rig: Rig) -> None:
+    rig.fill(0, b"a" * 100 + b"b" * 100)
+    rig.executor.start([Move(0, 50, 200), Transfer(1, Kind.WRITE_BACK, 1, (Piece(0, 0, 50, 200),), (), False)])
+    rig.finish(1)
+    rig.executor.start([Transfer(2, Kind.FETCH, 1, (Piece(0, 0, 4096, 200),), (), True)])
+    rig.finish(1)
+    assert rig.read(4096, 200) == b"a" * 100 + b"b" * 100
