@@ -9,6 +9,8 @@ from farpool.engine import State
 from farpool.ledger import Ledger
 from farpool.sizes import format_size
 from farpool.stats import ClassStats, Stats, TierStats
+from farpool.tiers import HoldsMemory, Tier, Verified
+from farpool.tiers.wrapper import WrapperTier
 
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
@@ -50,7 +52,7 @@ def take(pool: BlockPool) -> Stats:
                 space.tier.reserved,
                 space.peak,
                 booked.page_locked,
-                booked.touched,
+                _touched(space.tier),
             )
         )
     counters = engine.counters
@@ -80,6 +82,12 @@ def take(pool: BlockPool) -> Stats:
         last_stalls=tuple(pool.account.last_stalls),
         unpaged_peak=_unpaged_peak(held),
     )
+
+
+def _touched(tier: Tier) -> int:
+    while isinstance(tier, (WrapperTier, Verified)):
+        tier = tier.inner
+    return tier.touched if isinstance(tier, HoldsMemory) else 0
 
 
 def _unpaged_peak(held: int) -> int | None:

@@ -31,8 +31,8 @@ def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError
         f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers
     )
     return PoolFullError(
-        f"{op or 'access'}: a block of {format_size(error.args[1])} has to leave the fast tier and no lower tier takes it "
-        f"({full or 'there is none'}); give the pool a larger lower tier or budget, or drop tensors"
+        f"{op or 'access'}: a block of {format_size(error.args[1])} has to leave the fast tier and no lower tier "
+        f"takes it ({full or 'there is none'}); give the pool a larger lower tier or budget, or drop tensors"
     )
 
 

@@ -248,7 +248,8 @@ class BlockPool:
         if nbytes > self.fast + lower - self.allocation.written:
             raise PoolFullError(
                 f"{name or cls}: {format_size(nbytes)} do not fit: the pool holds "
-                f"{format_size(self.allocation.written)} of {format_size(self.fast + lower)} in all tiers; give it a larger lower tier, or drop tensors"
+                f"{format_size(self.allocation.written)} of {format_size(self.fast + lower)} in all tiers; "
+                "give it a larger lower tier, or drop tensors"
             )
 
     def _collect_dropped(self) -> None:

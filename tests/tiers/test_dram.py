@@ -53,7 +53,7 @@ def test_capacity_is_never_rounded_up() -> None:
             tier.reserve(1)
 
 
-def test_memory_is_used_when_written_and_given_back_when_freed() -> None:
+def test_memory_is_used_when_written_used_again_when_freed_and_given_back_at_the_end() -> None:
     nbytes = 64 << 20
     with Dram("256MiB") as tier:
         data = bytearray(nbytes)
@@ -63,7 +63,10 @@ def test_memory_is_used_when_written_and_given_back_when_freed() -> None:
         tier.start_write(extent, memoryview(data)).wait(30)
         assert resident_bytes() - before > nbytes // 2
         tier.free(extent)
-        assert resident_bytes() - before < nbytes // 4
+        again = tier.reserve(nbytes)
+        assert again == extent
+        assert tier.touched == nbytes
+    assert resident_bytes() - before < nbytes // 4
 
 
 def test_extents_are_aligned_to_cache_lines() -> None:

@@ -100,8 +100,7 @@ class ArenaMap:
         return [self._owner[place] for place, size in self._ranges.ranges() if place + size > capacity]
 
     def gap(self, nbytes: int, movable: Callable[[int], bool]) -> Gap | None:
-        """The cheapest way to open a hole of `nbytes` by sliding neighbours towards the arena's start; None if there
-        is none.
+        """The cheapest way to open a hole of `nbytes` by sliding neighbours towards the start, if there is one.
 
         Looks at each stretch of the arena without an immovable range, and in it at each window whose holes add up.
         """

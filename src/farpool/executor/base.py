@@ -48,8 +48,8 @@ class Executor(ABC):
     def expedite(self, transfers: Sequence[int]) -> None:
         """Somebody waits for these by now."""
 
-    def note_use(self) -> None:
-        """The program has work of its own queued on the arena that goes on after its access was released."""
+    def note_use(self) -> None:  # noqa: B027 - only devices whose work outlives the access need it
+        """The program may have work of its own queued on the arena that goes on after its access was released."""
 
     @abstractmethod
     def poll(self) -> list[Done]:

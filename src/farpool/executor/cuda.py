@@ -73,9 +73,7 @@ class CudaArena:
 
 
 class CudaStaging:
-    """Page-locked host memory of exactly the bytes asked for (the driver's own allocator rounds up to powers of
-    two).
-    """
+    """Page-locked host memory of exactly the bytes asked for; the driver's own allocator would round them up."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = _native.Memory(nbytes)
@@ -83,13 +81,13 @@ class CudaStaging:
         self.address = self._memory.address
         self.nbytes = nbytes
         self.tensor = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)  # type: ignore[attr-defined]
+        status = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)
         if int(status) != 0:
             raise ConfigError(f"{format_size(nbytes)} of host memory cannot be page-locked: CUDA error {int(status)}")
 
     def release(self) -> None:
         """Unlock and give back. No copy may be under way."""
-        torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[attr-defined]
+        torch.cuda.cudart().cudaHostUnregister(self.address)
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._memory.release()
 

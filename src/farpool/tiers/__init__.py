@@ -1,6 +1,6 @@
 """Tiers: the kinds of memory that hold bytes, and the behaviours that wrap them."""
 
-from farpool.tiers.base import Extent, HasPort, Tier, TierInfo, Transfer
+from farpool.tiers.base import Extent, HasPort, HoldsMemory, Tier, TierInfo, Transfer
 from farpool.tiers.dram import Dram
 from farpool.tiers.faulty import Fault, Faulty
 from farpool.tiers.nvme import Nvme
@@ -14,6 +14,7 @@ __all__ = [
     "Fault",
     "Faulty",
     "HasPort",
+    "HoldsMemory",
     "Nvme",
     "SafetensorsFile",
     "TensorEntry",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from farpool._native import Port
 
-__all__ = ["Extent", "HasPort", "Tier", "TierInfo", "Transfer"]
+__all__ = ["Extent", "HasPort", "HoldsMemory", "Tier", "TierInfo", "Transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,4 +181,14 @@ class HasPort(Protocol):
     @property
     def port(self) -> Port:
         """The native end of the tier, used by executors without the interpreter lock."""
+        ...
+
+
+@runtime_checkable
+class HoldsMemory(Protocol):
+    """A tier whose bytes are memory of this host."""
+
+    @property
+    def touched(self) -> int:
+        """Bytes that the operating system has to back for it."""
         ...
