@@ -112,7 +112,8 @@ class EvilPool:
                 assert torch.equal(home, place), f"{access.op} wrote to {item.storage}, which it was to read"
             else:
                 home.copy_(place)
-        self.arena.bytes.fill_(_POISON)
+            place.fill_(_POISON)
+        assert bool((self.arena.bytes == _POISON).all()), f"{access.op} wrote beside its operands"
 
     def _merge(self, uses: Sequence[Use]) -> list[_Range]:
         ranges: list[_Range] = []

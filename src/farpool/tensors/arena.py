@@ -27,7 +27,7 @@ class ArenaViews:
         The arena's device.
     """
 
-    __slots__ = ("_bytes", "_typed", "device", "start", "stop")
+    __slots__ = ("_bytes", "_storage", "_typed", "device", "start", "stop")
 
     def __init__(self, pool: BlockPool) -> None:
         # A view made under inference mode would refuse in-place operations outside of it.
@@ -36,6 +36,7 @@ class ArenaViews:
                 self._bytes = torch.frombuffer(pool.arena.view(), dtype=torch.uint8)
             else:
                 self._bytes = pool.arena.tensor
+        self._storage = self._bytes.untyped_storage()
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.device = self._bytes.device
         self.start = self._bytes.data_ptr()
@@ -51,9 +52,9 @@ class ArenaViews:
             self._typed[dtype] = view
         return view
 
-    def build(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], address: int) -> torch.Tensor:
-        """A real tensor whose element 0 lies `address` bytes from the arena's start."""
-        return torch.as_strided(self.typed(dtype), size, stride, address // dtype.itemsize)
+    def memory(self, start: int, stop: int) -> torch.UntypedStorage:
+        """Bytes ``[start, stop)`` of the arena as a storage of their own, which cannot be resized over its neighbours."""
+        return self._storage[start:stop]  # type: ignore[no-any-return]
 
     def flat(self, dtype: torch.dtype, elements: int, address: int) -> torch.Tensor:
         """A real one-dimensional tensor of `elements` elements, `address` bytes from the arena's start."""

@@ -186,10 +186,11 @@ class _Operands:
             return [self.reals[id(item)] if type(item) is PagedTensor else item for item in value]
         return value
 
-    def build(self, tensor: PagedTensor, place: int, start: int) -> torch.Tensor:
-        # `place` is where byte `start` of the storage lies.
-        offset = tensor.storage_offset() * tensor.itemsize
-        real = tensor._arena.build(tensor.dtype, tensor.size(), tensor.stride(), place + offset - start)
+    def build(self, tensor: PagedTensor, memory: torch.UntypedStorage, origin: int) -> None:
+        """Make the real tensor of `tensor` over memory that begins with byte `origin` of its storage."""
+        offset = tensor.storage_offset() - origin // tensor.itemsize
+        real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        real.set_(memory, offset, tensor.size(), tensor.stride())  # type: ignore[call-overload]
         if tensor.is_conj():
             torch._C._set_conj(real, True)
         if tensor.is_neg():
@@ -197,7 +198,26 @@ class _Operands:
         if _requires_grad(tensor):
             # Some kernels look at it, to compute what backward will need.
             real.requires_grad_()
-        return real
+        self.reals[id(tensor)] = real
+
+    def build_all(self, tensors: list[PagedTensor], uses: list[Use], places: Sequence[int]) -> None:
+        """Make all real tensors. Views of one storage share memory, as plain views do; others do not."""
+        if len({id(use.storage) for use in uses}) == len(uses):
+            for tensor, use, place in zip(tensors, uses, places, strict=True):
+                self.build(tensor, tensor._arena.memory(place, place + use.stop - use.start), use.start)
+            return
+        shared: dict[tuple[int, int], tuple[int, int]] = {}
+        for use, place in zip(uses, places, strict=True):
+            key = (id(use.storage), place - use.start)
+            start, stop = shared.get(key, (use.start, use.stop))
+            shared[key] = (min(start, use.start), max(stop, use.stop))
+        memories: dict[tuple[int, int], torch.UntypedStorage] = {}
+        for tensor, use, place in zip(tensors, uses, places, strict=True):
+            key = (id(use.storage), place - use.start)
+            start, stop = shared[key]
+            if key not in memories:
+                memories[key] = tensor._arena.memory(key[1] + start, key[1] + stop)
+            self.build(tensor, memories[key], start)
 
     def wrap_all(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor):
@@ -274,8 +294,7 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _check_open(first)
     access = pool.acquire(uses, signature.name)
     try:
-        for use, tensor, place in zip(uses, used, access.offsets, strict=True):
-            operands.reals[id(tensor)] = operands.build(tensor, place, use.start)
+        operands.build_all(used, uses, access.offsets)
         result = func(
             *[operands.replace(value) for value in args],
             **{name: operands.replace(value) for name, value in kwargs.items()},

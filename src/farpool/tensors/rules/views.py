@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from farpool.tensors.dispatch import rule, view
+from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
 
 _aten = torch.ops.aten
@@ -32,3 +33,20 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTens
 )
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return view(func, args, kwargs, args[0])
+
+
+@rule(_aten.as_strided_copy.default)
+def _as_strided_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    # It reads its storage, not only what its argument views.
+    return materialize(_aten.as_strided.default(*args, **kwargs)).contiguous()
+
+
+@rule(_aten.as_strided_scatter.default)
+def _as_strided_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if type(target) is not PagedTensor:
+        return NotImplemented
+    nbytes = target._storage.nbytes // target.itemsize * target.itemsize
+    whole = PagedTensor(target._storage, target._arena, target.dtype, (nbytes // target.itemsize,), (1,))
+    plain = materialize(whole).as_strided(target.size(), target.stride(), target.storage_offset())
+    return func(plain, source, *args[2:], **kwargs)
