@@ -111,7 +111,7 @@ class Pool(BlockPool):
             closes the pool all the same; tensors left in it then raise when they are used.)
         """
         if materialize and not self.closed and self.live:
-            from farpool.tensors import offload
+            from farpool.tensors.offload import materialize_all
 
-            offload.materialize_all(self)
+            materialize_all(self)
         super().close()

@@ -78,7 +78,7 @@ class Embedder:
             result.append(Batch(rows, token_ids, mask))
         return result
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, batch: Batch) -> torch.Tensor:
         """Embeddings of a batch: the mean of the last layer over each text's tokens, scaled to length one.
 

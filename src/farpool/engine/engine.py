@@ -169,7 +169,7 @@ class Engine:
             counters.hits += 1
         else:
             counters.late += all(blocks.state[b] in (State.RESIDENT, State.FETCHING) for b in members)
-            if self._look_ahead is not None:
+            if self._look_ahead is not None and run.table < 0:
                 self._look_ahead.missed()
         for block in members:
             blocks.last_use[block] = self.tape.now
@@ -227,6 +227,9 @@ class Engine:
                 access.error = residency.faults.pop(block)
                 return False
         try:
+            rows = [run for run in access.runs if run.table >= 0]
+            if len(rows) > 1:
+                residency.bring_rows(rows, access.blocks)
             for _ in range(_ATTEMPTS):
                 brought = [residency.bring(run, access.blocks) for run in access.runs]
                 if all(brought) or residency.moving:

@@ -42,7 +42,7 @@ class LookAhead:
 
     def missed(self) -> None:
         """An access did not find its blocks."""
-        if self._idle and self._tape.followed:
+        if self._idle and self._tape.followed and self._cursor <= self._tape.pointer:
             self._window = min(self._residency.arena.capacity, self._window * 3 // 2)
             self._idle = False
 
@@ -58,8 +58,11 @@ class LookAhead:
             self._rekey(tape.upcoming())
             self._jumps = tape.jumps
             self._restart()
+        lost, self._residency.lost = self._residency.lost, NEVER
         if self._cursor <= tape.pointer:
             self._restart()
+        elif lost < self._cursor:
+            self._go_back(max(lost, tape.pointer + 1))
         while self._births and self._births[0][0] <= tape.pointer:
             self._birth_bytes -= self._births.popleft()[1]
         while self._cursor <= tape.now and self._step(self._cursor):
@@ -74,6 +77,12 @@ class LookAhead:
         self._cursor = self._tape.pointer + 1
         self._births.clear()
         self._birth_bytes = 0
+
+    def _go_back(self, position: int) -> None:
+        """Something that the cursor had passed as resident had to leave."""
+        self._cursor = position
+        while self._births and self._births[-1][0] >= position:
+            self._birth_bytes -= self._births.pop()[1]
 
     def _rekey(self, upcoming: dict[int, int]) -> None:
         residency, blocks = self._residency, self._residency.blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from farpool.engine.arena import ALIGNMENT
 from farpool.engine.blocks import NOWHERE, State
 from farpool.engine.messages import Mode, Move, Run
@@ -60,6 +62,27 @@ class Placement(Residency):
         for block in members:
             self.wanted(block, use)
         return True
+
+    def bring_rows(self, runs: Sequence[Run], keep: frozenset[int]) -> None:
+        """Give the missing ones of many small runs one place beside each other, as far as there is one.
+
+        They come and go together, so they leave one large hole behind instead of many small ones.
+        """
+        blocks = self.blocks
+        missing = [
+            run
+            for run in runs
+            if all(blocks.state[b] == State.ABSENT for b in range(run.first, run.first + run.count))
+        ]
+        base = self.make_room(sum(self.run_bytes(run) for run in missing), keep, None) if len(missing) > 1 else -1
+        if base < 0:
+            return
+        for run in missing:
+            members = range(run.first, run.first + run.count)
+            self._settle(members, base)
+            base += self.run_bytes(run)
+            for block in members:
+                self.fill(block, run.mode, None)
 
     def _place_anew(self, run: Run, keep: frozenset[int], use: int | None) -> int:
         size = self.run_bytes(run)

@@ -16,6 +16,7 @@ from farpool._native import NextUse
 from farpool.engine.arena import ALIGNMENT, ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
+from farpool.engine.tape import NEVER
 
 __all__ = ["Counters", "NoRoomError", "Residency"]
 
@@ -80,6 +81,8 @@ class Residency:
         self._prefetched: set[int] = set()
         self.ahead_bytes = 0
         """Bytes prefetched, or on their way, that have not been accessed yet."""
+        self.lost = NEVER
+        """The soonest use of a block that left since the look-ahead last asked."""
         self._number = 0
 
     # ---- looking ------------------------------------------------------------------------------------------------
@@ -225,6 +228,7 @@ class Residency:
         """
         blocks = self.blocks
         size = blocks.size[block]
+        self.lost = min(self.lost, blocks.next_use[block])
         if block in self.moving:  # rescued before, and its write-back still runs: let it leave after all
             self._write_out(block, self.moving[block])
             return

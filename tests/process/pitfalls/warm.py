@@ -1,0 +1,17 @@
+"""Imported by the fork server alone: what torch imports at first use is then there in each child."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch._dynamo
+import torch.distributed
+import torch.nn.utils.parametrizations
+import torch.utils.data
+
+import tests.process.pitfalls.compare  # noqa: F401
+
+torch.empty(3, device="meta").as_strided((2,), (1,)).sum()
+gc.collect()
+gc.freeze()
