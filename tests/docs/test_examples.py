@@ -20,9 +20,16 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_the_example_runs(code: str, tmp_path: Path) -> None:
-    code = code.replace("/var/tmp/far.pool", str(tmp_path / "far.pool")).replace("/tmp/farpool-example.pt", str(tmp_path / "m.pt"))
+    code = code.replace("/var/tmp/far.pool", str(tmp_path / "far.pool")).replace(
+        "/tmp/farpool-example.pt", str(tmp_path / "m.pt")
+    )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

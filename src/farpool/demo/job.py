@@ -1,11 +1,12 @@
-"""Embed a text collection twice, all resident and inside a byte budget, and compare to the last bit.
+"""Embed a text collection all resident and inside a byte budget, batch by batch in turn, and compare to the last bit.
 
-Both runs see the same batches in the same order. The first batch is told apart in each: in the plain run it warms the
-machine up, in the paged one it is the pass that the pool records.
+The first batch is told apart in both runs: in the plain one it warms the machine up, in the paged one it is the pass
+that the pool records.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ __all__ = ["Answer", "Outcome", "run"]
 
 BATCH = 32
 ANSWERS = 5
+_DRAWN = 2
+"""Batches in the picture."""
 MODEL = "all-MiniLM-L6-v2"
 
 Progress = Callable[[str, int, int], None]
@@ -57,7 +60,7 @@ class Outcome:
     plain, paged : Timing
         All resident, and inside the budget.
     relative_throughput : float
-        Paged over plain, first batches left out.
+        Paged over plain: median over the batches, the first left out.
     first, rest : Counts
         What the pool did during the first batch and during all the others.
     unpaged_peak : int or None
@@ -123,17 +126,14 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     question = embedder.batches([settings.question], 1)[0]
     progress("Loading the model", 2, 2)
 
-    expected, clock = _embed_all(embedder, batches, "All resident", progress)
-    plain = timing_of(batches, clock)
-    expected_question = embedder.embed(question)
+    reference = load_embedder()
+    expected_question = reference.embed(question)
 
     events: list[Event] = []
     with (
         tempfile.TemporaryDirectory(prefix="farpool-", dir=_disk()) as folder,
         Pool(fast=budget, tiers=[Dram(dram), Nvme(Path(folder, "pool"), nvme)]) as pool,
     ):
-        if settings.timeline:
-            pool.subscribe(events.append)
         offload(
             embedder.module, pool, progress=lambda done, total: progress("Moving the weights to the pool", done, total)
         )
@@ -144,18 +144,16 @@ def run(settings: Settings, progress: Progress) -> Outcome:
             nonlocal after_first
             after_first = pool.stats()
 
-        embeddings, clock = _embed_all(embedder, batches, f"Inside {settings.budget}", progress, first_batch_done)
+        pairs = _embed_in_turn(reference, embedder, batches, progress, first_batch_done)
         after = pool.stats()
         embedded_question = embedder.embed(question)
+        if settings.timeline:
+            _draw_stretch(settings.timeline, pool, embedder, batches, events, budget, weight_bytes, progress)
         peak = pool.stats().fast.peak
         restore(embedder.module)
-    paged = timing_of(batches, clock)
-    equal = torch.equal(expected, embeddings) and torch.equal(expected_question, embedded_question)
-
-    if settings.timeline:
-        progress("Drawing the timeline", 0, 1)
-        _draw(settings.timeline, events, budget, weight_bytes, [start for start, _ in clock])
-        progress("Drawing the timeline", 1, 1)
+    equal = torch.equal(pairs.plain, pairs.paged) and torch.equal(expected_question, embedded_question)
+    plain, paged = timing_of(batches, pairs.plain_seconds), timing_of(batches, pairs.paged_seconds)
+    embeddings = pairs.paged
 
     scores, rows = torch.topk(embeddings @ embedded_question[0], min(ANSWERS, len(passages)))
     return Outcome(
@@ -169,7 +167,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
         tiers={"dram": dram, "nvme": nvme},
         plain=plain,
         paged=paged,
-        relative_throughput=paged.texts_per_second / plain.texts_per_second,
+        relative_throughput=pairs.median_ratio(),
         first=counts_between(before, after_first),
         rest=counts_between(after_first, after),
         unpaged_peak=after.unpaged_peak,
@@ -208,51 +206,87 @@ def _passages(settings: Settings, progress: Progress) -> list[Passage]:
     return folder_passages(settings.docs, lambda done, total: progress("Reading text", done, total))
 
 
-def _embed_all(
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Embeddings of both runs, and the seconds of each batch."""
+
+    plain: torch.Tensor
+    paged: torch.Tensor
+    plain_seconds: list[float]
+    paged_seconds: list[float]
+
+    def median_ratio(self) -> float:
+        """Median over the batches of all-resident time over paged time; the first batch left out if there are
+        others."""
+        ratios = [plain / paged for plain, paged in zip(self.plain_seconds, self.paged_seconds, strict=True)]
+        return statistics.median(ratios[1:] or ratios)
+
+
+def _embed_in_turn(
+    reference: Embedder,
     embedder: Embedder,
     batches: Sequence[Batch],
-    step: str,
     progress: Progress,
-    first_batch_done: Callable[[], None] = lambda: None,
-) -> tuple[torch.Tensor, list[tuple[float, float]]]:
-    """The embeddings, and when each batch began and ended."""
+    first_batch_done: Callable[[], None],
+) -> _Pairs:
+    """Embed each batch all resident and then paged, so that both meet the machine in the same mood."""
     texts = sum(len(batch.rows) for batch in batches)
-    embeddings = torch.empty(texts, embedder.width)
-    clock: list[tuple[float, float]] = []
+    pairs = _Pairs(torch.empty(texts, embedder.width), torch.empty(texts, embedder.width), [], [])
+    steps = (
+        ("All resident", reference, pairs.plain, pairs.plain_seconds),
+        ("Inside the budget", embedder, pairs.paged, pairs.paged_seconds),
+    )
     done = 0
-    progress(step, 0, texts)
     for batch in batches:
-        start = time.monotonic()
-        embeddings[list(batch.rows)] = embedder.embed(batch)
-        clock.append((start, time.monotonic()))
-        if len(clock) == 1:
-            first_batch_done()
+        for step, model, embeddings, seconds in steps:
+            start = time.monotonic()
+            embeddings[list(batch.rows)] = model.embed(batch)
+            seconds.append(time.monotonic() - start)
+            progress(step, done + len(batch.rows), texts)
         done += len(batch.rows)
-        progress(step, done, texts)
-    return embeddings, clock
+        if len(pairs.paged_seconds) == 1:
+            first_batch_done()
+    return pairs
 
 
-def timing_of(batches: Sequence[Batch], clock: Sequence[tuple[float, float]]) -> Timing:
-    """Sum up when each batch began and ended."""
-    seconds = [stop - start for start, stop in clock]
+def timing_of(batches: Sequence[Batch], seconds: Sequence[float]) -> Timing:
+    """Sum up the seconds of each batch."""
     measured = range(1, len(batches)) if len(batches) > 1 else range(1)
     texts = sum(len(batches[number].rows) for number in measured)
     return Timing(seconds[0], sum(seconds[1:]), texts / sum(seconds[number] for number in measured))
 
 
-def _draw(path: Path, events: Sequence[Event], budget: int, weight_bytes: int, starts: Sequence[float]) -> None:
-    """Two batches from the middle of the run, where the pool is in its stride."""
-    middle = len(starts) // 2
-    last = min(middle + 2, len(starts) - 1)
-    stop = starts[last] if last > middle else max(event.time + event.duration for event in events)
+def _draw_stretch(
+    path: Path,
+    pool: Pool,
+    embedder: Embedder,
+    batches: Sequence[Batch],
+    events: list[Event],
+    budget: int,
+    weight_bytes: int,
+    progress: Progress,
+) -> None:
+    """Run batches from the middle once more, without the all-resident run between them, and draw the last two."""
+    middle = len(batches) // 2
+    again = range(max(0, middle - _DRAWN), min(len(batches), middle + _DRAWN))
+    progress("Drawing the timeline", 0, len(again) + 1)
+    marks = []
+    end_subscription = pool.subscribe(events.append)
+    for count, number in enumerate(again, 1):
+        marks.append(Mark(time.monotonic(), f"batch {number + 1}"))
+        embedder.embed(batches[number])
+        progress("Drawing the timeline", count, len(again) + 1)
+    end = time.monotonic()
+    end_subscription()
     draw_timeline(
         events,
         path,
         budget=budget,
         title=f"{MODEL} with {budget / weight_bytes:.0%} of its {weight_bytes / 1e6:.0f} MB resident",
-        window=(starts[middle], stop),
-        marks=[Mark(start, f"batch {number}") for number, start in enumerate(starts, 1)],
+        window=(marks[max(0, len(marks) - _DRAWN)].time, end),
+        marks=marks,
     )
+    progress("Drawing the timeline", len(again) + 1, len(again) + 1)
 
 
 def _disk() -> str | None:

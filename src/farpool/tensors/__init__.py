@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from farpool.tensors.paged_tensor import PagedTensor  # isort: skip  (the other modules build on it)
+from farpool.tensors import integration
 from farpool.tensors.loading import load_safetensors
 from farpool.tensors.mode import paged
 from farpool.tensors.offload import offload, restore
 
 __all__ = ["PagedTensor", "load_safetensors", "offload", "paged", "restore"]
+
+integration.apply()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,10 +32,10 @@ class ArenaViews:
     def __init__(self, pool: BlockPool) -> None:
         # A view made under inference mode would refuse in-place operations outside of it.
         with torch.inference_mode(False):
-            if pool.device == "cpu":
-                self._bytes = torch.frombuffer(pool.arena.view(), dtype=torch.uint8)
-            else:
-                self._bytes = pool.arena.tensor
+            arena: Any = pool.arena
+            self._bytes: torch.Tensor = (
+                arena.tensor if pool.device == "cuda" else torch.frombuffer(arena.view(), dtype=torch.uint8)
+            )
         self._storage = self._bytes.untyped_storage()
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.device = self._bytes.device
@@ -53,7 +53,7 @@ class ArenaViews:
         return view
 
     def memory(self, start: int, stop: int) -> torch.UntypedStorage:
-        """Bytes ``[start, stop)`` of the arena as a storage of their own, which cannot be resized over its neighbours."""
+        """Bytes ``[start, stop)`` of the arena as a storage of their own: it cannot be resized over its neighbours."""
         return self._storage[start:stop]  # type: ignore[no-any-return]
 
     def flat(self, dtype: torch.dtype, elements: int, address: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ class ArenaViews:
         return torch.as_strided(self.typed(dtype), (elements,), (1,), address // dtype.itemsize)
 
     def windows(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """A real tensor of overlapping items ``[any, *size]``: the item at index ``i`` begins at element ``i`` of the arena."""
+        """Overlapping items ``[any, *size]`` of the arena: the item at index ``i`` begins at its element ``i``."""
         typed = self.typed(dtype)
         extent = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
         return torch.as_strided(typed, (typed.numel() - extent + 1, *size), (1, *stride))

@@ -1,8 +1,9 @@
 """Every operation with a paged argument comes through here.
 
-In this order: a rule written for the operation; a view, whose geometry is computed on the meta device; an operation made
-of others, which are dispatched in its place; everything else acquires the bytes that its arguments view, runs on real
-tensors over the arena, and releases. The bytes are acquired in one call, so two threads cannot wait for each other.
+In this order: a rule written for the operation; a view, whose geometry is computed on the meta device; an operation
+made of others, which are dispatched in its place; everything else acquires the bytes that its arguments view, runs on
+real tensors over the arena, and releases. All bytes are acquired in one call, so two threads cannot wait for each
+other.
 
 This is the hot path of every step: plain loops, no tree walk.
 """
@@ -95,7 +96,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
     return compute(func, args, kwargs)
 
 
-# -- views --------------------------------------------------------------------------------------------------------------
+# ---- views -------------------------------------------------------------------------------------------------------
 
 
 def _on_meta(value: Any) -> Any:
@@ -107,7 +108,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _view_like(source: PagedTensor, shape: torch.Tensor) -> PagedTensor:
-    result = source.like(shape.size(), shape.stride(), shape.storage_offset(), shape.dtype)
+    result = source.like(shape.size(), shape.stride(), int(shape.storage_offset()), shape.dtype)
     if shape.is_conj():
         torch._C._set_conj(result, True)
     if shape.is_neg():
@@ -139,7 +140,7 @@ def _check_open(tensor: PagedTensor) -> None:
         raise PoolClosedError(f"the pool of {describe(tensor)} is closed")
 
 
-# -- computing ----------------------------------------------------------------------------------------------------------
+# ---- computing ---------------------------------------------------------------------------------------------------
 
 
 def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
@@ -190,7 +191,7 @@ class _Operands:
         """Make the real tensor of `tensor` over memory that begins with byte `origin` of its storage."""
         offset = tensor.storage_offset() - origin // tensor.itemsize
         real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        real.set_(memory, offset, tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        real.set_(memory, offset, tensor.size(), tensor.stride())
         if tensor.is_conj():
             torch._C._set_conj(real, True)
         if tensor.is_neg():
@@ -261,7 +262,7 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             if value is not None and paged_arguments((value,), {}):
                 outputs[name] = value
     if outputs:
-        return _compute_out(func, args, kwargs, outputs)
+        return _compute_out(func, tuple(args), kwargs, outputs)
 
     first = paged_arguments(args, kwargs)[0]
     operands = _Operands()

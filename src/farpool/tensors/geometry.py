@@ -36,7 +36,7 @@ def element_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Elements ``[first, last + 1)`` of the underlying storage that a view touches; empty views give ``(0, 0)``."""
     if tensor.numel() == 0:
         return 0, 0
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     extent = 1
     for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
         extent += (size - 1) * stride

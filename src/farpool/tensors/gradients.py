@@ -14,7 +14,9 @@ __all__ = ["forget_gradients_of", "page_gradients_of"]
 def page_gradients_of(tensor: PagedTensor) -> None:
     """Have each plain gradient of a leaf replaced by a paged one. Doing so twice changes nothing."""
     if tensor.is_leaf and tensor.requires_grad and "_gradient_hook" not in tensor.__dict__:
-        tensor.__dict__["_gradient_hook"] = tensor.register_post_accumulate_grad_hook(_page)
+        tensor.__dict__["_gradient_hook"] = tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            _page
+        )
 
 
 def forget_gradients_of(tensor: torch.Tensor) -> None:

@@ -28,7 +28,8 @@ def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
     if type(value) is not PagedTensor:
         storage = tensor._storage
         value = from_tensor(storage.pool, value, cls=storage.cls, name=storage.name)
-    tensor.rebind(value.detach())
+    paged: PagedTensor = value.detach()  # type: ignore[assignment]
+    tensor.rebind(paged)
 
 
 def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
@@ -79,7 +80,7 @@ def reduce(tensor: PagedTensor, protocol: Any) -> Any:
     attributes = attributes_of(tensor)
     attributes.pop("_is_param", None)
     plain.__dict__.update(attributes)
-    return plain.__reduce_ex__(protocol)
+    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def check_swappable(tensor: torch.Tensor, name: str) -> None:
@@ -127,7 +128,7 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     grad = tensor.grad if tensor.is_leaf else None
     if grad is not None and other.grad is None:
         other.grad = grad
-    torch._C._swap_tensor_impl(tensor, other)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(tensor, other)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     kept, tensor_dict = dict(tensor.__dict__), dict(other.__dict__)
     tensor.__dict__.clear()
@@ -138,9 +139,9 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     if is_param and type(tensor) is PagedTensor:
         tensor.__dict__["_is_param"] = True
     # Hooks are kept by the object but called by the implementation.
-    if tensor._backward_hooks is not None:  # type: ignore[attr-defined]
-        tensor._backward_hooks = tensor._backward_hooks  # type: ignore[attr-defined]
-    if tensor._post_accumulate_grad_hooks is not None:  # type: ignore[attr-defined]
-        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks = tensor._backward_hooks
+    if tensor._post_accumulate_grad_hooks is not None:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     if type(tensor) is PagedTensor:
         page_gradients_of(tensor)

@@ -44,8 +44,8 @@ _DTYPES: dict[str, torch.dtype] = {
 def load_safetensors(path: str | os.PathLike[str], pool: BlockPool) -> dict[str, PagedTensor]:
     """The tensors of a safetensors file, paged.
 
-    Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: when it leaves the fast
-    tier it is dropped, and read from the file again. The file must stay as it is while the pool is open.
+    Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: when it leaves
+    the fast tier it is dropped, and read from the file again. The file must stay as it is while the pool is open.
 
     Parameters
     ----------

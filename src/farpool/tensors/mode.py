@@ -86,9 +86,9 @@ class _PagedMode(TorchFunctionMode):
 def paged(pool: BlockPool) -> AbstractContextManager[Any]:
     """A context in which new tensors live in a pool.
 
-    Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are paged, and
-    with them the parameters of modules that are made inside. Random ones have the bits of plain torch with the same seed.
-    Only the thread that enters it is affected.
+    Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are
+    paged, and with them the parameters of modules that are made inside. Random ones have the bits of plain torch with
+    the same seed. Only the thread that enters it is affected.
 
     Parameters
     ----------

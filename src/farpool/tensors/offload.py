@@ -1,7 +1,7 @@
 """Moving the tensors of a module into a pool and back, in place.
 
-The objects stay what the program holds: an optimizer, a tied layer or a weak reference made before goes on working. Tensors
-that shared memory share a storage; what is not a parameter or buffer of the module is left alone.
+The objects stay what the program holds: an optimizer, a tied layer or a weak reference made before goes on working.
+Tensors that shared memory share a storage; what is not a parameter or buffer of the module is left alone.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def offload(
 ) -> torch.nn.Module:
     """Move all parameters and buffers of a module into a pool, in place.
 
-    Parameters, buffers and their gradients keep their identity, ties and aliases. Gradients that are computed from now on
-    are paged too. What is in this pool already stays there.
+    Parameters and buffers keep their identity, ties and aliases. Their gradients, those that exist and those that are
+    computed from now on, are paged too. What is in this pool already stays there.
 
     Parameters
     ----------

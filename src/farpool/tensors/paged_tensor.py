@@ -1,8 +1,8 @@
 """The tensor that programs see: a geometry and a storage in a pool, no data of its own.
 
-A wrapper subclass keeps size, strides, offset, dtype and everything that autograd needs; what an operation does with it is
-decided in `farpool.tensors.dispatch`. Only what never reaches the dispatcher is overridden here: raw memory, printing,
-copying, pickling, and the ways to change a tensor's identity.
+A wrapper subclass keeps size, strides, offset, dtype and everything that autograd needs; what an operation does with it
+is decided in `farpool.tensors.dispatch`. Only what never reaches the dispatcher is overridden here: raw memory,
+printing, copying, pickling, and the ways to change a tensor's identity.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from farpool.tensors.arena import ArenaViews
 
 __all__ = ["PagedTensor", "describe"]
+
+_native_data: Any = torch._C.TensorBase.data
 
 
 def describe(tensor: PagedTensor) -> str:
@@ -43,15 +45,15 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
 class PagedTensor(torch.Tensor):
     """A tensor whose bytes live in a pool.
 
-    Made by `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory methods of a pool, never by its
-    constructor. Views share the storage; results of computations are plain tensors.
+    Made by `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory methods of a pool, never by
+    its constructor. Views share the storage; results of computations are plain tensors.
     """
 
     _storage: Storage
     _arena: ArenaViews
     _extent: tuple[int, int] | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -65,6 +67,10 @@ class PagedTensor(torch.Tensor):
         *,
         requires_grad: bool = False,
     ) -> PagedTensor:
+        if torch.is_inference_mode_enabled():
+            # As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
+            with torch.inference_mode(False):
+                return cls.__new__(cls, storage, arena, dtype, size, stride, offset, requires_grad=requires_grad)
         self: PagedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
@@ -112,7 +118,7 @@ class PagedTensor(torch.Tensor):
 
     def rebind(self, other: PagedTensor) -> None:
         """Become a view of what `other` views, keeping identity, autograd history and attributes."""
-        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        _native_data.__set__(self, other)
         self._storage = other._storage
         self._arena = other._arena
         self._extent = None
@@ -122,7 +128,7 @@ class PagedTensor(torch.Tensor):
     @property
     def data(self) -> PagedTensor:
         """The same bytes without history. Setting it rebinds; a plain value is copied into the pool."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return _native_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -156,7 +162,7 @@ class PagedTensor(torch.Tensor):
         """The values as nested lists."""
         return _factories.materialize(self).tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return _printing.text(self)
 
     def __format__(self, spec: str) -> str:

@@ -12,12 +12,12 @@ __all__ = ["text"]
 def text(tensor: PagedTensor) -> str:
     """What ``repr`` and ``str`` show."""
     storage = tensor._storage
-    where = f"farpool={storage.name or storage.cls!r}" if not storage.name else f"farpool={storage.name!r}"
+    where = f"farpool={storage.name or storage.cls!r}"
     if storage.pool.closed:
         shown = f"PagedTensor(..., size={tuple(tensor.size())}, dtype={tensor.dtype}, {where}, closed=True)"
     else:
         with torch.no_grad():
-            shown = torch._tensor_str._str(tensor.detach())
+            shown = str(torch._tensor_str._str(tensor.detach()))  # type: ignore[no-untyped-call]
         history = ", requires_grad=True" if tensor.is_leaf and tensor.requires_grad else ""
         if tensor.grad_fn is not None:
             history = f", grad_fn=<{type(tensor.grad_fn).__name__}>"

@@ -1,8 +1,8 @@
 """Copies between plain and paged memory, block by block, so that a tensor may be larger than the fast tier.
 
 Everything here works on *dense* geometries: the elements in the order of memory, whatever the order of the dimensions.
-Copying, filling and comparing elements gives the same bits in pieces as at once; conversions between floating-point types
-do, conversions to integers do not have to (what happens to NaN depends on the vector lane) and are refused.
+Copying, filling and comparing elements gives the same bits in pieces as at once; conversions between floating-point
+types do, conversions to integers do not have to (what happens to NaN depends on the vector lane) and are refused.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ def copy_dense(target: torch.Tensor, source: torch.Tensor, op: str) -> None:
             pool.release(access)
 
 
-def fill_dense(target: PagedTensor, value: object, op: str) -> None:
+def fill_dense(target: PagedTensor, value: complex | torch.Tensor, op: str) -> None:
     """Set every element of a dense paged tensor."""
     pool = target._storage.pool
     for first, last in _steps(target):
         access = pool.acquire([_use(target, first, last, Mode.OVERWRITE)], op)
         try:
-            target._arena.flat(target.dtype, last - first, access.offsets[0]).fill_(value)  # type: ignore[arg-type]
+            target._arena.flat(target.dtype, last - first, access.offsets[0]).fill_(value)
         finally:
             pool.release(access)
 

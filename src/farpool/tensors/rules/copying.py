@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.tensors.dispatch import rule
+from farpool.tensors.dispatch import compute, rule
 from farpool.tensors.factories import allocate
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor, describe
@@ -24,6 +24,8 @@ from farpool.tensors.transfer import (
 __all__ = ["copy_like"]
 
 _aten = torch.ops.aten
+# A view is copied at once if it touches at most this part of the budget.
+_PART = 4
 
 
 def _mixed(left: Any, right: Any) -> bool:
@@ -33,27 +35,17 @@ def _mixed(left: Any, right: Any) -> bool:
 @rule(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
-    if not isinstance(source, torch.Tensor) or _mixed(target, source) or target.device != source.device:
+    if _mixed(target, source) or target.device != source.device or source.layout is not torch.strided:
         return NotImplemented
     if not any(spans_blocks(tensor) for tensor in (target, source) if type(tensor) is PagedTensor):
         return NotImplemented
-    if not convertible(source.dtype, target.dtype):
+    if not convertible(source.dtype, target.dtype) or _overlap(target, source):
         return NotImplemented
     if same_layout(target, source):
-        if not _overlap(target, source):
-            copy_dense(target, source, "aten.copy_")
-            return target
-        return NotImplemented
-    if type(source) is not PagedTensor and streamable(target) and source.layout is torch.strided:
-        # Broadcast or permuted: brought into the target's layout first, outside the pool.
-        laid_out = torch.empty_strided(target.size(), target.stride(), dtype=source.dtype, device=source.device)
-        copy_dense(target, laid_out.copy_(source), "aten.copy_")
-        return target
-    if type(target) is not PagedTensor and streamable(source) and target.layout is torch.strided:
-        laid_out = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=source.device)
-        copy_dense(laid_out, source, "aten.copy_")
-        return target.copy_(laid_out)
-    return NotImplemented
+        copy_dense(target, source, "aten.copy_")
+    else:
+        _copy_in_parts(target, source.expand(target.size()))
+    return target
 
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -61,6 +53,21 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     (start, stop), (other_start, other_stop) = left.byte_range(), right.byte_range()
     return start < other_stop and other_start < stop
+
+
+def _copy_in_parts(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between views of any layout: those that touch much are halved along the dimension that reaches farthest."""
+    paged = [tensor for tensor in (target, source) if type(tensor) is PagedTensor]
+    ranges = [tensor.byte_range() for tensor in paged]
+    largest = paged[0] if len(paged) == 1 or ranges[0][1] - ranges[0][0] >= ranges[1][1] - ranges[1][0] else paged[1]
+    reach = [(size - 1) * stride for size, stride in zip(largest.size(), largest.stride(), strict=True)]
+    if sum(stop - start for start, stop in ranges) <= paged[0]._storage.pool.fast // _PART or not any(reach):
+        compute(_aten.copy_.default, (target, source), {})
+        return
+    dim = reach.index(max(reach))
+    half = target.size(dim) // 2
+    for start, length in ((0, half), (half, target.size(dim) - half)):
+        _copy_in_parts(target.narrow(dim, start, length), source.narrow(dim, start, length))
 
 
 @rule(_aten.fill_.Scalar, _aten.zero_.default)

@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 @rule(_aten.detach.default, _aten.alias.default, _aten.lift.default, _aten.lift_fresh.default)
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
     source: PagedTensor = args[0]
-    result = source.like(source.size(), source.stride(), source.storage_offset())
+    result = source.like(source.size(), source.stride(), int(source.storage_offset()))
     if source.is_conj():
         torch._C._set_conj(result, True)
     if source.is_neg():

@@ -170,28 +170,29 @@ def fully_sharded_training_is_refused_or_equal(pool: Pool, wrap: Callable[[nn.Mo
 @scenario()
 def collectives_are_refused_or_equal(pool: Pool) -> None:
     _group(Path.cwd())
-    tensor, other = pool.from_tensor(randn(4)), randn(4, seed=6)
-    calls: dict[str, tuple[Callable[[], Any], torch.Tensor]] = {
-        "all_reduce": (lambda: torch.distributed.all_reduce(tensor), randn(4)),
-        "broadcast": (lambda: torch.distributed.broadcast(tensor, 0), randn(4)),
-        "all_gather": (lambda: torch.distributed.all_gather([torch.zeros(4)], tensor), randn(4)),
+    other = randn(4, seed=6)
+    calls: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
+        "all_reduce": (lambda t: torch.distributed.all_reduce(t), randn(4)),
+        "broadcast": (lambda t: torch.distributed.broadcast(t, 0), randn(4)),
+        "all_gather": (lambda t: torch.distributed.all_gather([torch.zeros(4)], t), randn(4)),
         "all_gather_into_tensor": (
-            lambda: torch.distributed.all_gather_into_tensor(torch.zeros(4), tensor),
+            lambda t: torch.distributed.all_gather_into_tensor(torch.zeros(4), t),
             randn(4),
         ),
-        "all_gather into": (lambda: torch.distributed.all_gather([tensor], other), other),
-        "scatter into": (lambda: torch.distributed.scatter(tensor, [randn(4)], 0), randn(4)),
-        "reduce_scatter of": (lambda: torch.distributed.reduce_scatter(torch.zeros(4), [tensor]), randn(4)),
-        "gather of": (lambda: torch.distributed.gather(tensor, [torch.zeros(4)]), randn(4)),
+        "all_gather into": (lambda t: torch.distributed.all_gather([t], other), other),
+        "scatter into": (lambda t: torch.distributed.scatter(t, [other], 0), other),
+        "reduce_scatter of": (lambda t: torch.distributed.reduce_scatter(torch.zeros(4), [t]), randn(4)),
+        "gather of": (lambda t: torch.distributed.gather(t, [torch.zeros(4)]), randn(4)),
     }
     for name, (call, after) in calls.items():
         print(name)
+        tensor = pool.from_tensor(randn(4))
         try:
-            call()
+            call(tensor)
         except UnsupportedError as error:
             assert "materialize" in str(error), error
-        else:
-            same(tensor, after, name)
+            after = randn(4)
+        same(tensor, after, name)
     torch.distributed.destroy_process_group()
 
 

@@ -1,0 +1,36 @@
+"""What torch itself has to know about paged tensors. Applied once, when the first of them can exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.optim.optimizer as _optimizer
+import torch.utils._foreach_utils as _foreach
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.paged_tensor import PagedTensor, describe
+
+__all__ = ["apply"]
+
+_native_data: Any = torch._C.TensorBase.data
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # Natively, a plain tensor would take over the geometry of a paged one, but no memory: reading it ends the process.
+    if type(value) is PagedTensor and type(tensor) is not PagedTensor:
+        raise UnsupportedError(
+            f"a plain tensor cannot view {describe(value)}, whose bytes move: use plain.copy_(paged), or "
+            "plain.data = pool.materialize(paged)"
+        )
+    _native_data.__set__(tensor, value)
+
+
+def apply() -> None:
+    """Tell torch. Doing so twice changes nothing."""
+    if "data" not in vars(torch.Tensor):
+        torch.Tensor.data = property(_native_data.__get__, _set_data, doc=_native_data.__doc__)  # type: ignore[assignment]
+    # Optimizers choose their form by exact type; a paged parameter gets the form that its plain one would get.
+    for kinds in (_optimizer._foreach_supported_types, _foreach._foreach_supported_types):
+        if PagedTensor not in kinds:
+            kinds.append(PagedTensor)
