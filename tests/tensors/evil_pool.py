@@ -57,15 +57,15 @@ class _Home:
 class EvilPool:
     """Stands in for `farpool.pool.BlockPool`; `largest` is the size at which storages are cut into blocks."""
 
-    fast: int = 1 << 22
-    largest: int = 1 << 16
+    fast: int = 1 << 19
+    largest: int = 1 << 14
     seed: int = 0
     device: str = "cpu"
     closed: bool = False
     ops: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.arena = _Arena(4 * self.fast)
+        self.arena = _Arena(2 * self.fast + (1 << 16))
         self.dropped: deque[object] = deque()
         self._random = random.Random(self.seed)
         self._homes: dict[int, _Home] = {}

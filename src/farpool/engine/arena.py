@@ -33,6 +33,8 @@ class ArenaMap:
         self._ranges = ExtentAllocator(capacity, ALIGNMENT)
         self._owner: dict[int, int] = {}
         self._hazards: dict[int, tuple[int, int]] = {}
+        self.version = 0
+        """Counts the changes of the map."""
 
     @property
     def capacity(self) -> int:
@@ -70,12 +72,14 @@ class ArenaMap:
         if not self._ranges.alloc_at(place, nbytes):
             return False
         self._owner[place] = block
+        self.version += 1
         return True
 
     def drop(self, place: int) -> None:
         """Take the range back from its block."""
         self._ranges.free(place)
         del self._owner[place]
+        self.version += 1
 
     def add_hazard(self, transfer: int, place: int, nbytes: int) -> None:
         """The bytes of this range are read by `transfer` until it completes."""
@@ -83,6 +87,7 @@ class ArenaMap:
 
     def remove_hazard(self, transfer: int) -> None:
         self._hazards.pop(transfer, None)
+        self.version += 1
 
     def hazards_of(self, place: int, nbytes: int) -> tuple[int, ...]:
         """Transfers that still read bytes of this range."""
@@ -99,30 +104,35 @@ class ArenaMap:
         """Blocks with bytes at or beyond `capacity`."""
         return [self._owner[place] for place, size in self._ranges.ranges() if place + size > capacity]
 
-    def gap(self, nbytes: int, movable: Callable[[int], bool]) -> Gap | None:
+    def gap(self, nbytes: int, movable: Callable[[int], bool], most: int) -> Gap | None:
         """The cheapest way to open a hole of `nbytes` by sliding neighbours towards the start, if there is one.
 
         Looks at each stretch of the arena without an immovable range, and in it at each window whose holes add up.
+
+        Parameters
+        ----------
+        movable : callable
+            Whether a block may be moved.
+        most : int
+            Bytes to move at most.
         """
-        best: Gap | None = None
+        best: tuple[list[tuple[int, int]], int] | None = None
         for low, high, stretch in self._stretches(movable):
-            left, start, moved = 0, low, 0
-            inside = 0
+            left = moved = 0
+            start = low
             for right, (_, size) in enumerate(stretch):
                 moved += size
-                inside += size
                 stop = stretch[right + 1][0] if right + 1 < len(stretch) else high
-                while stop - start - inside >= nbytes:
-                    if best is None or moved < best.moved:
-                        best = Gap(self._slide(stretch[left : right + 1], start), moved)
-                    first_place, first_size = stretch[left]
-                    start = first_place + first_size
-                    inside -= first_size
-                    moved -= first_size
+                while left <= right and stop - start - moved >= nbytes:
+                    if moved <= most:
+                        best, most = (stretch[left : right + 1], start), moved - 1
+                    place, size = stretch[left]
+                    start = place + size
+                    moved -= size
                     left += 1
-                    if left > right:
-                        break
-        return best
+        if best is None:
+            return None
+        return Gap(self._slide(*best), most + 1)
 
     def _stretches(self, movable: Callable[[int], bool]) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """``(start, stop, movable ranges)`` between immovable ranges and hazards."""

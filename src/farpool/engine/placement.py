@@ -19,6 +19,9 @@ class Placement(Residency):
     blocks cost nothing, dirty ones are written back); sliding neighbours together.
     """
 
+    _in_vain: tuple[int, int, int] | None = None
+    """Look-ahead for a gap that failed: version of the map, bytes, and bytes to move at most."""
+
     def bring(self, run: Run, keep: frozenset[int], use: int | None = None) -> bool:
         """Place and fetch what is missing of a run; False if that has to wait (or, ahead of time, is not worth it).
 
@@ -160,17 +163,19 @@ class Placement(Residency):
             Only blocks that no lower tier takes are left to evict.
         """
         kept: list[int] = []
+        enough = nbytes
         refused: NoRoomError | None = None
         try:
             while True:
                 place = self.arena.find(nbytes)
                 if place >= 0:
                     return place
-                if self.arena.free >= nbytes:
+                if self.arena.free >= enough:
                     if self._slide_together(nbytes, nbytes if use is not None else self.arena.capacity):
                         continue
                     if self.arena.hazards:
                         return -1  # enough is on its way out
+                    enough = self.arena.free + nbytes // 8  # in vain: look again when it pays
                 victim = self.evictable.victim()
                 if victim < 0:
                     break
@@ -196,8 +201,13 @@ class Placement(Residency):
     def _slide_together(self, nbytes: int, most: int) -> bool:
         """Open a hole by moving resident blocks, at most `most` bytes of them."""
         blocks = self.blocks
-        gap = self.arena.gap(nbytes, self.at_rest)
-        if gap is None or gap.moved > most:
+        tried = (self.arena.version, nbytes, most)
+        if tried == self._in_vain:
+            return False
+        gap = self.arena.gap(nbytes, self.at_rest, most)
+        if gap is None:
+            # A block may have come to rest since, but looking again is worth it only when the map has changed.
+            self._in_vain = tried if most < self.arena.capacity else None
             return False
         for block, target in gap.slides:
             move = self.arena.slide(block, blocks.place[block], target, blocks.size[block])

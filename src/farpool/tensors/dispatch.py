@@ -31,6 +31,11 @@ _rules: dict[Any, Rule | None] = {}
 _families: dict[str, Rule] = {}
 _signatures: dict[Any, Signature] = {}
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_LAZY = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ZeroTensor)
+)
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -152,6 +157,17 @@ def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTe
         elif type(value) is list or type(value) is tuple:
             found.extend(item for item in value if type(item) is PagedTensor)
     return found
+
+
+def _lazy_bits() -> Any:
+    """Let kernels conjugate and negate lazily, as they do for plain tensors.
+
+    While an operation is handled in Python these keys are excluded, and a kernel that builds on other operations would
+    read the values of a conjugated tensor as if it were none.
+    """
+    return torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - _LAZY
+    )
 
 
 class _Operands:
@@ -296,10 +312,11 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     access = pool.acquire(uses, signature.name)
     try:
         operands.build_all(used, uses, access.offsets)
-        result = func(
-            *[operands.replace(value) for value in args],
-            **{name: operands.replace(value) for name, value in kwargs.items()},
-        )
+        with _lazy_bits():
+            result = func(
+                *[operands.replace(value) for value in args],
+                **{name: operands.replace(value) for name, value in kwargs.items()},
+            )
         return operands.wrap_all(result)
     finally:
         pool.release(access)

@@ -315,7 +315,7 @@ def text_of_a_tensor_larger_than_the_budget_reads_only_its_edges(pool: Pool) -> 
     assert moved < 4 * pool.fast, f"{moved} bytes were moved for the text of a tensor of {tensor.nbytes} bytes"
     assert "farpool" in str(tensor.t())
     assert "Parameter" in repr(nn.Parameter(tensor))
-    assert "tensor" in repr([tensor, {"a": tensor}])
+    assert "Tensor" in repr([tensor, {"a": tensor}])
 
 
 @scenario()
