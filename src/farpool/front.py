@@ -77,7 +77,7 @@ class Pool(BlockPool):
         return factories.zeros(self, *shape, dtype=dtype)
 
     def full(
-        self, shape: int | Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None
+        self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """A paged tensor filled with `value`."""
         from farpool.tensors import factories

@@ -302,7 +302,12 @@ class BlockPool:
                 raise operands_too_large(uses, op, self.fast) from None
             self._start()
             if not grant.granted:
-                self._wait(grant, uses, op)
+                try:
+                    self._wait(grant, uses, op)
+                except BaseException:  # an interrupt, too, must not leave operands pinned or a place in the line taken
+                    self.engine.abandon(grant)
+                    self._start()
+                    raise
             self._granted += 1
             if self.engine.arena.used > self.peak:
                 self.peak = self.engine.arena.used
@@ -373,7 +378,6 @@ class BlockPool:
         while not grant.granted and grant.error is None:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                self.engine.cancel(grant)
                 block, tier = self._awaited(grant)
                 raise TierTimeoutError(
                     f"{op or 'access'}: waited {self.config.timeout:g} s for "

@@ -37,7 +37,7 @@ def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
 def test_the_demo_gives_the_same_bits_inside_its_budget(tmp_path: Path) -> None:
     done = command("demo", "--texts", "40", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout)
+    outcome = json.loads(done.stdout)["result"]
     assert outcome["equal"] is True
     assert 0 < outcome["peak_bytes"] <= outcome["budget_bytes"] < outcome["weight_bytes"] * 0.26
     assert outcome["passages"] == 40

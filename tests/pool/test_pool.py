@@ -353,3 +353,22 @@ def test_closing_waits_for_operands_in_use() -> None:
     pool.release(access)
     closing.join(20)
     assert not closing.is_alive()
+
+
+def test_an_interrupted_wait_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pool("64KiB", dram="4MiB") as pool:
+        storages = [pool.allocate(20_000) for _ in range(10)]
+        for seed, storage in enumerate(storages):
+            write(pool, storage, content(seed, 20_000))
+
+        def interrupt(timeout: float) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._executor, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                read(pool, storages[0])
+        for seed, storage in enumerate(storages):
+            assert read(pool, storage) == content(seed, 20_000)
+        access = pool.acquire([Use(s, 0, 20_000, READ) for s in storages[:3]], "all of it")
+        pool.release(access)

@@ -1,7 +1,7 @@
 """A pool that does everything it is allowed to do, at once.
 
-Each access lies at another place of the arena. What may be overwritten without being fetched holds poison until it is. What is
-only read must not change. Memory that was released is poisoned, so a tensor that was kept by mistake reads NaN.
+Each access lies at another place of the arena. What may be overwritten without being fetched holds poison until it is.
+What is only read must not change. Memory that was released is poisoned, so a tensor that was kept by mistake reads NaN.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from farpool.demo.settings import Settings
 from farpool.errors import ConfigError
+from farpool.observe.provenance import provenance
 
 __all__ = ["demo"]
 
@@ -72,7 +73,8 @@ def demo(
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
         outcome = run(settings, _Bars(progress))
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(outcome)).decode() + "\n")
+        result = {"provenance": provenance(), "result": outcome}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     else:
         Console().print(report(outcome))
     if not outcome.equal:

@@ -183,9 +183,11 @@ class Engine:
             self._residency.unpin(block)
         self._serve()
 
-    def cancel(self, access: Access) -> None:
-        """Give up waiting. What is under way goes on."""
-        if access in self._line:
+    def abandon(self, access: Access) -> None:
+        """Give up waiting, or what was granted meanwhile. What is under way goes on."""
+        if access.granted:
+            self.release(access)
+        elif access in self._line:
             self._line.remove(access)
             self._serve()
 

@@ -7,7 +7,7 @@ types do, conversions to integers do not have to (what happens to NaN depends on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ __all__ = [
     "flat",
     "same_layout",
     "spans_blocks",
+    "stream",
     "streamable",
 ]
 
@@ -88,55 +89,53 @@ def _use(tensor: PagedTensor, first: int, last: int, mode: Mode) -> Use:
     return Use(tensor._storage, start + first * itemsize, start + last * itemsize, mode)
 
 
-def copy_dense(target: torch.Tensor, source: torch.Tensor, op: str) -> None:
-    """Copy between tensors of the same layout, of which at least one is paged."""
-    paged = [tensor for tensor in (target, source) if type(tensor) is PagedTensor]
-    pool = paged[0]._storage.pool
-    for first, last in _steps(*paged):
-        modes = (
-            (Mode.OVERWRITE, Mode.READ) if len(paged) == 2 else (Mode.OVERWRITE if target is paged[0] else Mode.READ,)
-        )
-        access = pool.acquire([_use(tensor, first, last, mode) for tensor, mode in zip(paged, modes, strict=True)], op)
+def stream(op: str, function: Callable[..., object], *operands: tuple[torch.Tensor, Mode]) -> bool:
+    """Call `function` with flat pieces of operands of the same layout, of which at least one is paged.
+
+    Parameters
+    ----------
+    op : str
+        For errors and events.
+    function : callable
+        Takes one plain tensor for each operand. No more pieces are taken once it returned False.
+    *operands : tuple of torch.Tensor and Mode
+        Dense tensors, and what is done with those that are paged.
+
+    Returns
+    -------
+    bool
+        Whether `function` went through all pieces.
+    """
+    paged = [(tensor, mode) for tensor, mode in operands if type(tensor) is PagedTensor]
+    pool = paged[0][0]._storage.pool
+    plain = {id(tensor): flat(tensor) for tensor, _ in operands if type(tensor) is not PagedTensor}
+    for first, last in _steps(*[tensor for tensor, _ in paged]):
+        access = pool.acquire([_use(tensor, first, last, mode) for tensor, mode in paged], op)
         try:
             offsets = iter(access.offsets)
             pieces = [
                 tensor._arena.flat(tensor.dtype, last - first, next(offsets))
                 if type(tensor) is PagedTensor
-                else flat(tensor)[first:last]
-                for tensor in (target, source)
+                else plain[id(tensor)][first:last]
+                for tensor, _ in operands
             ]
-            pieces[0].copy_(pieces[1])
-        finally:
-            pool.release(access)
-
-
-def fill_dense(target: PagedTensor, value: complex | torch.Tensor, op: str) -> None:
-    """Set every element of a dense paged tensor."""
-    pool = target._storage.pool
-    for first, last in _steps(target):
-        access = pool.acquire([_use(target, first, last, Mode.OVERWRITE)], op)
-        try:
-            target._arena.flat(target.dtype, last - first, access.offsets[0]).fill_(value)
-        finally:
-            pool.release(access)
-
-
-def equal_dense(left: torch.Tensor, right: torch.Tensor, op: str) -> bool:
-    """Whether two tensors of the same layout and dtype, at least one of them paged, are equal."""
-    paged = [tensor for tensor in (left, right) if type(tensor) is PagedTensor]
-    pool = paged[0]._storage.pool
-    for first, last in _steps(*paged):
-        access = pool.acquire([_use(tensor, first, last, Mode.READ) for tensor in paged], op)
-        try:
-            offsets = iter(access.offsets)
-            pieces = [
-                tensor._arena.flat(tensor.dtype, last - first, next(offsets))
-                if type(tensor) is PagedTensor
-                else flat(tensor)[first:last]
-                for tensor in (left, right)
-            ]
-            if not torch.equal(pieces[0], pieces[1]):
+            if function(*pieces) is False:
                 return False
         finally:
             pool.release(access)
     return True
+
+
+def copy_dense(target: torch.Tensor, source: torch.Tensor, op: str) -> None:
+    """Copy between tensors of the same layout, of which at least one is paged."""
+    stream(op, torch.Tensor.copy_, (target, Mode.OVERWRITE), (source, Mode.READ))
+
+
+def fill_dense(target: PagedTensor, value: complex | torch.Tensor, op: str) -> None:
+    """Set every element of a dense paged tensor."""
+    stream(op, lambda piece: piece.fill_(value), (target, Mode.OVERWRITE))
+
+
+def equal_dense(left: torch.Tensor, right: torch.Tensor, op: str) -> bool:
+    """Whether two tensors of the same layout and dtype, at least one of them paged, are equal."""
+    return stream(op, torch.equal, (left, Mode.READ), (right, Mode.READ))

@@ -82,6 +82,8 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule(_aten.equal.default)
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     left, right = args[0], args[1]
+    if left.size() != right.size():
+        return False
     if left.dtype is not right.dtype or _mixed(left, right) or not same_layout(left, right):
         return NotImplemented
     return left.device == right.device and equal_dense(left, right, "aten.equal")

@@ -1,4 +1,4 @@
-"""Operations that torch computes in another way for any tensor subclass, before they are dispatched: with other bits."""
+"""Operations that torch computes in another way, with other bits, for any tensor subclass before it dispatches them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @rule(_aten._linalg_svd.default, _aten.linalg_eig.default, _aten._linalg_eigh.default)
 def _decomposition(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # svdvals() and eigvals() of a plain tensor without gradient leave the vectors out, which changes the values; seen from
-    # here they look like svd() and eig().
+    # svdvals() and eigvals() of a plain tensor without gradient leave the vectors out, which changes the values; seen
+    # from here they look like svd() and eig().
     matrix = args[0]
     if type(matrix) is not PagedTensor or (matrix.requires_grad and torch.is_grad_enabled()):
         return NotImplemented

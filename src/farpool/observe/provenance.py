@@ -1,0 +1,55 @@
+"""Where a result comes from: machine, date, versions, command. Every result file begins with it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["Provenance", "provenance"]
+
+_PACKAGES = ("farpool", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What has to be known to judge a figure, or to get it again."""
+
+    command: str
+    date: str
+    processor: str
+    cores: int
+    memory_bytes: int
+    system: str
+    versions: dict[str, str]
+
+
+def provenance() -> Provenance:
+    """Of this process, now."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return Provenance(
+        command=shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=platform.platform(),
+        versions=versions,
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
