@@ -190,3 +190,21 @@ def test_names_of_blocks_born_in_a_loop_repeat() -> None:
         for gradient in born:
             world.free(gradient, 1)
     assert world.engine.tape.divergences == before
+
+
+def test_a_prefetch_that_failed_is_tried_again_when_it_is_needed() -> None:
+    failing: set[int] = set()
+    world = World(8 * 2048, fault=lambda t: OSError("no") if not t.demand and t.block in failing else None)
+    blocks = [world.create([2048]) for _ in range(16)]
+    for block in blocks:
+        world.access([(block, 1, OVERWRITE)])
+    for turn in range(6):
+        if turn == 3:
+            failing.update(blocks)
+        for block in blocks:
+            world.access([(block, 1, READ)], compute=1e-4)
+    failing.clear()
+    before = world.engine.counters.prefetches_used
+    for block in blocks:
+        world.access([(block, 1, READ)], compute=1e-4)
+    assert world.engine.counters.prefetches_used > before

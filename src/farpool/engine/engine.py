@@ -262,7 +262,7 @@ class Engine:
 
     def failed(self, transfer: int, error: BaseException) -> None:
         """A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody."""
-        self._residency.failed(transfer, error)
+        self._residency.failed(transfer, error, lambda block: any(block in access.blocks for access in self._line))
         if self._look_ahead is not None:
             self._look_ahead.retreat()
 

@@ -105,7 +105,7 @@ class LookAhead:
         if blocks.named(name + count - 1) != first + count - 1:
             return True  # another storage bears these names by now
         states = {blocks.state[block] for block in range(first, first + count)}
-        if State.ABSENT not in states or any(b in residency.faults for b in range(first, first + count)):
+        if State.ABSENT not in states or any(b in residency.shunned for b in range(first, first + count)):
             return True
         run = Run(first, count, Mode.READ)
         if residency.ahead_bytes and residency.ahead_bytes + residency.run_bytes(run) > self._window:

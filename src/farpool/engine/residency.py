@@ -9,7 +9,7 @@ A block is absent, fetching, resident or writing back (see `State`). Two further
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from farpool._native import NextUse
@@ -75,7 +75,9 @@ class Residency:
         self.evictable = NextUse()
         self.stuck: dict[int, BaseException] = {}
         self.faults: dict[int, BaseException] = {}
-        """Blocks whose last fetch failed; whoever waits for one takes the error."""
+        """Blocks whose last fetch failed while somebody waited for it, who takes the error."""
+        self.shunned: set[int] = set()
+        """Blocks whose last prefetch failed: left alone until they are accessed."""
         self._barred: dict[int, set[int]] = {}
         self.hollow: set[int] = set()
         self._prefetched: set[int] = set()
@@ -151,6 +153,7 @@ class Residency:
 
     def used(self, block: int) -> None:
         """The block is accessed: if it was prefetched, that was right."""
+        self.shunned.discard(block)
         if self._not_ahead(block):
             self.counters.prefetches_used += 1
 
@@ -167,6 +170,7 @@ class Residency:
     def fill(self, block: int, mode: Mode, use: int | None) -> None:
         """Fill a block that has its place. Where there is nothing to fetch, only its range has to become free."""
         blocks = self.blocks
+        self.faults.pop(block, None)
         place, size = blocks.place[block], blocks.size[block]
         pieces: tuple[Piece, ...] = ()
         if self.has_copy(block):
@@ -310,6 +314,7 @@ class Residency:
         self._barred.pop(block, None)
         self.stuck.pop(block, None)
         self.faults.pop(block, None)
+        self.shunned.discard(block)
 
     def _drop_copy(self, block: int) -> None:
         blocks = self.blocks
@@ -332,7 +337,6 @@ class Residency:
         del self.moving[block]
         if transfer.kind == Kind.FETCH:
             blocks.state[block] = State.RESIDENT
-            self.faults.pop(block, None)
             self.enter(block)
             return
         self._barred.pop(block, None)
@@ -343,8 +347,14 @@ class Residency:
             blocks.place[block] = NOWHERE
             self.counters.evictions += 1
 
-    def failed(self, number: int, error: BaseException) -> None:
-        """A transfer has ended badly. What waited for it is undone; the bytes it was to save stay where they are."""
+    def failed(self, number: int, error: BaseException, waited_for: Callable[[int], bool]) -> None:
+        """A transfer has ended badly. What waited for it is undone; the bytes it was to save stay where they are.
+
+        Parameters
+        ----------
+        waited_for : callable
+            Whether an access waits for a block.
+        """
         transfer = self.transfers.pop(number, None)
         if transfer is None:
             return
@@ -354,7 +364,10 @@ class Residency:
             blocks.state[block] = State.RESIDENT
             self._not_ahead(block)
             self.leave(block)
-            self.faults[block] = error
+            if waited_for(block):
+                self.faults[block] = error
+            else:
+                self.shunned.add(block)
             return
         for other in [t for t in self.transfers.values() if number in t.after]:
             self._give_up(other)
