@@ -79,7 +79,7 @@ class Allocation:
         return replace(blocks, adopted=True)
 
     def _create(self, nbytes: int, cls: str, row_bytes: int) -> Blocks:
-        step = block_bytes(nbytes, self.sizes.largest, row_bytes, cls)
+        step = block_bytes(nbytes, self.sizes, row_bytes, cls)
         sizes = [min(step, nbytes - start) for start in range(0, nbytes, step)]
         return Blocks(self._engine.create(sizes, cls), len(sizes), 0, step, False)
 

@@ -76,9 +76,7 @@ class Pool(BlockPool):
 
         return factories.zeros(self, *shape, dtype=dtype)
 
-    def full(
-        self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def full(self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor filled with `value`."""
         from farpool.tensors import factories
 

@@ -98,8 +98,9 @@ class BlockPool:
         self.spaces = [TierSpace(tier, self.ledger) for tier in self._tiers]
         self.ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
         self.ledger.add("host", "staging", **self._device.staging)
-        self.engine = Engine(config.fast, self.spaces, CLASSES, prefetch=config.prefetch)
-        self.allocation = Allocation(self.engine, cut(config.fast))
+        sizes = cut(config.fast)
+        self.engine = Engine(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
+        self.allocation = Allocation(self.engine, sizes)
         self._names = [tier.info.name for tier in self._tiers]
         self._sources: dict[int, int] = {}
         self._held: list[SafetensorsFile] = []
@@ -458,7 +459,7 @@ class BlockPool:
             elif budget > before:
                 self.ledger.add("fast", "arena", requested=budget - before, reserved=budget - before,
                                 touched=budget - before)  # fmt: skip
-            self.allocation.sizes = cut(budget)
+            self.allocation.sizes = cut(budget, self.allocation.sizes.alignment)
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
         """Call `callback` with each event from now on, from the thread in which it is noted.

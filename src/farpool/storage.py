@@ -29,6 +29,10 @@ _ROWS = 16 << 10
 """Bytes of a block of a table whose rows are picked by data: a miss should not bring many rows that nobody asked
 for."""
 _PAGE = 4096
+_SECTOR = 512
+"""Direct I/O goes straight to memory that is aligned to it; elsewhere through a copy."""
+_DIRECT = 128
+"""Blocks of this many sectors or more are aligned to them: less is lost to rounding than is won."""
 
 
 class BlockExtent(NamedTuple):
@@ -68,28 +72,38 @@ class Cut(NamedTuple):
     largest: int
     shared: int
     small: int
+    alignment: int
 
 
-def cut(fast: int) -> Cut:
-    """Block sizes for a fast tier of `fast` bytes."""
-    largest = max(ALIGNMENT, fast // _PARTS // ALIGNMENT * ALIGNMENT)
-    if largest > 16 * _PAGE:
+def cut(fast: int, alignment: int = 0) -> Cut:
+    """Block sizes for a fast tier of `fast` bytes.
+
+    Parameters
+    ----------
+    alignment : int
+        Of an arena that there is already; 0 to choose it.
+    """
+    largest = fast // _PARTS
+    if alignment == 0:
+        alignment = _SECTOR if largest >= _DIRECT * _SECTOR else ALIGNMENT
+    largest = max(alignment, largest // alignment * alignment)
+    if largest > _PAGE * _PARTS:
         largest = largest // _PAGE * _PAGE
     shared = min(largest, _SHARED)
-    return Cut(largest, shared, shared // _SMALL)
+    return Cut(largest, shared, shared // _SMALL, alignment)
 
 
-def block_bytes(nbytes: int, largest: int, row_bytes: int, cls: str) -> int:
-    """Bytes of the blocks of a large storage (the last may be shorter); a multiple of 64.
+def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
+    """Bytes of the blocks of a large storage (the last may be shorter); a multiple of the alignment.
 
-    Cut at whole rows if some number of rows is a multiple of 64 bytes and not larger than a block; preferably also a
-    multiple of the page, which direct I/O wants.
+    Cut at whole rows if some number of rows is aligned and no larger than a block; preferably also a multiple of the
+    page, in which files are read and written.
     """
-    limit = min(largest, _ROWS) if cls == "embedding" else largest
+    limit = min(sizes.largest, _ROWS) if cls == "embedding" else sizes.largest
     if nbytes <= limit:
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return -(-nbytes // sizes.alignment) * sizes.alignment
     if row_bytes > 0:
-        for unit in (_PAGE, ALIGNMENT):
+        for unit in (_PAGE, sizes.alignment):
             step = math.lcm(row_bytes, unit)
             if step <= limit:
                 return limit // step * step

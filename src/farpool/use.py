@@ -103,18 +103,18 @@ def smallest_budget(uses: Sequence[Use]) -> int:
 
 
 def _needed(uses: Sequence[Use], budget: int) -> int:
-    largest, shared, small = cut(budget)
+    sizes = cut(budget)
     spans: set[tuple[int, int, int]] = set()
     total = 0
     for storage, start, stop, _ in uses:
         if stop <= start:
             continue
-        if storage.nbytes <= small:
-            total += shared  # each might lie in a shared block of its own
+        if storage.nbytes <= sizes.small:
+            total += sizes.shared  # each might lie in a shared block of its own
             continue
-        step = block_bytes(storage.nbytes, largest, storage.row_bytes, storage.cls)
+        step = block_bytes(storage.nbytes, sizes, storage.row_bytes, storage.cls)
         spans.add((id(storage), start // step * step, min(-(-stop // step) * step, storage.nbytes)))
-    return total + sum(-(-(stop - start) // ALIGNMENT) * ALIGNMENT for _, start, stop in spans)
+    return total + sum(-(-(stop - start) // sizes.alignment) * sizes.alignment for _, start, stop in spans)
 
 
 def describe(uses: Sequence[Use]) -> str:

@@ -16,7 +16,7 @@ from farpool.engine.messages import Move
 __all__ = ["ALIGNMENT", "ArenaMap", "Gap"]
 
 ALIGNMENT = 64
-"""Bytes. Plain torch tensors begin at such addresses; a kernel may give other bits for an operand that does not."""
+"""Bytes, at least. Plain torch tensors begin at such addresses; a kernel may give other bits for one that does not."""
 
 
 class Gap(NamedTuple):
@@ -29,12 +29,17 @@ class Gap(NamedTuple):
 class ArenaMap:
     """Ranges of the arena, in bytes from its start."""
 
-    def __init__(self, capacity: int) -> None:
-        self._ranges = ExtentAllocator(capacity, ALIGNMENT)
+    def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
+        self.alignment = alignment
+        self._ranges = ExtentAllocator(capacity, alignment)
         self._owner: dict[int, int] = {}
         self._hazards: dict[int, tuple[int, int]] = {}
         self.version = 0
         """Counts the changes of the map."""
+
+    def rounded(self, nbytes: int) -> int:
+        """Bytes that a block of `nbytes` bytes takes."""
+        return -(-nbytes // self.alignment) * self.alignment
 
     @property
     def capacity(self) -> int:
@@ -83,7 +88,7 @@ class ArenaMap:
 
     def add_hazard(self, transfer: int, place: int, nbytes: int) -> None:
         """The bytes of this range are read by `transfer` until it completes."""
-        self._hazards[transfer] = (place, place + -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        self._hazards[transfer] = (place, place + self.rounded(nbytes))
 
     def remove_hazard(self, transfer: int) -> None:
         self._hazards.pop(transfer, None)
@@ -139,7 +144,7 @@ class ArenaMap:
         obstacles = [*self._hazards.values(), (self.capacity, self.capacity)]
         ranges = []
         for place, size in self._ranges.ranges():
-            size = -(-size // ALIGNMENT) * ALIGNMENT
+            size = self.rounded(size)
             if movable(self._owner[place]):
                 ranges.append((place, size))
             else:

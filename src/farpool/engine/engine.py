@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farpool.engine.arena import ArenaMap
+from farpool.engine.arena import ALIGNMENT, ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
 from farpool.engine.lookahead import LookAhead
 from farpool.engine.messages import Mode, Move, Piece, Run, Space, Transfer
@@ -56,6 +56,8 @@ class Engine:
         The lower tiers from fast to slow; None stands for a read-only source, which blocks only come from.
     classes : tuple of str
         Names that a block's class may have.
+    alignment : int
+        Of blocks in the arena, in bytes; each block of a storage but the last must be a multiple of it.
     tape : Tape, optional
         Where accesses are recorded.
     prefetch : bool
@@ -68,11 +70,12 @@ class Engine:
         spaces: Sequence[Space | None],
         classes: tuple[str, ...] = ("bytes",),
         *,
+        alignment: int = ALIGNMENT,
         tape: Tape | None = None,
         prefetch: bool = True,
     ) -> None:
         self.tape = tape if tape is not None else Tape()
-        self._residency = Placement(capacity, spaces, classes)
+        self._residency = Placement(capacity, spaces, classes, alignment)
         self._look_ahead = LookAhead(self.tape, self._residency) if prefetch else None
         self._line: list[Access] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farpool.engine.arena import ALIGNMENT
 from farpool.engine.blocks import NOWHERE, State
 from farpool.engine.messages import Mode, Move, Run
 from farpool.engine.residency import NoRoomError, Residency
@@ -73,9 +72,7 @@ class Placement(Residency):
         """
         blocks = self.blocks
         missing = [
-            run
-            for run in runs
-            if all(blocks.state[b] == State.ABSENT for b in range(run.first, run.first + run.count))
+            run for run in runs if all(blocks.state[b] == State.ABSENT for b in range(run.first, run.first + run.count))
         ]
         base = self.make_room(sum(self.run_bytes(run) for run in missing), keep, None) if len(missing) > 1 else -1
         if base < 0:
@@ -93,7 +90,7 @@ class Placement(Residency):
         if run.count == 1 and before >= 0 and self.blocks.place[before] != NOWHERE:
             # Beside its predecessor, so that a storage written block by block is contiguous when it is wanted whole.
             place = self.blocks.place[before] + self.blocks.size[before]
-            if place % ALIGNMENT == 0 and self.arena.fits(place, size):
+            if place % self.arena.alignment == 0 and self.arena.fits(place, size):
                 return place
         return self.make_room(size, keep, use)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from farpool._native import NextUse
-from farpool.engine.arena import ALIGNMENT, ArenaMap
+from farpool.engine.arena import ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
 from farpool.engine.tape import NEVER
@@ -57,11 +57,13 @@ class Residency:
         Lower tiers from fast to slow; None stands for a read-only source, which blocks only come from.
     classes : tuple of str
         Names of block classes.
+    alignment : int
+        Of blocks in the arena, in bytes; inside a storage, each block but the last is a multiple of it.
     """
 
-    def __init__(self, capacity: int, spaces: Sequence[Space | None], classes: tuple[str, ...]) -> None:
+    def __init__(self, capacity: int, spaces: Sequence[Space | None], classes: tuple[str, ...], alignment: int) -> None:
         self.blocks = BlockTable(classes)
-        self.arena = ArenaMap(capacity)
+        self.arena = ArenaMap(capacity, alignment)
         self.spaces = list(spaces)
         self.counters = Counters()
         self.commands: list[Transfer | Move] = []
@@ -93,8 +95,8 @@ class Residency:
         """Arena bytes that a run occupies."""
         size = self.blocks.size
         if run.count == 1:
-            return -(-size[run.first] // ALIGNMENT) * ALIGNMENT
-        return sum(-(-size[b] // ALIGNMENT) * ALIGNMENT for b in range(run.first, run.first + run.count))
+            return self.arena.rounded(size[run.first])
+        return sum(self.arena.rounded(size[b]) for b in range(run.first, run.first + run.count))
 
     def has_copy(self, block: int) -> bool:
         return self.blocks.tier[block] != NOWHERE or block in self.sources
