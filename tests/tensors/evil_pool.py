@@ -6,6 +6,7 @@ What is only read must not change. Memory that was released is poisoned, so a te
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 
 from farpool.engine import Mode
 from farpool.errors import BudgetError, PoolClosedError
-from farpool.storage import Blocks, Storage, block_bytes
+from farpool.storage import Blocks, Storage
 from farpool.use import Use
 
 _POISON = 0xFF  # NaN in every floating-point type
@@ -77,8 +78,12 @@ class EvilPool:
     def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
         self._check_open()
         number = len(self._homes)
-        self._homes[number] = _Home(torch.full((nbytes,), _POISON, dtype=torch.uint8))
-        step = block_bytes(nbytes, self.largest, row_bytes, cls)
+        with torch._C.DisableTorchFunction():
+            self._homes[number] = _Home(torch.full((nbytes,), _POISON, dtype=torch.uint8))
+        step = min(self.largest, max(nbytes, 1))
+        rows = math.lcm(row_bytes, _ALIGNMENT) if row_bytes else 0
+        if 0 < rows < step < nbytes:
+            step = step // rows * rows
         count = -(-nbytes // step) if nbytes else 0
         return Storage(self, nbytes, cls, name, row_bytes, Blocks(number, count, 0, step, False))  # type: ignore[arg-type]
 

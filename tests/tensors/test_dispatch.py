@@ -252,7 +252,6 @@ def test_conjugated_and_negated_views_have_their_values(dtype: torch.dtype, evil
         lambda t: torch.view_as_real(t.resolve_conj()),
         lambda t: torch.linalg.svdvals(t * 1),
         lambda t: torch.linalg.pinv(t),
-        lambda t: torch.linalg.lstsq(t, t).solution,
         lambda t: t.adjoint(),
         lambda t: torch.empty_like(t).copy_(t.conj()),
     ):
@@ -391,6 +390,38 @@ def test_operations_made_of_others_are_taken_apart_in_inference_mode(evil: EvilP
             lambda t: t.contiguous(),
         ):
             assert_same(function(tensor), function(VALUES))
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *MANY_VIEWS])
+def test_a_view_made_in_inference_mode_is_an_inference_tensor_only_if_its_base_is(name: str, evil: EvilPool) -> None:
+    function = {**VIEWS, **MANY_VIEWS}[name]
+    tensor = paged(evil)
+    with torch.inference_mode():
+        for ours, plain in ((tensor, VALUES), (paged(evil), VALUES.clone())):
+            view, expected = function(ours), function(plain)
+            if not isinstance(view, torch.Tensor):
+                view, expected = view[0], expected[0]
+            assert type(view) is PagedTensor
+            assert view.is_inference() == expected.is_inference()
+
+
+def test_complex_results_inside_composed_operations_keep_their_conjugation(evil: EvilPool) -> None:
+    with torch.inference_mode():
+        assert_same(torch.fft.hfftn(paged(evil)), torch.fft.hfftn(VALUES))
+
+
+def test_a_view_beyond_the_storage_is_refused(evil: EvilPool) -> None:
+    tensor = paged(evil)
+    for function in (
+        lambda t: t.as_strided((10, 10), (10, 1)),
+        lambda t: t.as_strided((2,), (1,), 59),
+        lambda t: t.as_strided_((61,), (1,)),
+        lambda t: torch.ops.aten._reshape_alias(t, [61], [1]),
+    ):
+        for target in (tensor, VALUES.clone()):
+            with pytest.raises(RuntimeError, match="out of bounds"):
+                function(target)
+    assert_same(tensor, VALUES)
 
 
 def test_what_torch_computes_otherwise_for_subclasses_is_refused(evil: EvilPool) -> None:

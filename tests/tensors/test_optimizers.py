@@ -126,6 +126,22 @@ def test_training_goes_on_when_a_module_is_moved_in_and_out(evil: EvilPool) -> N
             assert_same(left.grad, right.grad)
 
 
+def test_gradients_scaled_for_half_precision_are_unscaled_alike(evil: EvilPool) -> None:
+    plain, paged = make(), farpool.offload(make(), evil)
+    results = []
+    for module in (plain, paged):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.randn(5, 13, generator=torch.Generator().manual_seed(step))
+            scaler.scale(module(inputs * (float("inf") if step == 1 else 1)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([scaler.get_scale(), *[p.detach() for p in module.parameters()]])
+    assert_same(results[1], results[0])
+
+
 def test_lists_of_tensors_give_what_torch_gives(evil: EvilPool) -> None:
     from farpool.tensors.factories import from_tensor
 

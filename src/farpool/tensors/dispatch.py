@@ -17,7 +17,7 @@ import torch
 
 from farpool.engine import Mode
 from farpool.errors import PoolClosedError, PoolMixError, UnsupportedError
-from farpool.tensors.geometry import meta_view
+from farpool.tensors.geometry import element_range, meta_view
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.schema import Signature, signature_of
 from farpool.use import Use
@@ -75,6 +75,17 @@ def _learn(func: Any) -> Rule | None:
     return _rules[func]
 
 
+def _lazy_bits() -> Any:
+    """Let operations conjugate and negate lazily, as they do for plain tensors.
+
+    While an operation is handled in Python these keys are excluded, and whatever is computed would read the values of a
+    conjugated tensor as if it were none.
+    """
+    return torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - _LAZY
+    )
+
+
 def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation of which at least one argument is paged."""
     for kind in types:
@@ -82,11 +93,15 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
             return NotImplemented
     signature = _signatures.get(func)
     handler = _learn(func) if signature is None else _rules[func]
-    if handler is not None:
-        result = handler(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    signature = _signatures[func]
+    with _lazy_bits():
+        if handler is not None:
+            result = handler(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _general(_signatures[func], func, args, kwargs)
+
+
+def _general(signature: Signature, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if signature.composite:
         return func._op_dk(_composite, *args, **kwargs)
     if signature.metadata:
@@ -113,6 +128,12 @@ def _on_meta(value: Any) -> Any:
 
 
 def _view_like(source: PagedTensor, shape: torch.Tensor) -> PagedTensor:
+    if element_range(shape)[1] * shape.itemsize > source._storage.nbytes:
+        raise RuntimeError(
+            f"setStorage: sizes {list(shape.size())}, strides {list(shape.stride())}, storage offset "
+            f"{shape.storage_offset()} are out of bounds for the storage of {describe(source)}, "
+            f"which has {source._storage.nbytes} bytes"
+        )
     result = source.like(shape.size(), shape.stride(), int(shape.storage_offset()), shape.dtype)
     if shape.is_conj():
         torch._C._set_conj(result, True)
@@ -157,17 +178,6 @@ def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTe
         elif type(value) is list or type(value) is tuple:
             found.extend(item for item in value if type(item) is PagedTensor)
     return found
-
-
-def _lazy_bits() -> Any:
-    """Let kernels conjugate and negate lazily, as they do for plain tensors.
-
-    While an operation is handled in Python these keys are excluded, and a kernel that builds on other operations would
-    read the values of a conjugated tensor as if it were none.
-    """
-    return torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - _LAZY
-    )
 
 
 class _Operands:
@@ -312,11 +322,10 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     access = pool.acquire(uses, signature.name)
     try:
         operands.build_all(used, uses, access.offsets)
-        with _lazy_bits():
-            result = func(
-                *[operands.replace(value) for value in args],
-                **{name: operands.replace(value) for name, value in kwargs.items()},
-            )
+        result = func(
+            *[operands.replace(value) for value in args],
+            **{name: operands.replace(value) for name, value in kwargs.items()},
+        )
         return operands.wrap_all(result)
     finally:
         pool.release(access)

@@ -9,7 +9,7 @@ import torch
 
 from farpool.errors import UnsupportedError
 from farpool.tensors.arena import arena_views
-from farpool.tensors.geometry import contiguous_strides, dense_strides, is_strided, row_bytes_of
+from farpool.tensors.geometry import contiguous_strides, dense_strides, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 
@@ -111,9 +111,9 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     if not streamable(tensor):
         source = tensor.detach()
-        return torch.ops.aten.copy_.default(  # type: ignore[no-any-return]
-            torch.empty_strided(source.size(), dense_strides(source), dtype=source.dtype, device=source.device), source
-        )
-    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        plain = plain_empty(source.size(), dense_strides(source), source.dtype, source.device)
+        torch.ops.aten.copy_.default(plain, source)
+        return plain
+    plain = plain_empty(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
     copy_dense(plain, tensor, "farpool.materialize")
     return plain

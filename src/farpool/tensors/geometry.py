@@ -13,6 +13,7 @@ __all__ = [
     "is_dense",
     "is_strided",
     "meta_view",
+    "plain_empty",
     "row_bytes_of",
 ]
 
@@ -88,6 +89,13 @@ def meta_view(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_neg():
         torch._C._set_neg(view, True)
     return view
+
+
+def plain_empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A plain tensor, also where a factory function would make a paged one."""
+    return torch.ops.aten.empty_strided.default(  # type: ignore[no-any-return]
+        tuple(size), tuple(stride), dtype=dtype, device=device
+    )
 
 
 def row_bytes_of(tensor: torch.Tensor) -> int:

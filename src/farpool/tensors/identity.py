@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from farpool.tensors.gradients import forget_gradients_of, page_gradients_of
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
 
-__all__ = ["deep_copy", "reduce", "set_data", "swap"]
+__all__ = ["check_swappable", "deep_copy", "reduce", "reduce_for_process", "set_data", "shallow_copy", "swap"]
 
 _INTERNAL = frozenset(("_storage", "_arena", "_extent", "_gradient_hook"))
 
@@ -66,6 +67,15 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
     return result
 
 
+def shallow_copy(tensor: PagedTensor) -> PagedTensor:
+    """``copy.copy``: another leaf over the same bytes."""
+    with torch.no_grad():
+        result: PagedTensor = tensor.detach()  # type: ignore[assignment]
+    result.requires_grad_(tensor.requires_grad)
+    result.__dict__.update(attributes_of(tensor))
+    return result
+
+
 def reduce(tensor: PagedTensor, protocol: Any) -> Any:
     """Pickle as a plain tensor, which loads where farpool is not installed."""
     if not tensor.is_leaf:
@@ -81,6 +91,17 @@ def reduce(tensor: PagedTensor, protocol: Any) -> Any:
     attributes.pop("_is_param", None)
     plain.__dict__.update(attributes)
     return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def reduce_for_process(tensor: PagedTensor) -> Any:
+    """Pickle for another process by value: torch would share the memory of a plain copy that is gone by then."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return _from_bytes, (file.getvalue(),)
+
+
+def _from_bytes(content: bytes) -> torch.Tensor:
+    return torch.load(io.BytesIO(content), weights_only=True)  # type: ignore[no-any-return]
 
 
 def check_swappable(tensor: torch.Tensor, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.optim.optimizer as _optimizer
 import torch.utils._foreach_utils as _foreach
 
 from farpool.errors import UnsupportedError
+from farpool.tensors.identity import reduce_for_process
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 __all__ = ["apply"]
@@ -34,3 +36,4 @@ def apply() -> None:
     for kinds in (_optimizer._foreach_supported_types, _foreach._foreach_supported_types):
         if PagedTensor not in kinds:
             kinds.append(PagedTensor)
+    ForkingPickler.register(PagedTensor, reduce_for_process)

@@ -16,7 +16,7 @@ import torch
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.tensors.arena import arena_views
 from farpool.tensors.factories import from_tensor, materialize
-from farpool.tensors.geometry import element_range, is_strided, row_bytes_of
+from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.identity import check_swappable, swap
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import copy_dense
@@ -115,7 +115,7 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
     )
     arena = arena_views(pool)
     memory = largest.untyped_storage()
-    source = torch.empty(0, dtype=torch.uint8, device=largest.device).set_(memory, start, (stop - start,), (1,))
+    source = plain_empty((0,), (1,), torch.uint8, largest.device).set_(memory, start, (stop - start,), (1,))
     copy_dense(PagedTensor(storage, arena, torch.uint8, (stop - start,), (1,)), source, "farpool.offload")
     del source, memory
     paged: list[PagedTensor] = []
@@ -230,10 +230,14 @@ def materialize_all(pool: BlockPool) -> None:
     found = [value for value in gc.get_objects() if type(value) is PagedTensor and value._storage.pool is pool]
     gradients = {id(tensor.grad) for tensor in found if tensor.is_leaf and tensor.grad is not None}
     found = [tensor for tensor in found if id(tensor) not in gradients]
+    bases = {id(tensor._base) for tensor in found if tensor._base is not None}
     for tensor in found:
         if not tensor.is_leaf:
             raise UnsupportedError(f"{describe(tensor)} is a view with history: drop it, or detach it first")
-        check_swappable(tensor, describe(tensor))
+        # A base is held by its views, which become plain before it.
+        if id(tensor) not in bases:
+            check_swappable(tensor, describe(tensor))
+    found.sort(key=lambda tensor: id(tensor) in bases)
     _move_out(found)
 
 
@@ -248,7 +252,7 @@ def _move_out(tensors: list[PagedTensor]) -> None:
             memory = materialize(source).untyped_storage()
             del source
             for tensor in group:
-                plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                plain = plain_empty((0,), (1,), tensor.dtype, tensor.device)
                 plain.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
                 _copy_bits(tensor, plain)
                 if isinstance(tensor, torch.nn.Parameter):

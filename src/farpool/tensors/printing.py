@@ -16,7 +16,7 @@ def text(tensor: PagedTensor) -> str:
     if storage.pool.closed:
         shown = f"PagedTensor(..., size={tuple(tensor.size())}, dtype={tensor.dtype}, {where}, closed=True)"
     else:
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             shown = str(torch._tensor_str._str(tensor.detach()))  # type: ignore[no-untyped-call]
         history = ", requires_grad=True" if tensor.is_leaf and tensor.requires_grad else ""
         if tensor.grad_fn is not None:

@@ -13,5 +13,7 @@ import torch.utils.data
 import tests.process.pitfalls.compare  # noqa: F401
 
 torch.empty(3, device="meta").as_strided((2,), (1,)).sum()
+torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(2, requires_grad=True))
+torch.compiler.reset()
 gc.collect()
 gc.freeze()

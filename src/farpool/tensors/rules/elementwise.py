@@ -1,7 +1,7 @@
 """Arithmetic that rounds once for each element, in place: the same bits in pieces as at once.
 
-That is what accumulating and scaling gradients needs. Operations that round twice (``addcmul_``, ``add_`` with a factor)
-or approximate (``exp``) may differ between the vector lanes and the rest of a piece, so they run on whole tensors.
+That is what accumulating and scaling gradients needs. Operations that round twice (``add_`` with a factor) or
+approximate (``exp_``) may differ between the vector lanes and the rest of a piece, so they run on whole tensors.
 """
 
 from __future__ import annotations

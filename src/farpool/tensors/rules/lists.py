@@ -42,7 +42,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return [item if type(item) is PagedTensor else from_tensor(storage.pool, item, cls=cls) for item in results]
 
 
-@family_rule("_foreach_", "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+@family_rule("_foreach_", "_amp_foreach_", "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = len(args[0])
     if any(len(value) not in (0, count) for value in (*args, *kwargs.values()) if _is_list(value)):
