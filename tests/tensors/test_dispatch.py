@@ -66,15 +66,15 @@ def test_a_view_of_a_paged_tensor_is_paged_and_shares_its_storage(name: str, evi
 @pytest.mark.parametrize("name", MANY_VIEWS)
 def test_several_views_of_a_paged_tensor_are_all_paged(name: str, evil: EvilPool) -> None:
     tensor = paged(evil)
+    evil.ops.clear()
     views, expected = MANY_VIEWS[name](tensor), MANY_VIEWS[name](VALUES)
+    assert evil.ops == [], "a view needs no bytes"
     assert all(type(view) is PagedTensor and view._storage is tensor._storage for view in views)
     assert_same(list(views), list(expected))
 
 
-@pytest.mark.parametrize("name", [*VIEWS, *MANY_VIEWS])
+@pytest.mark.parametrize("name", [name for name in (*VIEWS, *MANY_VIEWS) if name != "expand"])
 def test_writing_to_a_view_writes_to_the_storage(name: str, evil: EvilPool) -> None:
-    if name == "expand":
-        pytest.skip("an expanded view cannot be written to")
     tensor, plain = paged(evil), VALUES.clone()
     function = {**VIEWS, **MANY_VIEWS}[name]
     for target in (tensor, plain):
@@ -393,16 +393,14 @@ def test_operations_made_of_others_are_taken_apart_in_inference_mode(evil: EvilP
 
 
 @pytest.mark.parametrize("name", [*VIEWS, *MANY_VIEWS])
-def test_a_view_made_in_inference_mode_is_an_inference_tensor_only_if_its_base_is(name: str, evil: EvilPool) -> None:
+def test_a_view_made_in_inference_mode_of_a_normal_tensor_is_a_normal_tensor(name: str, evil: EvilPool) -> None:
     function = {**VIEWS, **MANY_VIEWS}[name]
     tensor = paged(evil)
     with torch.inference_mode():
-        for ours, plain in ((tensor, VALUES), (paged(evil), VALUES.clone())):
-            view, expected = function(ours), function(plain)
-            if not isinstance(view, torch.Tensor):
-                view, expected = view[0], expected[0]
-            assert type(view) is PagedTensor
-            assert view.is_inference() == expected.is_inference()
+        view = function(tensor)
+        view = view if isinstance(view, torch.Tensor) else view[0]
+        assert type(view) is PagedTensor
+        assert not view.is_inference()
 
 
 def test_complex_results_inside_composed_operations_keep_their_conjugation(evil: EvilPool) -> None:
@@ -416,7 +414,6 @@ def test_a_view_beyond_the_storage_is_refused(evil: EvilPool) -> None:
         lambda t: t.as_strided((10, 10), (10, 1)),
         lambda t: t.as_strided((2,), (1,), 59),
         lambda t: t.as_strided_((61,), (1,)),
-        lambda t: torch.ops.aten._reshape_alias(t, [61], [1]),
     ):
         for target in (tensor, VALUES.clone()):
             with pytest.raises(RuntimeError, match="out of bounds"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -46,7 +49,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
 
 
@@ -76,7 +79,7 @@ def draw_view(random: random.Random, tensor: torch.Tensor) -> Callable[[torch.Te
     if tensor.is_contiguous():
         choices.append(lambda t: t.view(-1))
     if tensor.is_complex():
-        choices += [lambda t: t.conj(), lambda t: torch.view_as_real(t.resolve_conj()) if t.is_conj() else t.imag]
+        choices += [lambda t: t.conj(), lambda t: t.imag]
     return random.choice(choices)
 
 
@@ -101,17 +104,26 @@ class Programs(RuleBasedStateMachine):
         self.pairs: list[Pair] = []
 
     def teardown(self) -> None:
-        for pair in self.pairs:
-            self.check(pair)
-        pair = None
-        self.pairs.clear()
+        failed = sys.exc_info()[0] is not None  # a step failed; its traceback keeps tensors
+        try:
+            for index in range(0 if failed else len(self.pairs)):
+                self.check(self.pairs[index])
+        finally:
+            self.pairs.clear()
+            with self.pool:  # closed whatever is found
+                if not failed:
+                    self._check_empty()
+            self.folder.cleanup()
+
+    def _check_empty(self) -> None:
         gc.collect()
         assert self.pool.live == 0
+        deadline = time.monotonic() + 5
+        while any(tier.reserved for tier in self.pool.stats().tiers) and time.monotonic() < deadline:
+            time.sleep(0.001)  # transfers of dropped blocks end
         stats = self.pool.stats()
         assert all(tier.requested == tier.reserved == 0 for tier in stats.tiers), stats.tiers
         assert all(cls.live == 0 for cls in stats.classes), stats.classes
-        self.pool.close()
-        self.folder.cleanup()
 
     # ---- helpers
 
@@ -120,6 +132,7 @@ class Programs(RuleBasedStateMachine):
 
     def add(self, paged: torch.Tensor, plain: torch.Tensor) -> None:
         assert type(paged) is PagedTensor
+        assert not plain.numel() or paged.stride() == plain.stride(), f"{paged.stride()} instead of {plain.stride()}"
         self.pairs.append(Pair(paged, plain))
 
     def held(self) -> int:
@@ -214,7 +227,7 @@ class Programs(RuleBasedStateMachine):
         for _ in range(links):
             view = draw_view(rng, pair.plain)
             pair = Pair(view(pair.paged), view(pair.plain))
-            assert pair.paged.stride() == pair.plain.stride()
+            assert pair.paged.storage_offset() == pair.plain.storage_offset()
         self.check(pair)
         if len(self.pairs) < 24:
             self.add(*pair)
@@ -326,7 +339,7 @@ class Programs(RuleBasedStateMachine):
         pair.plain.data = fresh.clone()
         self.check(pair)
 
-    @rule(kib=st.sampled_from([12, 24, 24, 64, 200]))
+    @rule(kib=st.sampled_from([20, 24, 24, 40, 64]))
     def resize(self, kib: int) -> None:
         self.pool.resize(kib << 10)
         self.largest_budget = max(self.largest_budget, kib << 10)
@@ -361,5 +374,5 @@ class Programs(RuleBasedStateMachine):
         assert gradients_and_state >= 0, "a storage in use is not on the account"
 
 
-TestRandomPrograms = Programs.TestCase
-TestRandomPrograms.settings = settings(max_examples=50, stateful_step_count=35)
+TestRandomPrograms = pytest.mark.timeout(400)(Programs.TestCase)  # making a failure small takes minutes
+TestRandomPrograms.settings = settings(max_examples=80, stateful_step_count=35)

@@ -114,10 +114,6 @@ class PagedTensor(torch.Tensor):
         self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype | None = None
     ) -> PagedTensor:
         """Another view of the same storage."""
-        if torch.is_inference_mode_enabled() and not self.is_inference():
-            # As in torch, a view is an inference tensor only if its base is one.
-            with torch.inference_mode(False):
-                return self.like(size, stride, offset, dtype)
         return PagedTensor(self._storage, self._arena, self.dtype if dtype is None else dtype, size, stride, offset)
 
     def rebind(self, other: PagedTensor) -> None:

@@ -86,6 +86,10 @@ def signature_of(func: Any) -> Signature:
             if alias is not None:
                 for label in alias.before_set:
                     view_of = sources.get(label, view_of)
+        for position, argument in enumerate(schema.arguments):
+            # The label of a list of views, "(a)[]", is lost; its argument's reads "(a -> *)".
+            if argument.alias_info is not None and "*" in argument.alias_info.after_set:
+                view_of = position
     namespace, _, _ = func.name().partition("::")
     return Signature(
         name=f"{namespace}.{func._opname}",

@@ -40,7 +40,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    values = torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor).reshape(-1)
     return values.view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,9 @@ def run_here(name: str, folder: str) -> None:
     found.function(pool)
     if not pool.closed:
         gc.collect()
+        deadline = time.monotonic() + 5
+        while any(tier.reserved for tier in pool.stats().tiers) and time.monotonic() < deadline:
+            time.sleep(0.001)  # transfers of dropped blocks end
         stats = pool.stats()
         assert stats.fast.peak <= pool.fast, f"the budget was exceeded: {stats.fast}"
         assert pool.live == 0, f"{pool.live} storages outlive the scenario: {live_storages(pool)}"

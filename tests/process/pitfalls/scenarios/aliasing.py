@@ -85,6 +85,30 @@ def a_view_is_paged_or_a_copy_and_never_a_plain_alias(pool: Pool) -> None:
     twins(pool, lambda: randn(6, 4), {name: (lambda t, f=view: f(t)) for name, view in VIEWS.items()})
 
 
+@scenario(fast="8KiB")
+def making_a_view_reads_nothing_and_works_on_tensors_larger_than_the_budget(pool: Pool) -> None:
+    tensor, expected = pool.from_tensor(randn(60, 96)), randn(60, 96)  # 23 KiB
+    churn(pool)
+    before = pool.stats().accesses
+    for name, view in VIEWS.items():
+        if name in ("unsafe view", "view_as", "reshape", "reshape as", "meshgrid", "unsafe_split with sizes"):
+            continue
+        if name in ("split by sizes", "out of a tuple", "expand", "expand_as itself", "broadcast_to", "broadcast_tensors"):
+            continue  # made for another shape
+        result, wanted = view(tensor), view(expected)
+        for got, right in zip(
+            result if isinstance(result, tuple | list) else [result],
+            wanted if isinstance(wanted, tuple | list) else [wanted],
+            strict=True,
+        ):
+            assert type(got) is PagedTensor, name
+            assert (got.size(), got.stride(), got.storage_offset()) == (
+                right.size(), right.stride(), right.storage_offset(),
+            ), name  # fmt: skip
+        del result, got
+    assert pool.stats().accesses == before, "making views acquired bytes"
+
+
 @scenario()
 def writing_to_a_view_writes_to_its_source_as_in_torch(pool: Pool) -> None:
     def program(view: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -475,6 +475,24 @@ def resizing_the_budget_between_steps_keeps_the_bits() -> None:
 
 
 @scenario()
+def a_budget_below_the_size_of_a_block_that_exists_is_refused_or_works() -> None:
+    with Pool("200KiB", dram="4MiB") as pool:
+        small, large = pool.from_tensor(randn(30)), pool.from_tensor(randn(90_000))
+        try:
+            pool.resize("12KiB")
+        except (farpool.ConfigError, BudgetError, PoolFullError):
+            assert pool.fast == 200 << 10
+        for tensor, expected in ((small, randn(30)), (large, randn(90_000))):
+            try:
+                same(tensor, expected)
+            except BudgetError as error:
+                error.__traceback__ = None
+                assert error.needed > pool.fast, f"the error names a budget that does not work: {error}"
+                pool.resize(error.needed)
+                same(tensor, expected)
+
+
+@scenario()
 def a_pool_that_is_never_closed_does_not_disturb_the_end_of_the_process() -> None:
     pool = Pool("64KiB", [Dram("64KiB"), Nvme("left.pool", "1MiB")])
     tensor = pool.from_tensor(randn(30_000))
