@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farpool.engine import NoRoomError
+from farpool.engine import NoRoomError, TooLargeError
 from farpool.errors import BudgetError, PoolFullError, TierError
 from farpool.sizes import format_size
 from farpool.tiers import Tier
@@ -13,9 +13,15 @@ from farpool.use import Use, describe, smallest_budget
 __all__ = ["no_room", "operands_too_large", "with_tier_and_block"]
 
 
-def operands_too_large(uses: Sequence[Use], op: str, budget: int) -> BudgetError:
-    """An op's operands exceed the fast tier: names op, operands and the smallest budget that works."""
+def operands_too_large(error: TooLargeError, uses: Sequence[Use], op: str, budget: int) -> BudgetError:
+    """An op's operands exceed the fast tier: names op, operands and the smallest budget that works.
+
+    In a new pool of that budget, that is; in one that was made smaller the blocks may be larger, and need what they
+    need.
+    """
     needed = smallest_budget(uses)
+    if needed <= budget:
+        needed = max(needed, int(error.args[0]))
     return BudgetError(
         f"{op or 'access'}: its operands do not fit into the fast tier together: {describe(uses)}; the budget is "
         f"{format_size(budget)}, the smallest that works is {needed} bytes ({format_size(needed)})",

@@ -112,4 +112,5 @@ class Pool(BlockPool):
             from farpool.tensors.offload import materialize_all
 
             materialize_all(self)
+            self._shut()  # what still lives is held by autograd graphs alone, and nobody can read it
         super().close()

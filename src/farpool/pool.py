@@ -22,7 +22,7 @@ from farpool.config import PoolConfig
 from farpool.device import open_device
 from farpool.engine import Access as Grant
 from farpool.engine import Engine, Mode, Move, NoRoomError, TooLargeError
-from farpool.errors import PoolClosedError, PoolFullError, TierTimeoutError
+from farpool.errors import BudgetError, PoolClosedError, PoolFullError, TierTimeoutError
 from farpool.events import Event
 from farpool.faults import no_room, operands_too_large, with_tier_and_block
 from farpool.ledger import Ledger
@@ -299,8 +299,8 @@ class BlockPool:
             self._note_completions()
             try:
                 grant = self.engine.request(runs)
-            except TooLargeError:
-                raise operands_too_large(uses, op, self.fast) from None
+            except TooLargeError as error:
+                raise operands_too_large(error, uses, op, self.fast) from None
             self._start()
             if not grant.granted:
                 try:
@@ -402,7 +402,7 @@ class BlockPool:
         self.account.stalled(op, start, seconds, block, tier, self.engine.arena.used)
         error = grant.error
         if isinstance(error, TooLargeError):
-            raise operands_too_large(uses, op, self.fast)
+            raise operands_too_large(error, uses, op, self.fast)
         if isinstance(error, NoRoomError):
             raise no_room(error, op, self._tiers)
         if error is not None:
@@ -425,6 +425,8 @@ class BlockPool:
         ------
         ConfigError
             The size does not parse or is more than the machine's memory.
+        BudgetError
+            A block that there is already is larger.
         PoolFullError, TierTimeoutError
             What has to leave cannot; the budget is as it was.
         """
@@ -434,6 +436,8 @@ class BlockPool:
             self._collect_dropped()
             self._note_completions()
             before = self.fast
+            if budget < before:
+                self._check_blocks_fit(budget)
             if budget > before:
                 self.arena.resize(budget)
             deadline = time.monotonic() + self.config.timeout
@@ -460,6 +464,19 @@ class BlockPool:
                 self.ledger.add("fast", "arena", requested=budget - before, reserved=budget - before,
                                 touched=budget - before)  # fmt: skip
             self.allocation.sizes = cut(budget, self.allocation.sizes.alignment)
+
+    def _check_blocks_fit(self, budget: int) -> None:
+        """Blocks keep the size with which they were cut."""
+        blocks = self.engine.blocks
+        largest = max((blocks.size[block] for block in blocks.used()), default=0)
+        if largest > budget:
+            raise BudgetError(
+                f"resize: there is a block of {format_size(largest)}, cut for the budget that the pool was made with; "
+                f"{format_size(budget)} are too small for it",
+                op="resize",
+                needed=largest,
+                budget=self.fast,
+            )
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
         """Call `callback` with each event from now on, from the thread in which it is noted.

@@ -119,7 +119,7 @@ def _needed(uses: Sequence[Use], budget: int) -> int:
 
 def describe(uses: Sequence[Use]) -> str:
     """The operands by size, largest first, for an error message."""
-    sizes = {id(use.storage): (use.stop - use.start, use.storage.name or use.storage.cls) for use in uses}
+    sizes = {id(use.storage): (use.stop - use.start, use.storage.name, use.storage.cls) for use in uses}
     largest = sorted(sizes.values(), reverse=True)
-    named = ", ".join(f"{name} ({format_size(nbytes)})" for nbytes, name in largest[:4])
+    named = ", ".join(f"{name or 'a tensor'} ({cls}, {format_size(nbytes)})" for nbytes, name, cls in largest[:4])
     return named + (f" and {len(largest) - 4} more" if len(largest) > 4 else "")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import farpool
 from farpool import ChecksumError, ConfigError, Dram, Faulty, Nvme, Pool, TierError, Verified
-from tests.process.pitfalls.compare import assert_usable, churn, plain, randn, same, state_of
+from tests.process.pitfalls.compare import assert_usable, churn, may_raise, plain, randn, same, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -121,15 +121,14 @@ def test_a_pool_file_truncated_while_in_use_is_a_named_error_and_the_pool_can_be
         errors = []
         for _ in range(2):
             for seed, tensor in enumerate(tensors):
-                try:
+                with may_raise(TierError) as refusal:
                     same(tensor, randn(2000, seed=seed))
                     same(tensor + 1, randn(2000, seed=seed) + 1)
-                except TierError as error:
+                if (error := refusal.error) is not None:
                     assert error.tier == "nvme"
                     assert error.block is not None
                     assert "nvme" in str(error)
                     assert f"block {error.block}" in str(error)
-                    error.__traceback__ = None
                     errors.append(error)
         assert errors, "the bytes were gone, and nobody noticed"
         with pytest.raises(TierError):
@@ -165,11 +164,16 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_moves(small_disk: P
     assert not list(small_disk.iterdir())
 
 
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
 def test_a_disk_that_fills_up_later_does_not_disturb_a_pool(small_disk: Path, trained: dict[str, Any]) -> None:
     with Pool("64KiB", [Nvme(small_disk / "far.pool", "768KiB")], timeout=20) as pool:
-        with (small_disk / "other").open("wb", buffering=0) as other, pytest.raises(OSError, match="space"):
-            while True:
-                other.write(bytes(1 << 16))
+        with pytest.raises(OSError, match="space"):
+            fill(small_disk / "other")
         module = farpool.offload(make(), pool)
         same(train(module), trained["losses"])
         same(state_of(module), trained["state"])
@@ -188,13 +192,12 @@ class Retry(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for _ in range(self.attempts):
-            try:
+            with may_raise(TierError) as refusal:
                 return func(*args, **(kwargs or {}))
-            except TierError as error:
+            if (error := refusal.error) is not None:
                 check_accounts(self.pool)
                 assert error.tier, error
                 assert error.block is not None, error
-                error.__traceback__ = None
                 self.errors.append(error)
         return func(*args, **(kwargs or {}))
 
@@ -305,15 +308,14 @@ def test_an_operation_whose_fetch_failed_works_when_it_is_tried_again(fault: str
                 churn(pool)
                 tier._script = {tier.operations + delay: farpool.tiers.faulty.Fault(fault)}
                 result: Any = None
-                try:
+                with may_raise(TierError) as refusal:
                     result = operation(tensor)
                     failed = False
-                except TierError as error:
+                if (error := refusal.error) is not None:
                     failed = True
                     failures += 1
                     assert error.tier == "dram"
                     assert isinstance(error, ChecksumError) == (fault == "corrupt")
-                    error.__traceback__ = None
                     check_accounts(pool)
                 tier._script = {}
                 try:
@@ -339,10 +341,11 @@ def test_a_tier_that_is_full_on_purpose_is_a_typed_error_and_works_when_it_has_r
     with Pool("32KiB", [tier], timeout=20) as pool:
         tensors = [pool.from_tensor(randn(1500, seed=seed)) for seed in range(4)]
         tier.full = True
-        kept = []
-        with pytest.raises((farpool.PoolFullError, farpool.TierFullError)):
+        kept: list[torch.Tensor] = []
+        with may_raise(farpool.PoolFullError, farpool.TierFullError) as refusal:
             for seed in range(20):
                 kept.append(pool.from_tensor(randn(1500, seed=10 + seed)))
+        assert refusal.error is not None
         check_accounts(pool)
         tier.full = False
         for seed, tensor in enumerate(tensors):

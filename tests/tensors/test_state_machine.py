@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,6 +51,14 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 def bits(tensor: torch.Tensor) -> bytes:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+
+
+def attempt(program: Callable[..., Any], *tensors: torch.Tensor) -> tuple[Any, Exception | None]:
+    """What a program returns, or its error without what the traceback holds."""
+    try:
+        return program(*tensors), None
+    except (BudgetError, RuntimeError) as error:
+        return None, error.with_traceback(None)
 
 
 def draw_view(random: random.Random, tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -146,16 +154,12 @@ class Programs(RuleBasedStateMachine):
 
     def both(self, program: Callable[..., object], *pairs: Pair) -> None:
         """Run on paged tensors, then on plain ones, unless the budget is too small for it; compare."""
-        try:
-            got = program(*[pair.paged for pair in pairs])
-        except BudgetError as error:
+        got, error = attempt(program, *[pair.paged for pair in pairs])
+        if isinstance(error, BudgetError):
             assert error.needed > self.pool.fast, error
-        except RuntimeError as error:
-            try:
-                program(*[pair.plain for pair in pairs])
-            except RuntimeError:
-                return
-            raise AssertionError(f"plain torch does not refuse this: {error}") from error
+        elif error is not None:
+            _, expected_error = attempt(program, *[pair.plain for pair in pairs])
+            assert type(expected_error) is type(error), f"plain torch does not refuse this: {error!r}"
         else:
             expected = program(*[pair.plain for pair in pairs])
             if isinstance(expected, torch.Tensor):
@@ -211,12 +215,11 @@ class Programs(RuleBasedStateMachine):
             "double": lambda t: t.to(torch.complex128 if t.is_complex() else torch.float64),
             "deepcopy": copy.deepcopy,
         }
-        try:
-            paged = programs[how](pair.paged)
-        except BudgetError as error:
-            assert error.needed > self.pool.fast
-            return
-        if paged is not pair.paged:
+        paged, error = attempt(programs[how], pair.paged)
+        if error is not None:
+            assert isinstance(error, BudgetError), error
+            assert error.needed > self.pool.fast, error
+        elif paged is not pair.paged:
             self.add(paged, programs[how](pair.plain))
 
     @precondition(lambda self: self.pairs)

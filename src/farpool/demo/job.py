@@ -216,8 +216,7 @@ class _Pairs:
     paged_seconds: list[float]
 
     def median_ratio(self) -> float:
-        """Median over the batches of all-resident time over paged time; the first batch left out if there are
-        others."""
+        """Median over the batches of plain over paged time; the first is left out if there are others."""
         ratios = [plain / paged for plain, paged in zip(self.plain_seconds, self.paged_seconds, strict=True)]
         return statistics.median(ratios[1:] or ratios)
 

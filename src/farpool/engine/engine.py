@@ -240,7 +240,7 @@ class Engine:
                 if all(brought) or residency.moving:
                     break
         except NoRoomError as error:
-            access.error = error
+            access.error = residency.unstick() or error
             return False
         if not all(brought) and not residency.moving and not residency.pinned():
             access.error = residency.unstick() or TooLargeError(sum(residency.run_bytes(run) for run in access.runs))

@@ -16,6 +16,7 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 __all__ = ["apply"]
 
 _native_data: Any = torch._C.TensorBase.data
+_native_set: Any = torch._C.TensorBase.set_
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -28,10 +29,24 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _native_data.__set__(tensor, value)
 
 
+def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    # With a geometry, torch takes the source's storage before it dispatches, and a paged one has no memory.
+    for value in (*args, *kwargs.values()):
+        if type(value) is PagedTensor and type(tensor) is not PagedTensor:
+            raise UnsupportedError(
+                f"set_() would make a plain tensor view {describe(value)}, whose bytes move: use plain.copy_(paged), "
+                "or plain.set_(pool.materialize(paged))"
+            )
+    result: torch.Tensor = _native_set(tensor, *args, **kwargs)
+    return result
+
+
 def apply() -> None:
     """Tell torch. Doing so twice changes nothing."""
     if "data" not in vars(torch.Tensor):
         torch.Tensor.data = property(_native_data.__get__, _set_data, doc=_native_data.__doc__)  # type: ignore[assignment]
+    if "set_" not in vars(torch.Tensor):
+        torch.Tensor.set_ = _set  # type: ignore[method-assign, assignment]
     # Optimizers choose their form by exact type; a paged parameter gets the form that its plain one would get.
     for kinds in (_optimizer._foreach_supported_types, _foreach._foreach_supported_types):
         if PagedTensor not in kinds:

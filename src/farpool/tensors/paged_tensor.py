@@ -171,7 +171,7 @@ class PagedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:
             return format(self.item(), spec)
-        return format(repr(self), spec)
+        return object.__format__(self, spec)
 
     # -- raw memory -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from farpool.engine import Mode
+from farpool.errors import FarpoolError
 from farpool.tensors.geometry import is_dense
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.use import Use
@@ -109,8 +110,14 @@ def stream(op: str, function: Callable[..., object], *operands: tuple[torch.Tens
     paged = [(tensor, mode) for tensor, mode in operands if type(tensor) is PagedTensor]
     pool = paged[0][0]._storage.pool
     plain = {id(tensor): flat(tensor) for tensor, _ in operands if type(tensor) is not PagedTensor}
+    changes = any(mode is Mode.WRITE for _, mode in paged)
     for first, last in _steps(*[tensor for tensor, _ in paged]):
-        access = pool.acquire([_use(tensor, first, last, mode) for tensor, mode in paged], op)
+        try:
+            access = pool.acquire([_use(tensor, first, last, mode) for tensor, mode in paged], op)
+        except FarpoolError as error:
+            if changes and first:
+                error.add_note(f"{op} had changed the first {first} elements already; do not simply try it again")
+            raise
         try:
             offsets = iter(access.offsets)
             pieces = [

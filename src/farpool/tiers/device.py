@@ -1,6 +1,7 @@
 """The fast tier: one preallocated arena that computation reads.
 
-On a machine without a GPU it is a budgeted part of DRAM. Address space is reserved for growth, memory only for the budget.
+On a machine without a GPU it is a budgeted part of DRAM. Address space is reserved for growth, memory only for the
+budget.
 """
 
 from __future__ import annotations

@@ -80,9 +80,7 @@ def same(got: Any, expected: Any, what: str = "result") -> None:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """Parameters, buffers and gradients."""
-    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(
-        module.named_buffers(remove_duplicate=False)
-    )
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     gradients = {f"{name}.grad": tensor.grad for name, tensor in tensors.items() if tensor.is_leaf}
     return tensors | gradients
 
@@ -221,17 +219,30 @@ def twins(
     assert not problems, f"{len(problems)} of {len(programs)} cases\n" + "\n".join(problems)
 
 
+class Refusal:
+    """What a `may_raise` block raised, if it did."""
+
+    error: Any = None
+
+
 @contextlib.contextmanager
-def refused(
-    pool: Pool | None, kind: type[Exception] = farpool.UnsupportedError, *says: str
-) -> Iterator[None]:
-    """The body raises an error of that kind whose message says these things; the pool is fit for use afterwards."""
+def may_raise(*kinds: type[Exception]) -> Iterator[Refusal]:
+    """The body may raise one of these errors; which one it was is noted without what its traceback holds."""
+    refusal = Refusal()
     try:
+        yield refusal
+    except kinds as error:
+        traceback.clear_frames(error.__traceback__)
+        refusal.error = error.with_traceback(None)
+
+
+@contextlib.contextmanager
+def refused(pool: Pool | None, kind: Any = farpool.UnsupportedError, *says: str) -> Iterator[None]:
+    """The body raises an error of that kind whose message says these things; the pool is fit for use afterwards."""
+    with may_raise(*kind if isinstance(kind, tuple) else (kind,)) as refusal:
         yield
-    except kind as error:
-        missing = [text for text in says if text not in str(error)]
-        assert not missing, f"the error does not say {missing}: {error}"
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
+    assert refusal.error is not None, f"{kind} was not raised"
+    missing = [text for text in says if text not in str(refusal.error)]
+    assert not missing, f"the error does not say {missing}: {refusal.error}"
     if pool is not None:
         assert_usable(pool)

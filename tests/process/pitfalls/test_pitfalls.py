@@ -1,4 +1,4 @@
-"""What goes wrong when tensors are not where a program thinks: each case ends equal to plain PyTorch or in a typed error."""
+"""Each pitfall ends equal to plain PyTorch or in a typed error, never silently, never in a crash."""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:
         dtype=kwargs.get("dtype"),
         memory_format=kwargs.get("memory_format") or torch.preserve_format,
     )
-    return allocate(source._storage.pool, shape.size(), shape.stride(), shape.dtype, cls=_class_like(source))
+    storage = source._storage
+    cls = _class_like(source)
+    return allocate(storage.pool, shape.size(), shape.stride(), shape.dtype, cls=cls, name=storage.name)
 
 
 def _plain_like(source: PagedTensor) -> torch.Tensor:

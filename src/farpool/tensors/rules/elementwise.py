@@ -1,7 +1,9 @@
 """Arithmetic that rounds once for each element, in place: the same bits in pieces as at once.
 
-That is what accumulating and scaling gradients needs. Operations that round twice (``add_`` with a factor) or
-approximate (``exp_``) may differ between the vector lanes and the rest of a piece, so they run on whole tensors.
+That is what accumulating and scaling gradients larger than the fast tier needs. What fits is computed at once: if a
+transfer fails, nothing has been changed, and the operation can be tried again. Operations that round twice (``add_``
+with a factor) or approximate (``exp_``) may differ between the vector lanes and the rest of a piece, so they run on
+whole tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 
 from farpool.engine import Mode
-from farpool.tensors.dispatch import rule
+from farpool.errors import BudgetError
+from farpool.tensors.dispatch import compute, rule
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import same_layout, spans_blocks, stream, streamable
 
@@ -27,6 +30,10 @@ def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if target.dtype not in _FLOATS or kwargs.get("alpha", 1) != 1:
         return NotImplemented
     name = f"aten.{func._opname}"
+    try:
+        return compute(func, args, kwargs)
+    except BudgetError:
+        pass
     if not isinstance(other, torch.Tensor) or (other.dim() == 0 and type(other) is torch.Tensor):
         stream(name, lambda piece: func(piece, other), (target, Mode.WRITE))
         return target

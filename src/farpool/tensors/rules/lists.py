@@ -44,7 +44,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 @family_rule("_foreach_", "_amp_foreach_", "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    count = len(args[0])
+    count = next(len(value) for value in args if _is_list(value))
     if any(len(value) not in (0, count) for value in (*args, *kwargs.values()) if _is_list(value)):
         # Lists of different lengths: torch says what is wrong.
         return NotImplemented

@@ -23,6 +23,16 @@ def _prod(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented
 
 
+@rule(_aten.min.default, _aten.max.default, _aten.median.default, _aten.nanmedian.default)
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0].requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"the gradient of {func._opname}() of {describe(args[0])} would have zeros of another sign than that of "
+            "a plain tensor: take it of (t * 1), which is plain"
+        )
+    return NotImplemented
+
+
 @rule(_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor)
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mask, value = args[1], args[2]

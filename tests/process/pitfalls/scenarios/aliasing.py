@@ -93,7 +93,14 @@ def making_a_view_reads_nothing_and_works_on_tensors_larger_than_the_budget(pool
     for name, view in VIEWS.items():
         if name in ("unsafe view", "view_as", "reshape", "reshape as", "meshgrid", "unsafe_split with sizes"):
             continue
-        if name in ("split by sizes", "out of a tuple", "expand", "expand_as itself", "broadcast_to", "broadcast_tensors"):
+        if name in (
+            "split by sizes",
+            "out of a tuple",
+            "expand",
+            "expand_as itself",
+            "broadcast_to",
+            "broadcast_tensors",
+        ):
             continue  # made for another shape
         result, wanted = view(tensor), view(expected)
         for got, right in zip(

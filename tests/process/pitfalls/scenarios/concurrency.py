@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import farpool
 from farpool import Nvme, Pool, PoolClosedError
-from tests.process.pitfalls.compare import integers, randn, same, state_of
+from tests.process.pitfalls.compare import integers, may_raise, randn, same, state_of
 from tests.process.pitfalls.harness import scenario
 
 
@@ -137,7 +137,9 @@ def closing_while_another_thread_computes_is_a_typed_error_or_a_result() -> None
         started = threading.Event()
         outcome: list[str] = []
 
-        def work(tensors: list[torch.Tensor] = tensors, started: threading.Event = started, outcome: list[str] = outcome) -> None:
+        def work(
+            tensors: list[torch.Tensor] = tensors, started: threading.Event = started, outcome: list[str] = outcome
+        ) -> None:
             try:
                 for step in range(100_000):
                     same(tensors[step % 12] * 1, randn(3000, seed=step % 12))
@@ -264,11 +266,10 @@ def data_loader_workers_with_a_paged_data_set_are_right_or_raise(pool: Pool, met
     loader = DataLoader(
         Rows(pool.from_tensor(randn(20, 3))), batch_size=6, num_workers=2, multiprocessing_context=method, timeout=10
     )
-    try:
+    with may_raise(Exception) as refusal:
         result = _loaded(loader)
-    except Exception as error:
+    if (error := refusal.error) is not None:
         assert isinstance(error, farpool.FarpoolError) or "PoolClosedError" in str(error), error
-        error.__traceback__ = None
     else:
         same(result, expected)
     del loader

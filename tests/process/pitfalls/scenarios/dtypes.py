@@ -64,7 +64,21 @@ def arithmetic_is_as_in_torch_in(pool: Pool, dtype: torch.dtype) -> None:
 
 @scenario(fast="8KiB", each={str(dtype).partition(".")[2]: dtype for dtype in (*FLOATING, *WHOLE)})
 def streaming_over_blocks_is_as_in_torch_in(pool: Pool, dtype: torch.dtype) -> None:
-    special = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 6e4, 7e4, 3e38, -129.0, 255.5, 2.0**31, 2.0**63]
+    special = [
+        0.0,
+        -0.0,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        1e-40,
+        6e4,
+        7e4,
+        3e38,
+        -129.0,
+        255.5,
+        2.0**31,
+        2.0**63,
+    ]
     wide = torch.tensor(special * 120, dtype=torch.float64)
     streamed: dict[str, Callable[[torch.Tensor], Any]] = {
         "clone": lambda t: t.clone(),
@@ -174,7 +188,9 @@ def sparse_and_other_layouts_are_right_or_refused(pool: Pool) -> None:
         "added to sparse": lambda t: t + torch.eye(5, 7).to_sparse(),
         "sparse added in place": lambda t: t.add_(torch.eye(5, 7).to_sparse()),
         "sparse mask": lambda t: t.sparse_mask(torch.eye(5, 7).to_sparse()),
-        "csr of values": lambda t: torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([2]), t[0, :1]).to_dense(),
+        "csr of values": lambda t: torch.sparse_csr_tensor(
+            torch.tensor([0, 1]), torch.tensor([2]), t[0, :1]
+        ).to_dense(),
         "mkldnn": lambda t: t.to_mkldnn().to_dense(),
         "nested": lambda t: torch.nested.nested_tensor([t, t[:2]]).unbind()[1],
         "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8).dequantize(),

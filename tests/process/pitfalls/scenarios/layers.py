@@ -45,7 +45,9 @@ def _trained(call: Callable[[nn.Module], Any], *, steps: int = 2) -> Callable[[n
 def _loss(out: Any) -> torch.Tensor:
     if isinstance(out, torch.Tensor):
         return (out * out).mean()
-    return sum(_loss(item) for item in out if item is not None and (not isinstance(item, torch.Tensor) or item.requires_grad))
+    return sum(
+        _loss(item) for item in out if item is not None and (not isinstance(item, torch.Tensor) or item.requires_grad)
+    )
 
 
 def _detached(value: Any) -> Any:
@@ -126,7 +128,10 @@ LAYERS: dict[str, tuple[Make, Callable[[nn.Module], Any]]] = {
     "Conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), lambda m: m(randn(2, 4, 9))),
     "Conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), lambda m: m(x4())),
     "Conv2d grouped": (lambda: nn.Conv2d(4, 8, 3, groups=4, bias=False), lambda m: m(x4())),
-    "Conv2d dilated, reflecting": (lambda: nn.Conv2d(4, 6, 3, dilation=2, padding=2, padding_mode="reflect"), lambda m: m(x4())),
+    "Conv2d dilated, reflecting": (
+        lambda: nn.Conv2d(4, 6, 3, dilation=2, padding=2, padding_mode="reflect"),
+        lambda m: m(x4()),
+    ),
     "Conv2d of channels last": (
         lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
         lambda m: m(x4().to(memory_format=torch.channels_last)),

@@ -298,9 +298,16 @@ def text_shows_the_values_that_torch_shows(pool: Pool) -> None:
 
 
 def _words(text: str) -> list[str]:
-    return text.split("requires_grad")[0].split("farpool")[0].split("dtype")[0].replace("PagedTensor", "tensor").rstrip(
-        ", )\n"
-    ).replace("(", " ").replace(",", " ").split()[:10]
+    return (
+        text.split("requires_grad")[0]
+        .split("farpool")[0]
+        .split("dtype")[0]
+        .replace("PagedTensor", "tensor")
+        .rstrip(", )\n")
+        .replace("(", " ")
+        .replace(",", " ")
+        .split()[:10]
+    )
 
 
 @scenario(fast="16KiB")

@@ -10,7 +10,7 @@ from torch import nn
 
 import farpool
 from farpool import BudgetError, PagedTensor, Pool
-from tests.process.pitfalls.compare import assert_usable, churn, integers, plain, randn, refused, same
+from tests.process.pitfalls.compare import assert_usable, churn, integers, may_raise, plain, randn, refused, same
 from tests.process.pitfalls.harness import scenario
 
 ROWS, WIDTH = 4096, 64  # 1 MiB of float32: four times the budget
@@ -132,16 +132,15 @@ def _trains_or_names_the_budget(pool: Pool, options: dict[str, Any], make: Any) 
     target, refusals = pool, set()
     while True:
         module = farpool.offload(embedding(**options), target)
-        try:
+        with may_raise(BudgetError) as refusal:
             got = _steps(module, make(list(module.parameters())))
-        except BudgetError as error:
+        if (error := refusal.error) is not None:
             assert error.op
             assert error.needed > target.fast
             assert f"{error.needed} bytes" in str(error)
             assert (error.op, error.needed) not in refusals, f"the budget that the error named does not work: {error}"
             assert "weight" in str(error), f"the parameter is not named: {error}"
             refusals.add((error.op, error.needed))
-            error.__traceback__ = None
             needed = error.needed
         else:
             same(got, losses)
@@ -178,11 +177,10 @@ def an_embedding_bag_over_a_large_table_is_equal_or_names_the_budget(pool: Pool)
     module.load_state_dict(reference.state_dict())
     farpool.offload(module, pool)
     indices = integers(ROWS, 4, 6)
-    try:
+    with may_raise(BudgetError) as refusal:
         got = module(indices)
-    except BudgetError as error:
+    if (error := refusal.error) is not None:
         assert error.needed > pool.fast
-        error.__traceback__ = None
     else:
         same(got.detach(), reference(indices).detach())
     assert_usable(pool)
