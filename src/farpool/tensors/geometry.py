@@ -15,6 +15,7 @@ __all__ = [
     "meta_view",
     "plain_empty",
     "row_bytes_of",
+    "stand_in",
 ]
 
 # Larger than anything that can be stored, so that every legal geometry is a view into it.
@@ -73,6 +74,14 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     if is_dense(tensor):
         return tuple(tensor.stride())
     return tuple(torch.empty_like(meta_view(tensor)).stride())
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry without bytes, to ask what a tensor like it looks like."""
+    if tensor.numel():
+        return meta_view(tensor)
+    # The meta device gives empty tensors other strides than the CPU does.
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
 def meta_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from farpool.errors import UnsupportedError
 from farpool.tensors.dispatch import compute, rule
 from farpool.tensors.factories import allocate
-from farpool.tensors.geometry import meta_view
+from farpool.tensors.geometry import stand_in
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import (
     convertible,
@@ -91,7 +91,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def copy_like(source: PagedTensor, dtype: torch.dtype, memory_format: torch.memory_format | None) -> PagedTensor:
     """A paged copy with a storage of its own, of the same class."""
-    shape = torch.empty_like(meta_view(source), dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    shape = torch.empty_like(stand_in(source), dtype=dtype, memory_format=memory_format or torch.preserve_format)
     storage = source._storage
     copy = allocate(storage.pool, shape.size(), shape.stride(), dtype, cls=storage.cls, name=storage.name)
     _aten.copy_.default(copy, source)

@@ -9,7 +9,7 @@ import torch
 from farpool.errors import UnsupportedError
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate, from_tensor
-from farpool.tensors.geometry import meta_view
+from farpool.tensors.geometry import meta_view, stand_in
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import fill_dense
 
@@ -34,7 +34,7 @@ def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:
             "make it from a plain copy, pool.materialize(t)"
         )
     shape = torch.empty_like(
-        meta_view(source),
+        stand_in(source),
         dtype=kwargs.get("dtype"),
         memory_format=kwargs.get("memory_format") or torch.preserve_format,
     )
