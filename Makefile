@@ -28,7 +28,7 @@ demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its 
 	@$(BIN)/farpool demo $(ARGS)
 
 test: $(DEV) ## Run the tests (ARGS="-k budget")
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

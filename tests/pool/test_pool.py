@@ -186,23 +186,22 @@ def test_events_tell_what_moved() -> None:
         assert "stalls" in text
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"fast": 0},
-        {"fast": -5},
-        {"fast": "lots"},
-        {"fast": "4000TiB"},
-        {"fast": True},
-        {"fast": "1MiB", "tiers": ["dram"]},
-        {"fast": "1MiB", "tiers": [Dram("1MiB"), Dram("2MiB")]},
-        {"fast": "1MiB", "dram": "0"},
-        {"fast": "1MiB", "dram": "1MiB", "tiers": [Dram("1MiB")]},
-        {"fast": "1MiB", "device": "tpu"},
-        {"fast": "1MiB", "timeout": 0},
-    ],
-    ids=str,
-)
+WRONG: dict[str, dict[str, object]] = {
+    "a budget of 0": {"fast": 0},
+    "a negative budget": {"fast": -5},
+    "no size": {"fast": "lots"},
+    "larger than memory": {"fast": "4000TiB"},
+    "a truth value": {"fast": True},
+    "an unknown tier": {"fast": "1MiB", "tiers": ["dram"]},
+    "two tiers of one name": {"fast": "1MiB", "tiers": [Dram("1MiB"), Dram("2MiB")]},
+    "a tier of 0": {"fast": "1MiB", "dram": "0"},
+    "tiers twice": {"fast": "1MiB", "dram": "1MiB", "tiers": [Dram("1MiB")]},
+    "an unknown device": {"fast": "1MiB", "device": "tpu"},
+    "no timeout": {"fast": "1MiB", "timeout": 0},
+}
+
+
+@pytest.mark.parametrize("setting", WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_setting_is_a_clear_error(setting: dict[str, object]) -> None:
     with pytest.raises(farpool.ConfigError):
         Pool(**setting)  # type: ignore[arg-type]
