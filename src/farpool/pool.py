@@ -24,7 +24,7 @@ from farpool.engine import Access as Grant
 from farpool.engine import Engine, Mode, Move, NoRoomError, TooLargeError
 from farpool.errors import BudgetError, PoolClosedError, PoolFullError, TierTimeoutError
 from farpool.events import Event
-from farpool.faults import no_room, operands_too_large, with_tier_and_block
+from farpool.faults import no_room, operands_too_large
 from farpool.ledger import Ledger
 from farpool.sizes import format_size, parse_size
 from farpool.space import TierSpace
@@ -32,15 +32,13 @@ from farpool.stats import Stats
 from farpool.storage import Dropped, Storage, cut
 from farpool.tiers import Extent, HasPort, Tier, Verified
 from farpool.tiers.safetensors import SafetensorsFile
+from farpool.traffic import Traffic
 from farpool.use import Use, runs_of
 
 __all__ = ["CLASSES", "Access", "BlockPool"]
 
 CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", "expert", "bytes")
 """Classes that blocks may have."""
-
-_SLICE = 0.1
-"""Seconds after which a waiting thread looks again whether another thread has already noted what it waits for."""
 
 
 class Access:
@@ -106,11 +104,13 @@ class BlockPool:
         self._held: list[SafetensorsFile] = []
         self.account = Account(self._names)
         self._lock = threading.Condition(threading.Lock())
+        self._traffic = Traffic(
+            self.engine, self._executor, self.account, self._names, self._lock, config.timeout, self._check_open
+        )
         self._live = 0
         self._granted = 0
         """Accesses that have not been released yet."""
         self.peak = 0
-        self.unpaged_peak: int | None = None
         self.closed = False
         _POOLS.add(self)
 
@@ -296,19 +296,20 @@ class BlockPool:
             if not runs:
                 return Access(None, (0,) * len(uses), op, 0.0)
             self._collect_dropped()
-            self._note_completions()
+            self._traffic.note_completions()
             try:
                 grant = self.engine.request(runs)
             except TooLargeError as error:
                 raise operands_too_large(error, uses, op, self.fast) from None
-            self._start()
+            self._traffic.start()
             if not grant.granted:
                 try:
-                    self._wait(grant, uses, op)
+                    self._traffic.wait_for(grant, op)
                 except BaseException:  # an interrupt, too, must not leave operands pinned or a place in the line taken
                     self.engine.abandon(grant)
-                    self._start()
+                    self._traffic.start()
                     raise
+                self._raise_refusal(grant, uses, op)
             self._granted += 1
             if self.engine.arena.used > self.peak:
                 self.peak = self.engine.arena.used
@@ -340,66 +341,12 @@ class BlockPool:
                 )
             self._executor.note_use()
             self.engine.release(access.grant)
-            self._note_completions()
-            self._start()
+            self._traffic.note_completions()
+            self._traffic.start()
             self._lock.notify_all()
         self.account.deliver()
 
-    def _start(self) -> None:
-        """Give the executor what the engine wants done."""
-        if commands := self.engine.take_commands():
-            self._executor.start(commands)
-        if raised := self.engine.take_raised():
-            self._executor.expedite(raised)
-
-    def _note_completions(self) -> bool:
-        """Tell the engine what has ended. True if anything had."""
-        finished = self._executor.poll()
-        for done in finished:
-            transfer = self.engine.transfers.get(done.id)
-            if transfer is None:
-                continue
-            if done.error is not None:
-                tier = self._names[transfer.pieces[0].tier] if transfer.pieces else ""
-                self.engine.failed(done.id, with_tier_and_block(done.error, tier, transfer.block))
-            elif not done.cancelled:
-                self.engine.completed(done.id)
-                self.account.transferred(transfer, done, self.engine.arena.used)
-        if finished:
-            self.engine.proceed()
-            self._start()
-            self._lock.notify_all()
-        return bool(finished)
-
-    def _wait(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
-        """Wait until the access is granted; the lock is given up meanwhile."""
-        start = time.monotonic()
-        deadline = start + self.config.timeout
-        block, tier = self._awaited(grant)
-        while not grant.granted and grant.error is None:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                block, tier = self._awaited(grant)
-                raise TierTimeoutError(
-                    f"{op or 'access'}: waited {self.config.timeout:g} s for "
-                    + (f"block {block} and tier {tier!r}" if tier else "operands that other threads hold")
-                    + "; the transfer is still under way (Pool(timeout=...) sets the limit)",
-                    tier=tier,
-                    block=block if block >= 0 else None,
-                )
-            if self.engine.transfers:
-                self._lock.release()
-                try:
-                    self._executor.wait(min(remaining, _SLICE))
-                finally:
-                    self._lock.acquire()
-            else:
-                self._lock.wait(min(remaining, _SLICE))
-            if self.closed:
-                self._check_open()
-            self._note_completions()
-        seconds = time.monotonic() - start
-        self.account.stalled(op, start, seconds, block, tier, self.engine.arena.used)
+    def _raise_refusal(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
         error = grant.error
         if isinstance(error, TooLargeError):
             raise operands_too_large(error, uses, op, self.fast)
@@ -407,14 +354,6 @@ class BlockPool:
             raise no_room(error, op, self._tiers)
         if error is not None:
             raise error
-
-    def _awaited(self, grant: Grant) -> tuple[int, str]:
-        """The first block that the access waits for, and the tier at the other end."""
-        waiting = [t for t in self.engine.transfers.values() if t.pieces]
-        own = [transfer for transfer in waiting if transfer.block in grant.blocks]
-        for transfer in own or waiting:
-            return transfer.block, self._names[transfer.pieces[0].tier]
-        return -1, ""
 
     # ---- budget, accounts ---------------------------------------------------------------------------------------
 
@@ -434,36 +373,36 @@ class BlockPool:
         with self._lock:
             self._check_open()
             self._collect_dropped()
-            self._note_completions()
+            self._traffic.note_completions()
             before = self.fast
             if budget < before:
                 self._check_blocks_fit(budget)
+                self._shrink(budget)
+            self.arena.resize(budget)
             if budget > before:
-                self.arena.resize(budget)
-            deadline = time.monotonic() + self.config.timeout
-            try:
-                while not self.engine.resize(budget):
-                    self._start()
-                    if time.monotonic() > deadline:
-                        raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
-                    self._lock.release()
-                    try:
-                        self._executor.wait(_SLICE)
-                    finally:
-                        self._lock.acquire()
-                    self._note_completions()
-            except NoRoomError as error:
-                raise no_room(error, "resize", self._tiers) from None
-            finally:
-                self._start()
-            if budget < before:
-                self.arena.resize(budget)
-                self.ledger.subtract("fast", "arena", requested=before - budget, reserved=before - budget,
-                                     touched=before - budget)  # fmt: skip
-            elif budget > before:
-                self.ledger.add("fast", "arena", requested=budget - before, reserved=budget - before,
-                                touched=budget - before)  # fmt: skip
+                self.engine.resize(budget)
+            change = {"requested": abs(budget - before)}
+            change["reserved"] = change["touched"] = change["requested"]
+            book = self.ledger.add if budget > before else self.ledger.subtract
+            book("fast", "arena", **change)
             self.allocation.sizes = cut(budget, self.allocation.sizes.alignment)
+
+    def _shrink(self, budget: int) -> None:
+        """Have everything leave the part of the arena that is to go."""
+        before = self.fast
+        deadline = time.monotonic() + self.config.timeout
+        try:
+            while not self.engine.resize(budget):
+                self._traffic.start()
+                if time.monotonic() >= deadline:
+                    raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
+                self._traffic.wait_a_little(deadline)
+        except BaseException as error:
+            self.engine.resize(before)
+            self._traffic.start()
+            if isinstance(error, NoRoomError):
+                raise no_room(error, "resize", self._tiers) from None
+            raise
 
     def _check_blocks_fit(self, budget: int) -> None:
         """Blocks keep the size with which they were cut."""
@@ -493,7 +432,7 @@ class BlockPool:
         with self._lock:
             self._check_open()
             self._collect_dropped()
-            self._note_completions()
+            self._traffic.note_completions()
             return census.take(self)
 
     def explain(self) -> str:

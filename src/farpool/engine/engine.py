@@ -78,6 +78,8 @@ class Engine:
         self._residency = Placement(capacity, spaces, classes, alignment)
         self._look_ahead = LookAhead(self.tape, self._residency) if prefetch else None
         self._line: list[Access] = []
+        self._resizing = False
+        """The arena is to become smaller: nothing is fetched ahead until it is."""
 
     @property
     def blocks(self) -> BlockTable:
@@ -204,7 +206,7 @@ class Engine:
                 blocked = True
                 continue
             self._line.remove(access)
-        if not blocked and self._look_ahead is not None:
+        if not blocked and not self._resizing and self._look_ahead is not None:
             self._look_ahead.advance()
 
     def _ready(self, access: Access) -> bool:
@@ -284,17 +286,12 @@ class Engine:
             No lower tier takes what has to leave; the capacity is as it was.
         """
         residency = self._residency
-        if self.arena.resize(capacity):
-            return True
-        for block in self.arena.owners_beyond(capacity):
-            if residency.at_rest(block):
-                residency.evict(block)
-        return self.arena.resize(capacity)
-
-    def flush(self) -> bool:
-        """Evict all that can leave; False while something is still on its way. Used to empty the arena."""
-        residency = self._residency
-        for block in residency.resident():
-            if residency.at_rest(block):
-                residency.evict(block)
-        return not residency.moving
+        self._resizing = not self.arena.resize(capacity)
+        if self._resizing:
+            for block in self.arena.owners_beyond(capacity):
+                if residency.at_rest(block):
+                    residency.evict(block)
+            self._resizing = not self.arena.resize(capacity)
+        if not self._resizing and self._look_ahead is not None:
+            self._look_ahead.resized()
+        return not self._resizing

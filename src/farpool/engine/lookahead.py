@@ -68,6 +68,11 @@ class LookAhead:
         while self._cursor <= tape.now and self._step(self._cursor):
             self._cursor += 1
 
+    def resized(self) -> None:
+        """The arena has other bytes now."""
+        self._window = self._residency.arena.capacity // _FIRST_WINDOW
+        self._restart()
+
     def retreat(self) -> None:
         """Something was undone (a failure, a smaller budget): look again from the start."""
         self._jumps = min(self._jumps, 0)

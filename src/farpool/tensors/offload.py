@@ -118,6 +118,7 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
     source = plain_empty((0,), (1,), torch.uint8, largest.device).set_(memory, start, (stop - start,), (1,))
     copy_dense(PagedTensor(storage, arena, torch.uint8, (stop - start,), (1,)), source, "farpool.offload")
     del source, memory
+    pool.pack_at_first_use(storage)
     paged: list[PagedTensor] = []
     for tensor in group.tensors:
         offset = tensor.storage_offset() - start // tensor.itemsize if tensor.numel() else 0

@@ -1,0 +1,126 @@
+"""What goes between engine and executor: commands one way, completions the other, and waiting for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from farpool.account import Account
+from farpool.engine import Access as Grant
+from farpool.engine import Engine
+from farpool.errors import TierTimeoutError
+from farpool.executor.base import Executor
+from farpool.faults import with_tier_and_block
+
+__all__ = ["Traffic"]
+
+_SLICE = 0.1
+"""Seconds after which a waiting thread looks again whether another thread has already noted what it waits for."""
+
+
+class Traffic:
+    """Carries commands and completions. Its methods are called with the pool's lock held.
+
+    Parameters
+    ----------
+    names : list of str
+        Names of the tiers as the engine numbers them; the pool appends to it.
+    lock : threading.Condition
+        The pool's lock. It is given up while a thread waits.
+    timeout : float
+        Seconds to wait at most.
+    check_open : callable
+        Raises if the pool has been closed meanwhile.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: Executor,
+        account: Account,
+        names: list[str],
+        lock: threading.Condition,
+        timeout: float,
+        check_open: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._executor = executor
+        self._account = account
+        self._names = names
+        self._lock = lock
+        self._timeout = timeout
+        self._check_open = check_open
+
+    def start(self) -> None:
+        """Give the executor what the engine wants done."""
+        if commands := self._engine.take_commands():
+            self._executor.start(commands)
+        if raised := self._engine.take_raised():
+            self._executor.expedite(raised)
+
+    def note_completions(self) -> None:
+        """Tell the engine what has ended."""
+        finished = self._executor.poll()
+        for done in finished:
+            transfer = self._engine.transfers.get(done.id)
+            if transfer is None:
+                continue
+            if done.error is not None:
+                tier = self._names[transfer.pieces[0].tier] if transfer.pieces else ""
+                self._engine.failed(done.id, with_tier_and_block(done.error, tier, transfer.block))
+            elif not done.cancelled:
+                self._engine.completed(done.id)
+                self._account.transferred(transfer, done, self._engine.arena.used)
+        if finished:
+            self._engine.proceed()
+            self.start()
+            self._lock.notify_all()
+
+    def wait_for(self, grant: Grant, op: str) -> None:
+        """Wait until an access is granted or refused.
+
+        Raises
+        ------
+        TierTimeoutError
+            Neither happened in time. Names what was waited for.
+        PoolClosedError
+            The pool was closed meanwhile.
+        """
+        start = time.monotonic()
+        deadline = start + self._timeout
+        block, tier = self._awaited(grant)
+        while not grant.granted and grant.error is None:
+            if time.monotonic() >= deadline:
+                block, tier = self._awaited(grant)
+                raise TierTimeoutError(
+                    f"{op or 'access'}: waited {self._timeout:g} s for "
+                    + (f"block {block} and tier {tier!r}" if tier else "operands that other threads hold")
+                    + "; the transfer is still under way (Pool(timeout=...) sets the limit)",
+                    tier=tier,
+                    block=block if block >= 0 else None,
+                )
+            self.wait_a_little(deadline)
+        self._account.stalled(op, start, time.monotonic() - start, block, tier, self._engine.arena.used)
+
+    def wait_a_little(self, deadline: float) -> None:
+        """Let transfers end, or other threads release what they hold; then tell the engine."""
+        remaining = max(0.0, min(deadline - time.monotonic(), _SLICE))
+        if self._engine.transfers:
+            self._lock.release()
+            try:
+                self._executor.wait(remaining)
+            finally:
+                self._lock.acquire()
+        else:
+            self._lock.wait(remaining)
+        self._check_open()
+        self.note_completions()
+
+    def _awaited(self, grant: Grant) -> tuple[int, str]:
+        """The first block that the access waits for, and the tier at the other end."""
+        waiting = [t for t in self._engine.transfers.values() if t.pieces]
+        own = [transfer for transfer in waiting if transfer.block in grant.blocks]
+        for transfer in own or waiting:
+            return transfer.block, self._names[transfer.pieces[0].tier]
+        return -1, ""
