@@ -345,6 +345,7 @@ def test_ctrl_c_interrupts_a_wait() -> None:
     run(
         """
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 queue.poll()
 threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
