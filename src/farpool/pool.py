@@ -6,6 +6,7 @@ The public `farpool.Pool` adds the methods that make tensors.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from farpool.config import PoolConfig
 from farpool.device import open_device
 from farpool.engine import Access as Grant
 from farpool.engine import Engine, Mode, Move, NoRoomError, TooLargeError
-from farpool.errors import BudgetError, PoolClosedError, PoolFullError, TierTimeoutError
+from farpool.errors import BudgetError, PoolClosedError, PoolFullError, TierError, TierTimeoutError
 from farpool.events import Event
 from farpool.faults import no_room, operands_too_large
 from farpool.ledger import Ledger
@@ -39,6 +40,12 @@ __all__ = ["CLASSES", "Access", "BlockPool"]
 
 CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", "expert", "bytes")
 """Classes that blocks may have."""
+
+
+_SLICE = 0.1
+"""Seconds after which a thread that waits for another looks again."""
+_LAST_CHANCE = 5.0
+"""Seconds for transfers to end when the interpreter does."""
 
 
 class Access:
@@ -110,6 +117,8 @@ class BlockPool:
         self._live = 0
         self._granted = 0
         """Accesses that have not been released yet."""
+        self._packing: set[int] = set()
+        """Storages that a thread is packing at their first use; others wait for it."""
         self.peak = 0
         self.closed = False
         _POOLS.add(self)
@@ -148,14 +157,15 @@ class BlockPool:
             )
         self._shut()
 
-    def _shut(self) -> None:
+    def _shut(self, patience: float | None = None) -> None:
+        patience = self.config.timeout if patience is None else patience
         with self._lock:
             if self.closed:
                 return
             self.closed = True
             self._lock.notify_all()
-            unused = self._lock.wait_for(lambda: not self._granted, self.config.timeout)
-        ended = self._executor.close(self.config.timeout)
+            unused = self._lock.wait_for(lambda: not self._granted, patience)
+        ended = self._executor.close(patience)
         for tier in reversed(self._tiers):
             tier.close()
         for source in self._held:
@@ -227,22 +237,34 @@ class BlockPool:
 
     def _pack(self, storage: Storage, op: str) -> None:
         with self._lock:
+            while storage.loose and id(storage) in self._packing:
+                self._lock.wait(_SLICE)  # whoever packs it gives up after the timeout
+                self._check_open()
             if not storage.loose:
                 return
-            storage.loose = False
             self._check_open()
-            blocks = self.allocation.allocate(storage.nbytes, storage.cls, 0, USED)
-            self._live += 1
-        packed = Storage(self, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
-        access = self.acquire(
-            [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
-        )
-        source, target = access.offsets
-        self._executor.start([Move(source, target, storage.nbytes)])
-        self.release(access)
-        with self._lock:
-            storage.first, packed.first = packed.first, storage.first
-            storage.offset, packed.offset = packed.offset, storage.offset
+            self._packing.add(id(storage))
+        try:
+            with self._lock:
+                blocks = self.allocation.allocate(storage.nbytes, storage.cls, 0, USED)
+                self._live += 1
+            packed = Storage(self, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
+            access = self._acquire(
+                [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op, rows=False
+            )
+            with self._lock:
+                source, target = access.offsets
+                self._executor.start([Move(source, target, storage.nbytes)])
+                storage.first, packed.first = packed.first, storage.first
+                storage.offset, packed.offset = packed.offset, storage.offset
+            self.release(access)
+        except (BudgetError, PoolFullError, TierError):
+            pass  # it stays where it is; the op itself may do without what packing needed
+        finally:
+            with self._lock:
+                storage.loose = False
+                self._packing.discard(id(storage))
+                self._lock.notify_all()
 
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
         lower = sum(tier.info.capacity for tier in self._tiers)
@@ -290,6 +312,9 @@ class BlockPool:
         for use in uses:
             if use.storage.loose:
                 self._pack(use.storage, op)
+        return self._acquire(uses, op, rows=rows)
+
+    def _acquire(self, uses: Sequence[Use], op: str, *, rows: bool) -> Access:
         with self._lock:
             self._check_open()
             runs, origins = runs_of(uses, rows=rows)
@@ -306,8 +331,9 @@ class BlockPool:
                 try:
                     self._traffic.wait_for(grant, op)
                 except BaseException:  # an interrupt, too, must not leave operands pinned or a place in the line taken
-                    self.engine.abandon(grant)
-                    self._traffic.start()
+                    if not self.closed:
+                        self.engine.abandon(grant)
+                        self._traffic.start()
                     raise
                 self._raise_refusal(grant, uses, op)
             self._granted += 1
@@ -457,4 +483,11 @@ def _forked() -> None:
         pool._lock = threading.Condition(threading.Lock())
 
 
+def _close_all() -> None:
+    """At the end of the interpreter: no thread may come back into it."""
+    for pool in tuple(_POOLS):
+        pool._shut(_LAST_CHANCE)
+
+
 os.register_at_fork(after_in_child=_forked)
+atexit.register(_close_all)

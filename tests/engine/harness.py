@@ -45,6 +45,8 @@ class World:
         self.engine = Engine(capacity, self.spaces, prefetch=prefetch)
         self.expected: dict[int, bytes] = {}
         self.retired: list[tuple[int, int]] = []
+        self.completions_first = False
+        """Whether completions are noted before new commands are started, as a pool does at a release."""
 
     def create(self, sizes: list[int]) -> int:
         return self.engine.create(sizes)
@@ -62,9 +64,8 @@ class World:
     def pump(self) -> None:
         """Hand commands to the executor and completions to the engine until both are quiet for now."""
         while True:
-            commands = self.engine.take_commands()
+            commands = [] if self.completions_first else self.engine.take_commands()
             self.executor.start(commands)
-            self.executor.expedite(self.engine.take_raised())
             finished = self.executor.poll()
             for done in finished:
                 if done.error is not None:
@@ -73,7 +74,11 @@ class World:
                     self.engine.completed(done.id)
             if finished:
                 self.engine.proceed()
-            elif not commands:
+            if self.completions_first:
+                commands = self.engine.take_commands()
+                self.executor.start(commands)
+            self.executor.expedite(self.engine.take_raised())
+            if not finished and not commands:
                 return
 
     def settle(self, access: Access) -> Access:

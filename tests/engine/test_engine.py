@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from farpool.engine import Mode, NoRoomError, Run, TooLargeError
+from farpool.engine import Kind, Mode, NoRoomError, Run, TooLargeError
 from farpool.executor.virtual import Link
 from tests.engine.harness import World
 
@@ -51,10 +51,12 @@ def test_the_same_inputs_give_the_same_transfers(seed: int) -> None:
     assert logs[0] == logs[1]
 
 
+@pytest.mark.parametrize("completions_first", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_failed_transfers_lose_nothing(seed: int) -> None:
+def test_failed_transfers_lose_nothing(seed: int, completions_first: bool) -> None:
     rng = random.Random(seed)
     world = World(12_000, tiers=(1 << 16, 1 << 20), fault=lambda t: OSError("no") if rng.random() < 0.1 else None)
+    world.completions_first = completions_first
     errors = 0
     storages: list[int] = []
     for step in range(300):
@@ -208,3 +210,65 @@ def test_a_prefetch_that_failed_is_tried_again_when_it_is_needed() -> None:
     for block in blocks:
         world.access([(block, 1, READ)], compute=1e-4)
     assert world.engine.counters.prefetches_used > before
+
+
+def test_a_fetch_that_was_given_up_before_it_started_never_starts() -> None:
+    failing = [True]
+    world = World(4096, fault=lambda t: OSError("no") if failing[0] and t.kind == Kind.WRITE_BACK else None)
+    old, new = world.create([4096]), world.create([4096])
+    failing[0] = False
+    world.access([(new, 1, OVERWRITE)], fill=1)
+    world.access([(old, 1, OVERWRITE)], fill=2)
+    failing[0] = True
+    access = world.engine.request([Run(new, 1, READ)])  # the write-back of `old`, and the fetch that comes after it
+    write_back, fetch = world.engine.take_commands()
+    assert fetch.after == (write_back.id,)
+    world.executor.start([write_back])
+    world.engine._residency.commands.append(fetch)
+    world.executor.wait(1.0)
+    (done,) = world.executor.poll()
+    world.engine.failed(done.id, done.error)
+    assert fetch not in world.engine.take_commands()
+    world.engine.abandon(access)
+    failing[0] = False
+    world.access([(old, 1, READ)])
+    world.access([(new, 1, READ)])
+
+
+def test_an_error_is_raised_once_and_the_next_access_tries_again() -> None:
+    failing = [False]
+    world = World(4096, fault=lambda t: OSError("no") if failing[0] and t.kind == Kind.FETCH else None, prefetch=False)
+    blocks = [world.create([1024]) for _ in range(8)]
+    for block in blocks:
+        world.access([(block, 1, OVERWRITE)])
+    failing[0] = True
+    with pytest.raises(OSError, match="no"):
+        world.access([(blocks[0], 1, READ), (blocks[1], 1, READ)])
+    failing[0] = False
+    for block in blocks[:2]:
+        world.access([(block, 1, READ)])
+
+
+def test_a_lower_budget_is_reached_once_the_tier_works_again() -> None:
+    failing = [True]
+    world = World(
+        4096, fault=lambda t: OSError("no") if failing[0] and t.kind == Kind.WRITE_BACK else None, prefetch=False
+    )
+    blocks = [world.create([1024]) for _ in range(4)]
+    for block in blocks:
+        world.access([(block, 1, OVERWRITE)])
+
+    assert not world.engine.resize(1024)
+    world.pump()
+    while world.executor.wait(1.0):
+        world.pump()
+    with pytest.raises(OSError, match="no"):
+        world.engine.resize(1024)
+    assert world.engine.resize(4096)
+    failing[0] = False
+    while not world.engine.resize(1024):
+        world.pump()
+        assert world.executor.wait(1.0)
+        world.pump()
+    for block in blocks:
+        world.access([(block, 1, READ)])

@@ -6,6 +6,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -156,3 +157,21 @@ def test_moves_come_before_the_transfers_that_follow_them(rig: Rig) -> None:
     rig.executor.start([Transfer(2, Kind.FETCH, 1, (Piece(0, 0, 4096, 200),), (), True)])
     rig.finish(1)
     assert rig.read(4096, 200) == b"a" * 100 + b"b" * 100
+
+
+def test_fetches_leave_staging_memory_to_what_they_come_after(rig: Rig) -> None:
+    blocks = [bytes([number]) * 2000 for number in range(12)]
+    for number, data in enumerate(blocks):
+        rig.fill(number * 2048, data)
+    out = [Transfer(n + 1, Kind.WRITE_BACK, n, (Piece(0, n * 4096, n * 2048, 2000),), (), False) for n in range(12)]
+    rig.executor.start(out)
+    assert all(done.error is None for done in rig.finish(12).values())
+    again = [replace(transfer, id=transfer.id + 100) for transfer in out]
+    back = [
+        Transfer(n + 201, Kind.FETCH, 20 + n, (Piece(0, n * 4096, (11 - n) * 2048, 2000),), (112 - n,), True)
+        for n in range(12)
+    ]
+    rig.executor.start([*again, *back])
+    assert all(done.error is None for done in rig.finish(24).values())
+    for number, data in enumerate(blocks):
+        assert rig.read((11 - number) * 2048, 2000) == data

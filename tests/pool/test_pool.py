@@ -371,3 +371,32 @@ def test_an_interrupted_wait_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPat
             assert read(pool, storage) == content(seed, 20_000)
         access = pool.acquire([Use(s, 0, 20_000, READ) for s in storages[:3]], "all of it")
         pool.release(access)
+
+
+def test_threads_that_first_use_a_storage_together_see_its_bytes(pool: Pool) -> None:
+    storages = [pool.allocate(200, cls="weights") for _ in range(64)]
+    for seed, storage in enumerate(storages):
+        write(pool, storage, content(seed, 200))
+        pool.pack_at_first_use(storage)
+    filler = [pool.allocate(100_000) for _ in range(4)]
+    for seed, storage in enumerate(filler):
+        write(pool, storage, content(seed, 100_000))
+    wrong: list[int] = []
+    start = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        start.wait(10)
+        for seed, storage in enumerate(storages):
+            if read(pool, storage) != content(seed, 200):
+                wrong.append(seed)
+            if seed % 8 == number:
+                read(pool, filler[number])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert not any(storage.loose for storage in storages)

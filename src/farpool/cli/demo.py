@@ -56,8 +56,8 @@ def demo(
 ) -> None:
     """Search real text with a model that has a quarter of its bytes resident.
 
-    A sentence-embedding model (all-MiniLM-L6-v2) embeds a text collection all resident and, in turn, with its weights in
-    a pool with a small byte budget, the rest of them in DRAM and in a file. Both must give the same bits.
+    A sentence-embedding model (all-MiniLM-L6-v2) embeds a text collection all resident and, in turn, with its weights
+    in a pool with a small byte budget, the rest of them in DRAM and in a file. Both must give the same bits.
 
     Exit code 0: equal. 1: not equal. 2: an error.
     """

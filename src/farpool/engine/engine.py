@@ -127,6 +127,8 @@ class Engine:
         members = range(first, first + count)
         if any(residency.blocks.pins[b] or b in residency.moving for b in members):
             return False
+        if any(not access.blocks.isdisjoint(members) for access in self._line):
+            return False
         for block in members:
             residency.forget(block)
         residency.blocks.forget(first, count)
@@ -156,6 +158,8 @@ class Engine:
         access = Access(tuple(runs), frozenset(b for run in runs for b in range(run.first, run.first + run.count)))
         for run in runs:
             self._note(run)
+        if self._residency.stuck and not self._line:
+            self._residency.unstick()
         self._line.append(access)
         self._serve()
         return access
@@ -194,6 +198,9 @@ class Engine:
             self.release(access)
         elif access in self._line:
             self._line.remove(access)
+            for block in access.blocks & self._residency.faults.keys():
+                if not any(block in other.blocks for other in self._line):
+                    del self._residency.faults[block]
             self._serve()
 
     def _serve(self) -> None:
@@ -229,10 +236,11 @@ class Engine:
     def _make_ready(self, access: Access) -> bool:
         """Do what can be done now for the head of the line; True if that was all it needed."""
         residency = self._residency
-        if residency.faults:
-            for block in sorted(access.blocks & residency.faults.keys()):
-                access.error = residency.faults.pop(block)
-                return False
+        failed = sorted(access.blocks & residency.faults.keys()) if residency.faults else ()
+        if failed:
+            errors = [residency.faults.pop(block) for block in failed]
+            access.error = errors[0]
+            return False
         try:
             rows = [run for run in access.runs if run.table >= 0]
             if len(rows) > 1:
@@ -283,15 +291,23 @@ class Engine:
         Raises
         ------
         NoRoomError
-            No lower tier takes what has to leave; the capacity is as it was.
+            No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.
         """
         residency = self._residency
         self._resizing = not self.arena.resize(capacity)
         if self._resizing:
             for block in self.arena.owners_beyond(capacity):
                 if residency.at_rest(block):
-                    residency.evict(block)
+                    self._evict_for_resize(block)
             self._resizing = not self.arena.resize(capacity)
         if not self._resizing and self._look_ahead is not None:
             self._look_ahead.resized()
         return not self._resizing
+
+    def _evict_for_resize(self, block: int) -> None:
+        try:
+            self._residency.evict(block)
+        except NoRoomError:
+            if error := self._residency.unstick():  # what refused it before is tried again at the next attempt
+                raise error from None
+            raise

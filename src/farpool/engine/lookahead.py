@@ -117,11 +117,12 @@ class LookAhead:
             self._idle = not residency.moving
             return False
         self._idle = False
-        if self._birth_bytes and residency.arena.free - residency.run_bytes(run) < self._birth_bytes:
-            return self._clear(residency.run_bytes(run) + self._birth_bytes, position) and residency.bring(
-                run, _NOTHING, position
-            )
-        return residency.bring(run, _NOTHING, position)
+        partly = len(states) > 1
+        nbytes = residency.run_bytes(run)
+        if self._birth_bytes and not self._clear(nbytes + self._birth_bytes, position):
+            return False
+        # What is there in part and cannot be filled in has to be gathered when it is wanted: leave it.
+        return residency.bring(run, _NOTHING, position) or partly
 
     def _clear(self, nbytes: int, position: int) -> bool:
         """Evict what is needed after `position` until `nbytes` bytes are free; False if that does not suffice."""

@@ -191,7 +191,7 @@ class Placement(Residency):
         finally:
             for block in kept:
                 self.enter(block)
-        if refused is not None and use is None and not self.moving:
+        if refused is not None and use is None and not self.moving and not self.pinned():
             raise refused
         return -1
 

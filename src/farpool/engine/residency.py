@@ -283,6 +283,8 @@ class Residency:
         """Promise the block's range to others, who wait for the write."""
         blocks = self.blocks
         self.evictable.remove(block)
+        if self._not_ahead(block):
+            self.counters.prefetches_wasted += 1
         blocks.state[block] = State.WRITING_BACK
         self.arena.drop(blocks.place[block])
         self.arena.add_hazard(number, blocks.place[block], blocks.size[block])
@@ -313,6 +315,7 @@ class Residency:
         if blocks.state[block] == State.RESIDENT:
             self.leave(block)
         self._drop_copy(block)
+        self._not_ahead(block)
         self._barred.pop(block, None)
         self.stuck.pop(block, None)
         self.faults.pop(block, None)
@@ -395,6 +398,8 @@ class Residency:
         """Undo a fetch that was ordered after a write-back that failed."""
         del self.transfers[transfer.id]
         del self.moving[transfer.block]
+        # If it has not been taken yet it must not start at all: its range is the victim's again.
+        self.commands = [command for command in self.commands if command is not transfer]
         self.blocks.state[transfer.block] = State.RESIDENT
         self._not_ahead(transfer.block)
         self.leave(transfer.block)

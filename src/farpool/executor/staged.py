@@ -115,6 +115,11 @@ class StagedExecutor(Executor):
             fence = fence if fence is not None else self._device.fence()
             nbytes = sum(-(-piece.nbytes // 64) * 64 for piece in command.pieces)
             with self._lock:
+                if any(done.id in command.after and (done.error or done.cancelled) for done in self._done):
+                    now = time.monotonic()
+                    self._done.append(Done(command.id, None, True, now, now))
+                    self._lock.notify_all()
+                    continue
                 self._jobs[command.id] = _Job(command, fence, command.demand, nbytes)
                 self._lock.notify_all()
 
@@ -177,7 +182,11 @@ class StagedExecutor(Executor):
                 self._finish(job, None)
         for job in sorted(self._jobs.values(), key=_rank):
             if job.transfer.id in self._jobs:
-                progressed |= self._advance(job)
+                try:
+                    progressed |= self._advance(job)
+                except Exception as error:  # the thread must go on for the others
+                    self._finish(job, error)
+                    progressed = True
         return progressed
 
     def _advance(self, job: _Job) -> bool:
@@ -188,6 +197,8 @@ class StagedExecutor(Executor):
                     return False
                 self._finish(job, None)
                 return True
+            if any(self._jobs[n].leg == _Leg.WAITING for n in job.transfer.after if n in self._jobs):
+                return False  # what it comes after needs staging memory first, or neither would ever go on
             job.staging = self._space.alloc(job.nbytes)
             if job.staging < 0:
                 return False
@@ -207,12 +218,8 @@ class StagedExecutor(Executor):
             job.leg = _Leg.DEVICE
             return True
         if job.leg == _Leg.DEVICE:
-            try:
-                if not all(copy.done() for copy in job.copies):
-                    return False
-            except RuntimeError as error:
-                self._finish(job, error)
-                return True
+            if not all(copy.done() for copy in job.copies):
+                return False
             if fetch:
                 self._finish(job, None)
             else:

@@ -81,6 +81,9 @@ class VirtualExecutor(Executor):
                 moved = bytes(self._arena[command.source : command.source + command.nbytes])
                 self._arena[command.target : command.target + command.nbytes] = moved
                 continue
+            if any(done.id in command.after and (done.error or done.cancelled) for done in self._done):
+                self._done.append(Done(command.id, None, True, self.now, self.now))
+                continue
             self._open[command.id] = command
             tier = command.pieces[0].tier if command.pieces else -1
             self._lanes.setdefault((tier, command.kind), _Lane()).waiting.append(command)
