@@ -87,6 +87,9 @@ class EvilPool:
         count = -(-nbytes // step) if nbytes else 0
         return Storage(self, nbytes, cls, name, row_bytes, Blocks(number, count, 0, step, False))  # type: ignore[arg-type]
 
+    def pack_at_first_use(self, storage: Storage) -> None:
+        """Everything moves all the time anyway."""
+
     def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> _Access:
         self._check_open()
         assert not self._held, "an access within an access can wait for itself"
