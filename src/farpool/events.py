@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["Event", "EventKind"]
 
-EventKind = Literal["fetch", "writeback", "move", "stall", "compute", "create", "free"]
+EventKind = Literal["fetch", "writeback", "stall", "compute", "create", "free"]
 
 
 @dataclass(frozen=True, slots=True)
