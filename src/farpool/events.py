@@ -17,8 +17,8 @@ class Event:
     Attributes
     ----------
     kind : str
-        ``fetch`` (bytes came into the fast tier), ``writeback`` (they left it), ``move`` (inside it), ``stall`` (an
-        op waited), ``compute`` (an op had its operands, from grant to release), ``create`` and ``free`` (a storage).
+        ``fetch`` (bytes came into the fast tier), ``writeback`` (they left it), ``stall`` (an op
+        waited), ``compute`` (an op had its operands, from grant to release), ``create`` and ``free`` (a storage).
     time : float
         When it began, seconds on the monotonic clock.
     duration : float
