@@ -272,3 +272,25 @@ def test_a_lower_budget_is_reached_once_the_tier_works_again() -> None:
         world.pump()
     for block in blocks:
         world.access([(block, 1, READ)])
+
+
+def test_a_prefetched_block_that_is_written_back_does_not_count_as_ready_any_more() -> None:
+    world = World(8 * 2048)
+    blocks = [world.create([2048]) for _ in range(16)]
+    for block in blocks:
+        world.access([(block, 1, OVERWRITE)])
+    for _ in range(4):
+        for block in blocks:
+            world.access([(block, 1, READ)], compute=1e-4)
+    residency = world.engine._residency
+    world.executor.sleep(1.0)
+    world.pump()
+    ready = next(block for block in blocks if block in residency._prefetched and residency.at_rest(block))
+    before = residency.ahead_bytes
+    residency.blocks.dirty[ready] = 1  # as when its copy below had to give way to another block
+    residency.evict(ready)
+    assert residency.ahead_bytes == before - 2048
+    world.pump()
+    for block in blocks:
+        world.access([(block, 1, READ)], compute=1e-4)
+    assert residency.ahead_bytes == sum(residency.blocks.size[block] for block in residency._prefetched)

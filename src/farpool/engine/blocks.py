@@ -111,9 +111,6 @@ class BlockTable:
             self.state[block] = State.FREE
         self._numbers.free(first)
 
-    def __len__(self) -> int:
-        return self._numbers.used
-
     def used(self) -> list[int]:
         """Numbers in use, in order."""
         return [number for offset, count in self._numbers.ranges() for number in range(offset, offset + count)]
