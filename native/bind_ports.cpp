@@ -3,6 +3,7 @@
 #include "file_port.hpp"
 #include "memory_port.hpp"
 #include "python_port.hpp"
+#include "throttled_port.hpp"
 #include "verified_port.hpp"
 
 using farpool::FilePort;
@@ -10,6 +11,7 @@ using farpool::Memory;
 using farpool::MemoryPort;
 using farpool::Port;
 using farpool::PythonPort;
+using farpool::ThrottledPort;
 using farpool::VerifiedPort;
 
 namespace {
@@ -99,4 +101,17 @@ void bind_ports(nb::module_& m) {
             nb::arg("inner"), nb::arg("name"))
         .def("forget", &VerifiedPort::forget, nb::arg("offset"))
         .def_prop_ro("tracked", &VerifiedPort::tracked);
+
+    nb::class_<Held<ThrottledPort>, Port>(m, "ThrottledPort", nb::type_slots(held_slots<ThrottledPort>),
+                                          "Ends transfers no earlier than a link of a given rate and latency would.")
+        .def(
+            "__init__",
+            [](Held<ThrottledPort>* self, nb::handle_t<Port> inner, double read_rate, double write_rate, double latency,
+               bool shared) {
+                new (self) Held<ThrottledPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), read_rate, write_rate,
+                                               latency, shared);
+            },
+            nb::arg("inner"), nb::kw_only(), nb::arg("read_rate"), nb::arg("write_rate"), nb::arg("latency"),
+            nb::arg("shared"))
+        .def("lift", &ThrottledPort::lift, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farpool.errors import ConfigError
-from farpool.sizes import format_size, parse_size
+from farpool.sizes import format_size, parse_rate, parse_size
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,29 @@ def test_sizes_are_written_for_people(nbytes: int, text: str) -> None:
 @given(st.integers(1, 2**60))
 def test_what_is_written_reads_back_nearly_the_same(nbytes: int) -> None:
     assert abs(parse_size(format_size(nbytes)) - nbytes) <= nbytes * 0.006
+
+
+@pytest.mark.parametrize(
+    ("value", "rate"),
+    [
+        ("2GB/s", 2e9),
+        (" 1.5 GiB/s ", 1.5 * 2**30),
+        ("500MB", 5e8),
+        ("0.5 gb /s", 5e8),
+        (1e9, 1e9),
+        (7, 7.0),
+        (1.5, 1.5),
+    ],
+)
+def test_rates_are_read_as_people_write_them(value: float | str, rate: float) -> None:
+    assert parse_rate(value) == rate
+
+
+@pytest.mark.parametrize(
+    "value", ["", "/s", "fast", "2GB/h", "2GB/s/s", "0/s", 0, 0.5, -1, float("inf"), float("nan"), 1e300, True, None]
+)
+def test_what_is_no_rate_is_refused_by_name_and_with_an_example(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^link is ") as caught:
+        parse_rate(value, "link")  # type: ignore[arg-type]
+    assert repr(value) in str(caught.value)
+    assert "'2GB/s'" in str(caught.value)

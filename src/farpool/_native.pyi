@@ -26,11 +26,11 @@ class ExtentAllocator:
     """
 
     def __init__(self, capacity: int, alignment: int = 1) -> None: ...
-    def alloc(self, nbytes: int) -> int:
-        """Offset of a new range, or -1 if no hole is large enough."""
+    def alloc(self, nbytes: int, tag: int = 0) -> int:
+        """Offset of a new range, or -1 if no hole is large enough. The tag is the caller's and kept with the range."""
     def alloc_lowest(self, nbytes: int) -> int:
         """As `alloc`, but first fit: the lowest offset at which it fits."""
-    def alloc_at(self, offset: int, nbytes: int) -> bool:
+    def alloc_at(self, offset: int, nbytes: int, tag: int = 0) -> bool:
         """Take this very range; False (and nothing taken) if any byte of it is taken or outside."""
     def free(self, offset: int) -> int:
         """Free the range that begins at `offset`; returns its (rounded) bytes. ValueError if none begins there."""
@@ -46,6 +46,10 @@ class ExtentAllocator:
     def largest_hole(self) -> int: ...
     def ranges(self) -> list[tuple[int, int]]:
         """The allocated ranges ``(offset, nbytes)`` in order of offset."""
+    def tag(self, offset: int) -> int | None:
+        """The tag of the range that begins at `offset`, None if none begins there."""
+    def tags(self) -> list[int]:
+        """The tags of the allocated ranges in order of offset."""
 
 class Port:
     """The native end of a tier: blocking reads and writes that do not hold the interpreter lock."""
@@ -99,6 +103,16 @@ class VerifiedPort(Port):
     def tracked(self) -> int:
         """Number of extents with a checksum."""
 
+class ThrottledPort(Port):
+    """Transfers end no earlier than a link of these rates (bytes per second, ``inf`` for no limit) and latency (seconds) would end
+    them. With `shared` both directions are on one link. The rates are above 0."""
+
+    def __init__(
+        self, inner: Port, *, read_rate: float, write_rate: float, latency: float, shared: bool
+    ) -> None: ...
+    def lift(self) -> None:
+        """From now on nothing is held back, and what is held back ends."""
+
 class Completion:
     """One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
     (CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself."""
@@ -112,7 +126,8 @@ class Completion:
 class Queue:
     """Ordered queue of transfers, worked off by native threads.
 
-    Each (port, direction) is a lane with a thread of its own (created at first use). Within a lane the ready entry with the
+    Each (port, direction) is a lane with threads of its own, created when they are needed: one, or four for a file that is
+    read and written directly, so that several transfers are under way. Within a lane the ready entry with the
     highest priority runs first, in order of submission among equals. An entry is ready when all entries in `after` have
     completed; ids in `after` that are unknown or completed already count as completed. If one of them failed, the entry
     completes as cancelled, and so on through its own dependents; an entry that failed or was cancelled counts as failed until

@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``64MiB``, ``1.5 GiB``, ``2GB``."""
+"""Sizes and rates as people write them: ``64MiB``, ``1.5 GiB``, ``2GB/s``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from farpool.errors import ConfigError
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["format_size", "parse_rate", "parse_size"]
 
 _UNITS = {
     "": 1,
@@ -41,20 +41,57 @@ def parse_size(value: int | str, what: str = "size") -> int:
     ConfigError
         The value is no size, or is not at least one byte.
     """
-    nbytes = 0
-    if isinstance(value, int) and not isinstance(value, bool):
-        nbytes = value
-    else:
-        match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
-        unit = _UNITS.get(match[2].upper()) if match else None
-        if match is None or unit is None:
-            raise ConfigError(f"{what} is {value!r}, expected a number of bytes or a size like '64MiB'")
-        number = match[1]
-        # Whole numbers stay exact; floats would round above 2**53.
-        nbytes = int(number) * unit if number.isdigit() else _scaled(number, unit)
+    nbytes = value if isinstance(value, int) and not isinstance(value, bool) else _bytes(value)
+    if nbytes is None:
+        raise ConfigError(f"{what} is {value!r}, expected a number of bytes or a size like '64MiB'", setting=what)
     if not 1 <= nbytes <= _LARGEST:
-        raise ConfigError(f"{what} is {value!r}, expected at least 1 byte and at most 4096PiB, for example '64MiB'")
+        raise ConfigError(
+            f"{what} is {value!r}, expected at least 1 byte and at most 4096PiB, for example '64MiB'", setting=what
+        )
     return nbytes
+
+
+def parse_rate(value: float | str, what: str = "rate") -> float:
+    """Turn a rate into bytes per second.
+
+    Parameters
+    ----------
+    value : float or str
+        Bytes per second, or a size as in `parse_size`, with or without ``/s`` behind it.
+    what : str
+        What the rate is of; named in the error.
+
+    Returns
+    -------
+    float
+        Bytes per second, at least 1.
+
+    Raises
+    ------
+    ConfigError
+        The value is no rate, or is not at least one byte per second.
+    """
+    rate: float | None = None
+    if isinstance(value, str):
+        rate = _bytes(value.rstrip().removesuffix("/s"))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        rate = value
+    if rate is None:
+        raise ConfigError(f"{what} is {value!r}, expected bytes per second or a rate like '2GB/s'")
+    if not 1 <= rate <= _LARGEST:
+        raise ConfigError(f"{what} is {value!r}, expected at least 1 byte per second, for example '2GB/s'")
+    return float(rate)
+
+
+def _bytes(text: object) -> int | None:
+    """Bytes of a size that is text; None if it is no such thing."""
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        return None
+    number = match[1]
+    # Whole numbers stay exact; floats would round above 2**53.
+    return int(number) * unit if number.isdigit() else _scaled(number, unit)
 
 
 def _scaled(number: str, unit: int) -> int:

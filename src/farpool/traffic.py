@@ -70,10 +70,10 @@ class Traffic:
                 tier = self._names[transfer.pieces[0].tier] if transfer.pieces else ""
                 self._engine.failed(done.id, with_tier_and_block(done.error, tier, transfer.block))
             elif not done.cancelled:
-                self._engine.completed(done.id)
+                self._engine.completed(done.id, done.start, done.end)
                 self._account.transferred(transfer, done, self._engine.arena.used)
         if finished:
-            self._engine.proceed()
+            self._engine.proceed(time.monotonic())
             self.start()
             self._lock.notify_all()
 

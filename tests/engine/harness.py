@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from farpool._native import ExtentAllocator
 from farpool.engine import Engine, Mode, Run, Transfer
 from farpool.engine.engine import Access
+from farpool.executor.checked import CheckedExecutor, Span
 from farpool.executor.virtual import Link, VirtualExecutor
 
 
@@ -42,6 +43,8 @@ class World:
         self.executor = VirtualExecutor(
             self.arena, [bytearray(nbytes) for nbytes in tiers], [(model, model)] * len(tiers), fault
         )
+        self.checked = CheckedExecutor(self.executor)
+        """What the engine's commands go through: its order is checked in each test."""
         self.engine = Engine(capacity, self.spaces, prefetch=prefetch)
         self.expected: dict[int, bytes] = {}
         self.retired: list[tuple[int, int]] = []
@@ -65,18 +68,18 @@ class World:
         """Hand commands to the executor and completions to the engine until both are quiet for now."""
         while True:
             commands = [] if self.completions_first else self.engine.take_commands()
-            self.executor.start(commands)
-            finished = self.executor.poll()
+            self.checked.start(commands)
+            finished = self.checked.poll()
             for done in finished:
                 if done.error is not None:
                     self.engine.failed(done.id, done.error)
                 elif not done.cancelled:
-                    self.engine.completed(done.id)
+                    self.engine.completed(done.id, done.start, done.end)
             if finished:
-                self.engine.proceed()
+                self.engine.proceed(self.executor.now)
             if self.completions_first:
                 commands = self.engine.take_commands()
-                self.executor.start(commands)
+                self.checked.start(commands)
             self.executor.expedite(self.engine.take_raised())
             if not finished and not commands:
                 return
@@ -97,8 +100,15 @@ class World:
     def access(self, runs: Sequence[tuple[int, int, Mode]], fill: int = 0, compute: float = 0.0) -> None:
         """Access runs whole: check what is read, write `fill` where it is written."""
         self.collect()
-        access = self.settle(self.engine.request([Run(*run) for run in runs]))
+        access = self.settle(self.engine.request([Run(*run) for run in runs], self.executor.now))
         sizes = self.engine.blocks.size
+        self.checked.hold(
+            access,
+            [
+                Span(place, sum(sizes[first : first + count]), mode != Mode.READ)
+                for (first, count, mode), place in zip(runs, access.places, strict=True)
+            ],
+        )
         assert self.engine.arena.used <= self.engine.arena.capacity
         self.executor.sleep(compute)
         for (first, count, mode), place in zip(runs, access.places, strict=True):
@@ -114,5 +124,6 @@ class World:
                 elif block not in self.expected:
                     self.expected[block] = bytes(self.arena[place : place + size])
                 place += size
+        self.checked.let_go(access)
         self.engine.release(access)
         self.pump()

@@ -49,6 +49,9 @@ class HostDevice:
 
     def note_use(self) -> None: ...
 
+    def passed(self, fence: object) -> bool:
+        return True
+
     def move(self, source: int, target: int, nbytes: int) -> None:
         _native.memmove(self._arena + target, self._arena + source, nbytes)
 
@@ -148,6 +151,23 @@ def test_what_comes_after_a_failure_is_cancelled_and_the_old_bytes_stay(rig: Rig
     assert isinstance(ended[1].error, RuntimeError)
     assert ended[2].cancelled
     assert rig.read(0, 1000) == b"o" * 1000
+
+
+def test_what_comes_after_a_failure_is_cancelled_although_nobody_has_polled_it_yet(rig: Rig) -> None:
+    rig.fill(0, b"o" * 1000)
+    rig.device.failures = 1.0
+    rig.executor.start([Transfer(1, Kind.WRITE_BACK, 1, (Piece(0, 0, 0, 1000),), (), False)])
+    assert rig.executor.wait(10)
+    rig.device.failures = 0.0
+    rig.executor.start([Transfer(2, Kind.FETCH, 2, (Piece(0, 4096, 0, 1000),), (1,), True)])
+    rig.executor.start([Transfer(3, Kind.FETCH, 3, (), (2,), True)])
+    ended = rig.finish(3)
+    assert isinstance(ended[1].error, RuntimeError)
+    assert ended[2].cancelled
+    assert ended[3].cancelled
+    assert rig.read(0, 1000) == b"o" * 1000
+    rig.executor.start([Transfer(4, Kind.FETCH, 2, (Piece(0, 4096, 0, 1000),), (1,), True)])
+    assert rig.finish(1)[4].error is None
 
 
 def test_moves_come_before_the_transfers_that_follow_them(rig: Rig) -> None:

@@ -7,7 +7,7 @@ hazard: a transfer into it must wait, and nothing may be moved there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from farpool._native import ExtentAllocator
@@ -32,7 +32,7 @@ class ArenaMap:
     def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
         self.alignment = alignment
         self._ranges = ExtentAllocator(capacity, alignment)
-        self._owner: dict[int, int] = {}
+        """A range's tag is its owner."""
         self._hazards: dict[int, tuple[int, int]] = {}
         self.version = 0
         """Counts the changes of the map."""
@@ -74,16 +74,14 @@ class ArenaMap:
 
     def take(self, block: int, place: int, nbytes: int) -> bool:
         """Give this very range to `block`; False if any byte of it is taken."""
-        if not self._ranges.alloc_at(place, nbytes):
+        if not self._ranges.alloc_at(place, nbytes, block):
             return False
-        self._owner[place] = block
         self.version += 1
         return True
 
     def drop(self, place: int) -> None:
         """Take the range back from its block."""
         self._ranges.free(place)
-        del self._owner[place]
         self.version += 1
 
     def add_hazard(self, transfer: int, place: int, nbytes: int) -> None:
@@ -103,11 +101,16 @@ class ArenaMap:
 
     def owners(self) -> list[int]:
         """Blocks that own a range, in order of place."""
-        return [self._owner[place] for place, _ in self._ranges.ranges()]
+        return self._ranges.tags()
 
     def owners_beyond(self, capacity: int) -> list[int]:
         """Blocks with bytes at or beyond `capacity`."""
-        return [self._owner[place] for place, size in self._ranges.ranges() if place + size > capacity]
+        return [owner for owner, place, size in self._owned() if place + size > capacity]
+
+    def _owned(self) -> Iterator[tuple[int, int, int]]:
+        """``(owner, place, bytes)`` of each range, in order of place."""
+        for owner, (place, size) in zip(self._ranges.tags(), self._ranges.ranges(), strict=True):
+            yield owner, place, size
 
     def gap(self, nbytes: int, movable: Callable[[int], bool], most: int) -> Gap | None:
         """The cheapest way to open a hole of `nbytes` by sliding neighbours towards the start, if there is one.
@@ -121,32 +124,31 @@ class ArenaMap:
         most : int
             Bytes to move at most.
         """
-        best: tuple[list[tuple[int, int]], int] | None = None
+        best: tuple[list[tuple[int, int, int]], int] | None = None
         for low, high, stretch in self._stretches(movable):
             left = moved = 0
             start = low
-            for right, (_, size) in enumerate(stretch):
+            for right, (_, _, size) in enumerate(stretch):
                 moved += size
-                stop = stretch[right + 1][0] if right + 1 < len(stretch) else high
+                stop = stretch[right + 1][1] if right + 1 < len(stretch) else high
                 while left <= right and stop - start - moved >= nbytes:
                     if moved <= most:
                         best, most = (stretch[left : right + 1], start), moved - 1
-                    place, size = stretch[left]
+                    _, place, size = stretch[left]
                     start = place + size
                     moved -= size
                     left += 1
         if best is None:
             return None
-        return Gap(self._slide(*best), most + 1)
+        return Gap(_slides(*best), most + 1)
 
-    def _stretches(self, movable: Callable[[int], bool]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """``(start, stop, movable ranges)`` between immovable ranges and hazards."""
+    def _stretches(self, movable: Callable[[int], bool]) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+        """``(start, stop, movable ranges with their owners)`` between immovable ranges and hazards."""
         obstacles = [*self._hazards.values(), (self.capacity, self.capacity)]
         ranges = []
-        for place, size in self._ranges.ranges():
-            size = self.rounded(size)
-            if movable(self._owner[place]):
-                ranges.append((place, size))
+        for owner, place, size in self._owned():
+            if movable(owner):
+                ranges.append((owner, place, size))
             else:
                 obstacles.append((place, place + size))
         obstacles.sort()
@@ -154,21 +156,13 @@ class ArenaMap:
         low = index = 0
         for start, stop in obstacles:
             inside = []
-            while index < len(ranges) and ranges[index][0] < start:
+            while index < len(ranges) and ranges[index][1] < start:
                 inside.append(ranges[index])
                 index += 1
             if start > low and inside:
                 stretches.append((low, start, inside))
             low = max(low, stop)
         return stretches
-
-    def _slide(self, ranges: list[tuple[int, int]], target: int) -> tuple[tuple[int, int], ...]:
-        slides = []
-        for place, size in ranges:
-            if place != target:
-                slides.append((self._owner[place], target))
-            target += size
-        return tuple(slides)
 
     def slide(self, block: int, place: int, target: int, nbytes: int) -> Move:
         """Carry out one step of a gap in the map, and return the copy to make."""
@@ -185,3 +179,12 @@ class ArenaMap:
         if any(high > capacity for _, high in self._hazards.values()):
             return False
         return self._ranges.shrink(capacity)
+
+
+def _slides(ranges: list[tuple[int, int, int]], target: int) -> tuple[tuple[int, int], ...]:
+    slides = []
+    for owner, place, size in ranges:
+        if place != target:
+            slides.append((owner, target))
+        target += size
+    return tuple(slides)

@@ -17,6 +17,8 @@ __all__ = ["NOWHERE", "BlockTable", "State"]
 
 NOWHERE = -1
 _FIRST_CAPACITY = 1024
+_GROWTH = 4
+"""A full table grows by this fraction: what is not in use yet takes memory too."""
 
 
 class State(IntEnum):
@@ -53,8 +55,8 @@ class BlockTable:
         """Key for eviction: the farther, the sooner it goes."""
         self.last_use = array("q")
         """Position on the tape of the latest access."""
-        self.name = array("q")
-        self._named = array("q")
+        self.name = array("i")
+        self._named = array("i")
         """The block that bears a name; NOWHERE if none does."""
         self._extend(_FIRST_CAPACITY)
 
@@ -71,12 +73,12 @@ class BlockTable:
         count = len(sizes)
         first = self._numbers.alloc_lowest(count)
         if first < 0:
-            self._extend(max(len(self.size), count))
+            self._extend(max(len(self.size) // _GROWTH, count))
             self._numbers.grow(len(self.size))
             first = self._numbers.alloc_lowest(count)
         name = self._names.alloc_lowest(count)
         if name < 0:
-            self._names.grow(max(2 * self._names.capacity, self._names.capacity + count))
+            self._names.grow(self._names.capacity + max(self._names.capacity // _GROWTH, count))
             name = self._names.alloc_lowest(count)
         if name + count > len(self._named):
             self._named.extend([NOWHERE] * (self._names.capacity - len(self._named)))

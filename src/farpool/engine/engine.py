@@ -37,12 +37,16 @@ class Access:
     """One op's wish for its operands, and the answer."""
 
     runs: tuple[Run, ...]
-    blocks: frozenset[int]
     places: tuple[int, ...] = ()
     """Arena offset of each run; valid while granted."""
     granted: bool = False
     error: BaseException | None = None
     """Why it will not be granted. Nothing is pinned then."""
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """The blocks of all runs."""
+        return frozenset(block for run in self.runs for block in range(run.first, run.first + run.count))
 
 
 class Engine:
@@ -76,8 +80,11 @@ class Engine:
     ) -> None:
         self.tape = tape if tape is not None else Tape()
         self._residency = Placement(capacity, spaces, classes, alignment)
-        self._look_ahead = LookAhead(self.tape, self._residency) if prefetch else None
+        self._look_ahead = LookAhead(self.tape, self._residency, fetch=prefetch)
         self._line: list[Access] = []
+        self._now = 0.0
+        self._granted_at = 0.0
+        """When an access was last granted: since then the program computes."""
         self._resizing = False
         """The arena is to become smaller: nothing is fetched ahead until it is."""
 
@@ -144,42 +151,121 @@ class Engine:
 
     # ---- accesses -----------------------------------------------------------------------------------------------
 
-    def request(self, runs: Sequence[Run]) -> Access:
+    def request(self, runs: Sequence[Run], now: float = 0.0) -> Access:
         """Ask for runs, which must not overlap. They are granted at once or later: see `Access.granted`.
+
+        Parameters
+        ----------
+        now : float
+            Seconds on a clock that does not go back. What lies between a grant and the next request is taken for the
+            program's own computing; without it nothing is fetched ahead, since that would gain nothing.
 
         Raises
         ------
         TooLargeError
             They do not fit into the arena together; nothing was changed.
         """
+        busy = self._busy_until(now)
+        if not self._line and not self._residency.stuck and (places := self._places_of(runs)) is not None:
+            self._pin_at_once(runs, busy)
+            if not self._resizing and self._look_ahead.due():
+                self._look_ahead.advance()
+            return Access(tuple(runs), places, True)
         needed = sum(self._residency.run_bytes(run) for run in runs)
         if needed > self.arena.capacity:
             raise TooLargeError(needed)
-        access = Access(tuple(runs), frozenset(b for run in runs for b in range(run.first, run.first + run.count)))
-        for run in runs:
-            self._note(run)
+        access = Access(tuple(runs))
+        for index, run in enumerate(runs):
+            self._note(run, busy, first=index == 0)
+        self._look_ahead.pins(needed)
         if self._residency.stuck and not self._line:
             self._residency.unstick()
         self._line.append(access)
         self._serve()
         return access
 
-    def _note(self, run: Run) -> None:
-        """Count the access, put it on the tape, set its blocks' next use."""
+    def _busy_until(self, now: float) -> float:
+        """Seconds since the latest grant, in which the program computed and transfers could run."""
+        busy = 0.0
+        if not self._line and now > self._granted_at:
+            busy = now - self._granted_at
+            self._residency.computing.note(self._granted_at, now)
+        self._now = self._granted_at = now
+        return busy
+
+    def _places_of(self, runs: Sequence[Run]) -> tuple[int, ...] | None:
+        """Where runs lie that can be granted as they are; None if that is not true of all."""
+        residency = self._residency
+        state, moving = residency.blocks.state, residency.moving
+        simple = not residency.hollow
+        places = []
+        for run in runs:
+            first = run.first
+            if run.table >= 0:
+                return None
+            if run.count == 1 and simple:
+                if state[first] != State.RESIDENT or (run.mode != Mode.READ and first in moving):
+                    return None
+                places.append(residency.blocks.place[first])
+                continue
+            place = residency.place_of(run)
+            if place == NOWHERE or (run.mode != Mode.READ and not residency.settled(run)):
+                return None
+            places.append(place)
+        return tuple(places)
+
+    def _pin_at_once(self, runs: Sequence[Run], busy: float) -> None:
+        """As `_note` and `_grant`, for runs that lie ready: most of all accesses."""
+        residency, record, noted = self._residency, self.tape.record, self._look_ahead.noted
+        blocks, counters, evictable = residency.blocks, residency.counters, residency.evictable
+        pins, last_use, next_use = blocks.pins, blocks.last_use, blocks.next_use
+        total = 0
+        for run in runs:
+            first, count = run.first, run.count
+            nbytes = residency.run_bytes(run)
+            total += nbytes
+            key = noted(run, record(blocks.name[first], count, nbytes, False, busy), nbytes)
+            busy = 0.0
+            now = self.tape.now
+            for block in range(first, first + count):
+                last_use[block] = now
+                next_use[block] = key
+                residency.used(block)
+                if not pins[block]:
+                    evictable.remove(block)
+                pins[block] += 1
+                if run.mode != Mode.READ or not residency.has_copy(block):
+                    residency.soil(block)
+        counters.accesses += len(runs)
+        counters.hits += len(runs)
+        if total > self._look_ahead.largest:
+            self._look_ahead.pins(total)
+
+    def _note(self, run: Run, busy: float, *, first: bool) -> None:
+        """Count the access, put it on the tape, set its blocks' next use.
+
+        Parameters
+        ----------
+        busy : float
+            Seconds of computing before the request that the run is part of; the tape has them with its first run.
+        """
         residency, blocks, counters = self._residency, self._residency.blocks, self._residency.counters
         members = range(run.first, run.first + run.count)
         if run.table >= 0:
-            key = self.tape.record_table(blocks.name[run.table])
+            key = self.tape.record_table(blocks.name[run.table], busy if first else 0.0)
         else:
             created = blocks.state[run.first] == State.ABSENT and not residency.has_copy(run.first)
-            key = self.tape.record(blocks.name[run.first], run.count, residency.run_bytes(run), created=created)
+            nbytes = residency.run_bytes(run)
+            key = self.tape.record(blocks.name[run.first], run.count, nbytes, created, busy if first else 0.0)
+            key = self._look_ahead.noted(run, key, nbytes)
         counters.accesses += 1
         if residency.place_of(run) != NOWHERE:
             counters.hits += 1
         else:
-            counters.late += all(blocks.state[b] in (State.RESIDENT, State.FETCHING) for b in members)
-            if self._look_ahead is not None and run.table < 0:
-                self._look_ahead.missed()
+            late = all(blocks.state[b] in (State.RESIDENT, State.FETCHING) for b in members)
+            counters.late += late
+            if not late and run.table < 0 and not created:
+                self._look_ahead.missed(run, busy)
         for block in members:
             blocks.last_use[block] = self.tape.now
             residency.set_next_use(block, key)
@@ -188,9 +274,13 @@ class Engine:
     def release(self, access: Access) -> None:
         """The op is done with its operands."""
         access.granted = False
-        for block in access.blocks:
-            self._residency.unpin(block)
-        self._serve()
+        for run in access.runs:
+            for block in range(run.first, run.first + run.count):
+                self._residency.unpin(block)
+        if self._line:
+            self._serve()
+        elif not self._resizing and self._look_ahead.due():
+            self._look_ahead.advance()
 
     def abandon(self, access: Access) -> None:
         """Give up waiting, or what was granted meanwhile. What is under way goes on."""
@@ -213,7 +303,7 @@ class Engine:
                 blocked = True
                 continue
             self._line.remove(access)
-        if not blocked and not self._resizing and self._look_ahead is not None:
+        if not blocked and not self._resizing:
             self._look_ahead.advance()
 
     def _ready(self, access: Access) -> bool:
@@ -232,6 +322,7 @@ class Engine:
         for run in access.runs:
             self._residency.pin(run)
         access.granted = True
+        self._granted_at = self._now
 
     def _make_ready(self, access: Access) -> bool:
         """Do what can be done now for the head of the line; True if that was all it needed."""
@@ -269,18 +360,20 @@ class Engine:
         raised, self._residency.raised = self._residency.raised, []
         return raised
 
-    def completed(self, transfer: int) -> None:
-        """A transfer has ended well."""
-        self._residency.completed(transfer)
+    def completed(self, transfer: int, start: float = 0.0, end: float = 0.0) -> None:
+        """A transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`."""
+        if not self._line:  # the program computes, and has done so since the latest grant
+            self._residency.computing.note(self._granted_at, end)
+        self._residency.completed(transfer, start, end)
 
     def failed(self, transfer: int, error: BaseException) -> None:
         """A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody."""
         self._residency.failed(transfer, error, lambda block: any(block in access.blocks for access in self._line))
-        if self._look_ahead is not None:
-            self._look_ahead.retreat()
+        self._look_ahead.retreat()
 
-    def proceed(self) -> None:
+    def proceed(self, now: float = 0.0) -> None:
         """After completions were reported: grant what can be granted now."""
+        self._now = max(self._now, now)
         self._serve()
 
     # ---- the budget ---------------------------------------------------------------------------------------------
@@ -300,7 +393,7 @@ class Engine:
                 if residency.at_rest(block):
                     self._evict_for_resize(block)
             self._resizing = not self.arena.resize(capacity)
-        if not self._resizing and self._look_ahead is not None:
+        if not self._resizing:
             self._look_ahead.resized()
         return not self._resizing
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from farpool.engine.blocks import NOWHERE, State
 from farpool.engine.messages import Mode, Move, Run
 from farpool.engine.residency import NoRoomError, Residency
+from farpool.engine.tape import SPARE, coming_use
 
 __all__ = ["Placement"]
 
@@ -18,6 +19,8 @@ class Placement(Residency):
     blocks cost nothing, dirty ones are written back); sliding neighbours together.
     """
 
+    ahead_at_least = 0
+    """While fewer bytes lie ready, blocks that were to be kept make room too."""
     _in_vain: tuple[int, int, int] | None = None
     """Look-ahead for a gap that failed: version of the map, bytes, and bytes to move at most."""
 
@@ -176,7 +179,7 @@ class Placement(Residency):
                 victim = self.evictable.victim()
                 if victim < 0:
                     break
-                if use is not None and self.evictable.victim_next_use() <= use:
+                if use is not None and not self.may_leave_for(use):
                     return -1
                 if victim in keep:
                     self.evictable.remove(victim)
@@ -194,6 +197,11 @@ class Placement(Residency):
         if refused is not None and use is None and not self.moving and not self.pinned():
             raise refused
         return -1
+
+    def may_leave_for(self, use: int) -> bool:
+        """Whether the victim may leave for what is fetched ahead for that use: it is needed later, and not kept."""
+        key = self.evictable.victim_next_use()
+        return coming_use(key) > use and (key >= SPARE or self.ahead_bytes < self.ahead_at_least)
 
     def _slide_together(self, nbytes: int, most: int) -> bool:
         """Open a hole by moving resident blocks, at most `most` bytes of them."""

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from farpool._native import NextUse
 from farpool.engine.arena import ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
+from farpool.engine.credit import Busy, Credit, Rate
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
-from farpool.engine.tape import NEVER
+from farpool.engine.tape import NEVER, coming_use
 
 __all__ = ["Counters", "NoRoomError", "Residency"]
 
@@ -87,6 +88,13 @@ class Residency:
         """Bytes prefetched, or on their way, that have not been accessed yet."""
         self.lost = NEVER
         """The soonest use of a block that left since the look-ahead last asked."""
+        self.computing = Busy()
+        """When the program computed."""
+        self.writing = Busy()
+        """When blocks were written back."""
+        self.credit = Credit(capacity)
+        self.rate = Rate()
+        """Of fetches."""
         self._number = 0
 
     # ---- looking ------------------------------------------------------------------------------------------------
@@ -134,9 +142,13 @@ class Residency:
                 self.evictable.remove(block)
             blocks.pins[block] += 1
             if run.mode != Mode.READ or not self.has_copy(block):
-                blocks.dirty[block] = 1
-                self.sources.pop(block, None)
-                self.hollow.discard(block)
+                self.soil(block)
+
+    def soil(self, block: int) -> None:
+        """The block's bytes are not those of its copy any more."""
+        self.blocks.dirty[block] = 1
+        self.sources.pop(block, None)
+        self.hollow.discard(block)
 
     def unpin(self, block: int) -> None:
         self.blocks.pins[block] -= 1
@@ -155,9 +167,18 @@ class Residency:
 
     def used(self, block: int) -> None:
         """The block is accessed: if it was prefetched, that was right."""
-        self.shunned.discard(block)
-        if self._not_ahead(block):
+        if self.shunned:
+            self.shunned.discard(block)
+        if self._prefetched and self._not_ahead(block):
             self.counters.prefetches_used += 1
+
+    def _wasted(self, block: int) -> None:
+        self.counters.prefetches_wasted += 1
+        self.credit.lost(self.blocks.size[block])
+
+    def is_ahead(self, block: int) -> bool:
+        """Whether the block was prefetched and has not been accessed since."""
+        return block in self._prefetched
 
     def _not_ahead(self, block: int) -> bool:
         """The block is not prefetched any more; whether it was."""
@@ -234,7 +255,7 @@ class Residency:
         """
         blocks = self.blocks
         size = blocks.size[block]
-        self.lost = min(self.lost, blocks.next_use[block])
+        self.lost = min(self.lost, coming_use(blocks.next_use[block]))
         if block in self.moving:  # rescued before, and its write-back still runs: let it leave after all
             self._write_out(block, self.moving[block])
             return
@@ -284,7 +305,7 @@ class Residency:
         blocks = self.blocks
         self.evictable.remove(block)
         if self._not_ahead(block):
-            self.counters.prefetches_wasted += 1
+            self._wasted(block)
         blocks.state[block] = State.WRITING_BACK
         self.arena.drop(blocks.place[block])
         self.arena.add_hazard(number, blocks.place[block], blocks.size[block])
@@ -304,7 +325,7 @@ class Residency:
         self.evictable.remove(block)
         self.hollow.discard(block)
         if self._not_ahead(block):
-            self.counters.prefetches_wasted += 1
+            self._wasted(block)
         self.arena.drop(blocks.place[block])
         blocks.place[block] = NOWHERE
         blocks.state[block] = State.ABSENT
@@ -333,8 +354,8 @@ class Residency:
 
     # ---- completions --------------------------------------------------------------------------------------------
 
-    def completed(self, number: int) -> None:
-        """A transfer has ended well."""
+    def completed(self, number: int, start: float = 0.0, end: float = 0.0) -> None:
+        """A transfer has ended well; it was on its link from `start` to `end`."""
         transfer = self.transfers.pop(number, None)
         if transfer is None:
             return  # its block was given up when a transfer that it waited for failed
@@ -343,7 +364,14 @@ class Residency:
         if transfer.kind == Kind.FETCH:
             blocks.state[block] = State.RESIDENT
             self.enter(block)
+            if transfer.pieces:
+                self.rate.note(blocks.size[block], end - start)
+                if end > start:
+                    computing = self.computing.between(start, end) / (end - start)
+                    writing = self.writing.between(start, end) / (end - start)
+                    self.credit.fetched(blocks.size[block], computing, writing, ahead=not transfer.demand)
             return
+        self.writing.note(start, end)
         self._barred.pop(block, None)
         blocks.dirty[block] = 0
         self.arena.remove_hazard(number)

@@ -6,20 +6,32 @@ from farpool.tiers.faulty import Fault, Faulty
 from farpool.tiers.nvme import Nvme
 from farpool.tiers.safetensors import SafetensorsFile
 from farpool.tiers.safetensors_header import TensorEntry
+from farpool.tiers.spec import DramSpec, NvmeSpec, ThrottledSpec, TierSpec, TracedSpec, tier_spec
+from farpool.tiers.throttled import Throttled
+from farpool.tiers.traced import Traced, TraceRecord
 from farpool.tiers.verified import Verified
 
 __all__ = [
     "Dram",
+    "DramSpec",
     "Extent",
     "Fault",
     "Faulty",
     "HasPort",
     "HoldsMemory",
     "Nvme",
+    "NvmeSpec",
     "SafetensorsFile",
     "TensorEntry",
+    "Throttled",
+    "ThrottledSpec",
     "Tier",
     "TierInfo",
+    "TierSpec",
+    "TraceRecord",
+    "Traced",
+    "TracedSpec",
     "Transfer",
     "Verified",
+    "tier_spec",
 ]

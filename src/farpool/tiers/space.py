@@ -27,7 +27,7 @@ class ExtentSpace:
     def __init__(self, name: str, capacity: int, alignment: int) -> None:
         self._name = name
         self._allocator = ExtentAllocator(capacity, alignment)
-        self._extents: dict[int, int] = {}
+        """A range's tag is the bytes that were asked for."""
         self._lock = threading.Lock()
 
     @property
@@ -41,7 +41,7 @@ class ExtentSpace:
         if nbytes < 1:
             raise ValueError(f"{self._name}: an extent has at least 1 byte, got {nbytes}")
         with self._lock:
-            offset = self._allocator.alloc(nbytes)
+            offset = self._allocator.alloc(nbytes, tag=nbytes)
             if offset < 0:
                 free = self._allocator.capacity - self._allocator.used
                 raise TierFullError(
@@ -49,14 +49,12 @@ class ExtentSpace:
                     f"the largest hole has {self._allocator.largest_hole}",
                     tier=self._name,
                 )
-            self._extents[offset] = nbytes
         return Extent(offset, nbytes)
 
     def free(self, extent: Extent) -> int:
         """Give an extent back; returns the bytes that it took, alignment included. ValueError if it is not reserved."""
         with self._lock:
             self._require(extent)
-            del self._extents[extent.offset]
             return self._allocator.free(extent.offset)
 
     def require(self, extent: Extent) -> None:
@@ -65,5 +63,5 @@ class ExtentSpace:
             self._require(extent)
 
     def _require(self, extent: Extent) -> None:
-        if self._extents.get(extent.offset) != extent.nbytes:
+        if self._allocator.tag(extent.offset) != extent.nbytes:
             raise ValueError(f"{self._name}: {extent} is not reserved (freed already, or of another tier)")

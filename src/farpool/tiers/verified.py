@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farpool._native import PythonPort, VerifiedPort
-from farpool.tiers.base import Extent, HasPort, Tier, TierInfo
-from farpool.tiers.port_tier import PortTier
+from farpool._native import VerifiedPort
+from farpool.tiers.base import Extent, Tier
+from farpool.tiers.port_wrapper import PortWrapper
 
 if TYPE_CHECKING:
     from farpool._native import Port
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Verified"]
 
 
-class Verified(PortTier):
+class Verified(PortWrapper):
     """Keeps the CRC32C of each extent at its write and compares it at its read.
 
     A read of bytes that are not those written raises ChecksumError; so does a read of an extent that was never written.
@@ -28,26 +28,8 @@ class Verified(PortTier):
     """
 
     def __init__(self, inner: Tier) -> None:
-        super().__init__()
-        self._inner = inner
+        super().__init__(inner)
         self._verified: VerifiedPort | None = None
-
-    @property
-    def inner(self) -> Tier:
-        """The tier inside."""
-        return self._inner
-
-    @property
-    def info(self) -> TierInfo:
-        return self._inner.info
-
-    @property
-    def reserved(self) -> int:
-        return self._inner.reserved
-
-    def reserve(self, nbytes: int) -> Extent:
-        with self._lifecycle:
-            return self._inner.reserve(nbytes)
 
     def free(self, extent: Extent) -> None:
         # One step against reserve(): the next owner of this place must not lose its checksum.
@@ -62,16 +44,10 @@ class Verified(PortTier):
         port = self._verified
         return 0 if port is None else port.tracked
 
-    def _open_port(self) -> Port:
-        self._inner.open()
-        name = self._inner.info.name
-        below = self._inner.port if isinstance(self._inner, HasPort) else PythonPort(self._inner)
-        self._verified = VerifiedPort(below, name)
+    def _wrap(self, port: Port) -> Port:
+        self._verified = VerifiedPort(port, self.info.name)
         return self._verified
 
     def _close_port(self) -> None:
         self._verified = None
-        self._inner.close()
-
-    def _check_extent(self, extent: Extent) -> None:
-        """Left to the tier inside, which knows what is reserved; a place without a checksum is refused anyway."""
+        super()._close_port()

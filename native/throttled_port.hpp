@@ -1,0 +1,54 @@
+// Stands in for a slower medium: transfers end no earlier than a link of a given rate and latency would end them.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
+#include "port.hpp"
+
+namespace farpool {
+
+// A link carries one transfer after another. A transfer occupies it for bytes / rate and ends a latency later, so that
+// latencies of transfers from several threads overlap, as they do on a real link.
+class ThrottledPort : public Port {
+public:
+    // Seconds, and bytes per second (infinity for no limit). With `shared` both directions are on one link.
+    ThrottledPort(Port& inner, double read_rate, double write_rate, double latency, bool shared)
+        : inner_(inner), read_rate_(read_rate), write_rate_(write_rate), latency_(latency), shared_(shared) {}
+    void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
+    void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
+    unsigned concurrency() const noexcept override { return inner_.concurrency(); }
+    // From now on nothing is held back; transfers that are held back end.
+    void lift();
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    struct Link {
+        Clock::time_point free{};   // when it has carried what it was given
+        Clock::time_point ended{};  // when the last transfer ended,
+        Clock::duration late{};     // and how much too late, for want of a prompt wake-up
+    };
+
+    struct Slot {
+        Clock::time_point end;   // of the transfer
+        Clock::duration credit;  // by which its beginning was dated back
+    };
+
+    Slot take_slot(Link& link, double rate, std::size_t nbytes);
+    void hold(Link& link, const Slot& slot);
+
+    Port& inner_;
+    const double read_rate_;
+    const double write_rate_;
+    const double latency_;
+    const bool shared_;
+    std::mutex mutex_;
+    std::condition_variable lifting_;
+    bool lifted_ = false;
+    Link read_link_;
+    Link write_link_;
+};
+
+}  // namespace farpool

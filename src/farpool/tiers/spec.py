@@ -1,0 +1,219 @@
+"""Tiers as values: what a tier is to be made of, for configurations that can be compared, stored and read from files.
+
+A tier itself holds resources and is equal to itself alone. A `TierSpec` is plain data: two with the same settings are
+equal, whether they were written in Python, in TOML or as a shorthand, and one makes as many tiers as are wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+from farpool.checks import require_type
+from farpool.errors import ConfigError
+from farpool.sizes import parse_rate, parse_size
+from farpool.tiers.base import Tier
+from farpool.tiers.dram import Dram
+from farpool.tiers.nvme import Nvme
+from farpool.tiers.throttled import Throttled
+from farpool.tiers.traced import Traced
+from farpool.tiers.verified import Verified
+
+__all__ = ["DramSpec", "NvmeSpec", "ThrottledSpec", "TierSpec", "TracedSpec", "tier_spec"]
+
+_Spec = TypeVar("_Spec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThrottledSpec:
+    """Settings of `Throttled`, with the same meaning; rates are bytes per second once it is made."""
+
+    read_bandwidth: float | str | None = None
+    write_bandwidth: float | str | None = None
+    latency: float = 0.0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("read_bandwidth", "write_bandwidth"):
+            value = getattr(self, name)
+            if value is not None:
+                _normalize(self, name, parse_rate(value, name))
+
+    def wrap(self, tier: Tier) -> Tier:
+        """The tier behind such a link."""
+        return Throttled(tier, self.read_bandwidth, self.write_bandwidth, latency=self.latency, shared=self.shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedSpec:
+    """Settings of a `Traced` that writes a file; the path is absolute once it is made."""
+
+    path: str
+
+    def __post_init__(self) -> None:
+        _normalize(self, "path", os.path.abspath(self.path))
+
+    def wrap(self, tier: Tier) -> Tier:
+        """The tier with a trace of what is done to it."""
+        return Traced(tier, path=self.path, keep=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSpec(ABC):
+    """What a tier is to be made of. Each kind of tier has one.
+
+    Attributes
+    ----------
+    size : int or str
+        Its capacity; bytes once the spec is made.
+    name : str
+        Its name; that of the kind unless given.
+    throttled : ThrottledSpec, optional
+        Puts it behind a slower link.
+    traced : TracedSpec, optional
+        Notes what is done to it, outside of the link.
+    verified : bool
+        Whether to keep checksums, outside of both. Pools do so by themselves where bytes leave the process.
+
+    Raises
+    ------
+    ConfigError
+        No tier can be made of it; names the setting.
+    """
+
+    kind: ClassVar[str]
+
+    size: int | str
+    name: str = ""
+    throttled: ThrottledSpec | None = None
+    traced: TracedSpec | None = None
+    verified: bool = False
+
+    def __post_init__(self) -> None:
+        name = self.name or self.kind
+        _normalize(self, "name", name)
+        _normalize(self, "size", parse_size(self.size, f"size of {name}"))
+        self.make()  # constructing a tier checks its arguments and nothing else
+
+    @abstractmethod
+    def make_bare(self) -> Tier:
+        """A new, closed tier without the wrappers."""
+
+    def make(self) -> Tier:
+        """A new, closed tier."""
+        tier = self.make_bare()
+        if self.throttled is not None:
+            tier = self.throttled.wrap(tier)
+        if self.traced is not None:
+            tier = self.traced.wrap(tier)
+        return Verified(tier) if self.verified else tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class DramSpec(TierSpec):
+    """Host memory: a `Dram`."""
+
+    kind: ClassVar[str] = "dram"
+
+    def make_bare(self) -> Tier:
+        return Dram(self.size, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmeSpec(TierSpec):
+    """A file: an `Nvme`.
+
+    Attributes
+    ----------
+    path : str, optional
+        The file, absolute once the spec is made. Without one each tier gets a new file in the folder for temporary
+        files that are not in memory.
+    direct : bool, optional
+        As in `Nvme`.
+    ring : bool
+        As in `Nvme`.
+    """
+
+    kind: ClassVar[str] = "nvme"
+
+    path: str | None = None
+    direct: bool | None = None
+    ring: bool = True
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            _normalize(self, "path", os.path.abspath(self.path))
+        super().__post_init__()
+
+    def make_bare(self) -> Tier:
+        return Nvme(self.path or _temporary_path(), self.size, self.name, direct=self.direct, ring=self.ring)
+
+
+_KINDS: dict[str, type[TierSpec]] = {spec.kind: spec for spec in (DramSpec, NvmeSpec)}
+_WRAPPERS: dict[str, type[ThrottledSpec | TracedSpec]] = {"throttled": ThrottledSpec, "traced": TracedSpec}
+
+
+def tier_spec(table: Mapping[str, object], what: str) -> TierSpec:
+    """Make the spec of a table such as ``{"kind": "dram", "size": "64MiB"}``.
+
+    Parameters
+    ----------
+    table : mapping
+        The kind, and the attributes of its spec by name; wrappers are tables themselves.
+    what : str
+        What the table is; named in the error.
+
+    Raises
+    ------
+    ConfigError
+        A key is unknown or missing, or a value is not what is expected; names both.
+    """
+    settings = dict(table)
+    kind = settings.pop("kind", None)
+    spec = _KINDS.get(kind) if isinstance(kind, str) else None
+    if spec is None:
+        found = f"is {kind!r}" if "kind" in table else "is missing"
+        raise ConfigError(f"{what}.kind {found}, expected one of {', '.join(_KINDS)}")
+    for name, wrapper in _WRAPPERS.items():
+        if name in settings:
+            inner = settings[name]
+            if not isinstance(inner, Mapping):
+                raise ConfigError(f"{what}.{name} is {inner!r}, expected a table of {_names(wrapper)}")
+            settings[name] = _filled(wrapper, inner, f"{what}.{name}")
+    return _filled(spec, settings, what)
+
+
+def _filled(spec: type[_Spec], settings: Mapping[str, Any], what: str) -> _Spec:
+    """The spec with these settings, whose names and types are checked."""
+    declared = get_type_hints(spec)
+    known = fields(spec)  # type: ignore[arg-type]  # specs are dataclasses
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in {field.name for field in known}:
+            raise ConfigError(f"{what}.{name} is {value!r}, but there is no such setting; expected {_names(spec)}")
+        values[name] = value if name in _WRAPPERS else require_type(value, declared[name], f"{what}.{name}")
+    for field in known:
+        if field.default is MISSING and field.name not in values:
+            raise ConfigError(f"{what}.{field.name} is missing, expected {_names(spec)}")
+    try:
+        return spec(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
+def _names(spec: type[object]) -> str:
+    return ", ".join(field.name for field in fields(spec))  # type: ignore[arg-type]  # specs are dataclasses
+
+
+def _normalize(spec: object, name: str, value: object) -> None:
+    object.__setattr__(spec, name, value)
+
+
+def _temporary_path() -> str:
+    """Path for a new file on disk, where temporary files that outlast memory go."""
+    folder = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
+    return os.path.join(folder, f"farpool-{os.getpid()}-{os.urandom(4).hex()}.pool")

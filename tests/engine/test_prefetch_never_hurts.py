@@ -1,0 +1,98 @@
+"""Under the virtual clock, a program with prefetching is never slower than without by more than two percent."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farpool.engine import Engine, Mode, Run
+from farpool.executor.virtual import Link, VirtualExecutor
+from tests.engine.harness import SimulatedSpace
+from tests.engine.programs import KINDS, pattern
+
+SEEDS = 200
+"""Of each kind: a thousand programs in all."""
+CHUNK = 20
+ACCESSES = 800
+BLOCK = 256
+BANDWIDTH = 256e6
+"""A block takes a microsecond."""
+
+
+def seconds(kind: str, seed: int, *, prefetch: bool) -> float:
+    """Virtual seconds that a program takes after its blocks have been filled."""
+    rng = random.Random(f"{kind} {seed}")
+    count = rng.randint(17, 80)
+    sizes = [BLOCK] * count if rng.random() < 0.5 else [64 * rng.randint(1, 8) for _ in range(count)]
+    capacity = max(int(sum(sizes) * rng.choice([0.2, 0.3, 0.5, 0.7, 0.9])), 16 * max(sizes)) // 64 * 64
+    link = Link(rng.choice([0.0, 1e-7]), BANDWIDTH)
+    executor = VirtualExecutor(bytearray(capacity), [bytearray(1 << 17)], [(link, link)])
+    engine = Engine(capacity, [SimulatedSpace(1 << 17)], prefetch=prefetch)
+    compute = rng.choice([0.0, 0.02, 0.1, 0.3, 1.0, 3.0]) * 1e-6
+    spread = rng.choice([0.0, 1.0])
+    writes = rng.choice([0.0, 0.0, 0.3])
+    blocks = [engine.create([size]) for size in sizes]
+    for block in blocks:
+        access(engine, executor, Run(block, 1, Mode.OVERWRITE), 0.0)
+    start = executor.now
+    for index in pattern(kind, rng, count, ACCESSES):
+        mode = Mode.WRITE if rng.random() < writes else Mode.READ
+        pause = compute * (1 + spread * (rng.random() - 0.5))
+        access(engine, executor, Run(blocks[index], 1, mode), pause)
+    return executor.now - start
+
+
+def access(engine: Engine, executor: VirtualExecutor, run: Run, compute: float) -> None:
+    grant = engine.request([run], executor.now)
+    pump(engine, executor)
+    while not grant.granted:
+        assert executor.wait(1.0), "nothing is under way and the access is not granted"
+        pump(engine, executor)
+    executor.sleep(compute)
+    engine.release(grant)
+    pump(engine, executor)
+
+
+def pump(engine: Engine, executor: VirtualExecutor) -> None:
+    while True:
+        commands = engine.take_commands()
+        executor.start(commands)
+        finished = executor.poll()
+        for done in finished:
+            engine.completed(done.id, done.start, done.end)
+        if finished:
+            engine.proceed(executor.now)
+        executor.expedite(engine.take_raised())
+        if not finished and not commands:
+            return
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefetching_costs_at_most_two_percent(kind: str, first: int) -> None:
+    slower = {}
+    for seed in range(first, first + CHUNK):
+        demand = seconds(kind, seed, prefetch=False)
+        ratio = seconds(kind, seed, prefetch=True) / demand if demand else 1.0
+        if ratio > 1.02:
+            slower[seed] = round(ratio, 4)
+    assert not slower, f"{kind}: seed -> time with prefetching over time without"
+
+
+def test_prefetching_pays_where_the_program_computes() -> None:
+    """So that the test above cannot be passed by doing nothing."""
+    times = {}
+    for prefetch in (False, True):
+        link = Link(0.0, BANDWIDTH)
+        executor = VirtualExecutor(bytearray(16 * BLOCK), [bytearray(1 << 17)], [(link, link)])
+        engine = Engine(16 * BLOCK, [SimulatedSpace(1 << 17)], prefetch=prefetch)
+        blocks = [engine.create([BLOCK]) for _ in range(64)]
+        for block in blocks:
+            access(engine, executor, Run(block, 1, Mode.OVERWRITE), 0.0)
+        for _ in range(12):
+            start = executor.now
+            for block in blocks:
+                access(engine, executor, Run(block, 1, Mode.READ), 1e-6)
+        times[prefetch] = executor.now - start
+    assert times[True] < 0.65 * times[False]
