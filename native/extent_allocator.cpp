@@ -40,15 +40,15 @@ void ExtentAllocator::drop_hole(Hole hole) {
     by_size_.erase({hole.nbytes, hole.offset});
 }
 
-void ExtentAllocator::take(Hole hole, std::int64_t offset, std::int64_t nbytes) {
+void ExtentAllocator::take(Hole hole, std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
     drop_hole(hole);
     add_hole(hole.offset, offset);
     add_hole(offset + nbytes, hole.offset + hole.nbytes);
-    taken_.emplace(offset, nbytes);
+    taken_.emplace(offset, Taken{nbytes, tag});
     used_ += nbytes;
 }
 
-std::int64_t ExtentAllocator::alloc(std::int64_t nbytes) {
+std::int64_t ExtentAllocator::alloc(std::int64_t nbytes, std::int64_t tag) {
     const std::int64_t size = rounded(nbytes);
     if (size < 0) {
         return -1;
@@ -58,7 +58,7 @@ std::int64_t ExtentAllocator::alloc(std::int64_t nbytes) {
         return -1;
     }
     const Hole hole{found->second, found->first};
-    take(hole, hole.offset, size);
+    take(hole, hole.offset, size, tag);
     return hole.offset;
 }
 
@@ -71,11 +71,11 @@ std::int64_t ExtentAllocator::alloc_lowest(std::int64_t nbytes) {
     if (hole.nbytes == 0) {
         return -1;
     }
-    take(hole, hole.offset, size);
+    take(hole, hole.offset, size, 0);
     return hole.offset;
 }
 
-bool ExtentAllocator::alloc_at(std::int64_t offset, std::int64_t nbytes) {
+bool ExtentAllocator::alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
     if (offset < 0 || offset % alignment_ != 0) {
         fail_value("ExtentAllocator: offset must be 0 or more and a multiple of " + std::to_string(alignment_) + ", got " +
                    std::to_string(offset));
@@ -88,7 +88,7 @@ bool ExtentAllocator::alloc_at(std::int64_t offset, std::int64_t nbytes) {
     if (hole.nbytes == 0 || offset - hole.offset > hole.nbytes || size > hole.nbytes - (offset - hole.offset)) {
         return false;
     }
-    take(hole, offset, size);
+    take(hole, offset, size, tag);
     return true;
 }
 
@@ -97,7 +97,7 @@ std::int64_t ExtentAllocator::free(std::int64_t offset) {
     if (found == taken_.end()) {
         fail_value("ExtentAllocator: no allocated range begins at offset " + std::to_string(offset));
     }
-    const std::int64_t nbytes = found->second;
+    const std::int64_t nbytes = found->second.nbytes;
     std::int64_t begin = offset;
     std::int64_t end = offset + nbytes;
     if (const Hole below = holes_.at_or_below(offset); below.nbytes > 0 && below.offset + below.nbytes == begin) {
@@ -133,7 +133,7 @@ bool ExtentAllocator::shrink(std::int64_t capacity) {
         fail_value("ExtentAllocator: shrink needs a capacity from 0 to " + std::to_string(capacity_) + ", got " +
                    std::to_string(capacity));
     }
-    if (!taken_.empty() && taken_.rbegin()->first + taken_.rbegin()->second > capacity) {
+    if (!taken_.empty() && taken_.rbegin()->first + taken_.rbegin()->second.nbytes > capacity) {
         return false;
     }
     if (capacity < capacity_) {
@@ -146,6 +146,27 @@ bool ExtentAllocator::shrink(std::int64_t capacity) {
     return true;
 }
 
-std::vector<std::pair<std::int64_t, std::int64_t>> ExtentAllocator::ranges() const { return {taken_.begin(), taken_.end()}; }
+std::vector<std::pair<std::int64_t, std::int64_t>> ExtentAllocator::ranges() const {
+    std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
+    ranges.reserve(taken_.size());
+    for (const auto& [offset, taken] : taken_) {
+        ranges.emplace_back(offset, taken.nbytes);
+    }
+    return ranges;
+}
+
+std::optional<std::int64_t> ExtentAllocator::tag(std::int64_t offset) const {
+    const auto found = taken_.find(offset);
+    return found == taken_.end() ? std::nullopt : std::optional(found->second.tag);
+}
+
+std::vector<std::int64_t> ExtentAllocator::tags() const {
+    std::vector<std::int64_t> tags;
+    tags.reserve(taken_.size());
+    for (const auto& [offset, taken] : taken_) {
+        tags.push_back(taken.tag);
+    }
+    return tags;
+}
 
 }  // namespace farpool

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -15,9 +16,10 @@ class ExtentAllocator {
 public:
     ExtentAllocator(std::int64_t capacity, std::int64_t alignment);
 
-    std::int64_t alloc(std::int64_t nbytes);
+    // The tag is the caller's, kept with the range: no memory more, as the node has room for it.
+    std::int64_t alloc(std::int64_t nbytes, std::int64_t tag = 0);
     std::int64_t alloc_lowest(std::int64_t nbytes);
-    bool alloc_at(std::int64_t offset, std::int64_t nbytes);
+    bool alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag = 0);
     std::int64_t free(std::int64_t offset);
     void grow(std::int64_t capacity);
     bool shrink(std::int64_t capacity);
@@ -26,10 +28,18 @@ public:
     std::int64_t used() const noexcept { return used_; }
     std::int64_t largest_hole() const { return holes_.largest() / alignment_ * alignment_; }
     std::vector<std::pair<std::int64_t, std::int64_t>> ranges() const;
+    // Empty where no range begins.
+    std::optional<std::int64_t> tag(std::int64_t offset) const;
+    std::vector<std::int64_t> tags() const;
 
 private:
+    struct Taken {
+        std::int64_t nbytes;  // rounded
+        std::int64_t tag;
+    };
+
     std::int64_t rounded(std::int64_t nbytes) const;  // -1 where it cannot fit anyway
-    void take(Hole hole, std::int64_t offset, std::int64_t nbytes);
+    void take(Hole hole, std::int64_t offset, std::int64_t nbytes, std::int64_t tag);
     void add_hole(std::int64_t begin, std::int64_t end);
     void drop_hole(Hole hole);
 
@@ -38,7 +48,7 @@ private:
     std::int64_t used_ = 0;
     HoleTree holes_;
     std::set<std::pair<std::int64_t, std::int64_t>> by_size_;  // (nbytes, offset)
-    std::map<std::int64_t, std::int64_t> taken_;               // offset -> rounded nbytes
+    std::map<std::int64_t, Taken> taken_;                      // by offset
 };
 
 }  // namespace farpool

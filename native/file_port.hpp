@@ -27,6 +27,7 @@ public:
     ~FilePort() override;
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
+    unsigned concurrency() const noexcept override;
     bool uses_ring() const noexcept { return ring_; }
 
 private:

@@ -14,6 +14,8 @@ public:
     virtual ~Port() = default;
     virtual void read(std::uint64_t offset, void* into, std::size_t nbytes) = 0;
     virtual void write(std::uint64_t offset, const void* from, std::size_t nbytes) = 0;
+    // How many transfers in one direction are worth having under way at once.
+    virtual unsigned concurrency() const noexcept { return 1; }
 };
 
 }  // namespace farpool

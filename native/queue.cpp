@@ -43,6 +43,12 @@ struct QueueCore::Entry {
     Keepalive keepalive;
 };
 
+struct QueueCore::Worker {
+    std::thread thread;
+    bool ended = false;
+};
+
+// As many threads as the port has use for, each made when an entry would have to wait for one.
 struct QueueCore::Lane {
     struct Next {
         std::int64_t priority;
@@ -57,8 +63,8 @@ struct QueueCore::Lane {
     Direction direction;
     std::set<Next> ready;
     std::condition_variable wake;
-    std::thread thread;
-    bool ended = false;
+    std::vector<std::unique_ptr<Worker>> workers;
+    std::size_t idle = 0;  // workers that will look for an entry
 };
 
 QueueCore::QueueCore() : owner_(getpid()) {}
@@ -70,8 +76,10 @@ QueueCore::~QueueCore() {
         new std::vector<Result>(std::move(results_));
     }
     for (auto& [key, lane] : lanes_) {
-        if (lane->thread.joinable()) {
-            lane->thread.detach();
+        for (const auto& worker : lane->workers) {
+            if (worker->thread.joinable()) {
+                worker->thread.detach();
+            }
         }
     }
 }
@@ -84,13 +92,15 @@ void QueueCore::require_open() const {
     }
 }
 
-void QueueCore::start_lane(Lane& lane) {
+void QueueCore::start_worker(Lane& lane) {
+    lane.workers.reserve(lane.workers.size() + 1);
+    auto worker = std::make_unique<Worker>();
     // Signals belong to the main thread: a handler must not run here.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-        lane.thread = std::thread([self = shared_from_this(), &lane] { self->work(lane); });
+        worker->thread = std::thread([self = shared_from_this(), &lane, &worker = *worker] { self->work(lane, worker); });
     } catch (...) {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         throw;
@@ -98,7 +108,9 @@ void QueueCore::start_lane(Lane& lane) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     const std::string name = std::string("farpool-") + (lane.direction == Direction::read ? "rd" : "wr") + "-" +
                              std::to_string(lanes_.size() % 100);  // the kernel keeps 15 characters
-    pthread_setname_np(lane.thread.native_handle(), name.c_str());
+    pthread_setname_np(worker->thread.native_handle(), name.c_str());
+    lane.workers.push_back(std::move(worker));
+    ++lane.idle;
 }
 
 void QueueCore::submit(std::int64_t id, Port* port, Direction direction, std::vector<Piece> pieces,
@@ -116,7 +128,7 @@ void QueueCore::submit(std::int64_t id, Port* port, Direction direction, std::ve
             made->port = port;
             made->direction = direction;
             try {
-                start_lane(*made);
+                start_worker(*made);
             } catch (...) {
                 lanes_.erase({port, direction});
                 throw;
@@ -160,8 +172,16 @@ void QueueCore::set_ready(Entry& entry) {
         return;
     }
     entry.ready = true;
-    entry.lane->ready.insert({entry.priority, entry.order, entry.id});
-    entry.lane->wake.notify_one();
+    Lane& lane = *entry.lane;
+    lane.ready.insert({entry.priority, entry.order, entry.id});
+    lane.wake.notify_one();
+    if (lane.ready.size() > lane.idle && lane.workers.size() < lane.port->concurrency()) {
+        try {
+            start_worker(lane);
+        } catch (const std::exception&) {
+            // Those that there are do it.
+        }
+    }
 }
 
 void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool cancelled, double start, double end) {
@@ -210,10 +230,11 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
     finished_.notify_all();
 }
 
-void QueueCore::work(Lane& lane) {
+void QueueCore::work(Lane& lane, Worker& worker) {
     std::unique_lock lock(mutex_);
     for (;;) {
         lane.wake.wait(lock, [&] { return closing_ || !lane.ready.empty(); });
+        --lane.idle;
         if (closing_) {
             break;
         }
@@ -241,8 +262,9 @@ void QueueCore::work(Lane& lane) {
         const double end = monotonic_seconds();
         lock.lock();
         complete(id, std::move(error), false, start, end);
+        ++lane.idle;
     }
-    lane.ended = true;
+    worker.ended = true;
     finished_.notify_all();
 }
 
@@ -316,13 +338,19 @@ bool QueueCore::close(double seconds) {
         std::erase_if(entries_, [](const auto& item) { return !item.second->running; });
         finished_.notify_all();
     }
+    std::vector<Worker*> workers;  // no more of them are made from now on
+    for (const auto& [key, lane] : lanes_) {
+        for (const auto& worker : lane->workers) {
+            workers.push_back(worker.get());
+        }
+    }
     const auto all_ended = [&] {
-        return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& item) { return item.second->ended; });
+        return std::all_of(workers.begin(), workers.end(), [](const Worker* worker) { return worker->ended; });
     };
     const bool ended = finished_.wait_until(lock, deadline_after(seconds), all_ended);
-    for (auto& [key, lane] : lanes_) {
-        if (lane->ended && lane->thread.joinable()) {
-            std::thread thread = std::move(lane->thread);
+    for (Worker* worker : workers) {
+        if (worker->ended && worker->thread.joinable()) {
+            std::thread thread = std::move(worker->thread);
             lock.unlock();
             thread.join();  // it has left its loop and only returns
             lock.lock();

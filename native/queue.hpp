@@ -1,4 +1,5 @@
-// The ordered queue of transfers and the threads that work it off. Knows nothing of Python but opaque references.
+// The ordered queue of transfers and the threads that work it off: for each port and direction as many as it has use for.
+// Knows nothing of Python but opaque references.
 #pragma once
 
 #include <sys/types.h>
@@ -63,10 +64,11 @@ public:
 private:
     struct Entry;
     struct Lane;
-    void work(Lane& lane);
+    struct Worker;
+    void work(Lane& lane, Worker& worker);
     void set_ready(Entry& entry);
     void complete(std::int64_t id, std::optional<PortError> error, bool cancelled, double start, double end);
-    void start_lane(Lane& lane);
+    void start_worker(Lane& lane);
     void require_open() const;
 
     pid_t owner_;

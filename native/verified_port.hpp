@@ -14,6 +14,7 @@ public:
     VerifiedPort(Port& inner, std::string name) : inner_(inner), name_(std::move(name)) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
+    unsigned concurrency() const noexcept override { return inner_.concurrency(); }
     void forget(std::uint64_t offset);
     std::size_t tracked() const;
 

@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, Any
 if not sys.platform.startswith("linux"):
     raise ImportError(f"farpool runs on Linux (x86-64 and aarch64); this is {sys.platform}")
 
+from farpool.config import PoolConfig
 from farpool.errors import (
     BudgetError,
     ChecksumError,
     ConfigError,
     FarpoolError,
+    FarpoolWarning,
+    LifetimeError,
+    OrderError,
     PoolClosedError,
     PoolFileError,
     PoolFullError,
     PoolMixError,
+    TapeFileError,
+    TapeTruncatedError,
     TierError,
     TierFullError,
     TierTimeoutError,
@@ -30,7 +36,7 @@ from farpool.errors import (
 from farpool.events import Event
 from farpool.front import Pool
 from farpool.stats import Stats
-from farpool.tiers import Dram, Faulty, Nvme, Tier, Verified
+from farpool.tiers import Dram, Faulty, Nvme, Throttled, Tier, Traced, Verified
 
 if TYPE_CHECKING:
     from farpool.tensors.loading import load_safetensors
@@ -45,19 +51,27 @@ __all__ = [
     "Dram",
     "Event",
     "FarpoolError",
+    "FarpoolWarning",
     "Faulty",
+    "LifetimeError",
     "Nvme",
+    "OrderError",
     "PagedTensor",
     "Pool",
     "PoolClosedError",
+    "PoolConfig",
     "PoolFileError",
     "PoolFullError",
     "PoolMixError",
     "Stats",
+    "TapeFileError",
+    "TapeTruncatedError",
+    "Throttled",
     "Tier",
     "TierError",
     "TierFullError",
     "TierTimeoutError",
+    "Traced",
     "UnsupportedError",
     "Verified",
     "load_safetensors",

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from farpool.engine import Engine, Piece
+from farpool.recording import Made, Recorder
 from farpool.storage import Blocks, Cut, Dropped, block_bytes
 
 __all__ = ["Allocation"]
@@ -33,63 +34,76 @@ class Allocation:
         Bytes of the live storages, by class.
     written : int
         Bytes of those whose only home is the pool.
+    made : dict of int to Made
+        Blocks in use, as they were made, by the first of them.
     """
 
-    def __init__(self, engine: Engine, sizes: Cut) -> None:
+    def __init__(self, engine: Engine, sizes: Cut, recorder: Recorder) -> None:
         self.sizes = sizes
         self.live: dict[str, int] = {}
         self.written = 0
+        self.made: dict[int, Made] = {}
         self._engine = engine
+        self._recorder = recorder
         self._shared: dict[int, _Shared] = {}
         self._open: dict[tuple[str, int], int] = {}
         """The shared block that takes the next small storage, by class and source."""
-        self._retired: deque[tuple[int, int]] = deque()
+        self.retired: deque[tuple[int, int]] = deque()
 
-    def allocate(self, nbytes: int, cls: str, row_bytes: int, pack: int = CREATED) -> Blocks:
+    def allocate(self, nbytes: int, cls: str, row_bytes: int, pack: int = CREATED, *, name: str = "") -> Blocks:
         """Blocks for a new storage. Small ones of a class are packed in the order in which they come.
 
         Parameters
         ----------
         pack : int
             Which of the class's open blocks takes it: `CREATED`, or `USED` for what is packed again at its first use.
+        name : str
+            Of the storage, for recordings.
         """
         self.live[cls] = self.live.get(cls, 0) + nbytes
         self.written += nbytes
         if nbytes == 0:
             return Blocks(-1, 0, 0, 0, False)
         if nbytes <= self.sizes.small:
-            block, offset = self._share(nbytes, cls, pack)
+            block, offset = self._share(nbytes, cls, pack, name)
             return Blocks(block, 1, offset, nbytes, True)
-        return self._create(nbytes, cls, row_bytes)
+        return self._create(nbytes, cls, row_bytes, name, adopted=False)
 
-    def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int) -> Blocks:
+    def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int, *, name: str = "") -> Blocks:
         """Blocks whose clean copy is `nbytes` bytes at `offset` of a source; small ones share, in file order."""
         self.live[cls] = self.live.get(cls, 0) + nbytes
         if nbytes == 0:
             return Blocks(-1, 0, 0, 0, False, True)
         if nbytes <= self.sizes.small:
-            block, inside = self._share(nbytes, cls, source)
+            block, inside = self._share(nbytes, cls, source, name)
             self._engine.adopt(block, Piece(source, offset, inside, nbytes))
             return Blocks(block, 1, inside, nbytes, True, True)
-        blocks = self._create(nbytes, cls, row_bytes)
+        blocks = self._create(nbytes, cls, row_bytes, name, adopted=True)
         for index in range(blocks.count):
             start = index * blocks.block_bytes
             size = min(blocks.block_bytes, nbytes - start)
             self._engine.adopt(blocks.first + index, Piece(source, offset + start, 0, size))
         return replace(blocks, adopted=True)
 
-    def _create(self, nbytes: int, cls: str, row_bytes: int) -> Blocks:
+    def _create(self, nbytes: int, cls: str, row_bytes: int, name: str, *, adopted: bool) -> Blocks:
         step = block_bytes(nbytes, self.sizes, row_bytes, cls)
         sizes = [min(step, nbytes - start) for start in range(0, nbytes, step)]
-        return Blocks(self._engine.create(sizes, cls), len(sizes), 0, step, False)
+        return Blocks(self._make(sizes, cls, name, adopted), len(sizes), 0, step, False)
 
-    def _share(self, nbytes: int, cls: str, source: int) -> tuple[int, int]:
+    def _make(self, sizes: list[int], cls: str, name: str, adopted: bool) -> int:
+        first = self._engine.create(sizes, cls)
+        made = self.made[first] = Made(first, len(sizes), name, adopted)
+        if self._recorder.recordings:
+            self._recorder.created(self._engine.blocks, made)
+        return first
+
+    def _share(self, nbytes: int, cls: str, source: int, name: str) -> tuple[int, int]:
         key = (cls, source)
         block = self._open.get(key, -1)
         if block >= 0 and source >= 0 and not self._engine.can_adopt(block):
             block = -1  # it is in use already, so its copy in the source cannot be extended
         if block < 0 or self._shared[block].used + nbytes > self._shared[block].nbytes:
-            block = self._engine.create([self.sizes.shared], cls)
+            block = self._make([self.sizes.shared], cls, name, source >= 0)
             self._open[key] = block
             self._shared[block] = _Shared(self.sizes.shared)
         shared = self._shared[block]
@@ -113,12 +127,15 @@ class Allocation:
             del self._shared[dropped.first]
             for key in [key for key, block in self._open.items() if block == dropped.first]:
                 del self._open[key]
+        del self.made[dropped.first]
         self._engine.retire(dropped.first, dropped.count)
-        self._retired.append((dropped.first, dropped.count))
+        if self._recorder.recordings:
+            self._recorder.freed(dropped.first, dropped.count)
+        self.retired.append((dropped.first, dropped.count))
 
     def collect(self) -> None:
         """Free retired blocks on which nothing is under way any more."""
-        for _ in range(len(self._retired)):
-            first, count = self._retired.popleft()
+        for _ in range(len(self.retired)):
+            first, count = self.retired.popleft()
             if not self._engine.forget(first, count):
-                self._retired.append((first, count))
+                self.retired.append((first, count))

@@ -9,7 +9,8 @@ from farpool.engine import State
 from farpool.ledger import Ledger
 from farpool.sizes import format_size
 from farpool.stats import ClassStats, Stats, TierStats
-from farpool.tiers import HoldsMemory, Tier, Verified
+from farpool.tiers import HoldsMemory, Tier
+from farpool.tiers.port_wrapper import PortWrapper
 from farpool.tiers.wrapper import WrapperTier
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def take(pool: BlockPool) -> Stats:
 
 
 def _touched(tier: Tier) -> int:
-    while isinstance(tier, (WrapperTier, Verified)):
+    while isinstance(tier, WrapperTier | PortWrapper):
         tier = tier.inner
     return tier.touched if isinstance(tier, HoldsMemory) else 0
 

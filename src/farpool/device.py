@@ -14,6 +14,8 @@ from farpool.storage import cut
 from farpool.tiers.device import HostArena
 
 if TYPE_CHECKING:
+    from farpool.debug import Watch
+    from farpool.engine import Engine
     from farpool.executor.cuda import CudaArena
 
 __all__ = ["FastTier", "open_device"]
@@ -28,6 +30,8 @@ class FastTier:
 
     Attributes
     ----------
+    watch : callable
+        Makes debug mode for an engine over this arena.
     staging : dict of str to int
         Bytes of host memory held beside it, as booked on the ledger.
     """
@@ -35,6 +39,7 @@ class FastTier:
     arena: HostArena | CudaArena
     executor: Executor
     release: Callable[[], None]
+    watch: Callable[[Engine], Watch]
     staging: dict[str, int] = field(default_factory=dict)
 
 
@@ -52,8 +57,23 @@ def open_device(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
         There is no such device, or it has less memory.
     """
     if config.device == "cpu":
-        arena = HostArena(config.fast)
-        return FastTier(arena, ThreadExecutor(arena.address, ports), arena.release)
+        return _host(config, ports)
+    return _cuda(config, ports)
+
+
+def _host(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
+    arena = HostArena(config.fast)
+    executor = ThreadExecutor(arena.address, ports)
+
+    def watch(engine: Engine) -> Watch:
+        from farpool.debug import HostMemory, Watch
+
+        return Watch(engine, executor, HostMemory(arena))
+
+    return FastTier(arena, executor, arena.release, watch)
+
+
+def _cuda(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
     from farpool.executor.cuda import CudaArena, CudaDevice, CudaStaging
     from farpool.executor.staged import StagedExecutor
 
@@ -65,6 +85,19 @@ def open_device(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
         device_arena.release()
         staging.release()
 
-    executor = StagedExecutor(CudaDevice(device_arena, staging), staging.address, nbytes, ports)
+    device = CudaDevice(device_arena, staging)
+    checked = None
+    if config.debug:
+        from farpool.executor.checked_device import CheckedDevice
+
+        checked = CheckedDevice(device)
+    executor = StagedExecutor(checked or device, staging.address, nbytes, ports)
+
+    def watch(engine: Engine) -> Watch:
+        from farpool.debug import DeviceMemory, Watch
+
+        assert checked is not None
+        return Watch(engine, executor, DeviceMemory(device.fill), checked)
+
     booked = {"requested": nbytes, "reserved": nbytes, "page_locked": nbytes, "touched": nbytes}
-    return FastTier(device_arena, executor, release, booked)
+    return FastTier(device_arena, executor, release, watch, booked)

@@ -11,10 +11,15 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "FarpoolError",
+    "FarpoolWarning",
+    "LifetimeError",
+    "OrderError",
     "PoolClosedError",
     "PoolFileError",
     "PoolFullError",
     "PoolMixError",
+    "TapeFileError",
+    "TapeTruncatedError",
     "TierError",
     "TierFullError",
     "TierTimeoutError",
@@ -26,8 +31,22 @@ class FarpoolError(Exception):
     """Base of every error that farpool raises on purpose."""
 
 
+class FarpoolWarning(UserWarning):
+    """Something works, but not as well as the program may expect."""
+
+
 class ConfigError(FarpoolError, ValueError):
-    """A setting is wrong: a size that does not parse, an unknown tier, a path that cannot be written."""
+    """A setting is wrong: a size that does not parse, an unknown tier, a path that cannot be written.
+
+    Attributes
+    ----------
+    setting : str
+        What is wrong, for example ``fast``; empty where it is not one setting.
+    """
+
+    def __init__(self, message: str, *, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class BudgetError(FarpoolError, MemoryError):
@@ -64,6 +83,22 @@ class PoolMixError(FarpoolError, ValueError):
 
 class UnsupportedError(FarpoolError, NotImplementedError):
     """Something needs raw memory or a change of identity that a paged tensor cannot give."""
+
+
+class LifetimeError(FarpoolError, RuntimeError):
+    """Debug mode found memory that was used before or after the access to which it belonged."""
+
+
+class OrderError(FarpoolError, RuntimeError):
+    """Debug mode found a transfer, a move or an access that does not wait for what it disturbs."""
+
+
+class TapeFileError(FarpoolError, OSError):
+    """A tape file cannot be written, is no tape file, is damaged, or has a version that this farpool does not read."""
+
+
+class TapeTruncatedError(TapeFileError, EOFError):
+    """A tape file ends too early, because its writer was killed. What was read before is good."""
 
 
 class TierError(FarpoolError, OSError):

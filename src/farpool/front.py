@@ -6,12 +6,15 @@ is made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Self
 
 from farpool.config import PoolConfig
+from farpool.config_layers import environment_layer
 from farpool.pool import BlockPool
-from farpool.tiers import Tier
+from farpool.tiers import Tier, TierSpec
 
 if TYPE_CHECKING:
     import torch
@@ -24,19 +27,23 @@ class Pool(BlockPool):
 
     Parameters
     ----------
-    fast : int or str
-        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound.
-    tiers : sequence of Tier, optional
+    fast : int or str, optional
+        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. Without it, what is not given
+        here is read from the environment (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
+    tiers : sequence of Tier, TierSpec or mapping, optional
         Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
         that has to leave the fast tier goes to the first one with room.
     dram, nvme : int or str, optional
         Shorthand for such tiers; the file lies in the folder for temporary files.
-    device : str
-        ``cpu``: the fast tier is a budgeted part of DRAM.
-    prefetch : bool
-        Whether to fetch along the recorded accesses, ahead of them.
-    timeout : float
-        Seconds that an operation waits for a transfer before it raises `TierTimeoutError`.
+    device : str, optional
+        ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
+    prefetch : bool, optional
+        Whether to fetch along the recorded accesses, ahead of them; the default is to do so.
+    timeout : float, optional
+        Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
+    debug : bool, optional
+        Whether to look for memory that is used outside its access, which raises `LifetimeError`, and for transfers out
+        of order, which raises `OrderError`. Slow. The default is off, or what ``FARPOOL_DEBUG`` says.
 
     Raises
     ------
@@ -52,17 +59,51 @@ class Pool(BlockPool):
 
     def __init__(
         self,
-        fast: int | str,
-        tiers: Sequence[Tier] | None = None,
+        fast: int | str | None = None,
+        tiers: Sequence[Tier | TierSpec | Mapping[str, object]] | None = None,
         *,
         dram: int | str | None = None,
         nvme: int | str | None = None,
-        device: str = "cpu",
-        prefetch: bool = True,
-        timeout: float = 60.0,
+        device: str | None = None,
+        prefetch: bool | None = None,
+        timeout: float | None = None,
+        debug: bool | None = None,
     ) -> None:
-        config = PoolConfig.make(fast, tiers, dram=dram, nvme=nvme, device=device, prefetch=prefetch, timeout=timeout)
-        super().__init__(config)
+        settings = {
+            "fast": fast,
+            "tiers": tiers,
+            "dram": dram,
+            "nvme": nvme,
+            "device": device,
+            "prefetch": prefetch,
+            "timeout": timeout,
+            "debug": debug,
+        }
+        given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        if debug is None:
+            # It can be switched on from outside, to look into a program that makes its settings itself.
+            given |= environment_layer(os.environ, {"debug": bool}).values
+        super().__init__(PoolConfig.load(**given) if fast is None else PoolConfig.make(**given))
+
+    @classmethod
+    def from_config(cls, config: PoolConfig | str | os.PathLike[str] | None = None, **settings: Any) -> Self:
+        """Make a pool from a TOML file and the environment.
+
+        Parameters
+        ----------
+        config : str, path-like or PoolConfig, optional
+            The file; None takes the one that ``FARPOOL_CONFIG`` names, if it is set. Or a whole configuration; neither
+            a file nor the environment is read then.
+        **settings
+            As of the constructor. They win over the environment, and that wins over the file.
+
+        Raises
+        ------
+        ConfigError
+            A setting is wrong; names where it was found, its value and what was expected.
+        """
+        whole = config.replace(**settings) if isinstance(config, PoolConfig) else PoolConfig.load(config, **settings)
+        return cls(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor with unspecified content, of torch's default dtype unless given."""

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from farpool import _native, census
 from farpool.account import Account
@@ -27,14 +27,19 @@ from farpool.errors import BudgetError, PoolClosedError, PoolFullError, TierErro
 from farpool.events import Event
 from farpool.faults import no_room, operands_too_large
 from farpool.ledger import Ledger
+from farpool.recording import Note, Recorder, Recording, metadata
 from farpool.sizes import format_size, parse_size
 from farpool.space import TierSpace
 from farpool.stats import Stats
 from farpool.storage import Dropped, Storage, cut
+from farpool.tape_file import TapeWriter
 from farpool.tiers import Extent, HasPort, Tier, Verified
 from farpool.tiers.safetensors import SafetensorsFile
 from farpool.traffic import Traffic
 from farpool.use import Use, runs_of
+
+if TYPE_CHECKING:
+    from farpool.debug import Watch
 
 __all__ = ["CLASSES", "Access", "BlockPool"]
 
@@ -57,13 +62,16 @@ class Access:
         For each use, where its first byte lies, in bytes from the arena's start.
     """
 
-    __slots__ = ("grant", "offsets", "op", "since")
+    __slots__ = ("grant", "note", "offsets", "op", "since")
 
-    def __init__(self, grant: Grant | None, offsets: tuple[int, ...], op: str, since: float) -> None:
+    def __init__(
+        self, grant: Grant | None, offsets: tuple[int, ...], op: str, since: float, note: Note | None = None
+    ) -> None:
         self.grant = grant
         self.offsets = offsets
         self.op = op
         self.since = since
+        self.note = note
 
 
 class BlockPool:
@@ -86,7 +94,7 @@ class BlockPool:
         self.dropped: deque[Dropped] = deque()
         """Storages that died since the pool last looked."""
         self.ledger = Ledger()
-        self._tiers = [_guarded(tier) for tier in config.tiers]
+        self._tiers = [_guarded(tier) for tier in config.make_tiers()]
         self._ports: list[_native.Port] = []
         opened: list[Tier] = []
         try:
@@ -105,12 +113,18 @@ class BlockPool:
         self.ledger.add("host", "staging", **self._device.staging)
         sizes = cut(config.fast)
         self.engine = Engine(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
-        self.allocation = Allocation(self.engine, sizes)
+        self.recorder = Recorder()
+        self.allocation = Allocation(self.engine, sizes, self.recorder)
         self._names = [tier.info.name for tier in self._tiers]
         self._sources: dict[int, int] = {}
         self._held: list[SafetensorsFile] = []
         self.account = Account(self._names)
         self._lock = threading.Condition(threading.Lock())
+        self._watch: Watch | None = None
+        """Debug mode."""
+        if config.debug:
+            self._watch = self._device.watch(self.engine)
+            self._executor = self._watch.executor
         self._traffic = Traffic(
             self.engine, self._executor, self.account, self._names, self._lock, config.timeout, self._check_open
         )
@@ -129,6 +143,11 @@ class BlockPool:
     def device(self) -> str:
         """``cpu`` or ``cuda``: where the fast tier is."""
         return self.config.device
+
+    @property
+    def debug(self) -> bool:
+        """Whether it looks for memory that is used outside its access."""
+        return self.config.debug
 
     @property
     def fast(self) -> int:
@@ -166,6 +185,9 @@ class BlockPool:
             self._lock.notify_all()
             unused = self._lock.wait_for(lambda: not self._granted, patience)
         ended = self._executor.close(patience)
+        watch, self._watch = self._watch, None
+        if watch is not None and ended and unused:
+            watch.look()
         for tier in reversed(self._tiers):
             tier.close()
         for source in self._held:
@@ -173,6 +195,9 @@ class BlockPool:
         if ended and unused:  # else a transfer that hangs, or an op of another thread, still uses the arena
             self._device.release()
         self.account.deliver()
+        self.recorder.end()
+        if watch is not None:
+            watch.raise_findings()
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +228,7 @@ class BlockPool:
             self._check_open()
             self._collect_dropped()
             self._check_room(nbytes, cls, name)
-            blocks = self.allocation.allocate(nbytes, cls, row_bytes)
+            blocks = self.allocation.allocate(nbytes, cls, row_bytes, name=name)
             self._live += 1
         storage = Storage(self, nbytes, cls, name, row_bytes, blocks)
         if self.account.listening:
@@ -224,7 +249,7 @@ class BlockPool:
                 self._held.append(source)
                 self._ports.append(source.port)
                 self._names.append(source.info.name)
-            blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset)
+            blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset, name=name)
             self._live += 1
         return Storage(self, extent.nbytes, cls, name, row_bytes, blocks)
 
@@ -246,7 +271,7 @@ class BlockPool:
             self._packing.add(id(storage))
         try:
             with self._lock:
-                blocks = self.allocation.allocate(storage.nbytes, storage.cls, 0, USED)
+                blocks = self.allocation.allocate(storage.nbytes, storage.cls, 0, USED, name=storage.name)
                 self._live += 1
             packed = Storage(self, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
             access = self._acquire(
@@ -283,6 +308,8 @@ class BlockPool:
             if self.account.listening:
                 self.account.note(Event("free", time.monotonic(), nbytes=dropped.nbytes, cause=dropped.cls))
         self.allocation.collect()
+        if self._watch is not None:
+            self._watch.collected()
 
     # ---- accesses -----------------------------------------------------------------------------------------------
 
@@ -320,12 +347,15 @@ class BlockPool:
             runs, origins = runs_of(uses, rows=rows)
             if not runs:
                 return Access(None, (0,) * len(uses), op, 0.0)
-            self._collect_dropped()
-            self._traffic.note_completions()
+            if self.dropped or self.allocation.retired:
+                self._collect_dropped()
+            if self.engine.transfers:
+                self._traffic.note_completions()
             try:
-                grant = self.engine.request(runs)
+                grant = self.engine.request(runs, time.monotonic())
             except TooLargeError as error:
                 raise operands_too_large(error, uses, op, self.fast) from None
+            asked = 0 if grant.granted else time.perf_counter_ns()
             self._traffic.start()
             if not grant.granted:
                 try:
@@ -336,24 +366,29 @@ class BlockPool:
                         self._traffic.start()
                     raise
                 self._raise_refusal(grant, uses, op)
+            if self._watch is not None:
+                self._watch.granted(grant, uses, op)
             self._granted += 1
             if self.engine.arena.used > self.peak:
                 self.peak = self.engine.arena.used
+            note = self.recorder.granted(runs, op, asked) if self.recorder.recordings else None
         self.account.deliver()
         places = grant.places
-        offsets = tuple(places[run] + offset if run >= 0 else 0 for run, offset in origins)
-        return Access(grant, offsets, op, time.monotonic() if self.account.listening else 0.0)
+        offsets = tuple([places[run] + offset if run >= 0 else 0 for run, offset in origins])
+        return Access(grant, offsets, op, time.monotonic() if self.account.listening else 0.0, note)
 
     def release(self, access: Access) -> None:
         """The op is done with its operands."""
         if access.grant is None:
             return
+        if access.note is not None:
+            access.note.released = time.perf_counter_ns()
         with self._lock:
             self._granted -= 1
             if self.closed:
                 self._lock.notify_all()
                 return
-            if self.account.listening and access.since:
+            if access.since and self.account.listening:
                 nbytes = sum(self.engine.run_bytes(run) for run in access.grant.runs)
                 self.account.note(
                     Event(
@@ -365,12 +400,19 @@ class BlockPool:
                         resident=self.engine.arena.used,
                     )
                 )
+            if self._watch is not None:
+                self._watch.released(access.grant)
             self._executor.note_use()
             self.engine.release(access.grant)
-            self._traffic.note_completions()
+            if self.engine.transfers:
+                self._traffic.note_completions()
             self._traffic.start()
             self._lock.notify_all()
+            if self._watch is not None:
+                self._watch.raise_findings()
         self.account.deliver()
+        if access.note is not None:
+            self.recorder.deliver()
 
     def _raise_refusal(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
         error = grant.error
@@ -404,6 +446,8 @@ class BlockPool:
             if budget < before:
                 self._check_blocks_fit(budget)
                 self._shrink(budget)
+                if self._watch is not None:
+                    self._watch.follow(())  # while the memory beyond is still there
             self.arena.resize(budget)
             if budget > before:
                 self.engine.resize(budget)
@@ -452,6 +496,32 @@ class BlockPool:
             Call it to end the subscription.
         """
         return self.account.subscribe(callback)
+
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Write accesses and the time between them to a tape file, from now until the recording is closed.
+
+        Several recordings may be under way. Ends with the pool, too.
+
+        Parameters
+        ----------
+        path : path
+            The file; overwritten if it is a tape file. Described in docs/tape-file.md, shown by ``farpool tape show``.
+
+        Returns
+        -------
+        Recording
+            A context manager.
+
+        Raises
+        ------
+        TapeFileError
+            The file cannot be written, is another recording's, or is something else than a tape file.
+        """
+        self._check_open()
+        writer = TapeWriter(path, metadata(self.device, self.fast, self.allocation.sizes, self._tiers, CLASSES))
+        with self._lock:
+            self._collect_dropped()
+            return self.recorder.start(writer, self.engine.blocks, self.allocation.made.values())
 
     def stats(self) -> Stats:
         """The account since the pool was made."""

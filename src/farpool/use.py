@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from farpool.engine import ALIGNMENT, Mode, Run
 from farpool.sizes import format_size
@@ -12,17 +11,51 @@ from farpool.storage import Storage, block_bytes, cut
 
 __all__ = ["Use", "describe", "runs_of", "smallest_budget"]
 
-
-class Use(NamedTuple):
-    """Bytes ``[start, stop)`` of a storage, and what is done with them."""
-
-    storage: Storage
-    start: int
-    stop: int
-    mode: Mode
+_FEW = 4
+"""As many uses as this are quicker compared with each other than sorted."""
 
 
-def runs_of(uses: Sequence[Use], *, rows: bool = False) -> tuple[list[Run], list[tuple[int, int]]]:
+class Use:
+    """Bytes ``[start, stop)`` of a storage, and what is done with them. Nothing of it changes; it may be used again.
+
+    Attributes
+    ----------
+    storage : Storage
+    start, stop : int
+    mode : Mode
+    """
+
+    __slots__ = ("_layout", "_span", "mode", "start", "stop", "storage")
+
+    def __init__(self, storage: Storage, start: int, stop: int, mode: Mode) -> None:
+        self.storage = storage
+        self.start = start
+        self.stop = stop
+        self.mode = mode
+        self._layout = (-1, -1)
+
+    def span(self) -> tuple[Run, int]:
+        """The blocks that cover it, and where it begins in them, in bytes. It must not be empty."""
+        storage = self.storage
+        layout = (storage.first, storage.offset)
+        if self._layout != layout:  # small storages are packed anew when they are first used
+            self._span = self.cover()
+            self._layout = layout
+        return self._span
+
+    def cover(self, table: int = -1) -> tuple[Run, int]:
+        """As `span`, worked out anew; as rows of the table that begins with block `table`, if it is not -1."""
+        storage = self.storage
+        step = storage.block_bytes
+        low, high = self.start // step, (self.stop - 1) // step
+        mode = self.mode
+        whole = not storage.offset and self.start == low * step and self.stop == min((high + 1) * step, storage.nbytes)
+        if mode == Mode.OVERWRITE and not (whole and (storage.count > 1 or not storage.shared)):
+            mode = Mode.WRITE  # bytes beside it in its blocks are to be kept
+        return Run(storage.first + low, high - low + 1, mode, table), storage.offset + self.start - low * step
+
+
+def runs_of(uses: Sequence[Use], *, rows: bool = False) -> tuple[Sequence[Run], Sequence[tuple[int, int]]]:
     """Runs of blocks that cover the uses, and for each use its run and where it begins in that run, in bytes.
 
     Uses that share blocks share a run, so that aliases stay aliases. An empty use has run -1.
@@ -32,36 +65,44 @@ def runs_of(uses: Sequence[Use], *, rows: bool = False) -> tuple[list[Run], list
     rows : bool
         The uses are rows picked by data.
     """
-    spans: list[tuple[int, int, Mode, int]] = []
+    if rows or len(uses) > _FEW:
+        return _merged(uses, rows)
+    runs: list[Run] = []
+    places: list[tuple[int, int]] = []
+    for use in uses:
+        if use.stop <= use.start:
+            places.append((-1, 0))
+            continue
+        run, offset = use.span()
+        first = run.first
+        for index, other in enumerate(runs):
+            if first >= other.first + other.count or first + run.count <= other.first:
+                continue
+            if first != other.first or run.count != other.count or run.mode != other.mode:
+                return _merged(uses, rows)
+            places.append((index, offset))
+            break
+        else:
+            places.append((len(runs), offset))
+            runs.append(run)
+    return runs, places
+
+
+def _merged(uses: Sequence[Use], rows: bool) -> tuple[list[Run], list[tuple[int, int]]]:
+    runs: list[Run] = []
     origins: list[tuple[int, int]] = []
-    for storage, start, stop, mode in uses:
-        if stop <= start:
+    seen: set[tuple[int, int, Mode]] = set()
+    for use in uses:
+        if use.stop <= use.start:
             origins.append((-1, 0))
             continue
-        step = storage.block_bytes
-        low, high = start // step, (stop - 1) // step
-        whole = not storage.offset and start == low * step and stop == min((high + 1) * step, storage.nbytes)
-        if mode == Mode.OVERWRITE and not (whole and (storage.count > 1 or not storage.shared)):
-            mode = Mode.WRITE  # bytes beside it in its blocks are to be kept
-        origins.append((storage.first + low, storage.offset + start - low * step))
-        spans.append((storage.first + low, storage.first + high + 1, mode, storage.first))
-    if len(spans) == 1:
-        low, high, mode, table = spans[0]
-        runs = [Run(low, high - low, mode, table if rows else -1)]
-        return runs, [(0 if block >= 0 else -1, offset) for block, offset in origins]
-    return _merged(spans, origins, uses, rows)
-
-
-def _merged(
-    spans: list[tuple[int, int, Mode, int]], origins: list[tuple[int, int]], uses: Sequence[Use], rows: bool
-) -> tuple[list[Run], list[tuple[int, int]]]:
-    runs: list[Run] = []
-    seen: dict[tuple[int, int, Mode], int] = {}
+        run, offset = use.cover(use.storage.first) if rows else use.span()
+        origins.append((run.first, offset))
+        key = (run.first, run.count, run.mode)
+        if key not in seen:
+            seen.add(key)
+            runs.append(run)
     overlapping = False
-    for low, high, mode, table in spans:
-        if (low, high, mode) not in seen:
-            seen[low, high, mode] = len(runs)
-            runs.append(Run(low, high - low, mode, table if rows else -1))
     ordered = sorted(range(len(runs)), key=lambda i: runs[i].first)
     for left, right in pairwise(ordered):
         overlapping |= runs[left].first + runs[left].count > runs[right].first
@@ -106,7 +147,8 @@ def _needed(uses: Sequence[Use], budget: int) -> int:
     sizes = cut(budget)
     spans: set[tuple[int, int, int]] = set()
     total = 0
-    for storage, start, stop, _ in uses:
+    for use in uses:
+        storage, start, stop = use.storage, use.start, use.stop
         if stop <= start:
             continue
         if storage.nbytes <= sizes.small:

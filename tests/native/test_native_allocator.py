@@ -39,6 +39,19 @@ def test_sizes_are_rounded_up_to_the_alignment() -> None:
         allocator.alloc_at(32, 1)
 
 
+def test_a_range_keeps_its_tag_until_it_is_freed() -> None:
+    allocator = ExtentAllocator(1000, 64)
+    assert allocator.alloc(10, 7) == 0
+    assert allocator.alloc_at(128, 10, -1)
+    assert allocator.alloc(10) == 64
+    assert [allocator.tag(offset) for offset in (0, 64, 128, 10, 192)] == [7, 0, -1, None, None]
+    assert allocator.tags() == [7, 0, -1]
+    allocator.free(0)
+    assert allocator.tag(0) is None
+    assert allocator.alloc(10) == 0
+    assert allocator.tag(0) == 0
+
+
 def test_growing_and_shrinking_change_the_last_hole() -> None:
     allocator = ExtentAllocator(0)
     assert allocator.alloc(1) == -1

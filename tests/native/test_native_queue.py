@@ -6,10 +6,11 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from farpool._native import Completion, Memory, MemoryPort, PythonPort, Queue
+from farpool._native import Completion, FilePort, Memory, MemoryPort, PythonPort, Queue, VerifiedPort
 from farpool.errors import PoolClosedError, TierError
 from farpool.tiers import Dram, Faulty
 from farpool.tiers.base import Extent, Tier
@@ -242,14 +243,30 @@ def test_a_port_and_its_tier_in_a_circle_are_collected() -> None:
     assert gone() is None
 
 
+def thread_names() -> list[str]:
+    return [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+
+
 def test_threads_have_names(queue: Queue, memory: Memory) -> None:
     queue.submit(1, MemoryPort(Memory(10)), Queue.READ, [(0, memory.address, 10)])
     finish(queue)
-    names = set()
-    for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/comm") as file:
-            names.add(file.read().strip())
-    assert any(name.startswith("farpool-rd") for name in names)
+    assert any(name.startswith("farpool-rd") for name in thread_names())
+
+
+@pytest.mark.parametrize(("direct", "threads"), [(True, 4), (False, 1)])
+def test_a_direct_file_has_several_transfers_under_way(
+    queue: Queue, gate: Gate, memory: Memory, tmp_path: Path, direct: bool, threads: int
+) -> None:
+    with open(tmp_path / "file", "w+b") as file:
+        # The port only takes the caller's word that the file is direct, so this runs on any file system.
+        port = VerifiedPort(FilePort(file.fileno(), "file", direct=direct, ring=False), "file")
+        queue.submit(0, PythonPort(gate), Queue.READ, [(0, memory.address, 1)])
+        assert gate.entered.wait(WAIT)
+        for number in range(1, 9):
+            queue.submit(number, port, Queue.WRITE, [(number * 4096, memory.address, 4096)], [0])
+        gate.go.set()
+        assert all(completion.error is None for completion in finish(queue))
+    assert len([name for name in thread_names() if name.startswith("farpool-wr")]) == threads
 
 
 PRELUDE = """

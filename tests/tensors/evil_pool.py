@@ -62,6 +62,8 @@ class EvilPool:
     largest: int = 1 << 14
     seed: int = 0
     device: str = "cpu"
+    debug: bool = True
+    """Real tensors that outlive their operation are looked for."""
     closed: bool = False
     ops: list[str] = field(default_factory=list)
 
@@ -125,7 +127,8 @@ class EvilPool:
 
     def _merge(self, uses: Sequence[Use]) -> list[_Range]:
         ranges: list[_Range] = []
-        for storage, start, stop, mode in sorted(uses, key=lambda use: (use.storage.first, use.start)):
+        for use in sorted(uses, key=lambda use: (use.storage.first, use.start)):
+            storage, start, stop, mode = use.storage, use.start, use.stop, use.mode
             assert storage.pool is self  # type: ignore[comparison-overlap]
             assert 0 <= start < stop <= storage.nbytes
             last = ranges[-1] if ranges else None

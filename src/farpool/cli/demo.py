@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from farpool.cli.progress import progress_bars
 from farpool.demo.settings import Settings
 from farpool.errors import ConfigError
 from farpool.observe.provenance import provenance
@@ -19,19 +19,6 @@ __all__ = ["demo"]
 
 DEFAULTS = Settings()
 SIZE = "a size such as '20 MiB', or a percentage of the model's weights"
-
-
-class _Bars:
-    """One progress bar for each step of the job, on stderr."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, step: str, done: int, total: int) -> None:
-        if step not in self._tasks:
-            self._tasks[step] = self._progress.add_task(step)
-        self._progress.update(self._tasks[step], completed=done, total=total)
 
 
 def demo(
@@ -68,10 +55,8 @@ def demo(
         raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
 
     settings = Settings(budget, dram, nvme, question, docs, texts, timeline)
-    stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
-        outcome = run(settings, _Bars(progress))
+    with progress_bars() as progress:
+        outcome = run(settings, progress)
     if json:
         result = {"provenance": provenance(), "result": outcome}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from farpool.cli import demo
+from farpool.cli import bench, demo, tape
 from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
@@ -24,6 +24,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
+app.add_typer(tape.app, name="tape")
 
 
 def _show_version(wanted: bool) -> None:

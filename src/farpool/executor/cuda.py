@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from farpool import _native
@@ -130,16 +134,32 @@ class CudaDevice:
             events.append(event)
         return events
 
+    def passed(self, fence: object) -> bool:
+        assert isinstance(fence, list)
+        return all(event.query() for event in fence)
+
     def move(self, source: int, target: int, nbytes: int) -> None:
+        with self._in_order():
+            bytes_of = self._arena.tensor
+            bytes_of[target : target + nbytes].copy_(bytes_of[source : source + nbytes].clone())
+
+    def fill(self, place: int, nbytes: int, pattern: bytes) -> None:
+        """Fill a range with a pattern of two bytes, ordered with the program's work. Both bounds are even."""
+        with self._in_order():
+            words = self._arena.tensor[place : place + nbytes].view(torch.int16)
+            words.fill_(int.from_bytes(pattern, sys.byteorder, signed=True))
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """What is queued inside comes after all that the program has queued on any stream, and before what it will."""
         current = torch.cuda.current_stream()
         for event in self.fence():
             current.wait_event(event)
-        bytes_of = self._arena.tensor
-        bytes_of[target : target + nbytes].copy_(bytes_of[source : source + nbytes].clone())
-        moved = torch.cuda.Event()
-        moved.record(current)
+        yield
+        queued = torch.cuda.Event()
+        queued.record(current)
         for stream in self._users.values():
-            stream.wait_event(moved)
+            stream.wait_event(queued)
 
     def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> _EventCopy:
         return self._copy(

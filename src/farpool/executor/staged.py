@@ -16,13 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from farpool import _native
 from farpool.engine.messages import Kind, Move, Transfer
 from farpool.executor.base import Done, Executor
 
-__all__ = ["Copy", "Device", "StagedExecutor"]
+__all__ = ["Copy", "Device", "StagedExecutor", "WatchesStaging"]
 
 _IDLE = 0.05
 """Seconds after which the thread looks again even if nobody woke it."""
@@ -49,6 +49,10 @@ class Device(Protocol):
         """A point in the program's own work: copies that wait for it see its effects and do not disturb it."""
         ...
 
+    def passed(self, fence: object) -> bool:
+        """Whether the program's work in front of a fence has ended. Only debug mode asks."""
+        ...
+
     def move(self, source: int, target: int, nbytes: int) -> None:
         """Move inside the arena, ordered with the program's work. The ranges may overlap."""
         ...
@@ -56,6 +60,17 @@ class Device(Protocol):
     def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> Copy: ...
 
     def to_host(self, place: int, staging: int, nbytes: int, fence: object) -> Copy: ...
+
+
+@runtime_checkable
+class WatchesStaging(Protocol):
+    """A device that wants to know when tiers are at work on the staging memory."""
+
+    def tier_leg(self, transfer: int, staging: int, nbytes: int) -> None:
+        """A transfer begins between its tier and this part of the staging memory."""
+        ...
+
+    def tier_leg_ended(self, transfer: int) -> None: ...
 
 
 class _Leg(IntEnum):
@@ -75,6 +90,9 @@ class _Job:
     staging: int = -1
     start: float = 0.0
     copies: list[Copy] = field(default_factory=list)
+    """Those that have not ended."""
+    error: Exception | None = None
+    """Why one of its copies failed. The job ends when the others have: the staging memory is theirs until then."""
     dropped: bool = False
     """Cancelled while its bytes were on their way into the staging memory; ends when they have arrived."""
 
@@ -94,6 +112,7 @@ class StagedExecutor(Executor):
 
     def __init__(self, device: Device, address: int, nbytes: int, ports: list[_native.Port]) -> None:
         self._device = device
+        self._watch = device if isinstance(device, WatchesStaging) else None
         self._address = address
         self._ports = ports
         self._space = _native.ExtentAllocator(nbytes, 64)
@@ -172,6 +191,8 @@ class StagedExecutor(Executor):
         for completion in self._queue.poll():
             job = self._jobs[completion.id]
             progressed = True
+            if self._watch is not None:
+                self._watch.tier_leg_ended(completion.id)
             if job.dropped:
                 self._finish(job, None, cancelled=True)
             elif completion.error is not None:
@@ -211,22 +232,41 @@ class StagedExecutor(Executor):
         if job.leg == _Leg.READY:
             if self._blocked(job):
                 return False
-            copy = self._device.to_device if fetch else self._device.to_host
-            for staging, place, nbytes in _layout(job):
-                ends = (staging, place) if fetch else (place, staging)
-                job.copies.append(copy(*ends, nbytes, job.fence))
+            self._start_copies(job)
             job.leg = _Leg.DEVICE
             return True
         if job.leg == _Leg.DEVICE:
-            if not all(copy.done() for copy in job.copies):
+            if not self._copied(job):
                 return False
-            if fetch:
-                self._finish(job, None)
+            if fetch or job.error is not None:
+                self._finish(job, job.error)
             else:
                 job.leg = _Leg.TIER
                 self._submit(job, _native.Queue.WRITE)
             return True
         return False
+
+    def _start_copies(self, job: _Job) -> None:
+        fetch = job.transfer.kind == Kind.FETCH
+        copy = self._device.to_device if fetch else self._device.to_host
+        try:
+            for staging, place, nbytes in _layout(job):
+                ends = (staging, place) if fetch else (place, staging)
+                job.copies.append(copy(*ends, nbytes, job.fence))
+        except Exception as error:
+            job.error = error
+
+    def _copied(self, job: _Job) -> bool:
+        """Whether all copies of a job have ended, well or badly."""
+        under_way = []
+        for copy in job.copies:
+            try:
+                if not copy.done():
+                    under_way.append(copy)
+            except Exception as error:
+                job.error = job.error or error
+        job.copies = under_way
+        return not under_way
 
     def _blocked(self, job: _Job) -> bool:
         """Whether the arena range is still needed by a transfer that this one comes after."""
@@ -234,6 +274,8 @@ class StagedExecutor(Executor):
 
     def _submit(self, job: _Job, direction: int) -> None:
         pieces = job.transfer.pieces
+        if self._watch is not None:
+            self._watch.tier_leg(job.transfer.id, job.staging, job.nbytes)
         self._queue.submit(
             job.transfer.id,
             self._ports[pieces[0].tier],

@@ -14,7 +14,7 @@ _WRITE_BACK, _PREFETCH, _DEMAND = 0, 1, 2
 
 
 class ThreadExecutor(Executor):
-    """Works off the queue with one native thread for each tier and direction, without the interpreter lock.
+    """Works off the queue with native threads for each tier and direction, without the interpreter lock.
 
     Parameters
     ----------

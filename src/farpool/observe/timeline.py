@@ -66,8 +66,15 @@ def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
     return curve
 
 
-def check_drawable(path: Path) -> None:
-    """Find out before a long run whether its timeline can be drawn.
+def check_drawable(path: Path, what: str = "timeline") -> None:
+    """Find out before a long run whether its picture can be drawn.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    what : str
+        Named in errors.
 
     Raises
     ------
@@ -75,11 +82,11 @@ def check_drawable(path: Path) -> None:
         Matplotlib is not installed, the format is unknown, or the folder is missing or cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a timeline needs matplotlib; pip install 'farpool[demo]'")
+        raise ConfigError(f"a {what} needs matplotlib; pip install 'farpool[demo]'")
     if path.suffix not in FORMATS:
-        raise ConfigError(f"timeline {path}: cannot draw the format {path.suffix!r}; use one of {', '.join(FORMATS)}")
+        raise ConfigError(f"{what} {path}: cannot draw the format {path.suffix!r}; use one of {', '.join(FORMATS)}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"timeline {path}: no folder {path.parent} that can be written; choose another")
+        raise ConfigError(f"{what} {path}: no folder {path.parent} that can be written; choose another")
 
 
 def draw_timeline(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from farpool.tensors.survivors import look_for_survivors, note
+
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
@@ -25,11 +27,16 @@ class ArenaViews:
         Addresses between which the arena lies.
     device : torch.device
         The arena's device.
+    debug : bool
+        Whether nothing made here may be kept: see `farpool.tensors.survivors`.
     """
 
-    __slots__ = ("_bytes", "_storage", "_typed", "device", "start", "stop")
+    __slots__ = ("_bytes", "_storage", "_typed", "debug", "device", "start", "stop")
 
     def __init__(self, pool: BlockPool) -> None:
+        self.debug = pool.debug
+        if self.debug:
+            look_for_survivors()
         # A view made under inference mode would refuse in-place operations outside of it.
         with torch.inference_mode(False):
             arena: Any = pool.arena
@@ -54,17 +61,26 @@ class ArenaViews:
 
     def memory(self, start: int, stop: int) -> torch.UntypedStorage:
         """Bytes ``[start, stop)`` of the arena as a storage of their own: it cannot be resized over its neighbours."""
-        return self._storage[start:stop]  # type: ignore[no-any-return]
+        memory: torch.UntypedStorage = self._storage[start:stop]
+        if self.debug:
+            note(memory)
+        return memory
 
     def flat(self, dtype: torch.dtype, elements: int, address: int) -> torch.Tensor:
         """A real one-dimensional tensor of `elements` elements, `address` bytes from the arena's start."""
-        return torch.as_strided(self.typed(dtype), (elements,), (1,), address // dtype.itemsize)
+        view = torch.as_strided(self.typed(dtype), (elements,), (1,), address // dtype.itemsize)
+        if self.debug:
+            note(view)
+        return view
 
     def windows(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Overlapping items ``[any, *size]`` of the arena: the item at index ``i`` begins at its element ``i``."""
         typed = self.typed(dtype)
         extent = 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-        return torch.as_strided(typed, (typed.numel() - extent + 1, *size), (1, *stride))
+        view = torch.as_strided(typed, (typed.numel() - extent + 1, *size), (1, *stride))
+        if self.debug:
+            note(view)
+        return view
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether a plain strided tensor shares memory with the arena."""

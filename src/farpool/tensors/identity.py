@@ -16,7 +16,7 @@ from farpool.tensors.transfer import copy_dense
 
 __all__ = ["check_swappable", "deep_copy", "reduce", "reduce_for_process", "set_data", "shallow_copy", "swap"]
 
-_INTERNAL = frozenset(("_storage", "_arena", "_extent", "_gradient_hook"))
+_INTERNAL = frozenset(("_storage", "_arena", "_footprint", "_gradient_hook"))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -51,11 +51,16 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
         new = memo[id(old)] = old.pool.allocate(old.nbytes, cls=old.cls, row_bytes=old.row_bytes, name=old.name)
         copy_dense(PagedTensor(new, tensor._arena, torch.uint8, (new.nbytes,), (1,)), source, "farpool.deepcopy")
     with torch.no_grad():
-        result = PagedTensor(new, tensor._arena, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-        if tensor.is_conj():
-            torch._C._set_conj(result, True)
-        if tensor.is_neg():
-            torch._C._set_neg(result, True)
+        result = PagedTensor(
+            new,
+            tensor._arena,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            conj=tensor.is_conj(),
+            neg=tensor.is_neg(),
+        )
     memo[id(tensor)] = result
     result.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):

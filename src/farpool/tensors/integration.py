@@ -10,6 +10,7 @@ import torch.optim.optimizer as _optimizer
 import torch.utils._foreach_utils as _foreach
 
 from farpool.errors import UnsupportedError
+from farpool.tensors import compilation
 from farpool.tensors.identity import reduce_for_process
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
@@ -51,4 +52,5 @@ def apply() -> None:
     for kinds in (_optimizer._foreach_supported_types, _foreach._foreach_supported_types):
         if PagedTensor not in kinds:
             kinds.append(PagedTensor)
+    compilation.apply()
     ForkingPickler.register(PagedTensor, reduce_for_process)

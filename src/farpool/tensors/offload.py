@@ -15,6 +15,7 @@ import torch
 
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.tensors.arena import arena_views
+from farpool.tensors.compilation import invalidate_guards
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.identity import check_swappable, swap
@@ -129,22 +130,16 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
             tensor.size(),
             tensor.stride(),
             offset,
+            conj=tensor.is_conj(),
+            neg=tensor.is_neg(),
             requires_grad=tensor.requires_grad,
         )
-        _copy_bits(tensor, twin)
         grad = tensor.grad
         if grad is not None and type(grad) is torch.Tensor and is_strided(grad) and not grad.requires_grad:
             twin.grad = from_tensor(pool, grad, cls="gradient", name=f"{storage.name}.grad")
         paged.append(twin)
     for tensor, twin in zip(group.tensors, paged, strict=True):
         swap(tensor, twin)
-
-
-def _copy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.is_conj():
-        torch._C._set_conj(target, True)
-    if source.is_neg():
-        torch._C._set_neg(target, True)
 
 
 def offload(
@@ -197,6 +192,8 @@ def offload(
     except BaseException:
         _move_out([tensor for tensor in moved if type(tensor) is PagedTensor])
         raise
+    finally:
+        invalidate_guards(module)
     return module
 
 
@@ -215,7 +212,10 @@ def restore(module: torch.nn.Module) -> torch.nn.Module:
         if type(tensor) is PagedTensor:
             check_swappable(tensor, name)
             paged[id(tensor)] = tensor
-    _move_out(list(paged.values()))
+    try:
+        _move_out(list(paged.values()))
+    finally:
+        invalidate_guards(module)
     return module
 
 
@@ -255,7 +255,10 @@ def _move_out(tensors: list[PagedTensor]) -> None:
             for tensor in group:
                 plain = plain_empty((0,), (1,), tensor.dtype, tensor.device)
                 plain.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
-                _copy_bits(tensor, plain)
+                if tensor.is_conj():
+                    torch._C._set_conj(plain, True)
+                if tensor.is_neg():
+                    torch._C._set_neg(plain, True)
                 if isinstance(tensor, torch.nn.Parameter):
                     plain = torch.nn.Parameter(plain, tensor.requires_grad)
                 else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.tensors.geometry import element_range
+from farpool.tensors.footprint import Footprint
 
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["PagedTensor", "describe"]
 
 _native_data: Any = torch._C.TensorBase.data
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_throw_on_data_ptr: Any = torch._C._set_throw_on_mutable_data_ptr
 
 
 def describe(tensor: PagedTensor) -> str:
@@ -51,7 +53,7 @@ class PagedTensor(torch.Tensor):
 
     _storage: Storage
     _arena: ArenaViews
-    _extent: tuple[int, int] | None
+    _footprint: Footprint
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -65,36 +67,48 @@ class PagedTensor(torch.Tensor):
         stride: Sequence[int],
         offset: int = 0,
         *,
+        conj: bool = False,
+        neg: bool = False,
         requires_grad: bool = False,
     ) -> PagedTensor:
-        if torch.is_inference_mode_enabled():
-            # As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
-            with torch.inference_mode(False):
-                return cls.__new__(cls, storage, arena, dtype, size, stride, offset, requires_grad=requires_grad)
-        self: PagedTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            size,
-            strides=stride,
-            storage_offset=offset,
-            dtype=dtype,
-            device=arena.device,
-            requires_grad=requires_grad,
-        )
-        # Native code that asks for an address gets an error instead of a null pointer.
-        torch._C._set_throw_on_mutable_data_ptr(self)
-        self._storage = storage
-        self._arena = arena
-        self._extent = None
-        return self
+        footprint = Footprint(storage, arena, dtype, size, stride, offset, conj=conj, neg=neg)
+        return PagedTensor.over(footprint, requires_grad=requires_grad)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    @classmethod
+    @staticmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _dispatch.dispatch(func, types, args, kwargs or {})
+        return _dispatch.dispatch(func, types, args, kwargs)
+
+    @staticmethod
+    def over(footprint: Footprint, *, requires_grad: bool = False) -> PagedTensor:
+        """A tensor that views what `footprint` says."""
+        if torch.is_inference_mode_enabled():
+            # As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
+            with torch.inference_mode(False):
+                return PagedTensor.over(footprint, requires_grad=requires_grad)
+        self: PagedTensor = _make_wrapper(
+            PagedTensor,
+            footprint.size,
+            strides=footprint.stride,
+            storage_offset=footprint.offset,
+            dtype=footprint.dtype,
+            device=footprint.arena.device,
+            requires_grad=requires_grad,
+        )
+        # Native code that asks for an address gets an error instead of a null pointer.
+        _throw_on_data_ptr(self)
+        if footprint.conj:
+            torch._C._set_conj(self, True)
+        if footprint.neg:
+            torch._C._set_neg(self, True)
+        self._storage = footprint.storage
+        self._arena = footprint.arena
+        self._footprint = footprint
+        return self
 
     @property
     def pool(self) -> BlockPool:
@@ -103,12 +117,7 @@ class PagedTensor(torch.Tensor):
 
     def byte_range(self) -> tuple[int, int]:
         """Bytes ``[start, stop)`` of the storage that this view touches."""
-        extent = self._extent
-        if extent is None:
-            first, last = element_range(self)
-            itemsize = self.itemsize
-            extent = self._extent = (first * itemsize, last * itemsize)
-        return extent
+        return self._footprint.start, self._footprint.stop
 
     def like(
         self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype | None = None
@@ -121,7 +130,7 @@ class PagedTensor(torch.Tensor):
         _native_data.__set__(self, other)
         self._storage = other._storage
         self._arena = other._arena
-        self._extent = None
+        self._footprint = other._footprint
 
     # -- identity ---------------------------------------------------------------------------------------------------
 

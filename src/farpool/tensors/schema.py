@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class Signature:
         Positions of arguments that are written in place.
     outputs : frozenset of str
         Keyword arguments that receive results and may be resized for them.
+    simple : bool
+        torch's own, with no outputs and no lists of tensors.
+    view_of_numbers : bool
+        Besides the first argument, which the results alias, it looks at no tensors.
     """
 
     name: str
@@ -52,6 +57,8 @@ class Signature:
     composite: bool
     writes: frozenset[int]
     outputs: frozenset[str]
+    simple: bool
+    view_of_numbers: bool
 
 
 def _is_composite(name: str) -> bool:
@@ -62,6 +69,7 @@ def _is_composite(name: str) -> bool:
     return has("CompositeImplicitAutograd") and not any(has(key) for key in own)
 
 
+@cache
 def signature_of(func: Any) -> Signature:
     """The signature of an operator overload."""
     schema = func._schema
@@ -90,6 +98,7 @@ def signature_of(func: Any) -> Signature:
             # The label of a list of views, "(a)[]", is lost; its argument's reads "(a -> *)".
             if argument.alias_info is not None and "*" in argument.alias_info.after_set:
                 view_of = position
+    kinds = [str(argument.type) for argument in schema.arguments]
     namespace, _, _ = func.name().partition("::")
     return Signature(
         name=f"{namespace}.{func._opname}",
@@ -99,4 +108,8 @@ def signature_of(func: Any) -> Signature:
         composite=_is_composite(func.name()),
         writes=frozenset(writes),
         outputs=frozenset(outputs),
+        simple=namespace == "aten"
+        and not outputs
+        and not any("List[Tensor]" in kind or "List[Optional" in kind for kind in kinds),
+        view_of_numbers=not any("Tensor" in kind for kind in kinds[1:]),
     )

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.tensors.dispatch import compute, rule
+from farpool.tensors.compute import compute
+from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate
 from farpool.tensors.geometry import stand_in
 from farpool.tensors.paged_tensor import PagedTensor, describe

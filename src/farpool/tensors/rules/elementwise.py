@@ -14,7 +14,8 @@ import torch
 
 from farpool.engine import Mode
 from farpool.errors import BudgetError
-from farpool.tensors.dispatch import compute, rule
+from farpool.tensors.compute import compute
+from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import same_layout, spans_blocks, stream, streamable
 

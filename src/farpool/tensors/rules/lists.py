@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from farpool.tensors.dispatch import compute, family_rule, paged_arguments
+from farpool.tensors.compute import compute
+from farpool.tensors.dispatch import family_rule
 from farpool.tensors.factories import from_tensor
+from farpool.tensors.operands import paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor
 
 # One number for each tensor: results that stay plain.

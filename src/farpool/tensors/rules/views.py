@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from farpool.tensors.dispatch import rule, view
+from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.viewing import view
 
 _aten = torch.ops.aten
 
@@ -16,12 +17,7 @@ _aten = torch.ops.aten
 @rule(_aten.detach.default, _aten.alias.default, _aten.lift.default, _aten.lift_fresh.default)
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
     source: PagedTensor = args[0]
-    result = source.like(source.size(), source.stride(), int(source.storage_offset()))
-    if source.is_conj():
-        torch._C._set_conj(result, True)
-    if source.is_neg():
-        torch._C._set_neg(result, True)
-    return result
+    return PagedTensor.over(source._footprint)
 
 
 @rule(

@@ -1,0 +1,85 @@
+"""What a benchmark module offers, and which ones there are."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, Self, cast
+
+from rich.console import RenderableType
+
+from farpool.errors import ConfigError
+
+__all__ = ["NAMES", "Benchmark", "Progress", "Settings", "check_device", "load", "title_of"]
+
+NAMES = ("streaming", "training", "nvme", "overhead", "growth")
+"""In the order in which reports show them. Each is a module of this package and a command."""
+
+Progress = Callable[[str, int, int], None]
+"""Told the name of a step, how much of it is done, and how much there is."""
+
+
+class Settings(Protocol):
+    """What the command line sets: a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+
+    @classmethod
+    def quick(cls) -> Self:
+        """Sizes so small that a run takes seconds: to see that everything works, not to measure."""
+
+
+class Benchmark(Protocol):
+    """The names of a benchmark module."""
+
+    Settings: type[Any]
+    Outcome: type[Any]
+    """A frozen dataclass that msgspec can encode and decode."""
+
+    def run(self, settings: Any, progress: Progress) -> Any:
+        """Measure; returns an ``Outcome``."""
+
+    def table(self, outcome: Any) -> RenderableType:
+        """For a person to read: a rich Table, or a Group of tables and texts."""
+
+    def figures(self, outcome: Any) -> dict[str, Any]:
+        """Matplotlib figures by caption; may be empty."""
+
+
+def load(name: str) -> Benchmark:
+    """The module of a benchmark.
+
+    Raises
+    ------
+    ConfigError
+        There is none of this name.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"benchmark {name!r} is not known; expected one of {', '.join(NAMES)}")
+    return cast(Benchmark, importlib.import_module(f"farpool.bench.{name}"))
+
+
+def title_of(benchmark: Benchmark) -> str:
+    """The first line of its docstring."""
+    return (benchmark.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+def check_device(device: str) -> None:
+    """Find out before a long run whether the device is there.
+
+    Raises
+    ------
+    ConfigError
+        It is not.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {device!r} is not known; expected cpu or cuda")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use --device cpu")

@@ -1,0 +1,76 @@
+"""What storages take in each tier, from the pool's own account."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from farpool.config import PoolConfig
+from farpool.engine import Mode
+from farpool.pool import BlockPool
+from farpool.stats import TierStats
+from farpool.storage import Storage
+from farpool.tiers import Dram, Nvme, Tier
+from farpool.use import Use
+
+__all__ = ["Exact", "exact_sizes"]
+
+_ROOM, _PAGE = 1 << 20, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Bytes that one storage takes.
+
+    Attributes
+    ----------
+    requested : int
+        The storage's own.
+    arena, dram, nvme : int
+        Reserved in each tier while it lies there.
+    dram_touched : int
+        Memory behind it in the DRAM tier that the operating system had to back.
+    page_locked : int
+        Host memory that the pool locks into RAM for it; 0 where the fast tier is host memory itself.
+    """
+
+    requested: int
+    arena: int
+    dram: int
+    dram_touched: int
+    nvme: int
+    page_locked: int
+
+
+def exact_sizes(sizes: Sequence[int], folder: Path, device: str) -> tuple[Exact, ...]:
+    """Put a storage of each size into a pool, and have it leave for a lower tier.
+
+    Parameters
+    ----------
+    folder : Path
+        For the file of the NVMe tier.
+    """
+    return tuple(_exact(nbytes, folder, device) for nbytes in sizes)
+
+
+def _exact(nbytes: int, folder: Path, device: str) -> Exact:
+    arena, dram, locked = _taken(nbytes, Dram(2 * nbytes + _ROOM), device)
+    _, nvme, _ = _taken(nbytes, Nvme(folder / "sizes", 2 * nbytes + _ROOM), device)
+    return Exact(nbytes, arena, dram.reserved, dram.touched, nvme.reserved, locked)
+
+
+def _taken(nbytes: int, tier: Tier, device: str) -> tuple[int, TierStats, int]:
+    """Bytes taken in the arena; what the lower tier then takes; bytes locked into RAM."""
+    fast = (nbytes + _ROOM) // _PAGE * _PAGE
+    with BlockPool(PoolConfig.make(fast, [tier], device=device)) as pool:
+        storage = pool.allocate(nbytes)
+        _fill(pool, storage)
+        arena = pool.stats().fast.reserved
+        locked = pool.ledger.total(tier="host").page_locked
+        _fill(pool, pool.allocate(fast))  # which pushes the other out
+        return arena, pool.stats().tiers[0], locked
+
+
+def _fill(pool: BlockPool, storage: Storage) -> None:
+    pool.release(pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)]))

@@ -1,0 +1,69 @@
+"""Fair comparisons: in turn, in pairs, on warm memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+__all__ = ["in_turn", "mean_seconds", "median_ratio", "warm"]
+
+_PAGE = 4096
+
+
+def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
+    """Median of the ratios of samples taken side by side.
+
+    Raises
+    ------
+    ValueError
+        There are no samples, or not as many of the one as of the other.
+    """
+    if not ours or len(ours) != len(other):
+        raise ValueError(f"expected as many samples of both, at least one; got {len(ours)} and {len(other)}")
+    return statistics.median(a / b for a, b in zip(ours, other, strict=True))
+
+
+def in_turn(
+    works: Sequence[Callable[[], float]], rounds: int, step: str, progress: Callable[[str, int, int], None]
+) -> list[tuple[float, ...]]:
+    """Take samples of several things in turn; who goes first changes with each round.
+
+    Parameters
+    ----------
+    works : sequence of callable
+        Each runs once and returns a sample.
+    rounds : int
+        Samples of each.
+    step : str
+        Name of this for `progress`.
+    progress : callable
+        Told the step, the number of rounds that are done, and `rounds`.
+
+    Returns
+    -------
+    list of tuple of float
+        The samples of each, round by round.
+    """
+    progress(step, 0, rounds)
+    samples: list[list[float]] = [[] for _ in works]
+    for number in range(rounds):
+        for index in range(len(works)):
+            which = (index + number) % len(works)
+            samples[which].append(works[which]())
+        progress(step, number + 1, rounds)
+    return [tuple(of_one) for of_one in samples]
+
+
+def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:
+    """Seconds for one call of `work`, the mean of `repeats` in a row."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) / repeats
+
+
+def warm(memory: memoryview) -> None:
+    """Write to each page, so that the first use does not pay for the operating system's work. What it held is lost."""
+    flat = memory.cast("B")
+    flat[::_PAGE] = bytes(len(range(0, len(flat), _PAGE)))

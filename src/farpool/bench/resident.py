@@ -1,0 +1,112 @@
+"""Plain and paged in turn, with everything resident: operations, and stacks of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from farpool import Pool, offload, restore
+from farpool.bench.measure import in_turn, mean_seconds
+from farpool.bench.overhead import Layers, Operation
+from farpool.bench.stack import Stack, seconds_of, synchronize, tokens_for
+
+if TYPE_CHECKING:
+    from farpool.bench.benchmark import Progress
+
+__all__ = ["measure_layers", "measure_operations"]
+
+_WIDTH = 64
+_ROWS = 8
+_VOCABULARY = 1024
+_WARM = 3
+"""Passes before the first sample."""
+
+
+class _Case(NamedTuple):
+    """A call with plain and one with paged arguments."""
+
+    name: str
+    paged_arguments: int
+    plain: Callable[[], object]
+    paged: Callable[[], object]
+
+
+def measure_operations(device: str, calls: int, rounds: int, progress: Progress) -> tuple[Operation, ...]:
+    """Seconds of a call, plain and paged in turn."""
+    measured = []
+    with torch.no_grad(), Pool(fast="16MiB", dram="16MiB", device=device) as pool:
+        for case in _cases(pool, device):
+            works = [partial(_calls, work, calls, device) for work in (case.plain, case.paged)]
+            for work in works * _WARM:
+                work()
+            plain, paged = in_turn(works, rounds, case.name, progress)
+            measured.append(Operation.of(case.name, case.paged_arguments, plain, paged))
+    return tuple(measured)
+
+
+def _calls(work: Callable[[], object], calls: int, device: str) -> float:
+    synchronize(device)
+    seconds = mean_seconds(work, calls)
+    synchronize(device)
+    return seconds
+
+
+def _cases(pool: Pool, device: str) -> Iterator[_Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    inputs, weight, bias = random(_ROWS, _WIDTH), random(_WIDTH, _WIDTH), random(_WIDTH)
+    paged_weight, paged_bias = pool.from_tensor(weight), pool.from_tensor(bias)
+    yield _Case(
+        f"linear {_WIDTH}×{_WIDTH}",
+        2,
+        lambda: functional.linear(inputs, weight, bias),
+        lambda: functional.linear(inputs, paged_weight, paged_bias),
+    )
+    yield _Case(
+        "layer_norm",
+        2,
+        lambda: functional.layer_norm(inputs, (_WIDTH,), bias, bias),
+        lambda: functional.layer_norm(inputs, (_WIDTH,), paged_bias, paged_bias),
+    )
+    added, paged_added = random(_WIDTH, _WIDTH), pool.from_tensor(weight)
+    yield _Case("add_", 1, lambda: added.add_(weight), lambda: paged_added.add_(weight))
+    moment, paged_moment = random(_WIDTH, _WIDTH), pool.from_tensor(weight)
+    yield _Case(
+        "mul_, add_ (moment)",
+        3,
+        lambda: moment.mul_(0.9).add_(added, alpha=0.1),
+        lambda: paged_moment.mul_(0.9).add_(paged_added, alpha=0.1),
+    )
+    table = random(_VOCABULARY, _WIDTH)
+    words = torch.nn.Embedding(_VOCABULARY, _WIDTH, _weight=table)
+    paged_words = offload(torch.nn.Embedding(_VOCABULARY, _WIDTH, _weight=table.clone()), pool)
+    row = torch.tensor([7], device=device)
+    yield _Case("embedding row", 1, lambda: words(row), lambda: paged_words(row))
+    restore(paged_words)
+
+
+def measure_layers(device: str, seconds: float, layers: int, width: int, rounds: int, progress: Progress) -> Layers:
+    """Seconds of a pass through a stack whose layers take about `seconds` each, plain and paged in turn."""
+    plain, paged = (Stack(layers, width).to(device) for _ in range(2))
+    step = f"Layers of {seconds * 1e3:g} ms"
+    tokens = tokens_for(lambda count: seconds_of(plain, plain.inputs(count), device)[0], seconds * layers)
+    inputs = plain.inputs(tokens)
+    with Pool(fast=2 * paged.nbytes, dram=2 * paged.nbytes, device=device) as pool:
+        offload(paged, pool)
+        for _ in range(_WARM):
+            expected, got = (seconds_of(model, inputs, device)[1] for model in (plain, paged))
+        works = [partial(_pass, model, inputs, device) for model in (plain, paged)]
+        samples = in_turn(works, rounds, step, progress)
+        restore(paged)
+    return Layers.of(tokens, layers, width, torch.equal(expected, got), *samples)
+
+
+def _pass(model: torch.nn.Module, inputs: torch.Tensor, device: str) -> float:
+    return seconds_of(model, inputs, device)[0]

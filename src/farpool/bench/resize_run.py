@@ -1,0 +1,85 @@
+"""Shrink a pool's budget while a program runs, in a process of its own, and look at the process's resident set.
+
+Run as ``python -m farpool.bench.resize_run fast``; prints a `ResizeRun` as JSON. The program goes over storages of
+twice the budget, block by block; what does not fit is in a file, which is no memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from farpool.config import PoolConfig
+from farpool.engine import Mode
+from farpool.pool import BlockPool
+from farpool.storage import Storage
+from farpool.tiers import Nvme
+from farpool.use import Use
+
+__all__ = ["ResizeRun", "resident_bytes"]
+
+_STEPS = 4
+"""Steps before the change, and after it."""
+_STORAGES = 64
+"""Over which twice the budget is spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRun:
+    """What one run measured.
+
+    Attributes
+    ----------
+    fast, smaller : int
+        Bytes of the budget before and after.
+    resident : tuple of int
+        The process's resident set after each step; the budget changed before the one in the middle.
+    given_back : float
+        After the first step with the smaller budget: how much smaller the resident set is, over how much smaller the
+        budget is.
+    """
+
+    fast: int
+    smaller: int
+    resident: tuple[int, ...]
+    given_back: float
+
+
+def resident_bytes() -> int:
+    """The process's resident set."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _step(pool: BlockPool, storages: list[Storage], mode: Mode) -> None:
+    for storage in storages:
+        for start, stop in storage.pieces():
+            pool.release(pool.acquire([Use(storage, start, stop, mode)]))
+
+
+def _measure(fast: int) -> ResizeRun:
+    smaller = fast // 2
+    with (
+        tempfile.TemporaryDirectory(prefix="farpool-", dir="/var/tmp") as folder,
+        BlockPool(PoolConfig.make(fast, [Nvme(Path(folder, "pool"), 3 * fast)])) as pool,
+    ):
+        storages = [pool.allocate(2 * fast // _STORAGES) for _ in range(_STORAGES)]
+        _step(pool, storages, Mode.OVERWRITE)
+        resident = []
+        for step in range(2 * _STEPS):
+            if step == _STEPS:
+                pool.resize(smaller)
+            _step(pool, storages, Mode.READ)
+            resident.append(resident_bytes())
+        del storages
+    given_back = (resident[_STEPS - 1] - resident[_STEPS]) / (fast - smaller)
+    return ResizeRun(fast, smaller, tuple(resident), given_back)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(msgspec.json.encode(_measure(int(sys.argv[1]))).decode() + "\n")

@@ -1,0 +1,48 @@
+"""Result files: what a benchmark measured, with where and when, as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farpool.bench.benchmark import load
+from farpool.bench.page import Section
+from farpool.errors import ConfigError
+from farpool.observe.provenance import Provenance
+
+__all__ = ["encode", "read"]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    benchmark: str
+    provenance: Provenance
+    result: msgspec.Raw
+
+
+def encode(section: Section) -> str:
+    """A result as indented JSON."""
+    parts = {"benchmark": section.name, "provenance": section.provenance, "result": section.outcome}
+    return msgspec.json.format(msgspec.json.encode(parts)).decode()
+
+
+def read(path: Path) -> Section:
+    """The result in a file that ``farpool bench NAME --json`` wrote.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read or is none of these.
+    """
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        benchmark = load(file.benchmark)
+        outcome: Any = msgspec.json.decode(file.result, type=benchmark.Outcome)
+    except OSError as error:
+        raise ConfigError(f"result {path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"result {path} is not what 'farpool bench NAME --json' writes in this version: {error}; run it again"
+        ) from error
+    return Section(file.benchmark, benchmark, outcome, file.provenance)

@@ -1,0 +1,112 @@
+"""A stack of transformer blocks with seeded weights: what the benchmarks stream and train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+__all__ = ["Block", "Stack", "block_bytes", "seconds_of", "synchronize", "tokens_for"]
+
+_HEAD = 64
+"""Width of an attention head."""
+_LEAST_TOKENS, _MOST_TOKENS = 16, 1 << 17
+_SAMPLES = 2
+
+
+class Block(torch.nn.Module):
+    """Pre-norm attention and MLP, each added to what came in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // _HEAD
+        self.attention_norm = torch.nn.LayerNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.projection = torch.nn.Linear(width, width)
+        self.mlp_norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of shape (sequences, tokens, width), and of the same shape out."""
+        sequences, tokens, width = hidden.shape
+        qkv = self.qkv(self.attention_norm(hidden)).view(sequences, tokens, 3, self.heads, _HEAD)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(sequences, tokens, width))
+        result: torch.Tensor = hidden + self.down(functional.gelu(self.up(self.mlp_norm(hidden))))
+        return result
+
+
+class Stack(torch.nn.Module):
+    """Blocks one after the other; the same seed gives the same weights."""
+
+    def __init__(self, layers: int, width: int, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.blocks = torch.nn.ModuleList(Block(width) for _ in range(layers))
+        self.width = width
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of shape (sequences, tokens, width), and of the same shape out."""
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    def inputs(self, tokens: int, seed: int = 1) -> torch.Tensor:
+        """One sequence of random hidden states, on the device of the weights."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(1, tokens, self.width, generator=generator).to(next(self.parameters()).device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+
+def block_bytes(width: int) -> int:
+    """Bytes of the weights of one block."""
+    return 4 * (12 * width * width + 13 * width)
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(model: torch.nn.Module, inputs: torch.Tensor, device: str) -> tuple[float, torch.Tensor]:
+    """Seconds of one pass without gradients, and what came out."""
+    synchronize(device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        outputs: torch.Tensor = model(inputs)
+    synchronize(device)
+    return time.perf_counter() - start, outputs
+
+
+def tokens_for(seconds_with: Callable[[int], float], seconds: float) -> int:
+    """Tokens with which some work takes about `seconds`: a multiple of 8, found by doubling, then in proportion.
+
+    Parameters
+    ----------
+    seconds_with : callable
+        Does the work with a number of tokens and returns how long it took.
+    """
+
+    def measure(tokens: int) -> float:
+        return min(seconds_with(tokens) for _ in range(_SAMPLES))
+
+    tokens, measured = _LEAST_TOKENS, measure(_LEAST_TOKENS)
+    before, shorter = tokens, measured
+    while measured < seconds and tokens < _MOST_TOKENS:
+        before, shorter = tokens, measured
+        tokens *= 2
+        measured = measure(tokens)
+    if measured <= shorter:
+        return tokens
+    share = min(1.0, (seconds - shorter) / (measured - shorter))
+    return before + round(share * (tokens - before) / 8) * 8

@@ -1,0 +1,65 @@
+"""Steps of AdamW on a stack of transformer blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from farpool.bench.stack import Stack, synchronize
+
+__all__ = ["LEARNING_RATE", "Step", "Trainer"]
+
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step gave: its loss, and the seconds of its two phases."""
+
+    loss: torch.Tensor
+    gradients: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.gradients + self.optimizer
+
+
+class Trainer:
+    """A model, its optimizer, and one batch.
+
+    Parameters
+    ----------
+    model : Stack
+        What is trained; it may be paged.
+    inputs : torch.Tensor
+        The batch; the model is to reproduce it in reverse order.
+    optimizer : torch.optim.Optimizer, optional
+        AdamW unless given.
+    """
+
+    def __init__(self, model: Stack, inputs: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.targets = inputs.flip(1)
+        self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def step(self, between: Callable[[], None] = lambda: None) -> Step:
+        """One step; `between` is called between its phases, and not timed."""
+        device = self.inputs.device.type
+        synchronize(device)
+        start = time.perf_counter()
+        loss = torch.nn.functional.mse_loss(self.model(self.inputs), self.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        synchronize(device)
+        gradients = time.perf_counter() - start
+        between()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        synchronize(device)
+        return Step(loss.detach(), gradients, time.perf_counter() - start)

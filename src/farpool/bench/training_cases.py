@@ -1,0 +1,216 @@
+"""Measures one case of the training benchmark: an amount of compute."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from farpool import Dram, Pool, offload
+from farpool.bench.link import fetched, link_rate, lower_tier, written
+from farpool.bench.measure import median_ratio
+from farpool.bench.sequence import fewest_bytes
+from farpool.bench.stack import Stack, block_bytes, tokens_for
+from farpool.bench.strip import strip_of
+from farpool.bench.trainer import Step, Trainer
+from farpool.bench.training import Case, Phase, Settings
+from farpool.bench.training_peers import open_candidates
+from farpool.engine.belady import Moved
+from farpool.events import Event
+from farpool.stats import Stats
+from farpool.storage import cut
+
+__all__ = ["fewest_of", "link_of", "measure_case", "shape_of"]
+
+_STATE, _SHARE = 4, 6
+"""Weights, gradients and two moments, in bytes of weights; the budget is this fraction of them."""
+_LOWER = 5
+"""Bytes of the lower tier, in bytes of weights."""
+_SETTLE = 3
+"""Steps after the first one before anything counts."""
+_PROBE_TOKENS = 8
+_GPU_SHARE, _GPU_WIDTH = 32, 2048
+"""On a GPU the weights take this fraction of its memory, which the peers share, in blocks of this width."""
+
+
+def shape_of(settings: Settings) -> tuple[int, int]:
+    """Layers and width of the stack."""
+    if settings.device != "cuda":
+        return settings.layers, settings.width
+    memory = int(torch.cuda.get_device_properties(0).total_memory)
+    return max(1, memory // _GPU_SHARE // block_bytes(_GPU_WIDTH)), _GPU_WIDTH
+
+
+def link_of(settings: Settings) -> float:
+    """Bytes per second of the link, in each direction."""
+    if settings.device != "cuda":
+        return settings.rate
+    return link_rate(cut(_budget(Stack(*shape_of(settings)))).largest)
+
+
+def fewest_of(settings: Settings) -> Moved:
+    """Bytes that one step has to move, in steady state; their number does not depend on the tokens."""
+    model = Stack(*shape_of(settings)).to(settings.device)
+    inputs = model.inputs(_PROBE_TOKENS)
+    with Pool(_budget(model), [Dram(_LOWER * model.nbytes)], device=settings.device, prefetch=False) as pool:
+        offload(model, pool)
+        trainer = Trainer(model, inputs)
+        for _ in range(2):
+            trainer.step()
+        return fewest_bytes(pool, trainer.step)
+
+
+def _budget(model: Stack) -> int:
+    return model.nbytes * _STATE // _SHARE
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Of each round."""
+
+    resident: list[Step] = field(default_factory=list)
+    paged: list[Step] = field(default_factory=list)
+    stalled: list[float] = field(default_factory=list)
+    read: list[tuple[int, int]] = field(default_factory=list)
+    written: list[tuple[int, int]] = field(default_factory=list)
+
+
+def measure_case(
+    settings: Settings, rate: float, fewest: Moved, ratio: float, told: Callable[[int, int], None]
+) -> Case:
+    """Measure farpool and its peers beside the resident model.
+
+    Parameters
+    ----------
+    rate : float
+        Bytes per second of the link, in each direction.
+    fewest : Moved
+        What one step has to move.
+    ratio : float
+        Time on the link over time to compute.
+    told : callable
+        Told how many rounds are done, and of how many.
+    """
+    device = settings.device
+    link_seconds = max(fewest.fetched, fewest.written) / rate
+    plain = Stack(*shape_of(settings)).to(device)
+    inputs = plain.inputs(_tokens(plain, link_seconds / ratio))
+    budget = _budget(plain)
+    lower = lower_tier(_LOWER * plain.nbytes, settings.rate if device == "cpu" else None)
+    samples = _Samples()
+    losses: list[torch.Tensor] = []
+    paged_losses: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        candidates = open_candidates(stack, plain, inputs)
+        pool = stack.enter_context(Pool(budget, [lower], device=device))
+        paged_model = copy.deepcopy(plain)
+        offload(paged_model, pool)
+        paged = Trainer(paged_model, inputs)
+        resident = Trainer(plain, inputs)
+
+        def step(trainer: Trainer, kept: list[torch.Tensor], between: Callable[[], None] = lambda: None) -> Step:
+            done = trainer.step(between)
+            kept.append(done.loss)
+            return done
+
+        between_phases: list[Stats] = []
+
+        def note() -> None:
+            between_phases.append(pool.stats())
+
+        first = step(resident, losses), step(paged, paged_losses)
+        for _ in range(_SETTLE):
+            step(resident, losses)
+            step(paged, paged_losses)
+        for done in range(settings.rounds):
+            told(done, settings.rounds)
+            step(resident, losses)
+            samples.resident.append(step(resident, losses))
+            step(paged, paged_losses)
+            before = pool.stats()
+            samples.paged.append(step(paged, paged_losses, note))
+            middle, after = between_phases[-1], pool.stats()
+            samples.stalled.append(after.stall_seconds - before.stall_seconds)
+            samples.read.append((fetched(middle) - fetched(before), fetched(after) - fetched(middle)))
+            samples.written.append((written(middle) - written(before), written(after) - written(middle)))
+            for candidate in candidates:
+                candidate.measure()
+        told(settings.rounds, settings.rounds)
+        for number, (loss, other) in enumerate(zip(losses, paged_losses, strict=True)):
+            if not torch.equal(loss, other):
+                raise RuntimeError(f"farpool: the loss of step {number} is {other.item()!r}, resident {loss.item()!r}")
+        events: list[Event] = []
+        step(paged, paged_losses)
+        end_subscription = pool.subscribe(events.append)
+        start = time.monotonic()
+        marks = [start]
+        step(paged, paged_losses, lambda: marks.append(time.monotonic()))
+        strip = strip_of(events, start, time.monotonic(), marks)
+        end_subscription()
+        peak = pool.stats().fast.peak
+        limits = [max(one.seconds, link_seconds) for one in samples.resident]
+        ours = [one.seconds for one in samples.paged]
+        peers = tuple(candidate.result(ours, limits) for candidate in candidates)
+    resident_seconds = [one.seconds for one in samples.resident]
+    return Case(
+        wanted=ratio,
+        ratio=link_seconds / statistics.median(resident_seconds),
+        tokens=inputs.shape[1],
+        state_bytes=_STATE * plain.nbytes,
+        budget_bytes=budget,
+        peak_bytes=peak,
+        fewest_read=fewest.fetched,
+        fewest_written=fewest.written,
+        moved_read=_median([sum(pair) for pair in samples.read]),
+        moved_written=_median([sum(pair) for pair in samples.written]),
+        link_seconds=link_seconds,
+        resident_seconds=tuple(resident_seconds),
+        paged_seconds=tuple(ours),
+        stall_seconds=statistics.median(samples.stalled),
+        efficiency=median_ratio(limits, ours),
+        first_efficiency=max(first[0].seconds, link_seconds) / first[1].seconds,
+        phases=_phases(samples),
+        equal=True,
+        peers=peers,
+        strip=strip,
+    )
+
+
+def _tokens(plain: Stack, seconds: float) -> int:
+    """Tokens with which a resident step takes about so long; the model itself stays as it is."""
+    trial = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(trial.parameters(), lr=0.0)
+
+    def seconds_with(tokens: int) -> float:
+        return Trainer(trial, trial.inputs(tokens), optimizer).step().seconds
+
+    seconds_with(_PROBE_TOKENS)
+    return tokens_for(seconds_with, seconds)
+
+
+def _phases(samples: _Samples) -> tuple[Phase, ...]:
+    return (
+        Phase(
+            "forward, backward",
+            statistics.median(one.gradients for one in samples.resident),
+            statistics.median(one.gradients for one in samples.paged),
+            _median([pair[0] for pair in samples.read]),
+            _median([pair[0] for pair in samples.written]),
+        ),
+        Phase(
+            "optimizer",
+            statistics.median(one.optimizer for one in samples.resident),
+            statistics.median(one.optimizer for one in samples.paged),
+            _median([pair[1] for pair in samples.read]),
+            _median([pair[1] for pair in samples.written]),
+        ),
+    )
+
+
+def _median(samples: list[int]) -> int:
+    return round(statistics.median(samples))

@@ -1,0 +1,63 @@
+"""``farpool tape``: what was recorded with ``pool.record(path)``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from farpool.observe.tape_figure import draw_tape
+from farpool.observe.tape_report import access_lines, report
+from farpool.observe.tape_summary import summarize
+from farpool.observe.tape_trace import read_trace
+from farpool.tape_file import TapeFile
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Look at tape files, which `pool.record(path)` writes.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _tape() -> None:
+    """Look at tape files, which `pool.record(path)` writes."""
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The tape file.", show_default=False)],
+    accesses: Annotated[int, typer.Option(metavar="N", min=0, help="Show the first N accesses, one a line.")] = 0,
+    figure: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw accesses and reuse distances (.png, .svg or .pdf)."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
+) -> None:
+    """Show a tape: sizes, times, its loop, reuse distances, and what would have to move at smaller budgets.
+
+    A file whose recording was not closed (its program was killed) is shown up to its last whole chunk.
+    """
+    tape = TapeFile(file)
+    trace = read_trace(tape)
+    summary = summarize(trace)
+    if figure is not None:
+        draw_tape(trace, figure)
+    first = trace.accesses[:accesses]
+    if json:
+        result = {"metadata": tape.metadata, "summary": summary, "accesses": first}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
+        return
+    console = Console()
+    if trace.cut_off:
+        Console(stderr=True, soft_wrap=True).print(f"[yellow]incomplete:[/] {escape(trace.cut_off)}", highlight=False)
+    console.print(report(tape.metadata, summary))
+    if first:
+        console.print("\n".join(access_lines(first)), markup=False, highlight=False, soft_wrap=True)

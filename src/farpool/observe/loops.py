@@ -1,0 +1,60 @@
+"""Finds the loop in a sequence: the distance at which it repeats itself most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import eq
+
+__all__ = ["Loop", "find_loop"]
+
+_CONTEXT = 3
+_CANDIDATES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A sequence that repeats itself.
+
+    Attributes
+    ----------
+    period : int
+        Entries of one turn.
+    turns : int
+        Turns that the repetition spans, the first one among them.
+    repeated : float
+        Share of the entries that are equal to the one a period before.
+    """
+
+    period: int
+    turns: int
+    repeated: float
+
+
+def find_loop(entries: Sequence[int]) -> Loop | None:
+    """The period at which most entries equal the one a period before; the shortest among equals.
+
+    A loop around inner loops is found once it has turned often enough to explain more entries than they do.
+
+    Returns
+    -------
+    Loop or None
+        None if no three entries in a row ever come again.
+    """
+    distances: Counter[int] = Counter()
+    latest: dict[tuple[int, ...], int] = {}
+    for position, context in enumerate(zip(*(entries[start:] for start in range(_CONTEXT)), strict=False)):
+        before = latest.get(context)
+        if before is not None:
+            distances[position - before] += 1
+        latest[context] = position
+    best: tuple[int, int] | None = None
+    for period, _ in distances.most_common(_CANDIDATES):
+        equal = sum(map(eq, entries[period:], entries))
+        if best is None or (equal, -period) > best:
+            best = equal, -period
+    if best is None:
+        return None
+    equal, period = best[0], -best[1]
+    return Loop(period, equal // period + 1, equal / (len(entries) - period))

@@ -1,0 +1,85 @@
+"""Reuse distances: the bytes that a program touches between two uses of a block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from farpool.engine import Mode
+from farpool.engine.belady import BlockAccess
+
+__all__ = ["quantiles", "reuse_distances"]
+
+
+def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
+    """Bytes used again, by the bytes of the distinct blocks touched since their use before, their own included.
+
+    That is the size from which on a cache that evicts the least recently used block still has them (R. L. Mattson et
+    al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). A use that does not need
+    the content (the first one after the creation, or one that overwrites it) is no reuse; freed blocks count no more.
+    """
+    touches = sum(len(access.operands) for access in accesses)
+    tree = _PrefixSums(touches)
+    latest: dict[int, tuple[int, int]] = {}
+    """Of each block that was touched: position of the latest touch, and bytes."""
+    total = position = 0
+    distances: Counter[int] = Counter()
+    for access in accesses:
+        for block in access.created:
+            total -= _forget(block, latest, tree)
+        for block, nbytes, mode in access.operands:
+            before = latest.get(block)
+            if before is not None:
+                if mode != Mode.OVERWRITE:
+                    distances[total - tree.before(before[0])] += nbytes
+                total -= _forget(block, latest, tree)
+            latest[block] = position, nbytes
+            tree.add(position, nbytes)
+            total += nbytes
+            position += 1
+        for block in access.freed:
+            total -= _forget(block, latest, tree)
+    return distances
+
+
+def quantiles(distances: Counter[int], shares: Iterable[float]) -> list[tuple[float, int]]:
+    """For each share of the bytes used again (ascending), the distance within which it lies."""
+    ordered = sorted(distances.items())
+    whole = sum(distances.values())
+    found: list[tuple[float, int]] = []
+    covered = index = 0
+    for share in shares:
+        while index < len(ordered) and (covered < share * whole or not index):
+            covered += ordered[index][1]
+            index += 1
+        if index:
+            found.append((share, ordered[index - 1][0]))
+    return found
+
+
+def _forget(block: int, latest: dict[int, tuple[int, int]], tree: _PrefixSums) -> int:
+    position, nbytes = latest.pop(block, (0, 0))
+    if nbytes:
+        tree.add(position, -nbytes)
+    return nbytes
+
+
+class _PrefixSums:
+    """Sums of the first entries of an array that changes (a Fenwick tree)."""
+
+    def __init__(self, length: int) -> None:
+        self._nodes = [0] * (length + 1)
+
+    def add(self, index: int, value: int) -> None:
+        index += 1
+        while index < len(self._nodes):
+            self._nodes[index] += value
+            index += index & -index
+
+    def before(self, index: int) -> int:
+        """Sum of the entries before this one."""
+        value = 0
+        while index:
+            value += self._nodes[index]
+            index &= index - 1
+        return value

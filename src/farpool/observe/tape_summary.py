@@ -1,0 +1,130 @@
+"""What a tape says, in figures: sizes, times, its loop, reuse, and what would have to move at smaller budgets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+
+from farpool.engine.belady import belady_bytes
+from farpool.observe.loops import Loop, find_loop
+from farpool.observe.reuse import quantiles, reuse_distances
+from farpool.observe.tape_trace import Trace
+
+__all__ = ["ClassSummary", "LeastMoved", "OpSummary", "Reuse", "TapeSummary", "summarize"]
+
+_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+_BUDGETS = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
+"""Parts of what lives at most at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSummary:
+    """Blocks of a class: how many were made altogether, and their bytes that lived at once at most."""
+
+    name: str
+    blocks: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpSummary:
+    """Accesses of an operation, and seconds of compute in them."""
+
+    name: str
+    accesses: int
+    compute_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """The distance in bytes within which this share of the bytes that are used again lies."""
+
+    share: float
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeastMoved:
+    """Bytes that Belady's rule moves at a budget; see `farpool.engine.belady`."""
+
+    budget: int
+    fetched: int
+    written: int
+
+
+@dataclass(frozen=True, slots=True)
+class TapeSummary:
+    """Figures of a tape.
+
+    Attributes
+    ----------
+    classes : tuple of ClassSummary
+    peak_bytes : int
+        Bytes of the blocks that lived at once, at most.
+    largest_access : int
+        Bytes of the largest access: the smallest budget that can work.
+    accesses, threads : int
+    touched_bytes : int
+        Bytes of all operands of all accesses.
+    ops : tuple of OpSummary
+        Those with most compute first.
+    compute_seconds, think_seconds, stall_seconds : float
+        Sums over all threads.
+    loop : Loop or None
+        The dominating loop.
+    reuse : tuple of Reuse
+    least_moved : tuple of LeastMoved
+        At the recorded budget and at parts of `peak_bytes`, by budget.
+    cut_off : str
+        Why the file could not be read to its end; empty if it could.
+    """
+
+    classes: tuple[ClassSummary, ...]
+    peak_bytes: int
+    largest_access: int
+    accesses: int
+    threads: int
+    touched_bytes: int
+    ops: tuple[OpSummary, ...]
+    compute_seconds: float
+    think_seconds: float
+    stall_seconds: float
+    loop: Loop | None
+    reuse: tuple[Reuse, ...]
+    least_moved: tuple[LeastMoved, ...]
+    cut_off: str
+
+
+def summarize(trace: Trace) -> TapeSummary:
+    """Count. Takes some ten seconds for a million operands."""
+    sizes = [sum(info.nbytes for info in touched) for touched in trace.touched]
+    largest = max(sizes, default=0)
+    budgets = {trace.metadata.budget, *(int(trace.peak * part) for part in _BUDGETS)}
+    moved = [(budget, belady_bytes(trace.blocks, budget)) for budget in sorted(budgets) if budget >= largest]
+    return TapeSummary(
+        classes=tuple(ClassSummary(name, use.blocks, use.peak) for name, use in sorted(trace.classes.items())),
+        peak_bytes=trace.peak,
+        largest_access=largest,
+        accesses=len(trace.accesses),
+        threads=len({access.thread for access in trace.accesses}),
+        touched_bytes=sum(sizes),
+        ops=_ops(trace),
+        compute_seconds=sum(access.compute for access in trace.accesses),
+        think_seconds=sum(access.think for access in trace.accesses),
+        stall_seconds=sum(access.stall for access in trace.accesses),
+        loop=find_loop(trace.entries),
+        reuse=tuple(Reuse(*entry) for entry in quantiles(reuse_distances(trace.blocks), _SHARES)),
+        least_moved=tuple(LeastMoved(budget, bytes_.fetched, bytes_.written) for budget, bytes_ in moved),
+        cut_off=trace.cut_off,
+    )
+
+
+def _ops(trace: Trace) -> tuple[OpSummary, ...]:
+    counts: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    for access in trace.accesses:
+        counts[access.op] += 1
+        seconds[access.op] += access.compute
+    ranked = sorted(counts, key=lambda op: (-seconds[op], op))
+    return tuple(OpSummary(op, counts[op], seconds[op]) for op in ranked)

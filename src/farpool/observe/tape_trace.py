@@ -1,0 +1,153 @@
+"""A tape file as a whole in memory, its accesses resolved to blocks with sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from farpool.engine.belady import BlockAccess, Operand
+from farpool.errors import TapeFileError, TapeTruncatedError
+from farpool.tape_file import Access, Content, Create, Metadata, TapeFile
+
+__all__ = ["BlockInfo", "ClassUse", "Trace", "read_trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A block while it lives.
+
+    Attributes
+    ----------
+    nbytes : int
+    cls : str
+    label : int
+        The number under which it comes again in each turn of a loop.
+    """
+
+    nbytes: int
+    cls: str
+    label: int
+
+
+@dataclass(slots=True)
+class ClassUse:
+    """What a class of blocks takes.
+
+    Attributes
+    ----------
+    blocks : int
+        Made altogether, or there at the beginning.
+    live, peak : int
+        Bytes that live at the end, and at most.
+    """
+
+    blocks: int = 0
+    live: int = 0
+    peak: int = 0
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a tape file tells.
+
+    Attributes
+    ----------
+    metadata : Metadata
+    accesses : list of Access
+        In the order of the program.
+    blocks : list of BlockAccess
+        The same accesses, as blocks that are made, touched and dropped.
+    touched : list of tuple of BlockInfo
+        What the operands of each of them are.
+    entries : list of int
+        The same accesses as numbers that are equal when the accesses are, whatever their blocks are called.
+    classes : dict of str to ClassUse
+    live, peak : int
+        Bytes that live at the end, and at most.
+    cut_off : str
+        Why the file could not be read to its end; empty if it could.
+    """
+
+    metadata: Metadata
+    accesses: list[Access] = field(default_factory=list)
+    blocks: list[BlockAccess] = field(default_factory=list)
+    touched: list[tuple[BlockInfo, ...]] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    classes: dict[str, ClassUse] = field(default_factory=dict)
+    live: int = 0
+    peak: int = 0
+    cut_off: str = ""
+
+
+def read_trace(tape: TapeFile) -> Trace:
+    """Read a tape file; one that was cut off up to its last whole chunk.
+
+    Raises
+    ------
+    TapeFileError
+        It is damaged, or an access names a block that nobody has made.
+    """
+    trace = Trace(tape.metadata)
+    infos: dict[int, BlockInfo] = {}
+    numbers: dict[tuple[object, ...], int] = {}
+    created: list[int] = []
+    freed: list[int] = []
+    try:
+        for record in tape:
+            if isinstance(record, Create):
+                _add(trace, record, infos)
+                if record.content == Content.NONE:
+                    created.extend(range(record.first, record.first + record.count))
+            elif isinstance(record, Access):
+                operands, touched = _resolve(record, infos)
+                trace.accesses.append(record)
+                trace.blocks.append(BlockAccess(operands, tuple(created)))
+                trace.touched.append(touched)
+                trace.entries.append(numbers.setdefault(_key(record, infos), len(numbers)))
+                created.clear()
+                freed = []
+            else:
+                members = range(record.first, record.first + record.count)
+                _drop(trace, members, infos)
+                freed.extend(members)
+                if trace.blocks:
+                    trace.blocks[-1] = trace.blocks[-1]._replace(freed=tuple(freed))
+    except TapeTruncatedError as error:
+        trace.cut_off = str(error)
+    except KeyError as error:
+        raise TapeFileError(
+            f"the tape file {tape.path} names block {error.args[0]}, which does not exist there; record it again"
+        ) from None
+    return trace
+
+
+def _add(trace: Trace, record: Create, infos: dict[int, BlockInfo]) -> None:
+    use = trace.classes.setdefault(record.cls, ClassUse())
+    for ordinal, nbytes in enumerate(record.sizes()):
+        infos[record.first + ordinal] = BlockInfo(nbytes, record.cls, record.label + ordinal)
+        use.live += nbytes
+        trace.live += nbytes
+    use.blocks += record.count
+    use.peak = max(use.peak, use.live)
+    trace.peak = max(trace.peak, trace.live)
+
+
+def _drop(trace: Trace, members: range, infos: dict[int, BlockInfo]) -> None:
+    for block in members:
+        info = infos.pop(block)
+        trace.classes[info.cls].live -= info.nbytes
+        trace.live -= info.nbytes
+
+
+def _resolve(access: Access, infos: dict[int, BlockInfo]) -> tuple[list[Operand], tuple[BlockInfo, ...]]:
+    operands = []
+    for run in access.runs:
+        for block in range(run.first, run.first + run.count):
+            operands.append(Operand(block, infos[block].nbytes, run.mode))
+    return operands, tuple(infos[operand.block] for operand in operands)
+
+
+def _key(access: Access, infos: dict[int, BlockInfo]) -> tuple[object, ...]:
+    """Rows picked by data are the same access whichever rows they are."""
+    tables = {infos[run.table].label for run in access.runs if run.table >= 0}
+    runs = tuple((infos[run.first].label, run.count, run.mode) for run in access.runs if run.table < 0)
+    return access.op, runs, frozenset(tables)

@@ -1,0 +1,287 @@
+"""Recordings: what a program does with its pool, noted while it does it and written to tape files.
+
+The pool notes grants and blocks under its lock, which costs an append. What was noted is turned into bytes and written
+outside the lock, many records at a time, by the thread whose release comes next. A recording that cannot be written
+any more ends; the pool goes on as if there had been none, and `Recording.close` raises.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import groupby
+from types import TracebackType
+from typing import Self
+
+from farpool.engine import Run, State
+from farpool.engine.blocks import NOWHERE, BlockTable
+from farpool.errors import TapeFileError
+from farpool.storage import Cut
+from farpool.tape_file import Access, Content, Create, Free, Metadata, Record, TapeWriter
+from farpool.tape_file.records import TICK
+from farpool.tiers import Tier
+
+__all__ = ["Made", "Note", "Recorder", "Recording", "metadata"]
+
+_NANOSECONDS = round(TICK * 1e9)
+_WEIGHT = 2048
+"""Records of a chunk, each run of an access counted as one."""
+_PATIENCE = 1_000_000_000
+"""Nanoseconds after which what was noted is written, so that little is lost if the process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Blocks that were made together."""
+
+    first: int
+    count: int
+    name: str
+    adopted: bool
+    """Whether a source file has, or had, a clean copy."""
+
+
+class Note:
+    """An access that was granted. Times are nanoseconds of the monotonic clock; `released` is 0 until it is known."""
+
+    __slots__ = ("asked", "granted", "op", "released", "runs", "thread")
+
+    def __init__(self, runs: Sequence[Run], op: str, asked: int) -> None:
+        self.runs = runs
+        self.op = op
+        self.thread = threading.get_ident()
+        self.granted = time.perf_counter_ns()
+        self.asked = asked or self.granted
+        self.released = 0
+
+
+class Recording:
+    """A tape file that is being recorded; a context manager.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    """
+
+    def __init__(self, recorder: Recorder, writer: TapeWriter, living: Iterable[Record]) -> None:
+        self.path = writer.path
+        self.noted: deque[Record | Note] = deque(living)
+        """In order of the program; appended to under the pool's lock."""
+        self._recorder = recorder
+        self._writer = writer
+        self._writing = threading.Lock()
+        self._owner = os.getpid()
+        self._ended = False
+        self._error: Exception | None = None
+        self._written = time.perf_counter_ns()
+        self._began = self._written // _NANOSECONDS
+        self._threads: dict[int, tuple[int, int]] = {}
+        """By identity: ordinal, and when it last released something, in ticks."""
+
+    def advance(self, now: int) -> None:
+        """Write what is complete, if it is enough. Never raises an `Exception`."""
+        if len(self.noted) < _WEIGHT and now - self._written < _PATIENCE:
+            return
+        if self._writing.acquire(blocking=False):
+            try:
+                if not self._ended and self._error is None:
+                    self._write(last=False)
+            finally:
+                self._writing.release()
+            if self._error is not None:
+                self.end()
+
+    def end(self) -> None:
+        """Note nothing any more and complete the file. What goes wrong is kept for `close`."""
+        self._recorder.forget(self)
+        if os.getpid() != self._owner:  # the child of a fork: file and lock are its parent's
+            return
+        with self._writing:
+            if self._ended:
+                return
+            self._ended = True
+            if self._error is None:
+                self._write(last=True)
+            self._writer.close()
+
+    def close(self) -> None:
+        """End the recording and complete the file. The pool goes on.
+
+        Raises
+        ------
+        TapeFileError
+            The file could not be written up to its end (a full disk, for example). What was written can be read.
+        """
+        self.end()
+        error, self._error = self._error, None
+        if error is not None:
+            raise TapeFileError(
+                f"the recording ended early, {self.path} could not be written: {error}; what was written can be read"
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # which is worth more than what close() might raise
+            self.end()
+
+    def _write(self, *, last: bool) -> None:
+        try:
+            while records := self._take(last=last):
+                self._writer.write(records)
+            self._written = time.perf_counter_ns()
+            if last:
+                self._writer.finish()
+        except BaseException as error:  # even an interrupt would leave a gap: what was taken is not written
+            self._error = error if isinstance(error, Exception) else InterruptedError(repr(error))
+            if not isinstance(error, Exception):
+                raise
+
+    def _take(self, *, last: bool) -> list[Record]:
+        """A chunk of what was noted first and is complete; at the end, of all that is complete."""
+        records: list[Record] = []
+        weight = 0
+        while self.noted and weight < _WEIGHT:
+            noted = self.noted[0]
+            if not isinstance(noted, Note):
+                records.append(noted)
+            elif noted.released:
+                records.append(self._access(noted))
+                weight += len(noted.runs)
+            elif not last:
+                break
+            self.noted.popleft()
+            weight += 1
+        return records
+
+    def _access(self, note: Note) -> Access:
+        # Differences of rounded times: the errors of rounding do not add up.
+        asked, granted, released = (moment // _NANOSECONDS for moment in (note.asked, note.granted, note.released))
+        thread, before = self._threads.get(note.thread, (len(self._threads), self._began))
+        self._threads[note.thread] = thread, released
+        return Access(
+            thread,
+            note.op,
+            tuple(note.runs),
+            max(0, asked - before) * TICK,
+            (granted - asked) * TICK,
+            (released - granted) * TICK,
+        )
+
+
+class Recorder:
+    """The recordings of a pool. What notes is called with the pool's lock held.
+
+    Attributes
+    ----------
+    recordings : tuple of Recording
+        Those under way; empty for most of the time, which callers ask before they do anything.
+    """
+
+    def __init__(self) -> None:
+        self.recordings: tuple[Recording, ...] = ()
+        self._changing = threading.Lock()
+
+    def start(self, writer: TapeWriter, blocks: BlockTable, living: Iterable[Made]) -> Recording:
+        """Record from now on; the blocks that there are come first."""
+        recording = Recording(self, writer, [create for made in living for create in _creates(blocks, made)])
+        with self._changing:
+            self.recordings = (*self.recordings, recording)
+        return recording
+
+    def forget(self, recording: Recording) -> None:
+        """Note nothing for it any more."""
+        with self._changing:
+            self.recordings = tuple(other for other in self.recordings if other is not recording)
+
+    def created(self, blocks: BlockTable, made: Made) -> None:
+        """Blocks were made; nothing has been written to them."""
+        creates = [_create(blocks, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
+        for recording in self.recordings:
+            recording.noted.extend(creates)
+
+    def freed(self, first: int, count: int) -> None:
+        """The program has dropped blocks."""
+        for recording in self.recordings:
+            recording.noted.append(Free(first, count))
+
+    def granted(self, runs: Sequence[Run], op: str, asked: int) -> Note:
+        """An access was granted.
+
+        Parameters
+        ----------
+        asked : int
+            When it began to wait, on the clock of `time.perf_counter_ns`; 0 if it did not wait.
+        """
+        note = Note(runs, op, asked)
+        for recording in self.recordings:
+            recording.noted.append(note)
+        return note
+
+    def deliver(self) -> None:
+        """Write what was noted. Not under the pool's lock."""
+        now = time.perf_counter_ns()
+        for recording in self.recordings:
+            recording.advance(now)
+
+    def end(self) -> None:
+        """The pool is closed."""
+        for recording in self.recordings:
+            recording.end()
+
+
+def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classes: tuple[str, ...]) -> Metadata:
+    """What a tape file says of its pool."""
+    return Metadata(
+        farpool=version("farpool"),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        device=device,
+        budget=budget,
+        cut=sizes,
+        tiers=tuple(tier.info for tier in tiers),
+        classes=classes,
+    )
+
+
+def _creates(blocks: BlockTable, made: Made) -> list[Create]:
+    """Records of blocks that live already, some of which may have content and some not."""
+    members = range(made.first, made.first + made.count)
+    creates = []
+    for content, group in groupby(members, key=lambda block: _content(blocks, block, made.adopted)):
+        same = list(group)
+        creates.append(_create(blocks, made, same[0], len(same), content))
+    return creates
+
+
+def _create(blocks: BlockTable, made: Made, first: int, count: int, content: Content) -> Create:
+    return Create(
+        first,
+        count,
+        blocks.size[first],
+        blocks.size[first + count - 1],
+        blocks.class_of(first),
+        made.name,
+        content,
+        blocks.name[first],
+    )
+
+
+def _content(blocks: BlockTable, block: int, adopted: bool) -> Content:
+    if blocks.tier[block] == NOWHERE and not blocks.dirty[block]:
+        if adopted:
+            return Content.FILE
+        if blocks.state[block] == State.ABSENT:
+            return Content.NONE
+    return Content.POOL

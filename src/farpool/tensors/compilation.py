@@ -1,0 +1,151 @@
+"""``torch.compile`` and paged tensors: what would compute with them runs as it is, uncompiled.
+
+A compiled graph reads its parameters through addresses that it takes once, and a paged tensor has none. Left alone,
+torch would break the graph at each operation with a paged argument and trace into farpool's own code. So each call that
+the compiler is about to trace is looked at first. If it has paged tensors within reach, it is left to the interpreter,
+with everything that it calls, this one time: nothing is remembered, so the same code is compiled for modules that
+are plain, and for this one as soon as it is restored.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from farpool.errors import FarpoolWarning, UnsupportedError
+from farpool.tensors.paged_tensor import PagedTensor, describe
+
+__all__ = ["apply", "invalidate_guards"]
+
+_COMPILER = "torch._dynamo.convert_frame"
+_DEPTH = 2
+"""How deep to look into lists, tuples and dicts."""
+_warned = False
+
+
+def apply() -> None:
+    """Tell the compiler, as soon as somebody imports it (which takes seconds)."""
+    compiler = sys.modules.get(_COMPILER)
+    if compiler is not None:
+        _step_aside_in(compiler)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+class _WhenImported(MetaPathFinder):
+    """Finds nothing itself; waits for the compiler to be imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _COMPILER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _step_aside_in(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _step_aside_in(compiler: Any) -> None:
+    """Look at each frame before the compiler does."""
+    entry: Any = compiler.CatchErrorsWrapper
+    compile_frame = entry.__call__
+    skipped = compiler.ConvertFrameReturn
+    left_alone = compiler.FrameExecStrategy(compiler.FrameAction.SKIP, compiler.FrameAction.SKIP)
+
+    def call(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
+        paged = _paged_in_reach(frame)
+        if paged is None:
+            return compile_frame(self, frame, cache_entry, frame_state)
+        if getattr(self._torchdynamo_orig_backend, "_one_graph", False):
+            raise UnsupportedError(
+                f"fullgraph=True and torch.export need all of {frame.f_code.co_name}() as one graph, but it computes "
+                f"with {describe(paged)}, whose bytes move. Without fullgraph it runs uncompiled; to compile it, take "
+                "its tensors out of the pool first, with farpool.restore(module)"
+            )
+        _warn(paged)
+        # For this call alone: the same code may be compiled for a module that is plain.
+        return skipped(
+            frame_exec_strategy=left_alone, apply_to_code=False, skip_reason="it computes with paged tensors"
+        )
+
+    entry.__call__ = call
+
+
+def _warn(paged: PagedTensor) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"torch.compile leaves alone what computes with {describe(paged)}, because it is paged. That runs "
+            "uncompiled, and so does all else that computes with paged tensors; results are the same. Compile modules "
+            "that stay plain by themselves (this is said once)",
+            FarpoolWarning,
+            stacklevel=3,
+        )
+
+
+def _paged_in_reach(frame: Any) -> PagedTensor | None:
+    """A paged tensor among the arguments and globals that the frame's code names, or in modules among them."""
+    found = _first_paged(frame.f_locals.values(), _DEPTH)
+    if found is None:
+        names = frame.f_globals
+        found = _first_paged([names[name] for name in frame.f_code.co_names if name in names], 0)
+    return found
+
+
+def _first_paged(values: Iterable[Any], depth: int) -> PagedTensor | None:
+    for value in values:
+        kind = type(value)
+        found: PagedTensor | None = None
+        if kind is PagedTensor:
+            return value  # type: ignore[no-any-return]
+        if isinstance(value, torch.nn.Module):
+            found = _paged_in(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            found = _first_paged([group["params"] for group in value.param_groups], 1)
+        elif depth and (kind is list or kind is tuple):
+            found = _first_paged(value, depth - 1)
+        elif depth and kind is dict:
+            found = _first_paged(value.values(), depth - 1)
+        if found is not None:
+            return found
+    return None
+
+
+def _paged_in(module: torch.nn.Module) -> PagedTensor | None:
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for tensor in tensors.values():
+                if type(tensor) is PagedTensor:
+                    return tensor
+    return None
+
+
+def invalidate_guards(module: torch.nn.Module) -> None:
+    """Have compiled code look at the module's tensors again.
+
+    It skips that while the dicts that hold them are untouched, and `farpool.offload` changes what the tensors in
+    them are.
+    """
+    for part in module.modules():
+        held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in held:
+            for name, tensor in list(tensors.items()):
+                tensors[name] = None
+                tensors[name] = tensor

@@ -1,0 +1,178 @@
+"""Computing with paged arguments: acquire the bytes that they view, run on real tensors over the arena, release.
+
+All bytes are acquired in one call, so two threads cannot wait for each other. The common case, a few paged arguments
+of different storages, has a short way of its own: this is the hot path of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from farpool.engine import Mode
+from farpool.errors import PoolMixError, UnsupportedError
+from farpool.tensors.arena import ArenaViews
+from farpool.tensors.lazy import lazy_bits, run
+from farpool.tensors.operands import Operands, paged_arguments
+from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.schema import Signature, signature_of
+from farpool.tensors.viewing import check_open
+from farpool.use import Use
+
+__all__ = ["compute"]
+
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on real tensors."""
+    signature = signature_of(func)
+    if signature.simple:
+        result = _compute_few(signature, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    with lazy_bits():
+        return _compute_any(signature, func, args, kwargs)
+
+
+def _compute_few(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The short way, for arguments of different storages of one pool; `NotImplemented` where it does not lead."""
+    for value in kwargs.values():
+        if type(value) is PagedTensor:
+            return NotImplemented
+    writes = signature.writes
+    values = list(args)
+    found: list[tuple[int, PagedTensor]] = []
+    uses: list[Use] = []
+    pool = None
+    for position, value in enumerate(args):
+        if type(value) is PagedTensor:
+            footprint = value._footprint
+            storage = footprint.storage
+            if footprint.start == footprint.stop or (pool is not None and storage.pool is not pool):
+                return NotImplemented
+            for use in uses:
+                if use.storage is storage:
+                    return NotImplemented
+            pool = storage.pool
+            found.append((position, value))
+            uses.append(footprint.writer() if position in writes else footprint.reader())
+    if pool is None:
+        return NotImplemented
+
+    access = pool.acquire(uses, signature.name)
+    try:
+        places = iter(access.offsets)
+        for position, tensor in found:
+            values[position] = tensor._footprint.real_at(next(places), _requires_grad(tensor))
+        result = run(func, values, kwargs)
+        if writes:
+            for position, tensor in found:
+                if position in writes:
+                    tensor._footprint.check_real(values[position])
+        if _is_plain(result, footprint.arena):
+            return result
+        for position, tensor in found:
+            if result is values[position]:
+                return tensor
+        if type(result) is tuple and all([_is_plain(item, footprint.arena) for item in result]):
+            return result
+        with lazy_bits():
+            return Operands.of([(tensor, values[position]) for position, tensor in found]).wrap_all(result)
+    except BaseException:
+        for _, tensor in found:
+            tensor._footprint.forget_real()
+        raise
+    finally:
+        pool.release(access)
+
+
+def _is_plain(result: Any, arena: ArenaViews) -> bool:
+    return type(result) is torch.Tensor and result.layout is torch.strided and not arena.aliases(result)
+
+
+def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    outputs: dict[str, Any] = {}
+    if signature.outputs:
+        for name in signature.outputs:
+            value = kwargs.get(name)
+            if value is not None and paged_arguments((value,), {}):
+                outputs[name] = value
+    if outputs:
+        return _compute_out(func, tuple(args), kwargs, outputs)
+
+    first = paged_arguments(args, kwargs)[0]
+    operands = Operands()
+    writes = signature.writes
+    for position, value in enumerate(args):
+        operands.add_all(value, Mode.WRITE if position in writes else Mode.READ)
+    for value in kwargs.values():
+        operands.add_all(value, Mode.READ)
+
+    pool = first._storage.pool
+    uses: list[Use] = []
+    used: list[PagedTensor] = []
+    for key, tensor in operands.tensors.items():
+        storage = tensor._storage
+        if storage.pool is not pool:
+            raise PoolMixError(
+                f"{signature.name} was given tensors of two pools: {describe(first)} and {describe(tensor)}; "
+                "copy one into the other's pool with pool.from_tensor(t)"
+            )
+        start, stop = tensor.byte_range()
+        if start == stop:
+            operands.reals[key] = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            continue
+        uses.append(Use(storage, start, stop, operands.modes[key]))
+        used.append(tensor)
+
+    if not uses:
+        check_open(first)
+    access = pool.acquire(uses, signature.name)
+    try:
+        operands.build_all(used, uses, access.offsets)
+        result = func(
+            *[operands.replace(value) for value in args],
+            **{name: operands.replace(value) for name, value in kwargs.items()},
+        )
+        return operands.wrap_all(result)
+    finally:
+        pool.release(access)
+
+
+def _stand_in(value: Any) -> Any:
+    if type(value) is PagedTensor:
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    if type(value) is list or type(value) is tuple:
+        return [_stand_in(item) for item in value]
+    return value
+
+
+def _compute_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: dict[str, Any]) -> Any:
+    """Run an ``out=`` form: into plain tensors first, as an output may be resized over its neighbours in the arena."""
+    plain = {name: _stand_in(value) for name, value in outputs.items()}
+    result = func(*args, **{**kwargs, **plain})
+    replaced: dict[int, Any] = {}
+    pairs: list[tuple[PagedTensor, torch.Tensor]] = []
+    for name, value in outputs.items():
+        targets, sources = ((value,), (plain[name],)) if type(value) is PagedTensor else (value, plain[name])
+        for target, source in zip(targets, sources, strict=True):
+            replaced[id(source)] = target
+            if type(target) is PagedTensor:
+                if target.size() != source.size():
+                    raise UnsupportedError(
+                        f"{func} would resize its output, {describe(target)}, to {list(source.size())}: "
+                        "give it an output of that shape"
+                    )
+                pairs.append((target, source))
+    for target, source in pairs:
+        torch.ops.aten.copy_.default(target, source)
+    if isinstance(result, torch.Tensor):
+        return replaced.get(id(result), result)
+    if type(result) is tuple or type(result) is list:
+        return type(result)(replaced.get(id(item), item) for item in result)
+    return result

@@ -1,0 +1,126 @@
+"""The paged arguments of an operation, what stands for them while it runs, and what its results may look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+
+from farpool.engine import Mode
+from farpool.tensors.geometry import meta_view
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.viewing import view_like
+from farpool.use import Use
+
+__all__ = ["Operands", "paged_arguments"]
+
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
+    """The paged tensors among the arguments, also those in lists, in order."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if type(value) is PagedTensor:
+            found.append(value)
+        elif type(value) is list or type(value) is tuple:
+            found.extend(item for item in value if type(item) is PagedTensor)
+    return found
+
+
+class Operands:
+    """The paged arguments of one operation, each once, and what stands for them while it runs."""
+
+    __slots__ = ("modes", "reals", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, PagedTensor] = {}
+        self.modes: dict[int, Mode] = {}
+        self.reals: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[PagedTensor, torch.Tensor]]) -> Self:
+        """Operands whose real tensors there are already."""
+        operands = cls()
+        for tensor, real in pairs:
+            operands.tensors[id(tensor)] = tensor
+            operands.reals[id(tensor)] = real
+        return operands
+
+    def add(self, tensor: PagedTensor, mode: Mode) -> None:
+        key = id(tensor)
+        if key not in self.tensors:
+            self.tensors[key] = tensor
+            self.modes[key] = mode
+        elif mode is Mode.WRITE:
+            self.modes[key] = mode
+
+    def add_all(self, value: Any, mode: Mode) -> None:
+        if type(value) is PagedTensor:
+            self.add(value, mode)
+        elif type(value) is list or type(value) is tuple:
+            for item in value:
+                if type(item) is PagedTensor:
+                    self.add(item, mode)
+
+    def replace(self, value: Any) -> Any:
+        if type(value) is PagedTensor:
+            return self.reals[id(value)]
+        if type(value) is list or type(value) is tuple:
+            return [self.reals[id(item)] if type(item) is PagedTensor else item for item in value]
+        return value
+
+    def build(self, tensor: PagedTensor, memory: torch.UntypedStorage, origin: int) -> None:
+        """Make the real tensor of `tensor` over memory that begins with byte `origin` of its storage."""
+        self.reals[id(tensor)] = tensor._footprint.real(memory, origin, requires_grad=_requires_grad(tensor))
+
+    def build_all(self, tensors: list[PagedTensor], uses: list[Use], places: Sequence[int]) -> None:
+        """Make all real tensors. Views of one storage share memory, as plain views do; others do not."""
+        if len({id(use.storage) for use in uses}) == len(uses):
+            for tensor, use, place in zip(tensors, uses, places, strict=True):
+                self.build(tensor, tensor._arena.memory(place, place + use.stop - use.start), use.start)
+            return
+        shared: dict[tuple[int, int], tuple[int, int]] = {}
+        for use, place in zip(uses, places, strict=True):
+            key = (id(use.storage), place - use.start)
+            start, stop = shared.get(key, (use.start, use.stop))
+            shared[key] = (min(start, use.start), max(stop, use.stop))
+        memories: dict[tuple[int, int], torch.UntypedStorage] = {}
+        for tensor, use, place in zip(tensors, uses, places, strict=True):
+            key = (id(use.storage), place - use.start)
+            start, stop = shared[key]
+            if key not in memories:
+                memories[key] = tensor._arena.memory(key[1] + start, key[1] + stop)
+            self.build(tensor, memories[key], start)
+
+    def wrap_all(self, result: Any) -> Any:
+        if isinstance(result, torch.Tensor):
+            return self.wrap(result)
+        if type(result) is tuple or type(result) is list:
+            return type(result)(self.wrap_all(item) for item in result)
+        return result
+
+    def wrap(self, result: torch.Tensor) -> torch.Tensor:
+        """A result as the program may see it: no plain tensor aliases the arena."""
+        for key, real in self.reals.items():
+            if result is real:
+                return self.tensors[key]
+        if result.layout is not torch.strided:
+            # A sparse tensor may have taken one of the operands for its values.
+            return result.clone()
+        arena = next(iter(self.tensors.values()))._arena
+        if not arena.aliases(result):
+            return result
+        for key, real in self.reals.items():
+            tensor = self.tensors[key]
+            if tensor._arena.aliases(real):
+                start, stop = tensor.byte_range()
+                origin = real.data_ptr() - tensor.storage_offset() * tensor.itemsize
+                position = result.data_ptr() - origin
+                if start <= position < stop and position % result.itemsize == 0:
+                    return view_like(
+                        tensor,
+                        meta_view(result).as_strided(result.size(), result.stride(), position // result.itemsize),
+                    )
+        return result.clone()

@@ -1,0 +1,186 @@
+"""Each benchmark from the command line, in its quick form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from farpool.bench.benchmark import NAMES, load, title_of
+from farpool.bench.growth import Outcome as Growth
+from farpool.bench.nvme import Outcome as NvmeOutcome
+from farpool.bench.overhead import Outcome as Overhead
+from farpool.cli.bench import app
+from farpool.errors import ConfigError, FarpoolError
+from tests.bench.pages import check_page
+
+
+def bench(*arguments: str) -> str:
+    """What ``farpool bench`` prints on stdout."""
+    done = CliRunner().invoke(app, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def result_of(name: str, printed: str) -> Any:
+    file = json.loads(printed)
+    assert file["benchmark"] == name
+    assert set(file) == {"benchmark", "provenance", "result"}
+    return msgspec.convert(file["result"], load(name).Outcome)
+
+
+def test_every_benchmark_has_a_command_and_a_title() -> None:
+    commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    assert commands == {*NAMES, "report"}
+    for name in NAMES:
+        assert title_of(load(name))
+
+
+def test_the_help_needs_no_torch(tmp_path: Path) -> None:
+    program = """
+import sys
+from farpool.bench.benchmark import NAMES, load
+import farpool.cli.bench
+for name in NAMES:
+    load(name).Settings()
+sys.exit(bool({"torch", "matplotlib"} & set(sys.modules)))
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=True)
+
+
+def test_overhead_counts_arguments_and_keeps_bits(tmp_path: Path) -> None:
+    report = tmp_path / "overhead.html"
+    outcome = result_of("overhead", bench("overhead", "--quick", "--json", "--report", str(report)))
+    assert isinstance(outcome, Overhead)
+    assert {operation.name: operation.paged_arguments for operation in outcome.operations} == {
+        "linear 64×64": 2,
+        "layer_norm": 2,
+        "add_": 1,
+        "mul_, add_ (moment)": 3,
+        "embedding row": 1,
+    }
+    assert all(stack.equal for stack in outcome.layers)
+    assert all(len(stack.plain) == len(stack.paged) == 3 for stack in outcome.layers)
+    page = check_page(report.read_text())
+    assert page.counts["table"] == 2
+    assert page.counts["figure"] == 2
+
+
+def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
+    report = tmp_path / "growth.html"
+    outcome = result_of("growth", bench("growth", "--quick", "--most", "2500", "--json", "--report", str(report)))
+    assert isinstance(outcome, Growth)
+    assert [point.blocks for point in outcome.points] == [1000, 2500]
+    assert all(len(point.loop) == len(point.shuffled) == 1 for point in outcome.points)
+    assert outcome.resize.smaller * 2 == outcome.resize.fast
+    assert outcome.resize.given_back > 0.9
+    assert check_page(report.read_text()).counts["figure"] == 2
+
+
+def nvme(tmp_path: Path, *arguments: str) -> NvmeOutcome:
+    outcome = result_of("nvme", bench("nvme", "--quick", "--folder", str(tmp_path), "--json", *arguments))
+    assert isinstance(outcome, NvmeOutcome)
+    return outcome
+
+
+def test_nvme_takes_samples_of_every_kind_and_leaves_no_file(tmp_path: Path) -> None:
+    outcome = nvme(tmp_path)
+    assert {(row.write, row.depth) for row in outcome.rows} == {(w, d) for w in (True, False) for d in (1, 2)}
+    assert all(len(row.ours) == len(row.verified) == 2 and min(row.ours + row.verified) > 0 for row in outcome.rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nvme_is_compared_with_fio(tmp_path: Path) -> None:
+    outcome = nvme(tmp_path)
+    if outcome.fio is None:
+        pytest.skip(outcome.reason)
+    assert outcome.fio.engine in ("io_uring", "libaio")
+    assert all(row.of_fio is not None and row.of_fio > 0 and len(row.fio or ()) == 2 for row in outcome.rows)
+
+
+def test_without_fio_the_result_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    report = tmp_path / "nvme.html"
+    outcome = nvme(tmp_path, "--report", str(report), "--rounds", "1")
+    assert outcome.fio is None
+    assert "apt-get install fio" in outcome.reason
+    assert all(row.fio is None and row.of_fio is None for row in outcome.rows)
+    assert "apt-get install fio" in report.read_text()
+
+
+def test_odd_sizes_are_not_rounded_up_to_a_power_of_two(tmp_path: Path) -> None:
+    for size in nvme(tmp_path, "--rounds", "1").sizes:
+        assert size.requested <= size.arena < size.requested + 512
+        assert size.requested <= size.dram < size.requested + 64
+        assert size.requested <= size.dram_touched <= size.dram
+        assert size.requested <= size.nvme < size.requested + 4096
+        assert size.page_locked == 0
+
+
+def test_results_are_put_on_one_page(tmp_path: Path) -> None:
+    files = []
+    for name, options in (("growth", ("--most", "1500")), ("nvme", ("--rounds", "1", "--folder", str(tmp_path)))):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(bench(name, "--quick", "--json", *options))
+    page = tmp_path / "all.html"
+    bench("report", *map(str, files), "--out", str(page))
+    read = check_page(page.read_text())
+    assert read.counts["section"] == 2
+    words = "".join(read.words)
+    assert words.index(title_of(load("nvme"))) < words.index(title_of(load("growth")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        pytest.param(
+            lambda folder: ("growth", "--device", "cuda"),
+            "CUDA",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+        (lambda folder: ("growth", "--device", "tpu"), "'tpu'"),
+        (lambda folder: ("growth", "--report", str(folder / "no" / "r.html")), "r.html"),
+        (lambda folder: ("growth", "--report", str(folder)), "cannot be written"),
+        (lambda folder: ("nvme", "--folder", str(folder / "no")), "no folder"),
+        (lambda folder: ("report", str(folder / "none.json"), "--out", str(folder / "r.html")), "none.json"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_runs(
+    tmp_path: Path, arguments: Callable[[Path], tuple[str, ...]], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        bench(*arguments(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"provenance": {}, "result": {}}',
+        '{"benchmark": "none", "provenance": null, "result": {}}',
+    ],
+)
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(text)
+    with pytest.raises(FarpoolError, match=r"result\.json"):
+        bench("report", str(file), "--out", str(tmp_path / "r.html"))
+
+
+def test_a_result_of_another_form_is_refused(tmp_path: Path) -> None:
+    file = json.loads(bench("growth", "--quick", "--most", "1000", "--json"))
+    del file["result"]["points"]
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(file))
+    with pytest.raises(ConfigError, match="points"):
+        bench("report", str(path), "--out", str(tmp_path / "r.html"))
