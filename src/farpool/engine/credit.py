@@ -87,24 +87,6 @@ class Credit:
         return self.active and _STAKE * nbytes <= self._balance
 
 
-class Rate:
-    """Seconds a byte, over the latest transfers."""
-
-    def __init__(self) -> None:
-        self._bytes = 0.0
-        self._seconds = 0.0
-
-    def note(self, nbytes: int, seconds: float) -> None:
-        """One more transfer; each counts a tenth less than the one after it."""
-        self._bytes = 0.9 * self._bytes + nbytes
-        self._seconds = 0.9 * self._seconds + seconds
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """0 before anything was moved."""
-        return self._seconds / self._bytes if self._bytes else 0.0
-
-
 class Busy:
     """When something was busy, lately."""
 
@@ -112,16 +94,17 @@ class Busy:
         self._times = [0.0]
         self._totals = [0.0]
 
-    def note(self, start: float, end: float) -> None:
-        """It was busy from `start` to `end`; what was noted before is not counted twice."""
+    def note(self, start: float, end: float) -> float:
+        """It was busy from `start` to `end`. Returns the seconds of it that had not been noted before."""
         start = max(start, self._times[-1])
         if end <= start:
-            return
+            return 0.0
         total = self._totals[-1]
         self._times += (start, end)
         self._totals += (total, total + end - start)
         if len(self._times) > 2 * _REMEMBERED:
             del self._times[:_REMEMBERED], self._totals[:_REMEMBERED]
+        return end - start
 
     def _until(self, time: float) -> float:
         at = bisect_right(self._times, time) - 1
@@ -134,3 +117,22 @@ class Busy:
     def between(self, start: float, end: float) -> float:
         """Busy seconds between two times."""
         return self._until(end) - self._until(start)
+
+
+class Rate:
+    """Seconds a byte of a link, over the latest transfers, which may overlap."""
+
+    def __init__(self) -> None:
+        self._busy = Busy()
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    def note(self, nbytes: int, start: float, end: float) -> None:
+        """One more transfer; each counts a tenth less than the one after it."""
+        self._bytes = 0.9 * self._bytes + nbytes
+        self._seconds = 0.9 * self._seconds + self._busy.note(start, end)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """0 before anything was moved."""
+        return self._seconds / self._bytes if self._bytes else 0.0

@@ -365,7 +365,7 @@ class Residency:
             blocks.state[block] = State.RESIDENT
             self.enter(block)
             if transfer.pieces:
-                self.rate.note(blocks.size[block], end - start)
+                self.rate.note(blocks.size[block], start, end)
                 if end > start:
                     computing = self.computing.between(start, end) / (end - start)
                     writing = self.writing.between(start, end) / (end - start)

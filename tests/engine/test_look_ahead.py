@@ -1,0 +1,174 @@
+"""Looking ahead on the virtual clock: loops, several of them in turn, and programs that change."""
+
+from __future__ import annotations
+
+import pytest
+
+from farpool.engine import Mode
+from farpool.engine.strides import Strides
+from farpool.executor.virtual import Link
+from tests.engine.harness import World
+
+BLOCK = 256
+LINK = Link(0.0, 256e6)
+"""A block takes a microsecond."""
+COMPUTE = 2e-6
+
+
+def make_world(blocks: int, room: int) -> tuple[World, list[int]]:
+    """A world with filled blocks, of which `room` fit."""
+    world = World(room * BLOCK, link=LINK)
+    numbers = [world.create([BLOCK]) for _ in range(blocks)]
+    for number in numbers:
+        world.access([(number, 1, Mode.OVERWRITE)])
+    return world, numbers
+
+
+def turn(world: World, blocks: list[int], compute: float = COMPUTE) -> int:
+    """Read the blocks in order; returns how many had to be fetched on demand."""
+    before = world.engine.counters.demand_fetches
+    for block in blocks:
+        world.access([(block, 1, Mode.READ)], compute=compute)
+    return world.engine.counters.demand_fetches - before
+
+
+def test_a_loop_of_which_a_quarter_fits_waits_for_nothing_once_it_is_known() -> None:
+    world, blocks = make_world(64, 16)
+    for _ in range(6):
+        turn(world, blocks)
+    start = world.executor.now
+    assert turn(world, blocks) == 0
+    assert world.executor.now - start == pytest.approx(64 * COMPUTE, rel=0.01)
+
+
+def test_a_loop_moves_little_more_than_belady() -> None:
+    world, blocks = make_world(64, 16)
+    for _ in range(8):
+        turn(world, blocks, compute=0.75e-6)
+    counters = world.engine.counters
+    before = counters.demand_fetches + counters.prefetches
+    for _ in range(10):
+        turn(world, blocks, compute=0.75e-6)
+    # With 16 places a loop of 64 misses (64 - 16) * 64 / 63 times a turn at best.
+    assert counters.demand_fetches + counters.prefetches - before <= 10 * 52
+
+
+def test_what_a_loop_fetches_is_spread_over_it() -> None:
+    """Or the link would idle in one stretch of the loop and be short in the next."""
+    world, blocks = make_world(64, 16)
+    for _ in range(10):
+        turn(world, blocks, compute=0.75e-6)
+    counters = world.engine.counters
+    fetched = []
+    for first in range(0, 64, 16):
+        before = counters.demand_fetches + counters.prefetches
+        turn(world, blocks[first : first + 16], compute=0.75e-6)
+        fetched.append(counters.demand_fetches + counters.prefetches - before)
+    assert max(fetched) - min(fetched) <= 5
+
+
+def test_training_and_evaluation_are_both_foretold_when_they_alternate() -> None:
+    world, blocks = make_world(96, 16)
+    training, evaluation = blocks[:64], blocks[64:][::-1]
+    for _ in range(4):
+        for _ in range(3):
+            turn(world, training)
+        turn(world, evaluation)
+    # At the turn from one to the other a few accesses pass before the tape is found again.
+    assert turn(world, training) <= 6
+    assert turn(world, training) <= 6
+    assert turn(world, training) <= 6
+    assert turn(world, evaluation) <= 6
+
+
+def test_prefill_and_decode_are_both_foretold() -> None:
+    """A long pass once, then many short ones over the same blocks in another order."""
+    world, blocks = make_world(48, 12)
+    prefill, decode = blocks, blocks[::-1][:40]
+    for _ in range(3):
+        turn(world, prefill)
+        for _ in range(5):
+            turn(world, decode)
+    assert turn(world, prefill) <= 6
+    assert sum(turn(world, decode) for _ in range(5)) <= 12
+
+
+def test_leaving_the_tape_is_counted_and_the_new_loop_is_known_after_one_turn() -> None:
+    world, blocks = make_world(64, 16)
+    for _ in range(6):
+        turn(world, blocks)
+    tape = world.engine.tape
+    before = tape.divergences
+    changed = blocks[:20] + blocks[40:] + blocks[20:40]
+    turn(world, changed)
+    assert tape.divergences > before
+    turn(world, changed)
+    known = tape.divergences
+    assert turn(world, changed) == 0
+    assert tape.divergences == known
+
+
+def test_an_inserted_access_does_not_lose_the_tape() -> None:
+    world, blocks = make_world(64, 16)
+    extra = world.create([BLOCK])
+    world.access([(extra, 1, Mode.OVERWRITE)])
+    for _ in range(6):
+        turn(world, blocks)
+    turn(world, blocks[:32])
+    world.access([(extra, 1, Mode.READ)])
+    assert turn(world, blocks[32:]) <= 2
+    assert turn(world, blocks) <= 2
+
+
+def test_a_first_walk_through_many_blocks_is_fetched_ahead_by_its_stride() -> None:
+    world, blocks = make_world(200, 16)
+    assert turn(world, blocks[::2]) <= 50  # a hundred blocks that no tape knows in this order
+
+
+def test_a_program_without_a_pattern_is_left_alone() -> None:
+    world, blocks = make_world(64, 16)
+    order = [(index * index * 7 + index * 13) % 64 for index in range(400)]
+    start = world.engine.counters.prefetches
+    turn(world, [blocks[index] for index in dict.fromkeys(order)])
+    assert world.engine.counters.prefetches - start <= 3
+
+
+def test_without_prefetching_nothing_is_fetched_ahead() -> None:
+    world = World(16 * BLOCK, link=LINK, prefetch=False)
+    blocks = [world.create([BLOCK]) for _ in range(64)]
+    for block in blocks:
+        world.access([(block, 1, Mode.OVERWRITE)])
+    for _ in range(6):
+        turn(world, blocks)
+    assert world.engine.counters.prefetches == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "stride"),
+    [
+        ([1, 1, 1, 1], 1),
+        ([3, 3, 3, 3, 3], 3),
+        ([-2, -2, -2, -2], -2),
+        ([1, 9, 1, 1, 1, -4, 1, 1], 1),
+        ([1, 2, 3, 4, 5, 6], 0),
+        ([5, 5], 0),
+        ([1, 1, 1, 1, 1, 1, 1, 1, 7, 7, 7, 7], 7),
+        ([4, 1, 4, 1, 4, 1, 4, 1], 0),
+    ],
+)
+def test_the_majority_of_the_latest_steps_is_the_stride(steps: list[int], stride: int) -> None:
+    strides = Strides()
+    name = 100
+    strides.record(name, 1)
+    for step in steps:
+        name += step
+        strides.record(name, 1)
+    strides_expected = [name + stride * k for k in range(1, 4)] if stride else []
+    assert list(strides.coming(3)) == strides_expected
+
+
+def test_runs_of_several_blocks_are_walked_block_by_block() -> None:
+    strides = Strides()
+    for first in range(0, 20, 4):
+        strides.record(first, 4)
+    assert list(strides.coming(2)) == [20, 21]
