@@ -106,8 +106,8 @@ def test_what_was_promised_a_range_whose_write_back_failed_leaves_it_to_its_owne
 
 
 @pytest.mark.parametrize(("taken", "expected"), [
-    ([], [(10, 10)]), ([(0, 10), (20, 30)], [(10, 10)]), ([(0, 15)], [(15, 5)]), ([(12, 15), (13, 14)], [(10, 2), (15, 5)]),
-    ([(0, 40)], []), ([(30, 40)], [(10, 10)]),
+    ([], [(10, 10)]), ([(0, 10), (20, 30)], [(10, 10)]), ([(0, 15)], [(15, 5)]),
+    ([(12, 15), (13, 14)], [(10, 2), (15, 5)]), ([(0, 40)], []), ([(30, 40)], [(10, 10)]),
 ])  # fmt: skip
 def test_gaps_are_what_no_range_covers(taken: Any, expected: Any) -> None:
     assert gaps(taken, 10, 20) == expected

@@ -13,7 +13,8 @@ __all__ = ["Block", "Stack", "block_bytes", "seconds_of", "synchronize", "tokens
 _HEAD = 64
 """Width of an attention head."""
 _LEAST_TOKENS, _MOST_TOKENS = 16, 1 << 17
-_SAMPLES = 2
+_SAMPLES = 4
+_CORRECTIONS = 2
 
 
 class Block(torch.nn.Module):
@@ -106,7 +107,13 @@ def tokens_for(seconds_with: Callable[[int], float], seconds: float) -> int:
         before, shorter = tokens, measured
         tokens *= 2
         measured = measure(tokens)
-    if measured <= shorter:
-        return tokens
-    share = min(1.0, (seconds - shorter) / (measured - shorter))
-    return before + round(share * (tokens - before) / 8) * 8
+    if measured > shorter:
+        share = min(1.0, max(0.0, (seconds - shorter) / (measured - shorter)))
+        tokens = before + _rounded(share * (tokens - before))
+    for _ in range(_CORRECTIONS):
+        tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, _rounded(tokens * seconds / measure(tokens))))
+    return tokens
+
+
+def _rounded(tokens: float) -> int:
+    return round(tokens / 8) * 8

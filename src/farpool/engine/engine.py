@@ -215,31 +215,35 @@ class Engine:
         return tuple(places)
 
     def _pin_at_once(self, runs: Sequence[Run], busy: float) -> None:
-        """As `_note` and `_grant`, for runs that lie ready: most of all accesses."""
-        residency, record, noted = self._residency, self.tape.record, self._look_ahead.noted
-        blocks, counters, evictable = residency.blocks, residency.counters, residency.evictable
-        pins, last_use, next_use = blocks.pins, blocks.last_use, blocks.next_use
+        """As `_note` and `_grant`, for runs that lie ready. Most accesses come here: it is the hot path of the engine."""
+        residency, look_ahead, record = self._residency, self._look_ahead, self.tape.record
+        blocks, evictable = residency.blocks, residency.evictable
+        pins, dirty, last_use, next_use = blocks.pins, blocks.dirty, blocks.last_use, blocks.next_use
+        expected = residency.expects_use
         total = 0
         for run in runs:
             first, count = run.first, run.count
             nbytes = residency.run_bytes(run)
             total += nbytes
-            key = noted(run, record(blocks.name[first], count, nbytes, False, busy), nbytes)
+            key = look_ahead.noted(run, record(blocks.name[first], count, nbytes, False, busy), nbytes)
             busy = 0.0
             now = self.tape.now
             for block in range(first, first + count):
                 last_use[block] = now
                 next_use[block] = key
-                residency.used(block)
+                if expected:
+                    residency.used(block)
                 if not pins[block]:
                     evictable.remove(block)
                 pins[block] += 1
-                if run.mode != Mode.READ or not residency.has_copy(block):
+                # A dirty block has neither a source nor a copy that it could differ from.
+                if not dirty[block] and (run.mode != Mode.READ or not residency.has_copy(block)):
                     residency.soil(block)
+        counters = residency.counters
         counters.accesses += len(runs)
         counters.hits += len(runs)
-        if total > self._look_ahead.largest:
-            self._look_ahead.pins(total)
+        if total > look_ahead.largest:
+            look_ahead.pins(total)
 
     def _note(self, run: Run, busy: float, *, first: bool) -> None:
         """Count the access, put it on the tape, set its blocks' next use.
@@ -274,9 +278,18 @@ class Engine:
     def release(self, access: Access) -> None:
         """The op is done with its operands."""
         access.granted = False
+        residency = self._residency
+        pins, next_use, stuck, insert = (
+            residency.blocks.pins,
+            residency.blocks.next_use,
+            residency.stuck,
+            residency.evictable.insert,
+        )
         for run in access.runs:
             for block in range(run.first, run.first + run.count):
-                self._residency.unpin(block)
+                pins[block] -= 1
+                if not pins[block] and block not in stuck:
+                    insert(block, next_use[block])
         if self._line:
             self._serve()
         elif not self._resizing and self._look_ahead.due():

@@ -150,11 +150,6 @@ class Residency:
         self.sources.pop(block, None)
         self.hollow.discard(block)
 
-    def unpin(self, block: int) -> None:
-        self.blocks.pins[block] -= 1
-        if not self.blocks.pins[block]:
-            self.enter(block)
-
     def enter(self, block: int) -> None:
         """The block may be evicted from now on."""
         if block not in self.stuck:
@@ -165,11 +160,15 @@ class Residency:
         if block in self.evictable:
             self.evictable.insert(block, key)
 
+    @property
+    def expects_use(self) -> bool:
+        """Whether `used` has anything to do."""
+        return bool(self._prefetched or self.shunned)
+
     def used(self, block: int) -> None:
         """The block is accessed: if it was prefetched, that was right."""
-        if self.shunned:
-            self.shunned.discard(block)
-        if self._prefetched and self._not_ahead(block):
+        self.shunned.discard(block)
+        if self._not_ahead(block):
             self.counters.prefetches_used += 1
 
     def _wasted(self, block: int) -> None:
