@@ -107,9 +107,7 @@ class ThrottledPort(Port):
     """Transfers end no earlier than a link of these rates (bytes per second, ``inf`` for no limit) and latency (seconds) would end
     them. With `shared` both directions are on one link. The rates are above 0."""
 
-    def __init__(
-        self, inner: Port, *, read_rate: float, write_rate: float, latency: float, shared: bool
-    ) -> None: ...
+    def __init__(self, inner: Port, *, read_rate: float, write_rate: float, latency: float, shared: bool) -> None: ...
     def lift(self) -> None:
         """From now on nothing is held back, and what is held back ends."""
 

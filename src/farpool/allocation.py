@@ -108,7 +108,7 @@ class Allocation:
             self._shared[block] = _Shared(self.sizes.shared)
         shared = self._shared[block]
         offset = shared.used
-        shared.used = -(-(offset + nbytes) // 64) * 64
+        shared.used = -(-(offset + nbytes) // self.sizes.packed) * self.sizes.packed
         shared.users += 1
         return block, offset
 

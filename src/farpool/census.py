@@ -53,7 +53,7 @@ def take(pool: BlockPool) -> Stats:
                 space.tier.reserved,
                 space.peak,
                 booked.page_locked,
-                _touched(space.tier),
+                max(_touched(space.tier), booked.page_locked),  # what is page-locked is backed, used or not
             )
         )
     counters = engine.counters

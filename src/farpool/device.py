@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,9 @@ from farpool import _native
 from farpool.config import PoolConfig
 from farpool.executor.base import Executor
 from farpool.executor.threads import ThreadExecutor
+from farpool.ledger import Ledger
 from farpool.storage import cut
+from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
 
 if TYPE_CHECKING:
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["FastTier", "open_device"]
 
 _STAGED = 4
-"""Blocks in flight between host and device: one each way on either leg."""
+"""Blocks in flight through staging memory: one each way on either leg."""
+_MOST_STAGING = 1 << 30
+"""Bytes beyond which staging memory only grows to hold the largest block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,17 @@ class FastTier:
     staging: dict[str, int] = field(default_factory=dict)
 
 
-def open_device(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
+def open_device(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
     """Take the memory of the fast tier.
 
     Parameters
     ----------
     ports : list of Port
         The tiers' native ends; the pool appends to it.
+    tiers : sequence of Tier
+        The lower tiers, open.
+    ledger : Ledger
+        Where memory of theirs that is page-locked is booked.
 
     Raises
     ------
@@ -58,7 +66,7 @@ def open_device(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
     """
     if config.device == "cpu":
         return _host(config, ports)
-    return _cuda(config, ports)
+    return _cuda(config, ports, tiers, ledger)
 
 
 def _host(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
@@ -73,25 +81,29 @@ def _host(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
     return FastTier(arena, executor, arena.release, watch)
 
 
-def _cuda(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
-    from farpool.executor.cuda import CudaArena, CudaDevice, CudaStaging
+def _cuda(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+    from farpool.executor.cuda import CudaArena, CudaDevice, CudaHost, CudaStaging
+    from farpool.executor.page_locks import PageLocks
     from farpool.executor.staged import StagedExecutor
 
-    device_arena = CudaArena(config.fast)
-    nbytes = _STAGED * cut(config.fast).largest
-    staging = CudaStaging(nbytes)
+    arena = CudaArena(config.fast)
+    host = CudaHost(arena.tensor.device)
+    device = CudaDevice(arena, host)
+    largest = cut(config.fast).largest
+    nbytes = max(largest, min(_STAGED * largest, _MOST_STAGING))
+    staging = CudaStaging(host, nbytes)
 
     def release() -> None:
-        device_arena.release()
+        arena.release(device.streams)
         staging.release()
 
-    device = CudaDevice(device_arena, staging)
     checked = None
     if config.debug:
         from farpool.executor.checked_device import CheckedDevice
 
         checked = CheckedDevice(device)
-    executor = StagedExecutor(checked or device, staging.address, nbytes, ports)
+    locks = PageLocks(host, tiers, ledger)
+    executor = StagedExecutor(checked or device, staging.address, nbytes, ports, locks)
 
     def watch(engine: Engine) -> Watch:
         from farpool.debug import DeviceMemory, Watch
@@ -100,4 +112,4 @@ def _cuda(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
         return Watch(engine, executor, DeviceMemory(device.fill), checked)
 
     booked = {"requested": nbytes, "reserved": nbytes, "page_locked": nbytes, "touched": nbytes}
-    return FastTier(device_arena, executor, release, watch, booked)
+    return FastTier(arena, executor, release, watch, booked)

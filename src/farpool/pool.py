@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from farpool import _native, census
 from farpool.account import Account
+from farpool.calm import Calm
 from farpool.allocation import USED, Allocation
 from farpool.config import PoolConfig
 from farpool.device import open_device
@@ -62,16 +63,24 @@ class Access:
         For each use, where its first byte lies, in bytes from the arena's start.
     """
 
-    __slots__ = ("grant", "note", "offsets", "op", "since")
+    __slots__ = ("grant", "note", "offsets", "op", "passed", "since")
 
     def __init__(
-        self, grant: Grant | None, offsets: tuple[int, ...], op: str, since: float, note: Note | None = None
+        self,
+        grant: Grant | None,
+        offsets: tuple[int, ...],
+        op: str,
+        since: float = 0.0,
+        note: Note | None = None,
+        *,
+        passed: bool = False,
     ) -> None:
         self.grant = grant
         self.offsets = offsets
         self.op = op
         self.since = since
         self.note = note
+        self.passed = passed
 
 
 class BlockPool:
@@ -102,7 +111,7 @@ class BlockPool:
                 tier.open()
                 opened.append(tier)
                 self._ports.append(tier.port if isinstance(tier, HasPort) else _native.PythonPort(tier))
-            self._device = open_device(config, self._ports)
+            self._device = open_device(config, self._ports, self._tiers, self.ledger)
         except BaseException:
             for tier in reversed(opened):
                 tier.close()
@@ -111,7 +120,7 @@ class BlockPool:
         self.spaces = [TierSpace(tier, self.ledger) for tier in self._tiers]
         self.ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
         self.ledger.add("host", "staging", **self._device.staging)
-        sizes = cut(config.fast)
+        sizes = cut(config.fast, packed=self.arena.alignment)
         self.engine = Engine(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
         self.recorder = Recorder()
         self.allocation = Allocation(self.engine, sizes, self.recorder)
@@ -119,7 +128,8 @@ class BlockPool:
         self._sources: dict[int, int] = {}
         self._held: list[SafetensorsFile] = []
         self.account = Account(self._names)
-        self._lock = threading.Condition(threading.Lock())
+        self._mutex = threading.Lock()
+        self._lock = threading.Condition(self._mutex)
         self._watch: Watch | None = None
         """Debug mode."""
         if config.debug:
@@ -128,6 +138,7 @@ class BlockPool:
         self._traffic = Traffic(
             self.engine, self._executor, self.account, self._names, self._lock, config.timeout, self._check_open
         )
+        self._calm = Calm(self.engine)
         self._live = 0
         self._granted = 0
         """Accesses that have not been released yet."""
@@ -182,8 +193,9 @@ class BlockPool:
             if self.closed:
                 return
             self.closed = True
+            self._calm.end()
             self._lock.notify_all()
-            unused = self._lock.wait_for(lambda: not self._granted, patience)
+            unused = self._lock.wait_for(lambda: not self._granted and not self._calm.inside, patience)
         ended = self._executor.close(patience)
         watch, self._watch = self._watch, None
         if watch is not None and ended and unused:
@@ -336,17 +348,37 @@ class BlockPool:
         TierError
             A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
         """
+        if self._calm.open and not rows and (access := self._pass(uses, op)) is not None:
+            return access
         for use in uses:
             if use.storage.loose:
                 self._pack(use.storage, op)
         return self._acquire(uses, op, rows=rows)
+
+    def _pass(self, uses: Sequence[Use], op: str) -> Access | None:
+        if self.account.listening or self.recorder.recordings or self._watch is not None:
+            self._calm.end()
+            return None
+        with self._mutex:
+            if self._calm.open and (offsets := self._calm.enter(uses)) is not None:
+                return Access(None, offsets, op, passed=True)
+        return None
+
+    def _wait_until_alone(self) -> None:
+        """Before the arena changes: accesses that have passed rely on it."""
+        while self._calm.inside and not self.closed:
+            self._calm.end()
+            self._lock.wait(_SLICE)
 
     def _acquire(self, uses: Sequence[Use], op: str, *, rows: bool) -> Access:
         with self._lock:
             self._check_open()
             runs, origins = runs_of(uses, rows=rows)
             if not runs:
-                return Access(None, (0,) * len(uses), op, 0.0)
+                return Access(None, (0,) * len(uses), op)
+            if self._calm.inside:
+                self._wait_until_alone()
+            self._executor.note_use()
             if self.dropped or self.allocation.retired:
                 self._collect_dropped()
             if self.engine.transfers:
@@ -369,6 +401,7 @@ class BlockPool:
             if self._watch is not None:
                 self._watch.granted(grant, uses, op)
             self._granted += 1
+            self._calm.observe()
             if self.engine.arena.used > self.peak:
                 self.peak = self.engine.arena.used
             note = self.recorder.granted(runs, op, asked) if self.recorder.recordings else None
@@ -380,10 +413,18 @@ class BlockPool:
     def release(self, access: Access) -> None:
         """The op is done with its operands."""
         if access.grant is None:
+            if access.passed:
+                with self._mutex:
+                    self._calm.inside -= 1
+                    self._executor.note_use()
+                    if not self._calm.open:
+                        self._lock.notify_all()
             return
         if access.note is not None:
             access.note.released = time.perf_counter_ns()
         with self._lock:
+            if self._calm.inside:
+                self._wait_until_alone()
             self._granted -= 1
             if self.closed:
                 self._lock.notify_all()
@@ -402,7 +443,6 @@ class BlockPool:
                 )
             if self._watch is not None:
                 self._watch.released(access.grant)
-            self._executor.note_use()
             self.engine.release(access.grant)
             if self.engine.transfers:
                 self._traffic.note_completions()
@@ -440,6 +480,9 @@ class BlockPool:
         budget = parse_size(fast, "fast")
         with self._lock:
             self._check_open()
+            self._calm.end()
+            self._wait_until_alone()
+            self._check_open()
             self._collect_dropped()
             self._traffic.note_completions()
             before = self.fast
@@ -455,7 +498,7 @@ class BlockPool:
             change["reserved"] = change["touched"] = change["requested"]
             book = self.ledger.add if budget > before else self.ledger.subtract
             book("fast", "arena", **change)
-            self.allocation.sizes = cut(budget, self.allocation.sizes.alignment)
+            self.allocation.sizes = cut(budget, self.allocation.sizes.alignment, self.arena.alignment)
 
     def _shrink(self, budget: int) -> None:
         """Have everything leave the part of the arena that is to go."""
@@ -550,7 +593,8 @@ def _forked() -> None:
     """In the child of a fork the native threads are gone and locks may be held for ever: its pools are closed."""
     for pool in _POOLS:
         pool.closed = True
-        pool._lock = threading.Condition(threading.Lock())
+        pool._mutex = threading.Lock()
+        pool._lock = threading.Condition(pool._mutex)
 
 
 def _close_all() -> None:

@@ -73,24 +73,28 @@ class Cut(NamedTuple):
     shared: int
     small: int
     alignment: int
+    packed: int = ALIGNMENT
+    """What a storage that shares a block is aligned to."""
 
 
-def cut(fast: int, alignment: int = 0) -> Cut:
+def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
     """Block sizes for a fast tier of `fast` bytes.
 
     Parameters
     ----------
     alignment : int
         Of an arena that there is already; 0 to choose it.
+    packed : int
+        What storages are to be aligned to at least.
     """
     largest = fast // _PARTS
     if alignment == 0:
-        alignment = _SECTOR if largest >= _DIRECT * _SECTOR else ALIGNMENT
+        alignment = _SECTOR if largest >= _DIRECT * _SECTOR else packed
     largest = max(alignment, largest // alignment * alignment)
     if largest > _PAGE * _PARTS:
         largest = largest // _PAGE * _PAGE
     shared = min(largest, _SHARED)
-    return Cut(largest, shared, shared // _SMALL, alignment)
+    return Cut(largest, shared, shared // _SMALL, alignment, packed)
 
 
 def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:

@@ -45,8 +45,8 @@ class LateDevice:
 
     waits = True
 
-    def __init__(self, arena: int, staging: int) -> None:
-        self._arena, self._staging = arena, staging
+    def __init__(self, arena: int) -> None:
+        self._arena = arena
         self.failing_place = -1
 
     def note_use(self) -> None: ...
@@ -65,11 +65,11 @@ class LateDevice:
         assert isinstance(fence, Work)
         return LateCopy(fence if self.waits else None, (target, source, nbytes), fails)
 
-    def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> LateCopy:
-        return self._copy(self._arena + place, self._staging + staging, nbytes, fence, place == self.failing_place)
+    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> LateCopy:
+        return self._copy(self._arena + place, host, nbytes, fence, place == self.failing_place)
 
-    def to_host(self, place: int, staging: int, nbytes: int, fence: object) -> LateCopy:
-        return self._copy(self._staging + staging, self._arena + place, nbytes, fence, False)
+    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> LateCopy:
+        return self._copy(host, self._arena + place, nbytes, fence, False)
 
 
 class HastyDevice(LateDevice):
@@ -105,7 +105,7 @@ class Rig:
         executor: type[StagedExecutor] = StagedExecutor,
     ) -> None:
         self.arena, self.staging = _native.Memory(1 << 14), _native.Memory(_BLOCK)
-        self.inner = device(self.arena.address, self.staging.address)
+        self.inner = device(self.arena.address)
         self.device = checked(self.inner)
         self.tier = Dram("64KiB")
         self.tier.open()
@@ -171,7 +171,7 @@ def test_a_copy_with_a_fence_older_than_the_last_use_of_its_range_is_found(rigs:
 def test_staging_memory_that_is_given_away_too_early_is_found(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(executor=CarelessExecutor))
     rig.run(*[fetch(number, number * _BLOCK) for number in range(6)])
-    assert "uses staging memory at 0 before the copy to arena range" in rig.findings()
+    assert f"uses host memory at {rig.staging.address:#x} before the copy to arena range" in rig.findings()
 
 
 def test_a_failed_copy_leaves_the_staging_memory_to_the_other_copies_of_its_transfer(rigs: list[Rig]) -> None:

@@ -1,10 +1,11 @@
-"""Staged transfers, with host memory in the place of a GPU: copies end late and out of step, and may fail."""
+"""Staged transfers, with host memory in the place of a GPU: copies end late and may fail."""
 
 from __future__ import annotations
 
 import ctypes
 import random
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,61 +16,13 @@ from farpool.engine import Kind, Move, Piece, Transfer
 from farpool.executor.base import Done
 from farpool.executor.staged import StagedExecutor
 from farpool.tiers import Dram
-
-
-class SlowCopy:
-    """A copy that is made when it is asked for the n-th time whether it is done."""
-
-    def __init__(self, target: int, source: int, nbytes: int, asks: int, fails: bool) -> None:
-        self._what = (target, source, nbytes)
-        self._asks = asks
-        self._fails = fails
-
-    def done(self) -> bool:
-        self._asks -= 1
-        if self._asks > 0:
-            return False
-        if self._fails:
-            raise RuntimeError("copy failed")
-        if self._asks == 0:
-            _native.memmove(*self._what)
-        return True
-
-
-class HostDevice:
-    def __init__(self, arena: _native.Memory, staging: _native.Memory, seed: int) -> None:
-        self._arena, self._staging = arena.address, staging.address
-        self._random = random.Random(seed)
-        self.failures = 0.0
-        self.fences = 0
-
-    def fence(self) -> object:
-        self.fences += 1
-        return self.fences
-
-    def note_use(self) -> None: ...
-
-    def passed(self, fence: object) -> bool:
-        return True
-
-    def move(self, source: int, target: int, nbytes: int) -> None:
-        _native.memmove(self._arena + target, self._arena + source, nbytes)
-
-    def _copy(self, target: int, source: int, nbytes: int, fence: object) -> SlowCopy:
-        assert fence is not None
-        return SlowCopy(target, source, nbytes, self._random.randint(1, 5), self._random.random() < self.failures)
-
-    def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> SlowCopy:
-        return self._copy(self._arena + place, self._staging + staging, nbytes, fence)
-
-    def to_host(self, place: int, staging: int, nbytes: int, fence: object) -> SlowCopy:
-        return self._copy(self._staging + staging, self._arena + place, nbytes, fence)
+from tests.engine.host_device import HostDevice
 
 
 class Rig:
     def __init__(self, seed: int) -> None:
         self.arena, self.staging = _native.Memory(1 << 16), _native.Memory(1 << 13)
-        self.device = HostDevice(self.arena, self.staging, seed)
+        self.device = HostDevice(self.arena.address, seed)
         self.tier = Dram("1MiB")
         self.tier.open()
         self.executor = StagedExecutor(self.device, self.staging.address, self.staging.nbytes, [self.tier.port])
@@ -195,3 +148,33 @@ def test_fetches_leave_staging_memory_to_what_they_come_after(rig: Rig) -> None:
     assert all(done.error is None for done in rig.finish(24).values())
     for number, data in enumerate(blocks):
         assert rig.read((11 - number) * 2048, 2000) == data
+
+
+def test_what_comes_after_something_cancelled_is_cancelled_too(rig: Rig) -> None:
+    rig.fill(0, b"o" * 1000)
+    rig.device.failures = 1.0
+    rig.executor.start(
+        [
+            Transfer(1, Kind.WRITE_BACK, 1, (Piece(0, 0, 0, 1000),), (), False),
+            Transfer(2, Kind.FETCH, 2, (), (1,), True),
+            Transfer(3, Kind.FETCH, 3, (Piece(0, 4096, 0, 1000),), (2,), True),
+        ]
+    )
+    ended = rig.finish(3)
+    assert isinstance(ended[1].error, RuntimeError)
+    assert ended[2].cancelled
+    assert ended[3].cancelled
+    assert rig.read(0, 1000) == b"o" * 1000
+
+
+def test_closing_waits_for_copies_under_way_and_starts_no_others(rig: Rig) -> None:
+    rig.device.held = True
+    rig.executor.start([Transfer(1, Kind.WRITE_BACK, 1, (Piece(0, 0, 0, 1000),), (), False)])
+    rig.executor.start([Transfer(2, Kind.WRITE_BACK, 2, (Piece(0, 4096, 0, 1000),), (1,), False)])
+    deadline = time.monotonic() + 10
+    while not rig.device.started:
+        assert time.monotonic() < deadline
+    assert not rig.executor.close(0.05)
+    rig.device.held = False
+    assert rig.executor.close(10)
+    assert len(rig.device.started) == 1

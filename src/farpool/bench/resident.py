@@ -22,7 +22,7 @@ __all__ = ["measure_layers", "measure_operations"]
 _WIDTH = 64
 _ROWS = 8
 _VOCABULARY = 1024
-_WARM = 3
+_WARM = 8
 """Passes before the first sample."""
 
 
@@ -69,11 +69,13 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
         lambda: functional.linear(inputs, weight, bias),
         lambda: functional.linear(inputs, paged_weight, paged_bias),
     )
+    scale = random(_WIDTH)
+    paged_scale = pool.from_tensor(scale)
     yield _Case(
         "layer_norm",
         2,
-        lambda: functional.layer_norm(inputs, (_WIDTH,), bias, bias),
-        lambda: functional.layer_norm(inputs, (_WIDTH,), paged_bias, paged_bias),
+        lambda: functional.layer_norm(inputs, (_WIDTH,), scale, bias),
+        lambda: functional.layer_norm(inputs, (_WIDTH,), paged_scale, paged_bias),
     )
     added, paged_added = random(_WIDTH, _WIDTH), pool.from_tensor(weight)
     yield _Case("add_", 1, lambda: added.add_(weight), lambda: paged_added.add_(weight))

@@ -5,13 +5,14 @@ calls give the same transfers, always; so a run can be replayed from its seed, a
 """
 
 from farpool.engine.arena import ALIGNMENT
-from farpool.engine.blocks import State
+from farpool.engine.blocks import NOWHERE, State
 from farpool.engine.engine import Access, Engine, TooLargeError
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
 from farpool.engine.residency import NoRoomError
 
 __all__ = [
     "ALIGNMENT",
+    "NOWHERE",
     "Access",
     "Engine",
     "Kind",

@@ -145,6 +145,10 @@ class Engine:
         """Arena bytes that a run occupies."""
         return self._residency.run_bytes(run)
 
+    def place_of(self, run: Run) -> int:
+        """Arena offset of a run that is resident and contiguous, else `NOWHERE`."""
+        return self._residency.place_of(run)
+
     def resident(self) -> list[int]:
         """Blocks that own a range of the arena, in order of place."""
         return self._residency.resident()
@@ -215,7 +219,7 @@ class Engine:
         return tuple(places)
 
     def _pin_at_once(self, runs: Sequence[Run], busy: float) -> None:
-        """As `_note` and `_grant`, for runs that lie ready. Most accesses come here: it is the hot path of the engine."""
+        """As `_note` and `_grant`, for runs that lie ready: the hot path of the engine."""
         residency, look_ahead, record = self._residency, self._look_ahead, self.tape.record
         blocks, evictable = residency.blocks, residency.evictable
         pins, dirty, last_use, next_use = blocks.pins, blocks.dirty, blocks.last_use, blocks.next_use

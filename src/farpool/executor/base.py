@@ -49,7 +49,13 @@ class Executor(ABC):
         """Somebody waits for these by now."""
 
     def note_use(self) -> None:  # noqa: B027 - only devices whose work outlives the access need it
-        """The program may have work of its own queued on the arena that goes on after its access was released."""
+        """The calling thread is about to be granted an access; what it does may go on after the access was released.
+
+        Raises
+        ------
+        UnsupportedError
+            It cannot have one now; nothing was changed.
+        """
 
     @abstractmethod
     def poll(self) -> list[Done]:

@@ -1,9 +1,9 @@
-"""Checks that copies to and from a device wait for what they must wait for, and that staging memory is not used twice.
+"""Checks that copies to and from a device wait for what they must wait for, and that host memory is not used twice.
 
 Three rules. A copy is given a fence that was made after the last use of its range of the arena. A copy does not end
 before the work in front of its fence has: a device that ignores a fence is found by that, whenever it makes a
-difference. And staging memory is not given to a transfer while a copy, or the tier's end of another transfer, is still
-at work on it.
+difference. And the host's memory, be it staging memory or a tier's own, is not given to a transfer while a copy, or the
+tier's end of another transfer, is still at work on it.
 
 What is found is kept, not raised: the thread that drives the copies has to go on.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farpool.errors import OrderError
-from farpool.executor.staged import Copy, Device
+from farpool.executor.copies import Copy, Device
 
 __all__ = ["CheckedDevice"]
 
@@ -28,8 +28,8 @@ class _Fence:
 
 
 class _CheckedCopy:
-    def __init__(self, device: CheckedDevice, copy: Copy, fence: object, staging: int, nbytes: int, what: str) -> None:
-        self.staging = staging
+    def __init__(self, device: CheckedDevice, copy: Copy, fence: object, host: int, nbytes: int, what: str) -> None:
+        self.host = host
         self.nbytes = nbytes
         self.what = what
         self._device = device
@@ -106,22 +106,22 @@ class CheckedDevice:
 
     # ---- copies ---------------------------------------------------------------------------------------------------
 
-    def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> Copy:
+    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> Copy:
         what = f"the copy to arena range [{place}, {place + nbytes})"
-        point = self._check(what, staging, place, nbytes, fence)
-        return self._note(self._inner.to_device(staging, place, nbytes, point), fence, staging, nbytes, what)
+        point = self._check(what, host, place, nbytes, fence)
+        return self._note(self._inner.to_device(host, place, nbytes, point), fence, host, nbytes, what)
 
-    def to_host(self, place: int, staging: int, nbytes: int, fence: object) -> Copy:
+    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> Copy:
         what = f"the copy from arena range [{place}, {place + nbytes})"
-        point = self._check(what, staging, place, nbytes, fence)
-        return self._note(self._inner.to_host(place, staging, nbytes, point), fence, staging, nbytes, what)
+        point = self._check(what, host, place, nbytes, fence)
+        return self._note(self._inner.to_host(place, host, nbytes, point), fence, host, nbytes, what)
 
-    def _check(self, what: str, staging: int, place: int, nbytes: int, fence: object) -> object:
-        self._check_staging(what, staging, nbytes)
+    def _check(self, what: str, host: int, place: int, nbytes: int, fence: object) -> object:
+        self._check_host(what, host, nbytes)
         with self._lock:
             for number, (start, size) in self._at_tier.items():
-                if start < staging + nbytes and staging < start + size:
-                    self.found(f"{what} uses staging memory in which transfer {number} is still at its tier")
+                if start < host + nbytes and host < start + size:
+                    self.found(f"{what} uses host memory in which transfer {number} is still at its tier")
             if not isinstance(fence, _Fence):
                 self.found(f"{what} waits for {fence!r}, which is no fence of this device")
                 return fence
@@ -133,31 +133,31 @@ class CheckedDevice:
                     )
         return fence.point
 
-    def _check_staging(self, what: str, staging: int, nbytes: int) -> None:
+    def _check_host(self, what: str, host: int, nbytes: int) -> None:
         with self._lock:
             for copy in self._copies:
-                if copy.staging < staging + nbytes and staging < copy.staging + copy.nbytes:
-                    self.found(f"{what} uses staging memory at {staging} before {copy.what} has ended there")
+                if copy.host < host + nbytes and host < copy.host + copy.nbytes:
+                    self.found(f"{what} uses host memory at {host:#x} before {copy.what} has ended there")
 
-    def _note(self, copy: Copy, fence: object, staging: int, nbytes: int, what: str) -> Copy:
-        checked = _CheckedCopy(self, copy, fence, staging, nbytes, what)
+    def _note(self, copy: Copy, fence: object, host: int, nbytes: int, what: str) -> Copy:
+        checked = _CheckedCopy(self, copy, fence, host, nbytes, what)
         with self._lock:
             self._copies.append(checked)
         return checked
 
     def ended(self, copy: _CheckedCopy) -> None:
-        """A copy has ended: its staging memory may be used again."""
+        """A copy has ended: its host memory may be used again."""
         with self._lock:
             if copy in self._copies:
                 self._copies.remove(copy)
 
     # ---- the tier's end of staging memory ---------------------------------------------------------------------------
 
-    def tier_leg(self, transfer: int, staging: int, nbytes: int) -> None:
-        """A transfer begins between its tier and this part of the staging memory."""
-        self._check_staging(f"transfer {transfer}", staging, nbytes)
+    def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
+        """A transfer begins between its tier and the staging memory at this address."""
+        self._check_host(f"transfer {transfer}", host, nbytes)
         with self._lock:
-            self._at_tier[transfer] = (staging, nbytes)
+            self._at_tier[transfer] = (host, nbytes)
 
     def tier_leg_ended(self, transfer: int) -> None:
         """It has ended."""

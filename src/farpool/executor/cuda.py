@@ -1,22 +1,30 @@
-"""A CUDA device as the end of staged transfers: a stream for each direction, events instead of synchronisation."""
+"""A CUDA device as the end of transfers: a stream for each direction, events instead of synchronisation."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import sys
+import threading
+from bisect import bisect_right
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 
 from farpool import _native
-from farpool.errors import ConfigError
+from farpool.errors import ConfigError, UnsupportedError
 from farpool.sizes import format_size
 
-__all__ = ["CudaArena", "CudaDevice", "CudaStaging"]
+__all__ = ["CudaArena", "CudaDevice", "CudaHost", "CudaStaging"]
+
+_BOUNCE = 16 << 20
+"""Bytes of device memory that a move between overlapping ranges takes beside the arena."""
 
 
 class CudaArena:
-    """The fast tier in the memory of a GPU: one allocation of exactly the budget.
+    """The fast tier in the memory of the current GPU: one allocation of exactly the budget.
 
     Parameters
     ----------
@@ -31,17 +39,21 @@ class CudaArena:
 
     kind = "hbm"
     page_locked = 0
+    alignment = 512
+    """That of torch's own memory: cuBLAS chooses its kernels by alignment, and other kernels compute other bits."""
 
     def __init__(self, nbytes: int) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use device='cpu'")
-        free, _ = torch.cuda.mem_get_info()
-        if nbytes > free:
+        try:
+            with torch.inference_mode(False):
+                self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        except torch.cuda.OutOfMemoryError as error:
+            free, _ = torch.cuda.mem_get_info()
             raise ConfigError(
                 f"fast: {format_size(nbytes)} is more than the GPU's free memory ({format_size(free)}); "
                 "give a smaller budget"
-            )
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            ) from error
         self.nbytes = nbytes
         self.address = self.tensor.data_ptr()
 
@@ -70,29 +82,105 @@ class CudaArena:
             )
         self.nbytes = nbytes
 
-    def release(self) -> None:
-        """Give the memory back. Nobody may look at it any more."""
-        torch.cuda.synchronize()
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+    def release(self, streams: list[torch.cuda.Stream]) -> None:
+        """Give the memory back. It is used again when the work that these streams have by now has ended."""
+        for stream in streams:
+            self.tensor.record_stream(stream)
+        self.tensor.untyped_storage().resize_(0)  # views of it may live on, but hold nothing then
+
+
+class CudaHost:
+    """Memory of the host that is page-locked for a GPU.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._changing = threading.Lock()
+        self._ranges: tuple[tuple[int, torch.Tensor], ...] = ()
+        """By address. Replaced as a whole: it is read without the lock."""
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock a range that begins at a page. Must not be called from a thread that computes.
+
+        The runtime keeps the last error of each thread, and torch raises it after the thread's next kernel launch.
+
+        Raises
+        ------
+        OSError
+            The driver refuses.
+        """
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            status = runtime.cudaHostRegister(address, nbytes, 0)
+        if int(status) != 0:
+            raise OSError(f"CUDA error {int(status)}, {runtime.cudaGetErrorString(status)}")
+        _keep_from_children(address, nbytes)
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        with self._changing, torch.inference_mode(False):
+            added = (address, torch.frombuffer(memory, dtype=torch.uint8))
+            self._ranges = tuple(sorted((*self._ranges, added), key=lambda item: item[0]))
+
+    def unlock(self, address: int) -> None:
+        """Unlock what was locked at this address. No copy is under way there."""
+        with self._changing:
+            self._ranges = tuple(item for item in self._ranges if item[0] != address)
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # fails only where the driver has already been unloaded
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """Bytes that lie in one locked range."""
+        start, memory = self._ranges[bisect_right(self._ranges, address, key=lambda item: item[0]) - 1]
+        return memory[address - start : address - start + nbytes]
+
+
+def _keep_from_children(address: int, nbytes: int) -> None:
+    """Leave memory out of what a forked child gets.
+
+    Else the parent's next write to a page of it could go to a new page, on kernels before 5.12, while the GPU goes on
+    with the old one. The child's pool is closed, so nobody looks at the memory there.
+    """
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
 
 
 class CudaStaging:
-    """Page-locked host memory of exactly the bytes asked for; the driver's own allocator would round them up."""
+    """Page-locked host memory of exactly the bytes asked for; the driver's own allocator would round them up.
 
-    def __init__(self, nbytes: int) -> None:
+    Parameters
+    ----------
+    host : CudaHost
+        Locks it.
+    nbytes : int
+        Bytes.
+
+    Raises
+    ------
+    ConfigError
+        They cannot be page-locked.
+    """
+
+    def __init__(self, host: CudaHost, nbytes: int) -> None:
+        self._host = host
         self._memory = _native.Memory(nbytes)
         self._memory.touch(0, nbytes)
         self.address = self._memory.address
         self.nbytes = nbytes
-        self.tensor = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0)
-        if int(status) != 0:
-            raise ConfigError(f"{format_size(nbytes)} of host memory cannot be page-locked: CUDA error {int(status)}")
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(host.lock, self.address, nbytes).result()
+        except OSError as error:
+            raise ConfigError(
+                f"{format_size(nbytes)} of host memory cannot be page-locked for the GPU: {error}; "
+                "give a smaller budget, of which the blocks are smaller"
+            ) from error
 
     def release(self) -> None:
         """Unlock and give back. No copy may be under way."""
-        torch.cuda.cudart().cudaHostUnregister(self.address)
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._host.unlock(self.address)
         self._memory.release()
 
 
@@ -110,29 +198,51 @@ class CudaDevice:
     Parameters
     ----------
     arena : CudaArena
-    staging : CudaStaging
+        The arena.
+    host : CudaHost
+        The memory at the other end.
     """
 
-    def __init__(self, arena: CudaArena, staging: CudaStaging) -> None:
+    def __init__(self, arena: CudaArena, host: CudaHost) -> None:
         self._arena = arena
-        self._staging = staging
-        self._into = torch.cuda.Stream()
-        self._out = torch.cuda.Stream()
+        self._host = host
+        self._device = arena.tensor.device
+        self._into = torch.cuda.Stream(self._device)
+        self._out = torch.cuda.Stream(self._device)
         self._users: dict[int, torch.cuda.Stream] = {}
+        self._moved: torch.cuda.Event | None = None
+        """After the latest of our own work on a user's stream."""
+
+    @property
+    def streams(self) -> list[torch.cuda.Stream]:
+        """All streams with work on the arena."""
+        return [self._into, self._out, *self._users.values()]
 
     def note_use(self) -> None:
-        """The current stream has work queued that reads or writes the arena."""
-        stream = torch.cuda.current_stream()
-        self._users[stream.cuda_stream] = stream
+        """The current stream is about to have work that reads or writes the arena.
+
+        Raises
+        ------
+        UnsupportedError
+            That work would become part of a CUDA graph.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a CUDA graph is being captured: an operation on paged tensors cannot be part of it, because its "
+                "operands lie elsewhere when the graph is replayed; capture operations on plain tensors only"
+            )
+        self._current()
+
+    def _current(self) -> torch.cuda.Stream:
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in self._users:
+            self._users[stream.cuda_stream] = stream
+            if self._moved is not None:
+                stream.wait_event(self._moved)  # queued on the others when this one was not known yet
+        return stream
 
     def fence(self) -> list[torch.cuda.Event]:
-        self.note_use()
-        events = []
-        for stream in self._users.values():
-            event = torch.cuda.Event()
-            event.record(stream)
-            events.append(event)
-        return events
+        return [stream.record_event() for stream in self._users.values()]
 
     def passed(self, fence: object) -> bool:
         assert isinstance(fence, list)
@@ -140,8 +250,15 @@ class CudaDevice:
 
     def move(self, source: int, target: int, nbytes: int) -> None:
         with self._in_order():
-            bytes_of = self._arena.tensor
-            bytes_of[target : target + nbytes].copy_(bytes_of[source : source + nbytes].clone())
+            arena = self._arena.tensor
+            if abs(target - source) >= nbytes:
+                arena[target : target + nbytes].copy_(arena[source : source + nbytes])
+                return
+            starts = range(0, nbytes, _BOUNCE)
+            for start in starts if target < source else reversed(starts):
+                size = min(_BOUNCE, nbytes - start)
+                piece = arena[source + start : source + start + size].clone()
+                arena[target + start : target + start + size].copy_(piece)
 
     def fill(self, place: int, nbytes: int, pattern: bytes) -> None:
         """Fill a range with a pattern of two bytes, ordered with the program's work. Both bounds are even."""
@@ -152,30 +269,22 @@ class CudaDevice:
     @contextmanager
     def _in_order(self) -> Iterator[None]:
         """What is queued inside comes after all that the program has queued on any stream, and before what it will."""
-        current = torch.cuda.current_stream()
+        current = self._current()
         for event in self.fence():
             current.wait_event(event)
-        yield
-        queued = torch.cuda.Event()
-        queued.record(current)
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+        self._moved = current.record_event()
         for stream in self._users.values():
-            stream.wait_event(queued)
+            stream.wait_event(self._moved)
 
-    def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> _EventCopy:
+    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> _EventCopy:
         return self._copy(
-            self._into,
-            self._arena.tensor[place : place + nbytes],
-            self._staging.tensor[staging : staging + nbytes],
-            fence,
+            self._into, self._arena.tensor[place : place + nbytes], self._host.tensor(host, nbytes), fence
         )
 
-    def to_host(self, place: int, staging: int, nbytes: int, fence: object) -> _EventCopy:
-        return self._copy(
-            self._out,
-            self._staging.tensor[staging : staging + nbytes],
-            self._arena.tensor[place : place + nbytes],
-            fence,
-        )
+    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> _EventCopy:
+        return self._copy(self._out, self._host.tensor(host, nbytes), self._arena.tensor[place : place + nbytes], fence)
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, fence: object) -> _EventCopy:
         assert isinstance(fence, list)
@@ -183,6 +292,4 @@ class CudaDevice:
             for event in fence:
                 stream.wait_event(event)
             target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        return _EventCopy(done)
+            return _EventCopy(stream.record_event())

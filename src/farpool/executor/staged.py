@@ -1,76 +1,40 @@
-"""Transfers between tiers and a device that has its own memory: through page-locked host memory, in two legs.
+"""Transfers between tiers and a device that has its own memory.
 
-A fetch is read from its tier into the staging memory by a native thread, then copied to the device on a stream of
-its own; a write-back goes the other way. The legs of different transfers overlap. Only the leg that writes the arena
-waits for the transfers named in `Transfer.after`, so a tier is read while the range that the bytes are for is still
-being emptied. It waits until they have reached their tier: a write that fails there must find its bytes in the arena
-still.
+A tier whose memory is page-locked is the other end of the device's own copies: its transfers take one leg. All others
+take two, through staging memory that is page-locked: a native thread moves the bytes between tier and staging memory,
+the device copies between staging memory and arena. The legs of different transfers overlap.
 
-The device is behind a small protocol: the CUDA one is in `farpool.executor.cuda`, the tests bring one of host memory.
+Only the leg that writes the arena waits for the transfers named in `Transfer.after`, so a tier is read while the range
+that the bytes are for is still being emptied. It waits until they have reached their tier: a write that fails there
+must find its bytes in the arena still.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
 
 from farpool import _native
 from farpool.engine.messages import Kind, Move, Transfer
 from farpool.executor.base import Done, Executor
+from farpool.executor.copies import Copy, Device, WatchesStaging
+from farpool.executor.page_locks import PageLocks
 
-__all__ = ["Copy", "Device", "StagedExecutor", "WatchesStaging"]
+__all__ = ["StagedExecutor"]
 
 _IDLE = 0.05
 """Seconds after which the thread looks again even if nobody woke it."""
-_BUSY = 20e-6
+_AT_TIER = 0.2e-3
+"""Seconds between two looks while only tiers are at work: they wake the thread, new commands do not."""
+_COPYING = 50e-6
 """Seconds between two looks at copies under way: a device tells that a copy has ended only when it is asked."""
-
-
-class Copy(Protocol):
-    """A copy under way between staging memory and the device."""
-
-    def done(self) -> bool:
-        """Whether it has ended; raises if it failed."""
-        ...
-
-
-class Device(Protocol):
-    """Copies between the arena on a device and staging memory on the host; offsets and sizes are bytes."""
-
-    def note_use(self) -> None:
-        """The calling thread's work is on the arena from now on."""
-        ...
-
-    def fence(self) -> object:
-        """A point in the program's own work: copies that wait for it see its effects and do not disturb it."""
-        ...
-
-    def passed(self, fence: object) -> bool:
-        """Whether the program's work in front of a fence has ended. Only debug mode asks."""
-        ...
-
-    def move(self, source: int, target: int, nbytes: int) -> None:
-        """Move inside the arena, ordered with the program's work. The ranges may overlap."""
-        ...
-
-    def to_device(self, staging: int, place: int, nbytes: int, fence: object) -> Copy: ...
-
-    def to_host(self, place: int, staging: int, nbytes: int, fence: object) -> Copy: ...
-
-
-@runtime_checkable
-class WatchesStaging(Protocol):
-    """A device that wants to know when tiers are at work on the staging memory."""
-
-    def tier_leg(self, transfer: int, staging: int, nbytes: int) -> None:
-        """A transfer begins between its tier and this part of the staging memory."""
-        ...
-
-    def tier_leg_ended(self, transfer: int) -> None: ...
+_AHEAD = 32 << 20
+"""Bytes of copies under way in a direction from which on only those are started that somebody waits for. It keeps the
+link busy from one look to the next, and what is demanded does not wait behind more than that."""
 
 
 class _Leg(IntEnum):
@@ -78,6 +42,7 @@ class _Leg(IntEnum):
     TIER = 1
     READY = 2
     DEVICE = 3
+    COPIED = 4
 
 
 @dataclass(slots=True)
@@ -87,18 +52,25 @@ class _Job:
     urgent: bool
     nbytes: int
     leg: _Leg = _Leg.WAITING
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    """``(address in the host's memory, offset in the arena, bytes)`` of each copy, once it is known."""
     staging: int = -1
+    """Offset in the staging memory, -1 where the transfer does without."""
     start: float = 0.0
     copies: list[Copy] = field(default_factory=list)
     """Those that have not ended."""
     error: Exception | None = None
-    """Why one of its copies failed. The job ends when the others have: the staging memory is theirs until then."""
+    """Why one of its copies failed. The job ends when the others have: the host's memory is theirs until then."""
     dropped: bool = False
     """Cancelled while its bytes were on their way into the staging memory; ends when they have arrived."""
 
+    @property
+    def fetch(self) -> bool:
+        return self.transfer.kind == Kind.FETCH
+
 
 class StagedExecutor(Executor):
-    """Drives both legs from one thread of its own; the bytes themselves are moved without the interpreter lock.
+    """Drives all legs from one thread of its own; the bytes themselves are moved without the interpreter lock.
 
     Parameters
     ----------
@@ -108,16 +80,26 @@ class StagedExecutor(Executor):
         Staging memory: page-locked host memory, at least as large as the largest block.
     ports : list of Port
         The tiers' native ends, indexed as the engine indexes tiers; may grow.
+    locks : PageLocks, optional
+        Tiers' memory that is page-locked itself; unlocked at close. None: all transfers are staged.
     """
 
-    def __init__(self, device: Device, address: int, nbytes: int, ports: list[_native.Port]) -> None:
+    def __init__(
+        self, device: Device, address: int, nbytes: int, ports: list[_native.Port], locks: PageLocks | None = None
+    ) -> None:
         self._device = device
         self._watch = device if isinstance(device, WatchesStaging) else None
         self._address = address
         self._ports = ports
+        self._locks = locks
         self._space = _native.ExtentAllocator(nbytes, 64)
         self._queue = _native.Queue()
         self._jobs: dict[int, _Job] = {}
+        self._copying: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
+        """Jobs whose copies have been started, in that order, which is the one in which they end."""
+        self._copying_bytes = dict.fromkeys(Kind, 0)
+        self._changed = False
+        """Whether a job may go on that could not when all were looked at."""
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
@@ -137,9 +119,9 @@ class StagedExecutor(Executor):
                 if any(done.id in command.after and (done.error or done.cancelled) for done in self._done):
                     now = time.monotonic()
                     self._done.append(Done(command.id, None, True, now, now))
-                    self._lock.notify_all()
-                    continue
-                self._jobs[command.id] = _Job(command, fence, command.demand, nbytes)
+                else:
+                    self._jobs[command.id] = _Job(command, fence, command.demand, nbytes)
+                    self._changed = True
                 self._lock.notify_all()
 
     def expedite(self, transfers: Sequence[int]) -> None:
@@ -148,8 +130,9 @@ class StagedExecutor(Executor):
             while todo:
                 job = self._jobs.get(todo.pop())
                 if job is not None and not job.urgent:
-                    job.urgent = True
+                    job.urgent = self._changed = True
                     todo.extend(job.transfer.after)
+            self._lock.notify_all()
 
     def note_use(self) -> None:
         self._device.note_use()
@@ -168,25 +151,31 @@ class StagedExecutor(Executor):
             self._closing = True
             self._lock.notify_all()
         self._thread.join(timeout)
-        return self._queue.close(timeout) and not self._thread.is_alive()
+        if not self._queue.close(timeout) or self._thread.is_alive():
+            return False
+        return self._locks is None or self._locks.close(timeout)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if self._closing:
-                    return
-                if not self._jobs:
+                if not self._jobs and not self._closing:
                     self._lock.wait(_IDLE)
                     continue
-                progressed = self._step()
-                copying = any(job.leg == _Leg.DEVICE for job in self._jobs.values())
+                progressed = self._note_ends()
+                if not self._closing and (progressed or self._changed):
+                    progressed = self._changed = self._advance_all()
+                copying = any(self._copying.values())
+                if self._closing and not copying:
+                    return
+                if not self._jobs:
+                    continue
             if not progressed:
-                self._queue.wait(_BUSY if copying else _IDLE / 10)
+                self._queue.wait(_COPYING if copying else _AT_TIER)
 
-    def _step(self) -> bool:
-        """Take each job as far as it goes; True if any went on."""
+    def _note_ends(self) -> bool:
+        """Note which legs have ended; True if any has."""
         progressed = False
         for completion in self._queue.poll():
             job = self._jobs[completion.id]
@@ -195,12 +184,24 @@ class StagedExecutor(Executor):
                 self._watch.tier_leg_ended(completion.id)
             if job.dropped:
                 self._finish(job, None, cancelled=True)
-            elif completion.error is not None:
+            elif completion.error is not None or not job.fetch:
                 self._finish(job, completion.error)
-            elif job.transfer.kind == Kind.FETCH:
-                job.leg = _Leg.READY
             else:
-                self._finish(job, None)
+                job.leg = _Leg.READY
+        for kind, line in self._copying.items():
+            while line and self._copied(line[0]):
+                progressed = True
+                job = line.popleft()
+                self._copying_bytes[kind] -= job.nbytes
+                if job.fetch or job.error is not None or job.staging < 0:
+                    self._finish(job, job.error)
+                else:
+                    job.leg = _Leg.COPIED
+        return progressed
+
+    def _advance_all(self) -> bool:
+        """Take each job as far as it goes; True if any went on."""
+        progressed = False
         for job in sorted(self._jobs.values(), key=_rank):
             if job.transfer.id in self._jobs:
                 try:
@@ -211,47 +212,73 @@ class StagedExecutor(Executor):
         return progressed
 
     def _advance(self, job: _Job) -> bool:
-        fetch = job.transfer.kind == Kind.FETCH
         if job.leg == _Leg.WAITING:
-            if not job.nbytes:
-                if self._blocked(job):
-                    return False
-                self._finish(job, None)
-                return True
-            if any(self._jobs[n].leg == _Leg.WAITING for n in job.transfer.after if n in self._jobs):
-                return False  # what it comes after needs staging memory first, or neither would ever go on
-            job.staging = self._space.alloc(job.nbytes)
-            if job.staging < 0:
-                return False
-            job.start = time.monotonic()
-            if fetch:
-                job.leg = _Leg.TIER
-                self._submit(job, _native.Queue.READ)
-                return True
-            job.leg = _Leg.READY
-        if job.leg == _Leg.READY:
-            if self._blocked(job):
-                return False
+            return self._begin(job)
+        if job.leg == _Leg.READY and not self._blocked(job):
             self._start_copies(job)
-            job.leg = _Leg.DEVICE
             return True
-        if job.leg == _Leg.DEVICE:
-            if not self._copied(job):
-                return False
-            if fetch or job.error is not None:
-                self._finish(job, job.error)
-            else:
-                job.leg = _Leg.TIER
-                self._submit(job, _native.Queue.WRITE)
+        if job.leg == _Leg.COPIED:
+            self._submit(job, _native.Queue.WRITE)
             return True
         return False
 
+    def _begin(self, job: _Job) -> bool:
+        if not job.nbytes:
+            if self._blocked(job):
+                return False
+            self._finish(job, None)
+            return True
+        job.parts = job.parts or self._direct(job)
+        if job.parts:
+            if self._blocked(job) or not (job.urgent or self._copying_bytes[job.transfer.kind] < _AHEAD):
+                return False
+            job.start = time.monotonic()
+            self._start_copies(job)
+            return True
+        if any(self._jobs[n].leg == _Leg.WAITING for n in job.transfer.after if n in self._jobs):
+            return False  # what it comes after needs staging memory first, or neither would ever go on
+        job.staging = self._space.alloc(job.nbytes)
+        if job.staging < 0:
+            return False
+        job.start = time.monotonic()
+        job.parts = self._layout(job)
+        if job.fetch:
+            self._submit(job, _native.Queue.READ)
+            return True
+        job.leg = _Leg.READY
+        self._advance(job)
+        return True
+
+    def _direct(self, job: _Job) -> list[tuple[int, int, int]]:
+        """The copies of a transfer whose tier is page-locked memory; none where it is not."""
+        copies: list[tuple[int, int, int]] = []
+        for piece in job.transfer.pieces:
+            parts = self._locks.parts(piece.tier, piece.offset, piece.nbytes) if self._locks is not None else None
+            if parts is None:
+                return []
+            place = piece.place
+            for address, nbytes in parts:
+                copies.append((address, place, nbytes))
+                place += nbytes
+        return copies
+
+    def _layout(self, job: _Job) -> list[tuple[int, int, int]]:
+        """The copies of a transfer that has a place in the staging memory, one for each piece."""
+        copies = []
+        address = self._address + job.staging
+        for piece in job.transfer.pieces:
+            copies.append((address, piece.place, piece.nbytes))
+            address += -(-piece.nbytes // 64) * 64
+        return copies
+
     def _start_copies(self, job: _Job) -> None:
-        fetch = job.transfer.kind == Kind.FETCH
-        copy = self._device.to_device if fetch else self._device.to_host
+        job.leg = _Leg.DEVICE
+        self._copying[job.transfer.kind].append(job)
+        self._copying_bytes[job.transfer.kind] += job.nbytes
+        copy = self._device.to_device if job.fetch else self._device.to_host
         try:
-            for staging, place, nbytes in _layout(job):
-                ends = (staging, place) if fetch else (place, staging)
+            for address, place, nbytes in job.parts:
+                ends = (address, place) if job.fetch else (place, address)
                 job.copies.append(copy(*ends, nbytes, job.fence))
         except Exception as error:
             job.error = error
@@ -274,16 +301,14 @@ class StagedExecutor(Executor):
 
     def _submit(self, job: _Job, direction: int) -> None:
         pieces = job.transfer.pieces
+        job.leg = _Leg.TIER
         if self._watch is not None:
-            self._watch.tier_leg(job.transfer.id, job.staging, job.nbytes)
+            self._watch.tier_leg(job.transfer.id, self._address + job.staging, job.nbytes)
         self._queue.submit(
             job.transfer.id,
             self._ports[pieces[0].tier],
             direction,
-            [
-                (piece.offset, self._address + staging, nbytes)
-                for piece, (staging, _, nbytes) in zip(pieces, _layout(job), strict=True)
-            ],
+            [(piece.offset, address, nbytes) for piece, (address, _, nbytes) in zip(pieces, job.parts, strict=True)],
             (),
             int(job.urgent),
         )
@@ -295,7 +320,7 @@ class StagedExecutor(Executor):
             self._space.free(job.staging)
         self._done.append(Done(number, error, cancelled, job.start, time.monotonic()))
         self._lock.notify_all()
-        if error is None:
+        if error is None and not cancelled:
             return
         for other in [other for other in self._jobs.values() if number in other.transfer.after]:
             if other.leg == _Leg.TIER:
@@ -305,14 +330,4 @@ class StagedExecutor(Executor):
 
 
 def _rank(job: _Job) -> tuple[bool, bool, int]:
-    return not job.urgent, job.transfer.kind == Kind.WRITE_BACK, job.transfer.id
-
-
-def _layout(job: _Job) -> list[tuple[int, int, int]]:
-    """``(offset in the staging memory, offset in the arena, bytes)`` of each piece."""
-    layout = []
-    staging = job.staging
-    for piece in job.transfer.pieces:
-        layout.append((staging, piece.place, piece.nbytes))
-        staging += -(-piece.nbytes // 64) * 64
-    return layout
+    return not job.urgent, not job.fetch, job.transfer.id

@@ -88,10 +88,11 @@ def from_tensor(pool: BlockPool, tensor: torch.Tensor, *, cls: str = "weights", 
     if type(source) is not PagedTensor:
         if not is_strided(source):
             raise UnsupportedError(f"a pool holds strided tensors only, not {tensor.layout} on {tensor.device}")
-        if source.device.type != pool.device:
+        device = arena_views(pool).device
+        if source.device != device:
             raise UnsupportedError(
-                f"a tensor on {tensor.device} cannot enter a pool on {pool.device}: move it there first, with "
-                f"t.to({pool.device!r})"
+                f"a tensor on {tensor.device} cannot enter a pool on {device}: move it there first, with "
+                f"t.to({str(device)!r})"
             )
         if not streamable(source):
             source = source.clone()

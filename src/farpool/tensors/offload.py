@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["materialize_all", "offload", "restore"]
 
-_ALIGNMENT = 64
+_ALIGNMENT = 512
+"""What torch's own memory is aligned to, on any device."""
 
 
 @dataclass(slots=True)
@@ -73,10 +74,10 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
             f"{name} is {tensor.layout} on {tensor.device}{', quantized' if tensor.is_quantized else ''}: "
             "a pool takes strided tensors with memory only"
         )
-    if tensor.device.type != pool.device:
+    device = arena_views(pool).device
+    if tensor.device != device:
         raise UnsupportedError(
-            f"{name} is on {tensor.device}, the pool on {pool.device}: move the module first, with "
-            f"module.to({pool.device!r})"
+            f"{name} is on {tensor.device}, the pool on {device}: move the module first, with module.to({str(device)!r})"
         )
     if not tensor.is_leaf:
         raise UnsupportedError(f"{name} is the result of a computation with history: detach it first")

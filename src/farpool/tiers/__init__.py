@@ -1,6 +1,6 @@
 """Tiers: the kinds of memory that hold bytes, and the behaviours that wrap them."""
 
-from farpool.tiers.base import Extent, HasPort, HoldsMemory, Tier, TierInfo, Transfer
+from farpool.tiers.base import Extent, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Transfer
 from farpool.tiers.dram import Dram
 from farpool.tiers.faulty import Fault, Faulty
 from farpool.tiers.nvme import Nvme
@@ -19,6 +19,7 @@ __all__ = [
     "Faulty",
     "HasPort",
     "HoldsMemory",
+    "Mapped",
     "Nvme",
     "NvmeSpec",
     "SafetensorsFile",

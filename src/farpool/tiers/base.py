@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from farpool._native import Port
 
-__all__ = ["Extent", "HasPort", "HoldsMemory", "Tier", "TierInfo", "Transfer"]
+__all__ = ["Extent", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +191,22 @@ class HoldsMemory(Protocol):
     @property
     def touched(self) -> int:
         """Bytes that the operating system has to back for it."""
+        ...
+
+
+@runtime_checkable
+class Mapped(Protocol):
+    """A tier whose space is one range of this process's memory, where each extent's bytes lie as they are.
+
+    Whoever reads or writes there passes the tier by: a wrapper that checks, changes or delays bytes must not offer it.
+    """
+
+    def address(self, offset: int) -> int:
+        """Where in memory the byte at `offset` of the tier's space lies. Valid until the tier is closed.
+
+        Raises
+        ------
+        TierError
+            The tier is not open.
+        """
         ...

@@ -26,6 +26,8 @@ class HostArena:
 
     kind = "dram"
     page_locked = 0
+    alignment = 64
+    """That of torch's own memory: operands must be aligned alike, or other kernels compute other bits."""
 
     def __init__(self, nbytes: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -73,6 +73,13 @@ class Dram(PortTier):
         """Bytes of memory behind what was ever reserved; they are held until the tier is closed."""
         return self._touched
 
+    def address(self, offset: int) -> int:
+        """Where in memory the byte at `offset` lies, while the tier is open."""
+        with self._lifecycle:
+            self.port  # noqa: B018 - raises if the tier is closed
+            assert self._memory is not None
+            return self._memory.address + offset
+
     def free(self, extent: Extent) -> None:
         with self._lifecycle:
             self._space.free(extent)

@@ -1,0 +1,56 @@
+"""What a device with memory of its own has to do: copy between its arena and page-locked memory of the host.
+
+The CUDA one is in `farpool.executor.cuda`; the tests bring one of host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+__all__ = ["Copy", "Device", "WatchesStaging"]
+
+
+class Copy(Protocol):
+    """A copy under way between the host's memory and the device."""
+
+    def done(self) -> bool:
+        """Whether it has ended; raises if it failed."""
+        ...
+
+
+class Device(Protocol):
+    """Copies between the arena and the host. Places are offsets in the arena, hosts are addresses, sizes are bytes.
+
+    Copies of one direction end in the order in which they were started.
+    """
+
+    def note_use(self) -> None:
+        """The calling thread is about to have work of its own on the arena."""
+        ...
+
+    def fence(self) -> object:
+        """A point in the program's own work: copies that wait for it see its effects and do not disturb it."""
+        ...
+
+    def passed(self, fence: object) -> bool:
+        """Whether the program's work in front of a fence has ended. Only debug mode asks."""
+        ...
+
+    def move(self, source: int, target: int, nbytes: int) -> None:
+        """Move inside the arena, ordered with the program's work. The ranges may overlap."""
+        ...
+
+    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> Copy: ...
+
+    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> Copy: ...
+
+
+@runtime_checkable
+class WatchesStaging(Protocol):
+    """A device that wants to know when tiers are at work on the staging memory."""
+
+    def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
+        """A transfer begins between its tier and the staging memory at this address."""
+        ...
+
+    def tier_leg_ended(self, transfer: int) -> None: ...

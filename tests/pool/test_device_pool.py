@@ -1,0 +1,126 @@
+"""A pool over a device with memory of its own: host memory stands in for it, everything else is what a GPU has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farpool import Dram, Nvme, Pool, _native
+from farpool.config import PoolConfig
+from farpool.debug import HostMemory, Watch
+from farpool.device import FastTier
+from farpool.engine import Engine, Mode
+from farpool.executor.checked_device import CheckedDevice
+from farpool.executor.page_locks import PageLocks
+from farpool.executor.staged import StagedExecutor
+from farpool.ledger import Ledger
+from farpool.tiers import Tier
+from farpool.tiers.device import HostArena
+from farpool.use import Use
+from tests.engine.host_device import HostDevice
+
+STAGING, CHUNK = 1 << 14, 1 << 16
+FAST, BLOCK, BLOCKS = 1 << 16, 1 << 12, 48
+
+
+class Locker:
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def lock(self, address: int, nbytes: int) -> None:
+        self.locked[address] = nbytes
+
+    def unlock(self, address: int) -> None:
+        del self.locked[address]
+
+
+class Machine:
+    """What a pool opens instead of a GPU."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.locker = Locker()
+        self.ledger: Ledger | None = None
+
+    def open(self, config: PoolConfig, ports: list[_native.Port], tiers: list[Tier], ledger: Ledger) -> FastTier:
+        arena = HostArena(config.fast)
+        staging = _native.Memory(STAGING)
+        self.staging = range(staging.address, staging.address + STAGING)
+        self.inner = HostDevice(arena.address, self.seed)
+        self.device = CheckedDevice(self.inner)
+        self.ledger = ledger
+        locks = PageLocks(self.locker, tiers, ledger, CHUNK)
+        executor = StagedExecutor(self.device, staging.address, STAGING, ports, locks)
+
+        def release() -> None:
+            arena.release()
+            staging.release()
+
+        def watch(engine: Engine) -> Watch:
+            return Watch(engine, executor, HostMemory(arena), self.device)
+
+        return FastTier(arena, executor, release, watch, {"page_locked": STAGING})
+
+    def direct(self) -> int:
+        return sum(host not in self.staging for host, _, _ in self.inner.started)
+
+
+@pytest.fixture(params=range(2))
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    machine = Machine(request.param)
+    monkeypatch.setattr("farpool.pool.open_device", machine.open)
+    yield machine
+    assert not machine.device.findings
+    assert not machine.locker.locked
+    assert machine.ledger is not None
+    assert machine.ledger.total(owner="page locks").page_locked == 0
+
+
+def run_program(pool: Pool, seed: int, steps: int) -> None:
+    """Writes to blocks and looks at them, in a loop with some noise."""
+    source = random.Random(seed)
+    storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
+    contents: list[bytes | None] = [None] * BLOCKS
+    view = pool.arena.view()  # type: ignore[union-attr]
+    for step in range(steps):
+        index = step % BLOCKS if source.random() < 0.9 else source.randrange(BLOCKS)
+        known = contents[index]
+        mode = Mode.OVERWRITE if known is None or source.random() < 0.3 else Mode.READ
+        access = pool.acquire([Use(storages[index], 0, BLOCK, mode)])
+        place = access.offsets[0]
+        if mode is Mode.OVERWRITE:
+            contents[index] = source.randbytes(BLOCK)
+            view[place : place + BLOCK] = contents[index]
+        else:
+            assert bytes(view[place : place + BLOCK]) == known
+        pool.release(access)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_is_read_is_what_was_written_and_most_of_it_takes_one_leg(machine: Machine, debug: bool) -> None:
+    with Pool(FAST, [Dram("1MiB")], debug=debug, timeout=20) as pool:
+        run_program(pool, machine.seed, 400)
+        stats = pool.stats()
+        assert stats.evictions > 100
+        assert stats.tiers[0].page_locked > 0
+        assert stats.tiers[0].touched >= stats.tiers[0].page_locked
+        assert "page locks" in pool.explain()
+    assert machine.direct() > len(machine.inner.started) // 2
+
+
+def test_blocks_that_lie_in_a_file_below_go_through_staging_memory(machine: Machine, tmp_path: Path) -> None:
+    with Pool(FAST, [Dram(CHUNK), Nvme(tmp_path / "far.pool", "1MiB")], timeout=20) as pool:
+        run_program(pool, machine.seed, 300)
+        assert pool.stats().tiers[1].page_locked == 0
+    assert 0 < machine.direct() < len(machine.inner.started)
+
+
+def test_the_budget_can_be_lowered_and_raised_again(machine: Machine) -> None:
+    with Pool(FAST, [Dram("1MiB")], timeout=20) as pool:
+        for budget in (FAST, FAST // 2, FAST):
+            pool.resize(budget)
+            run_program(pool, machine.seed, 150)
+            assert pool.stats().fast.reserved <= budget
