@@ -68,7 +68,9 @@ class PoolConfig:
                 )
         if self.device not in _DEVICES:
             raise ConfigError(
-                f"device: {self.device!r} is not known; expected one of {', '.join(_DEVICES)}", setting="device"
+                f"device: {self.device!r} is not known; expected one of {', '.join(_DEVICES)} (which GPU: "
+                "torch.cuda.set_device, before the pool is made)",
+                setting="device",
             )
         if not self.timeout > 0:
             raise ConfigError(f"timeout: {self.timeout!r} seconds; expected more than 0", setting="timeout")

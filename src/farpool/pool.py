@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Self
 
 from farpool import _native, census
 from farpool.account import Account
-from farpool.calm import Calm
 from farpool.allocation import USED, Allocation
+from farpool.calm import Calm
 from farpool.config import PoolConfig
 from farpool.device import open_device
 from farpool.engine import Access as Grant
@@ -360,6 +360,7 @@ class BlockPool:
             self._calm.end()
             return None
         with self._mutex:
+            self._executor.note_use()
             if self._calm.open and (offsets := self._calm.enter(uses)) is not None:
                 return Access(None, offsets, op, passed=True)
         return None

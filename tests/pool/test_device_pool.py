@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farpool import Dram, Nvme, Pool, _native
+from farpool import ConfigError, Dram, Nvme, Pool, _native
 from farpool.config import PoolConfig
 from farpool.debug import HostMemory, Watch
 from farpool.device import FastTier
@@ -124,3 +124,21 @@ def test_the_budget_can_be_lowered_and_raised_again(machine: Machine) -> None:
             pool.resize(budget)
             run_program(pool, machine.seed, 150)
             assert pool.stats().fast.reserved <= budget
+
+
+def test_small_storages_are_aligned_as_the_device_aligns_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostArena, "alignment", 512)
+    with Pool(FAST, [Dram("1MiB")], timeout=20) as pool:
+        storages = [pool.allocate(nbytes) for nbytes in (40, 100, 64, 4000, 24, 513, 12)]
+        for storage in storages:
+            access = pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)])
+            assert access.offsets[0] % 512 == 0
+            pool.release(access)
+        del storages, storage
+
+
+def test_a_device_with_a_number_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(ConfigError, match=r"device: 'cuda:1' is not known; .*set_device"):
+        Pool("1MiB", device="cuda:1")

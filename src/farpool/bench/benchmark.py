@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self, cast
 
@@ -69,7 +70,7 @@ def title_of(benchmark: Benchmark) -> str:
 
 
 def check_device(device: str) -> None:
-    """Find out before a long run whether the device is there.
+    """Find out before a long run whether the device is there, and have it compute the same bits each time.
 
     Raises
     ------
@@ -83,3 +84,7 @@ def check_device(device: str) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device; use --device cpu")
+        # What is compared must be computed in one way: by default cuBLAS and the gradient of attention choose freely.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

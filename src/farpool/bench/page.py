@@ -147,7 +147,8 @@ def _origin(origin: Provenance) -> str:
     facts = {
         "command": origin.command,
         "date": origin.date,
-        "machine": f"{origin.processor}, {origin.cores} cores, {format_size(origin.memory_bytes)}",
+        "machine": f"{origin.processor}, {origin.cores} cores, {format_size(origin.memory_bytes)}"
+        + (f", {origin.gpu}" if origin.gpu else ""),
         "system": origin.system,
         "versions": ", ".join(f"{name} {number}" for name, number in origin.versions.items()),
     }

@@ -172,7 +172,7 @@ class Engine:
         busy = self._busy_until(now)
         if not self._line and not self._residency.stuck and (places := self._places_of(runs)) is not None:
             self._pin_at_once(runs, busy)
-            if not self._resizing and self._look_ahead.due():
+            if not self._resizing and self._look_ahead.due(freed=False):
                 self._look_ahead.advance()
             return Access(tuple(runs), places, True)
         needed = sum(self._residency.run_bytes(run) for run in runs)
@@ -296,7 +296,7 @@ class Engine:
                     insert(block, next_use[block])
         if self._line:
             self._serve()
-        elif not self._resizing and self._look_ahead.due():
+        elif not self._resizing and self._look_ahead.due(freed=True):
             self._look_ahead.advance()
 
     def abandon(self, access: Access) -> None:

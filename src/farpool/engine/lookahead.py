@@ -64,6 +64,8 @@ class LookAhead:
         """Bytes that may lie ready."""
         self._blocked = False
         """The cursor could not go on."""
+        self._in_vain: tuple[int, int, int, int] | None = None
+        """The position for which there was no room, and what the arena looked like then."""
 
     # ---- accesses -----------------------------------------------------------------------------------------------
 
@@ -115,12 +117,12 @@ class LookAhead:
 
     # ---- looking ahead ------------------------------------------------------------------------------------------
 
-    def due(self) -> bool:
-        """Whether `advance` may find something to do."""
+    def due(self, *, freed: bool) -> bool:
+        """Whether `advance` may find something to do, now that an access has been noted or (`freed`) has ended."""
         tape = self._tape
         return (
-            self._blocked
-            or tape.now - self._cursor >= _BATCH
+            (self._blocked and freed)
+            or (not self._blocked and tape.now - self._cursor >= _BATCH)
             or self._cursor <= tape.pointer
             or self._jumps != tape.jumps
             or self._residency.lost != NEVER
@@ -229,12 +231,17 @@ class LookAhead:
         nbytes = residency.run_bytes(run)
         if residency.ahead_bytes + nbytes > self._window or not residency.credit.covers(residency.ahead_bytes + nbytes):
             return False
+        situation = (position, residency.arena.version, residency.evictable.victim(), residency.ahead_bytes)
+        if situation == self._in_vain:
+            return False
         partly = len(states) > 1
         if self._birth_bytes and not self._clear(nbytes + self._birth_bytes, position):
+            self._in_vain = situation
             return False
         if residency.bring(run, _NOTHING, position):
             self._fetched.append((position, run))
             return True
+        self._in_vain = situation
         # What is there in part and cannot be filled in has to be gathered when it is wanted: leave it.
         return partly
 

@@ -26,6 +26,8 @@ class Provenance:
     memory_bytes: int
     system: str
     versions: dict[str, str]
+    gpu: str = ""
+    """The GPU that the process has used; empty where it has used none."""
 
 
 def provenance() -> Provenance:
@@ -44,7 +46,13 @@ def provenance() -> Provenance:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=platform.platform(),
         versions=versions,
+        gpu=_gpu(),
     )
+
+
+def _gpu() -> str:
+    torch = sys.modules.get("torch")  # it is not imported to find out that it was not used
+    return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else ""
 
 
 def _processor() -> str:

@@ -13,7 +13,7 @@ from farpool.tensors.survivors import look_for_survivors, note
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["ArenaViews", "arena_views"]
+__all__ = ["ArenaViews", "arena_views", "device_of"]
 
 
 class ArenaViews:
@@ -88,6 +88,12 @@ class ArenaViews:
             # An empty view has no address of its own, but could be resized into its neighbours.
             return tensor.device == self.device and self.start <= tensor.untyped_storage().data_ptr() < self.stop
         return self.start <= tensor.data_ptr() < self.stop
+
+
+def device_of(pool: BlockPool) -> torch.device:
+    """Where a pool's tensors are."""
+    arena: Any = pool.arena
+    return arena.tensor.device if pool.device == "cuda" else torch.device("cpu")
 
 
 _views: weakref.WeakKeyDictionary[BlockPool, ArenaViews] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.tensors.arena import arena_views
+from farpool.tensors.arena import arena_views, device_of
 from farpool.tensors.geometry import contiguous_strides, dense_strides, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense, fill_dense, streamable
@@ -88,7 +88,7 @@ def from_tensor(pool: BlockPool, tensor: torch.Tensor, *, cls: str = "weights", 
     if type(source) is not PagedTensor:
         if not is_strided(source):
             raise UnsupportedError(f"a pool holds strided tensors only, not {tensor.layout} on {tensor.device}")
-        device = arena_views(pool).device
+        device = device_of(pool)
         if source.device != device:
             raise UnsupportedError(
                 f"a tensor on {tensor.device} cannot enter a pool on {device}: move it there first, with "

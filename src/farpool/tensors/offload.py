@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from farpool.errors import PoolMixError, UnsupportedError
-from farpool.tensors.arena import arena_views
+from farpool.tensors.arena import arena_views, device_of
 from farpool.tensors.compilation import invalidate_guards
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
@@ -74,7 +74,7 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
             f"{name} is {tensor.layout} on {tensor.device}{', quantized' if tensor.is_quantized else ''}: "
             "a pool takes strided tensors with memory only"
         )
-    device = arena_views(pool).device
+    device = device_of(pool)
     if tensor.device != device:
         raise UnsupportedError(
             f"{name} is on {tensor.device}, the pool on {device}: move the module first, with module.to({str(device)!r})"
