@@ -77,7 +77,8 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
     device = device_of(pool)
     if tensor.device != device:
         raise UnsupportedError(
-            f"{name} is on {tensor.device}, the pool on {device}: move the module first, with module.to({str(device)!r})"
+            f"{name} is on {tensor.device}, the pool on {device}: move the module first, with "
+            f"module.to({str(device)!r})"
         )
     if not tensor.is_leaf:
         raise UnsupportedError(f"{name} is the result of a computation with history: detach it first")
