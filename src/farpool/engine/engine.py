@@ -42,6 +42,8 @@ class Access:
     granted: bool = False
     error: BaseException | None = None
     """Why it will not be granted. Nothing is pinned then."""
+    under_way: bool = False
+    """All that it waits for is being transferred."""
 
     @property
     def blocks(self) -> frozenset[int]:
@@ -320,8 +322,8 @@ class Engine:
                 blocked = True
                 continue
             self._line.remove(access)
-        if not blocked and not self._resizing:
-            self._look_ahead.advance()
+        if not self._resizing and all(access.under_way for access in self._line):
+            self._look_ahead.advance(frozenset().union(*(access.blocks for access in self._line)))
 
     def _ready(self, access: Access) -> bool:
         places = []
@@ -353,6 +355,7 @@ class Engine:
             rows = [run for run in access.runs if run.table >= 0]
             if len(rows) > 1:
                 residency.bring_rows(rows, access.blocks)
+            access.under_way = False
             for _ in range(_ATTEMPTS):
                 brought = [residency.bring(run, access.blocks) for run in access.runs]
                 if all(brought) or residency.moving:
@@ -360,6 +363,7 @@ class Engine:
         except NoRoomError as error:
             access.error = residency.unstick() or error
             return False
+        access.under_way = all(brought)
         if not all(brought) and not residency.moving and not residency.pinned():
             access.error = residency.unstick() or TooLargeError(sum(residency.run_bytes(run) for run in access.runs))
             return False

@@ -49,6 +49,7 @@ class LookAhead:
         self._fetch = fetch
         self._retention = Retention(residency.arena.capacity)
         self._strides = Strides()
+        self._keep = _NOTHING
         self._cursor = 0
         self._jumps = -1
         """The tape's count of jumps for which the keys were made."""
@@ -129,9 +130,10 @@ class LookAhead:
             or not tape.followed
         )
 
-    def advance(self) -> None:
-        """Do what can be done after an access."""
+    def advance(self, keep: frozenset[int] = _NOTHING) -> None:
+        """Do what can be done after an access. What somebody waits for (`keep`) is not evicted."""
         tape = self._tape
+        self._keep = keep
         if not tape.followed:
             if tape.pointer < 0:
                 self._give_up()
@@ -238,7 +240,7 @@ class LookAhead:
         if self._birth_bytes and not self._clear(nbytes + self._birth_bytes, position):
             self._in_vain = situation
             return False
-        if residency.bring(run, _NOTHING, position):
+        if residency.bring(run, self._keep, position):
             self._fetched.append((position, run))
             return True
         self._in_vain = situation
@@ -250,7 +252,9 @@ class LookAhead:
         residency = self._residency
         while residency.arena.free < nbytes:
             victim = residency.evictable.victim()
-            if victim < 0 or not residency.may_leave_for(position) or not residency.try_evict(victim):
+            if victim < 0 or victim in self._keep or not residency.may_leave_for(position):
+                return False
+            if not residency.try_evict(victim):
                 return False
         return True
 
@@ -269,6 +273,6 @@ class LookAhead:
             if not residency.credit.covers(residency.ahead_bytes + nbytes):
                 return
             # Its key is that of a block used just now: without a known future the least recent one leaves first.
-            if not residency.bring(run, _NOTHING, 2 * NEVER - self._tape.now):
+            if not residency.bring(run, self._keep, 2 * NEVER - self._tape.now):
                 return
             residency.credit.rent(nbytes / _STRIDE_RENT)
