@@ -100,8 +100,8 @@ def test_a_peer_that_is_not_installed_is_null_with_the_reason(monkeypatch: pytes
     assert (peer.seconds, peer.speedup, peer.efficiency) == (None, None, None)
     assert peer.remark is not None
     assert "accelerate" in peer.remark
-    streaming.table(streaming.Outcome("cpu", (case,)))
-    assert len(streaming.figures(streaming.Outcome("cpu", (case,)))) == 2
+    streaming.table(streaming.Outcome("cpu", 1, (case,)))
+    assert len(streaming.figures(streaming.Outcome("cpu", 1, (case,)))) == 2
 
 
 def test_outputs_that_differ_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from farpool import Dram, Throttled
 from farpool.stats import Stats
 
-__all__ = ["fetched", "link_rate", "lower_tier", "written"]
+__all__ = ["core_for_link", "fetched", "link_rate", "lower_tier", "written"]
+
+
+@contextmanager
+def core_for_link(device: str) -> Iterator[int]:
+    """On the CPU, compute with all cores but one; gives the number of threads.
+
+    A link between machines, or to a GPU, costs no computing. Its stand-in copies with a core of this machine; without one of
+    its own it would hold up each parallel operation for as long as it copies.
+    """
+    before = torch.get_num_threads()
+    threads = before if device == "cuda" else max(1, (os.cpu_count() or 1) - 1)
+    torch.set_num_threads(threads)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def lower_tier(nbytes: int, rate: float | None) -> Dram | Throttled:

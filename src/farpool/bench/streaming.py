@@ -117,6 +117,8 @@ class Outcome:
     """What came out, case by case."""
 
     device: str
+    threads: int
+    """With which everything computed: on the CPU the link has a core of its own."""
     cases: tuple[Case, ...]
 
 
@@ -131,6 +133,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
         Outputs differ from those of the resident model.
     """
     check_device(settings.device)
+    from farpool.bench.link import core_for_link
     from farpool.bench.streaming_cases import measure_case
 
     rates: tuple[float | None, ...] = (None,) if settings.device == "cuda" else settings.rates
@@ -143,8 +146,9 @@ def run(settings: Settings, progress: Progress) -> Outcome:
                 progress(name, done, total)
 
             told(0, settings.rounds)
-            cases.append(measure_case(settings, rate, ratio, told))
-    return Outcome(settings.device, tuple(cases))
+            with core_for_link(settings.device) as threads:
+                cases.append(measure_case(settings, rate, ratio, told))
+    return Outcome(settings.device, threads, tuple(cases))
 
 
 def table(outcome: Outcome) -> RenderableType:

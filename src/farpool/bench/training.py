@@ -50,7 +50,7 @@ class Settings:
 
     device: str = "cpu"
     rate: float = 0.5e9
-    ratios: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0)
+    ratios: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 8.0)
     rounds: int = 5
     layers: int = 8
     width: int = 384
@@ -132,6 +132,8 @@ class Outcome:
     """What came out, case by case."""
 
     device: str
+    threads: int
+    """With which everything computed: on the CPU the link has a core of its own."""
     rate: float
     layers: int
     width: int
@@ -149,6 +151,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
         A loss differs from that of the resident model.
     """
     check_device(settings.device)
+    from farpool.bench.link import core_for_link
     from farpool.bench.training_cases import fewest_of, link_of, measure_case, shape_of
 
     rate = link_of(settings)
@@ -162,8 +165,9 @@ def run(settings: Settings, progress: Progress) -> Outcome:
             progress(name, done, total)
 
         told(0, settings.rounds)
-        cases.append(measure_case(settings, rate, fewest, ratio, told))
-    return Outcome(settings.device, rate, *shape_of(settings), tuple(cases))
+        with core_for_link(settings.device) as threads:
+            cases.append(measure_case(settings, rate, fewest, ratio, told))
+    return Outcome(settings.device, threads, rate, *shape_of(settings), tuple(cases))
 
 
 def table(outcome: Outcome) -> RenderableType:
