@@ -19,8 +19,8 @@ __all__ = ["core_for_link", "fetched", "link_rate", "lower_tier", "written"]
 def core_for_link(device: str) -> Iterator[int]:
     """On the CPU, compute with all cores but one; gives the number of threads.
 
-    A link between machines, or to a GPU, costs no computing. Its stand-in copies with a core of this machine; without one of
-    its own it would hold up each parallel operation for as long as it copies.
+    A link between machines, or to a GPU, costs no computing. Its stand-in copies with a core of this machine;
+    without one of its own it would hold up each parallel operation for as long as it copies.
     """
     before = torch.get_num_threads()
     threads = before if device == "cuda" else max(1, (os.cpu_count() or 1) - 1)
