@@ -18,6 +18,8 @@ from farpool.bench.benchmark import NAMES, load, title_of
 from farpool.bench.growth import Outcome as Growth
 from farpool.bench.nvme import Outcome as NvmeOutcome
 from farpool.bench.overhead import Outcome as Overhead
+from farpool.bench.patterns import KINDS
+from farpool.bench.prefetch import Outcome as Prefetch
 from farpool.cli.bench import app
 from farpool.errors import ConfigError, FarpoolError
 from tests.bench.pages import check_page
@@ -74,6 +76,17 @@ def test_overhead_counts_arguments_and_keeps_bits(tmp_path: Path) -> None:
     page = check_page(report.read_text())
     assert page.counts["table"] == 2
     assert page.counts["figure"] == 2
+
+
+def test_prefetch_runs_every_kind_of_program_in_pairs(tmp_path: Path) -> None:
+    report = tmp_path / "prefetch.html"
+    outcome = result_of("prefetch", bench("prefetch", "--quick", "--json", "--report", str(report)))
+    assert isinstance(outcome, Prefetch)
+    assert [program.kind for program in outcome.programs] == list(KINDS)
+    for program in outcome.programs:
+        assert len(program.ahead) == len(program.on_demand) == 1
+        assert program.ratio == program.ahead[0] / program.on_demand[0]
+    check_page(report.read_text())
 
 
 def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:

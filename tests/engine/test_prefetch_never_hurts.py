@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from farpool.bench.patterns import KINDS, pattern
 from farpool.engine import Engine, Mode, Run
 from farpool.executor.virtual import Link, VirtualExecutor
 from tests.engine.harness import SimulatedSpace
-from tests.engine.programs import KINDS, pattern
 
 SEEDS = 200
 """Of each kind: a thousand programs in all."""

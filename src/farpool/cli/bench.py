@@ -72,6 +72,18 @@ def nvme(
 
 
 @app.command()
+def prefetch(
+    pairs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Programs of each kind; default: 15.")] = None,
+    device: Device = "cpu",
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """That prefetching does not hurt where it cannot help: five kinds of programs, against demand fetching."""
+    _perform("prefetch", {"pairs": pairs}, device, quick, json, report)
+
+
+@app.command()
 def overhead(
     rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 31.")] = None,
     device: Device = "cpu",

@@ -1,4 +1,4 @@
-"""Access patterns for the engine's tests, by seed."""
+"""Access patterns, by seed."""
 
 from __future__ import annotations
 
