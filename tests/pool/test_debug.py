@@ -11,7 +11,7 @@ from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, 
 from farpool.debug.memory import POISON
 from farpool.engine import Mode, Move, Transfer
 from farpool.storage import Storage
-from farpool.use import Use
+from farpool.use import Use, runs_of
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 _BLOCK = 4096
@@ -211,6 +211,27 @@ def test_threads_that_write_and_read_one_shared_block_are_left_alone(pool: Plant
     pool.release(reading)
     pool.release(writing)
     assert pool.touch(small[1]) == writing.offsets[0]
+
+
+def test_a_range_promised_while_the_end_of_its_write_back_was_not_noted_is_not_reported(pool: Planted) -> None:
+    kept = [pool.put() for _ in range(16)]
+    new = pool.allocate(_BLOCK, name="new")
+    place = pool.touch(kept[3])
+    runs, _ = runs_of([Use(new, 0, _BLOCK, OVERWRITE)])
+    with pool._lock:
+        pool.engine._residency.evict(kept[3].first)
+        pool._traffic.start()
+        assert pool._executor.wait(20)
+        grant = pool.engine.request(runs)
+        assert pool.engine.place_of(runs[0]) < 0
+        assert pool.engine.blocks.place[new.first] == place
+        pool._traffic.note_completions()  # as `release` does, with what the engine has decided not yet started
+        assert pool._watch is not None
+        pool._watch.raise_findings()
+        assert pool.peek(place, _BLOCK) == poison(_BLOCK)
+        pool.engine.abandon(grant)
+        pool._traffic.start()
+    assert pool.touch(new, WRITE) == place
 
 
 @pytest.mark.parametrize("seed", range(4))

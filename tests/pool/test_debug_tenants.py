@@ -105,6 +105,18 @@ def test_what_was_promised_a_range_whose_write_back_failed_leaves_it_to_its_owne
     assert made[1].filled
 
 
+@pytest.mark.parametrize(("started", "free"), [(False, [(0, 512)]), (True, [(500, 12)])])
+def test_what_a_write_back_left_is_free_until_the_next_owners_transfer_is_started(started: bool, free: Any) -> None:
+    made = tenants(engine := Engine(b1=0))
+    engine.put()
+    made.update([write_back(7, 1, 0)])
+    engine.put(b2=0)
+    if started:
+        made.update([Transfer(8, Kind.FETCH, 2, (Piece(0, 0, 0, 500),), (7,), True)])
+    assert made.written_back(write_back(7, 1, 0), failed=False) is not None
+    assert made.without_tenants(0, 512) == free
+
+
 @pytest.mark.parametrize(("taken", "expected"), [
     ([], [(10, 10)]), ([(0, 10), (20, 30)], [(10, 10)]), ([(0, 15)], [(15, 5)]),
     ([(12, 15), (13, 14)], [(10, 2), (15, 5)]), ([(0, 40)], []), ([(30, 40)], [(10, 10)]),

@@ -80,7 +80,11 @@ class _Program:
         self.now = 0.0
         self._free = {Kind.FETCH: 0.0, Kind.WRITE_BACK: 0.0}
         self._ends: dict[int, float] = {}
-        self._under_way: deque[tuple[float, float, int]] = deque()
+        self._under_way = {
+            Kind.FETCH: deque[tuple[float, float, int]](),
+            Kind.WRITE_BACK: deque[tuple[float, float, int]](),
+        }
+        """By direction, in order: end, beginning and number of each transfer."""
         for start in range(0, blocks, _CHUNK):
             self.engine.create([_BLOCK] * min(_CHUNK, blocks - start))
 
@@ -93,7 +97,7 @@ class _Program:
         while not access.granted:
             if access.error is not None:
                 raise access.error
-            self.now = min(end for end, _, _ in self._under_way)
+            self.now = min(transfers[0][0] for transfers in self._under_way.values() if transfers)
             self._complete()
             self.engine.proceed(self.now)
             self._start()
@@ -107,15 +111,15 @@ class _Program:
             begin = max([self.now, self._free[command.kind], *(self._ends.get(n, 0.0) for n in command.after)])
             end = begin + (_LINK if command.pieces else 0.0)
             self._free[command.kind] = self._ends[command.id] = end
-            self._under_way.append((end, begin, command.id))
+            self._under_way[command.kind].append((end, begin, command.id))
         self.engine.take_raised()
 
     def _complete(self) -> None:
-        if not any(end <= self.now for end, _, _ in self._under_way):
-            return
-        ended = sorted(transfer for transfer in self._under_way if transfer[0] <= self.now)
-        self._under_way = deque(transfer for transfer in self._under_way if transfer[0] > self.now)
-        for end, begin, number in ended:
+        ended = []
+        for transfers in self._under_way.values():
+            while transfers and transfers[0][0] <= self.now:
+                ended.append(transfers.popleft())
+        for end, begin, number in sorted(ended):
             del self._ends[number]
             self.engine.completed(number, begin, end)
 

@@ -185,11 +185,12 @@ class Tenants:
         tenant.filled = True
         return tenant
 
-    def without_owners(self, place: int, nbytes: int) -> list[tuple[int, int]]:
-        """Parts ``(place, bytes)`` of a range that no block owns by now, not even one whose bytes are yet to come."""
-        size = self._engine.blocks.size
-        owned = sorted((start, start + size[block]) for block, start in self._owners().items())
-        return gaps(owned, place, place + nbytes)
+    def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
+        """Parts ``(place, bytes)`` of a range that nobody has, not even a block whose transfer has only been started.
+
+        The engine may have given them to a block already; nothing comes there before its commands are started.
+        """
+        return gaps(self._taken(), place, place + nbytes)
 
     def about_to_be_taken(self) -> list[tuple[int, int]]:
         """Parts ``(place, bytes)`` that were free until now, and that the engine has just given to a block."""
@@ -211,8 +212,11 @@ class Tenants:
 
     def free(self) -> list[tuple[int, int]]:
         """Parts ``(place, bytes)`` of the arena that belong to no block and that no write-back reads."""
+        return gaps(self._taken(), 0, self._engine.arena.capacity)
+
+    def _taken(self) -> list[tuple[int, int]]:
         taken = [(tenant.place, tenant.place + tenant.nbytes) for tenant in self._here.values()]
-        return gaps(sorted(taken + self._read_by_write_backs()), 0, self._engine.arena.capacity)
+        return sorted(taken + self._read_by_write_backs())
 
 
 def gaps(taken: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:

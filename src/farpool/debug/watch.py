@@ -164,7 +164,7 @@ class Watch:
         if transfer.kind == Kind.WRITE_BACK:
             tenant = self._tenants.written_back(transfer, failed=failed)
             if tenant is not None:
-                for place, nbytes in self._tenants.without_owners(
+                for place, nbytes in self._tenants.without_tenants(
                     tenant.place, self._engine.arena.rounded(tenant.nbytes)
                 ):
                     self._memory.fill(place, nbytes)
