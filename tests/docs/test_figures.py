@@ -3,36 +3,98 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench/results"
 
 
-def figures() -> list[str]:
-    """The rows of the README's table, from the result of ``farpool demo --json``."""
-    result = json.loads((ROOT / "bench/results/demo.json").read_text())["result"]
-    seconds = result["paged"]["first_seconds"] + result["paged"]["rest_seconds"]
-    stalled = result["first"]["stall_seconds"] + result["rest"]["stall_seconds"]
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["result"]
+
+
+def demo() -> list[str]:
+    outcome = result("demo")
+    seconds = outcome["paged"]["first_seconds"] + outcome["paged"]["rest_seconds"]
+    stalled = outcome["first"]["stall_seconds"] + outcome["rest"]["stall_seconds"]
     megabyte = 1e6
     return [
-        f"| embeddings equal to the all-resident run, bit for bit | {'all' if result['equal'] else 'NOT'} "
-        f"{result['passages']} |",
-        f"| peak of the fast tier, of its budget | {result['peak_bytes'] / megabyte:.1f} of "
-        f"{result['budget_bytes'] / megabyte:.1f} MB |",
-        f"| throughput against all-resident, median over the batches | {result['relative_throughput']:.2f} |",
-        f"| prefetched blocks that were used | {result['rest']['prefetch_accuracy']:.1%} |",
+        f"| embeddings equal to the all-resident run, bit for bit | {'all' if outcome['equal'] else 'NOT'} "
+        f"{outcome['passages']} |",
+        f"| peak of the fast tier, of its budget | {outcome['peak_bytes'] / megabyte:.1f} of "
+        f"{outcome['budget_bytes'] / megabyte:.1f} MB |",
+        f"| throughput against all-resident, median over the batches | {outcome['relative_throughput']:.2f} |",
+        f"| prefetched blocks that were used | {outcome['rest']['prefetch_accuracy']:.1%} |",
         f"| waited for bytes, of the paged run's time | {stalled / seconds:.1%} |",
     ]
 
 
-def test_the_readme_quotes_its_result_file() -> None:
+def streaming() -> list[str]:
+    rows = []
+    for case in result("streaming")["cases"]:
+        demand, accelerate = case["peers"]
+        rows.append(
+            f"| {case['rate'] / 1e9:g} GB/s, {case['ratio']:.2f} | {case['efficiency']:.2f} | "
+            f"{demand['efficiency']:.2f} | {accelerate['efficiency']:.2f} | {accelerate['speedup']:.2f} |"
+        )
+    return rows
+
+
+def training() -> list[str]:
+    return [f"| {case['ratio']:.2f} | {case['efficiency']:.2f} |" for case in result("training")["cases"]]
+
+
+def overhead() -> list[str]:
+    outcome = result("overhead")
+    linear = outcome["operations"][0]
+    rows = [f"| `F.linear` 64 × 64, for each paged argument | {linear['seconds_per_argument'] * 1e6:.1f} µs |"]
+    return rows + [
+        f"| a transformer layer of {layers['layer_seconds'] * 1e3:.1f} ms | {layers['ratio']:.2f} of its time |"
+        for layers in outcome["layers"]
+    ]
+
+
+def nvme() -> list[str]:
+    of_fio: dict[tuple[int, int], dict[bool, float]] = {}
+    for row in result("nvme")["rows"]:
+        of_fio.setdefault((row["block"], row["depth"]), {})[row["write"]] = row["of_fio"]
+    return [
+        f"| {block >> 10} KiB × {depth} | {ratios[True]:.2f} | {ratios[False]:.2f} |"
+        for (block, depth), ratios in of_fio.items()
+    ]
+
+
+def growth() -> list[str]:
+    points = result("growth")["points"]
+    first, last = points[0], points[-1]
+    micro = [statistics.median(point["loop"]) * 1e6 for point in (first, last)]
+    return [
+        f"| engine time of an access, {first['blocks']:,} and {last['blocks']:,} blocks | "
+        f"{micro[0]:.0f} and {micro[1]:.0f} µs |",
+        f"| memory of a block, of {last['blocks']:,} | {last['nbytes'] / last['blocks']:.0f} bytes |",
+    ]
+
+
+def prefetch() -> list[str]:
+    ratios = [program["ratio"] for program in result("prefetch")["programs"]]
+    of_demand = f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
+    return [f"| prefetching against demand fetching, five kinds of programs | {of_demand} |"]
+
+
+@pytest.mark.parametrize("rows", [demo, streaming, training, overhead, nvme, growth, prefetch])
+def test_the_readme_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
     readme = (ROOT / "README.md").read_text()
-    for row in figures():
+    for row in rows():
         assert row in readme, row
 
 
 def test_result_files_say_where_they_come_from() -> None:
-    for path in (ROOT / "bench/results").glob("*.json"):
+    for path in RESULTS.glob("*.json"):
         provenance = json.loads(path.read_text())["provenance"]
         assert provenance["command"].startswith("farpool ")
         assert provenance["date"]
