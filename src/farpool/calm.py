@@ -41,7 +41,7 @@ class Calm:
     def observe(self) -> None:
         """An access that did not pass has been granted."""
         counters = self._engine.counters
-        if counters.evictions != self._evictions or self._engine.transfers:
+        if counters.evictions != self._evictions or not self._engine.still:
             self._evictions = counters.evictions
             self._accesses = 0
         else:
@@ -58,7 +58,7 @@ class Calm:
         engine = self._engine
         blocks = engine.blocks
         state, place, dirty = blocks.state, blocks.place, blocks.dirty
-        if engine.transfers:
+        if not engine.still:
             return None
         offsets = []
         for use in uses:

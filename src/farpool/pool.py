@@ -594,6 +594,7 @@ def _forked() -> None:
     """In the child of a fork the native threads are gone and locks may be held for ever: its pools are closed."""
     for pool in _POOLS:
         pool.closed = True
+        pool._calm.end()
         pool._mutex = threading.Lock()
         pool._lock = threading.Condition(pool._mutex)
 

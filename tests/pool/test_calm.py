@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 
 import pytest
 
-from farpool import Dram, Pool
-from farpool.engine import Mode
+from farpool import Dram, Pool, PoolClosedError
+from farpool.engine import Mode, Run, State
 from farpool.pool import Access
 from farpool.storage import Storage
 from farpool.use import Use
@@ -140,6 +141,36 @@ def test_a_smaller_budget_waits_for_those_that_have_passed() -> None:
         assert done.wait(SECONDS)
         thread.join(SECONDS)
         assert [read(pool, storage) for storage in storages] == [content(seed) for seed in range(16)]
+
+
+def test_nothing_passes_in_a_forked_child() -> None:
+    pool, storages = calm_pool(8)
+    with pool:
+        child = os.fork()
+        if child == 0:
+            try:
+                read(pool, storages[0])
+            except PoolClosedError:
+                os._exit(7)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        assert read(pool, storages[0]) == content(0)
+
+
+def test_a_block_that_was_placed_and_never_written_is_not_read_in_passing() -> None:
+    """An access that overwrites a block may be given up when its place is ready: the copy below is still the content."""
+    pool, storages = calm_pool(8)
+    with pool:
+        pool.resize(2 * BLOCK)
+        pool.resize(16 * BLOCK)
+        absent = next(s for s in storages if pool.engine.blocks.state[s.first] == State.ABSENT)
+        run, _ = Use(absent, 0, BLOCK, OVERWRITE).span()
+        given_up = pool.engine.request([run, Run(storages[-1].first, 1, READ)], 0.0)
+        pool.engine._residency.hollow.add(absent.first)
+        pool.engine.abandon(given_up)
+        pool._calm.open = True
+        assert read(pool, absent) == content(storages.index(absent))
 
 
 def test_subscribers_and_recordings_see_every_access() -> None:

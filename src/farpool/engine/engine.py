@@ -107,6 +107,11 @@ class Engine:
         """The transfers under way, by id."""
         return self._residency.transfers
 
+    @property
+    def still(self) -> bool:
+        """Whether no transfer is under way and each resident block holds its content."""
+        return not self._residency.transfers and not self._residency.hollow
+
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def add_source(self) -> int:
