@@ -8,10 +8,12 @@ import threading
 
 import pytest
 
-from farpool import Dram, Pool, PoolClosedError
-from farpool.engine import Mode, Run, State
+from farpool import Dram, Pool, PoolClosedError, TierError
+from farpool.engine import Mode, State
 from farpool.pool import Access
 from farpool.storage import Storage
+from farpool.tiers.base import Extent, Transfer
+from farpool.tiers.wrapper import WrapperTier
 from farpool.use import Use
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -158,19 +160,35 @@ def test_nothing_passes_in_a_forked_child() -> None:
         assert read(pool, storages[0]) == content(0)
 
 
+class FailingReads(WrapperTier):
+    """A tier whose reads fail when told to."""
+
+    fail = False
+
+    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
+        if self.fail:
+            raise TierError("told to fail")
+        return super().start_read(extent, into)
+
+
 def test_a_block_that_was_placed_and_never_written_is_not_read_in_passing() -> None:
-    """An access that overwrites a block may be given up when its place is ready: the copy below is still the content."""
-    pool, storages = calm_pool(8)
-    with pool:
+    """The access that would have overwritten it is refused when its place is ready: the copy below is the content."""
+    tier = FailingReads(Dram(64 * BLOCK))
+    with Pool(16 * BLOCK, [tier], timeout=SECONDS) as pool:
+        storages = [pool.allocate(BLOCK) for _ in range(8)]
+        for seed, storage in enumerate(storages):
+            write(pool, storage, content(seed))
         pool.resize(2 * BLOCK)
         pool.resize(16 * BLOCK)
-        absent = next(s for s in storages if pool.engine.blocks.state[s.first] == State.ABSENT)
-        run, _ = Use(absent, 0, BLOCK, OVERWRITE).span()
-        given_up = pool.engine.request([run, Run(storages[-1].first, 1, READ)], 0.0)
-        pool.engine._residency.hollow.add(absent.first)
-        pool.engine.abandon(given_up)
+        state = pool.engine.blocks.state
+        placed, failed = [s for s in storages if state[s.first] == State.ABSENT][:2]
+        tier.fail = True
+        with pytest.raises(TierError):
+            pool.acquire([Use(placed, 0, BLOCK, OVERWRITE), Use(failed, 0, BLOCK, READ)], "test")
+        tier.fail = False
+        assert state[placed.first] == State.RESIDENT
         pool._calm.open = True
-        assert read(pool, absent) == content(storages.index(absent))
+        assert read(pool, placed) == content(storages.index(placed))
 
 
 def test_subscribers_and_recordings_see_every_access() -> None:
