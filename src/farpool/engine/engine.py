@@ -24,6 +24,7 @@ from farpool.engine.tape import Tape
 __all__ = ["Access", "Engine", "TooLargeError"]
 
 
+_NONE: frozenset[int] = frozenset()
 _ATTEMPTS = 3
 """A scattered run that finds no room beside its parts has them leave first and comes back at the next attempt."""
 
@@ -44,11 +45,14 @@ class Access:
     """Why it will not be granted. Nothing is pinned then."""
     under_way: bool = False
     """All that it waits for is being transferred."""
+    _blocks: frozenset[int] | None = None
 
     @property
     def blocks(self) -> frozenset[int]:
-        """The blocks of all runs."""
-        return frozenset(block for run in self.runs for block in range(run.first, run.first + run.count))
+        """The blocks of all runs; made when first asked for, as accesses that are granted at once need none."""
+        if self._blocks is None:
+            self._blocks = frozenset(b for run in self.runs for b in range(run.first, run.first + run.count))
+        return self._blocks
 
 
 class Engine:
@@ -328,7 +332,8 @@ class Engine:
                 continue
             self._line.remove(access)
         if not self._resizing and all(access.under_way for access in self._line):
-            self._look_ahead.advance(frozenset().union(*(access.blocks for access in self._line)))
+            first, *others = (access.blocks for access in self._line) if self._line else (_NONE,)
+            self._look_ahead.advance(first.union(*others) if others else first)
 
     def _ready(self, access: Access) -> bool:
         places = []
