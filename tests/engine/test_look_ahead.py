@@ -108,6 +108,21 @@ def test_leaving_the_tape_is_counted_and_the_new_loop_is_known_after_one_turn() 
     assert tape.divergences == known
 
 
+def test_a_loop_is_foretold_with_a_smaller_budget_as_well() -> None:
+    world, blocks = make_world(64, 32)
+    for _ in range(4):
+        turn(world, blocks)
+    while not world.engine.resize(16 * BLOCK):
+        world.pump()
+        world.executor.wait(1.0)
+        world.pump()
+    for _ in range(6):
+        turn(world, blocks)
+    start = world.executor.now
+    assert turn(world, blocks) == 0
+    assert world.executor.now - start == pytest.approx(64 * COMPUTE, rel=0.01)
+
+
 def test_an_inserted_access_does_not_lose_the_tape() -> None:
     world, blocks = make_world(64, 16)
     extra = world.create([BLOCK])

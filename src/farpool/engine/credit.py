@@ -21,9 +21,12 @@ __all__ = ["Busy", "Credit", "Rate"]
 _EVIDENCE = 4
 """Of what could have been gained, this fraction is taken for gained."""
 _STAKE = 2
+"""The balance must cover what lies ready this many times."""
 _LOSS = 8
+"""What a block fetched in vain costs, in transfers of it. With less, programs that branch lose more than they gain."""
 _MOST_PATIENCE = 64
 _REMEMBERED = 4096
+"""Ends of busy times."""
 
 
 class Credit:
@@ -36,7 +39,7 @@ class Credit:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._balance = 0.0
         self._patience = 1
         self._usual = 0.0
@@ -59,8 +62,8 @@ class Credit:
         if not ahead or not self.active:
             return
         gain = min(1.0, computing + max(0.0, writing - self._usual))
-        self._balance = min(_STAKE * self._capacity, self._balance + gain * nbytes)
-        if self._balance >= self._capacity:
+        self._balance = min(_STAKE * self.capacity, self._balance + gain * nbytes)
+        if self._balance >= self.capacity:
             self.ample, self._patience = True, 1
         self._check()
 

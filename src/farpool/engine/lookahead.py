@@ -32,6 +32,9 @@ _STRIDE_RENT = 4
 _BATCH = 16
 """The end of the known future is looked at when so many accesses have been added to it."""
 _AGE = 256
+"""Accesses after which the largest one is taken to be a quarter smaller."""
+_WORTH = 8
+"""A window must promise this many times what one operation pins: so much room it takes at least."""
 
 
 class LookAhead:
@@ -113,7 +116,7 @@ class LookAhead:
             gain = max(0, tape.volume(tape.pointer, tape.now) - self._retention.room)
             if not residency.credit.ample:
                 gain = min(gain, int(tape.seconds(tape.pointer, tape.now) / rate))
-            if gain > 8 * self.largest:
+            if gain > _WORTH * self.largest:
                 self._window = min(residency.arena.capacity, gain // 2)
 
     # ---- looking ahead ------------------------------------------------------------------------------------------
@@ -159,6 +162,8 @@ class LookAhead:
 
     def resized(self) -> None:
         """The arena has other bytes now."""
+        self._residency.credit.capacity = self._residency.arena.capacity
+        self._set_largest(self.largest)
         self._restart()
 
     def retreat(self) -> None:
