@@ -365,11 +365,20 @@ class BlockPool:
                 return Access(None, offsets, op, passed=True)
         return None
 
-    def _wait_until_alone(self) -> None:
-        """Before the arena changes: accesses that have passed rely on it."""
-        while self._calm.inside and not self.closed:
-            self._calm.end()
-            self._lock.wait(_SLICE)
+    def _alone(self) -> bool:
+        """Wait, before the arena changes, for accesses that have passed and rely on it; False if they do not end."""
+        if not self._calm.inside:
+            return True
+        self._calm.end()
+        return self._lock.wait_for(lambda: not self._calm.inside or self.closed, self.config.timeout)
+
+    def _require_alone(self, op: str) -> None:
+        if not self._alone():
+            raise TierTimeoutError(
+                f"{op or 'access'}: waited {self.config.timeout:g} s for {self._calm.inside} operations of other "
+                "threads, which still use the fast tier (Pool(timeout=...) sets the limit)"
+            )
+        self._check_open()
 
     def _acquire(self, uses: Sequence[Use], op: str, *, rows: bool) -> Access:
         with self._lock:
@@ -378,7 +387,7 @@ class BlockPool:
             if not runs:
                 return Access(None, (0,) * len(uses), op)
             if self._calm.inside:
-                self._wait_until_alone()
+                self._require_alone(op)
             self._executor.note_use()
             if self.dropped or self.allocation.retired:
                 self._collect_dropped()
@@ -424,8 +433,7 @@ class BlockPool:
         if access.note is not None:
             access.note.released = time.perf_counter_ns()
         with self._lock:
-            if self._calm.inside:
-                self._wait_until_alone()
+            alone = self._alone()
             self._granted -= 1
             if self.closed:
                 self._lock.notify_all()
@@ -444,7 +452,7 @@ class BlockPool:
                 )
             if self._watch is not None:
                 self._watch.released(access.grant)
-            self.engine.release(access.grant)
+            self.engine.release(access.grant, go_on=alone)
             if self.engine.transfers:
                 self._traffic.note_completions()
             self._traffic.start()
@@ -482,8 +490,7 @@ class BlockPool:
         with self._lock:
             self._check_open()
             self._calm.end()
-            self._wait_until_alone()
-            self._check_open()
+            self._require_alone("resize")
             self._collect_dropped()
             self._traffic.note_completions()
             before = self.fast

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from farpool import Dram, Pool, PoolClosedError, TierError
+from farpool import Dram, Pool, PoolClosedError, TierError, TierTimeoutError
 from farpool.engine import Mode, State
 from farpool.pool import Access
 from farpool.storage import Storage
@@ -44,9 +44,9 @@ def read(pool: Pool, storage: Storage) -> bytes:
     return data
 
 
-def calm_pool(storages: int) -> tuple[Pool, list[Storage]]:
+def calm_pool(storages: int, timeout: float = SECONDS) -> tuple[Pool, list[Storage]]:
     """A pool of 16 blocks with this many, in which accesses pass."""
-    pool = Pool(16 * BLOCK, [Dram(64 * BLOCK)], timeout=SECONDS)
+    pool = Pool(16 * BLOCK, [Dram(64 * BLOCK)], timeout=timeout)
     made = [pool.allocate(BLOCK) for _ in range(storages)]
     for seed, storage in enumerate(made):
         write(pool, storage, content(seed))
@@ -189,6 +189,29 @@ def test_a_block_that_was_placed_and_never_written_is_not_read_in_passing() -> N
         assert state[placed.first] == State.RESIDENT
         pool._calm.open = True
         assert read(pool, placed) == content(storages.index(placed))
+
+
+def test_waiting_for_those_that_have_passed_has_an_end() -> None:
+    pool, storages = calm_pool(16, timeout=0.3)
+    with pool:
+        pool._calm.end()
+        pinned = access(pool, storages[1], READ)
+        assert not pinned.passed
+        pool._calm.open = True
+        inside = access(pool, storages[5], READ)
+        assert inside.passed
+        extra = pool.allocate(BLOCK)
+        with pytest.raises(TierTimeoutError, match="1 operations of other threads"):
+            write(pool, extra, content(1000))
+        with pytest.raises(TierTimeoutError):
+            pool.resize(8 * BLOCK)
+        pool.release(pinned)  # unpins, and leaves everything where it is
+        offset = inside.offsets[0]
+        assert bytes(pool.arena.view()[offset : offset + BLOCK]) == content(5)
+        pool.release(inside)
+        write(pool, extra, content(1000))
+        assert read(pool, extra) == content(1000)
+        assert [read(pool, storage) for storage in storages] == [content(seed) for seed in range(16)]
 
 
 def test_subscribers_and_recordings_see_every_access() -> None:

@@ -180,15 +180,16 @@ class Engine:
         TooLargeError
             They do not fit into the arena together; nothing was changed.
         """
+        places = None if self._line or self._residency.stuck else self._places_of(runs)
+        needed = 0 if places is not None else sum(self._residency.run_bytes(run) for run in runs)
+        if needed > self.arena.capacity:
+            raise TooLargeError(needed)
         busy = self._busy_until(now)
-        if not self._line and not self._residency.stuck and (places := self._places_of(runs)) is not None:
+        if places is not None:
             self._pin_at_once(runs, busy)
             if not self._resizing and self._look_ahead.due(freed=False):
                 self._look_ahead.advance()
             return Access(tuple(runs), places, True)
-        needed = sum(self._residency.run_bytes(run) for run in runs)
-        if needed > self.arena.capacity:
-            raise TooLargeError(needed)
         access = Access(tuple(runs))
         for index, run in enumerate(runs):
             self._note(run, busy, first=index == 0)
@@ -251,7 +252,7 @@ class Engine:
                 if not pins[block]:
                     evictable.remove(block)
                 pins[block] += 1
-                # A dirty block has neither a source nor a copy that it could differ from.
+                # A dirty block has no source any more and is not hollow: there is nothing to change.
                 if not dirty[block] and (run.mode != Mode.READ or not residency.has_copy(block)):
                     residency.soil(block)
         counters = residency.counters
@@ -290,8 +291,14 @@ class Engine:
             residency.set_next_use(block, key)
             residency.used(block)
 
-    def release(self, access: Access) -> None:
-        """The op is done with its operands."""
+    def release(self, access: Access, *, go_on: bool = True) -> None:
+        """The op is done with its operands.
+
+        Parameters
+        ----------
+        go_on : bool
+            Whether to serve others and look ahead, too. Without, nothing changes its place.
+        """
         access.granted = False
         residency = self._residency
         pins, next_use, stuck, insert = (
@@ -305,6 +312,8 @@ class Engine:
                 pins[block] -= 1
                 if not pins[block] and block not in stuck:
                     insert(block, next_use[block])
+        if not go_on:
+            return
         if self._line:
             self._serve()
         elif not self._resizing and self._look_ahead.due(freed=True):
