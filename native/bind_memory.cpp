@@ -7,28 +7,13 @@
 
 #include "bindings.hpp"
 #include "crc32c.hpp"
+#include "crc32c_folding.hpp"
 #include "memory.hpp"
 
+using farpool::Folding;
 using farpool::Memory;
 
 namespace {
-
-class BufferView {
-public:
-    BufferView(nb::handle object, int flags) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
-            throw nb::python_error();
-        }
-    }
-    ~BufferView() { PyBuffer_Release(&view_); }
-    BufferView(const BufferView&) = delete;
-    BufferView& operator=(const BufferView&) = delete;
-    const Py_buffer& operator*() const { return view_; }
-    const Py_buffer* operator->() const { return &view_; }
-
-private:
-    Py_buffer view_{};
-};
 
 int get_memory_buffer(PyObject* self, Py_buffer* view, int flags) {
     const Memory* memory = nb::inst_ptr<Memory>(self);
@@ -97,6 +82,36 @@ void bind_memory(nb::module_& m) {
             return farpool::crc32c_portable(view->buf, static_cast<std::size_t>(view->len), value);
         },
         nb::arg("data"), nb::arg("value") = 0);
+    nb::class_<Folding>(m, "Crc32cFolding").def_prop_ro("name", [](const Folding& self) { return std::string(self.name); });
+    m.def("crc32c_foldings", [] {
+        nb::list found;
+        for (const Folding& folding : farpool::foldings()) {
+            found.append(nb::cast(&folding, nb::rv_policy::reference));
+        }
+        return found;
+    });
+    m.def(
+        "crc32c_by",
+        [](const Folding* folding, nb::handle data, std::uint32_t value) {
+            const BufferView view(data, PyBUF_C_CONTIGUOUS);
+            return farpool::crc32c_by(folding, view->buf, static_cast<std::size_t>(view->len), value);
+        },
+        nb::arg("folding").none(), nb::arg("data"), nb::arg("value") = 0);
+    m.def(
+        "copy_crc32c_by",
+        [](const Folding* folding, nb::handle destination, nb::handle source, std::uint32_t value) {
+            const BufferView to(destination, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
+            const BufferView from(source, PyBUF_C_CONTIGUOUS);
+            if (to->len != from->len) {
+                farpool::fail_value("copy_crc32c_by: destination and source must be of one size, got " +
+                                    std::to_string(to->len) + " and " + std::to_string(from->len) + " bytes");
+            }
+            const auto nbytes = static_cast<std::size_t>(to->len);
+            without_lock_if(nbytes >= large_bytes,
+                            [&] { value = farpool::copy_crc32c_by(folding, to->buf, from->buf, nbytes, value); });
+            return value;
+        },
+        nb::arg("folding").none(), nb::arg("destination"), nb::arg("source"), nb::arg("value") = 0);
     m.def(
         "buffer_address",
         [](nb::handle data, bool writable) {

@@ -16,6 +16,26 @@ void bind_memory(nb::module_& m);
 void bind_allocator(nb::module_& m);
 void bind_ports(nb::module_& m);
 void bind_queue(nb::module_& m);
+void bind_node(nb::module_& m);
+void bind_wire(nb::module_& m);
+
+// The bytes of an object that has the buffer protocol, for as long as this lives.
+class BufferView {
+public:
+    BufferView(nb::handle object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+            throw nb::python_error();
+        }
+    }
+    ~BufferView() { PyBuffer_Release(&view_); }
+    BufferView(const BufferView&) = delete;
+    BufferView& operator=(const BufferView&) = delete;
+    const Py_buffer& operator*() const { return view_; }
+    const Py_buffer* operator->() const { return &view_; }
+
+private:
+    Py_buffer view_{};
+};
 
 // Runs `call` without the interpreter lock if the work is long enough to be worth it.
 template <typename Call>

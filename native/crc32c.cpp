@@ -1,10 +1,13 @@
 // The crc32 instruction takes three cycles but one can start each cycle, so three streams run side by side. Their results
 // are joined by advancing a register over a known number of zero bytes, which is linear over GF(2) and so a table lookup
-// a byte.
+// a byte. Where the processor can fold (crc32c_folding.cpp), only what is short or left over comes here.
 #include "crc32c.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+
+#include "crc32c_folding.hpp"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -24,8 +27,6 @@ namespace farpool {
 
 namespace {
 
-constexpr std::uint32_t polynomial = 0x82f63b78u;  // reflected
-
 using Table = std::array<std::uint32_t, 256>;
 
 constexpr std::array<Table, 8> make_byte_tables() {
@@ -33,7 +34,7 @@ constexpr std::array<Table, 8> make_byte_tables() {
     for (std::uint32_t value = 0; value < 256; ++value) {
         std::uint32_t crc = value;
         for (int bit = 0; bit < 8; ++bit) {
-            crc = (crc & 1u) != 0 ? (crc >> 1) ^ polynomial : crc >> 1;
+            crc = (crc & 1u) != 0 ? (crc >> 1) ^ crc32c_polynomial : crc >> 1;
         }
         tables[0][value] = crc;
     }
@@ -150,20 +151,65 @@ FARPOOL_CRC_TARGET std::uint32_t advance_hardware(std::uint32_t crc, const unsig
 
 #endif
 
+// Small enough to be in the cache still when it is summed.
+constexpr std::size_t copy_chunk = 16384;
+
+const Folding* fastest_folding() noexcept {
+    static const Folding* const folding = foldings().empty() ? nullptr : &foldings().front();
+    return folding;
+}
+
+std::size_t foldable_bytes(const Folding* folding, std::size_t nbytes) noexcept {
+    return folding != nullptr && nbytes >= folding_least ? nbytes / folding_step * folding_step : 0;
+}
+
 }  // namespace
 
 std::uint32_t crc32c_portable(const void* data, std::size_t nbytes, std::uint32_t value) noexcept {
     return ~advance_portable(~value, static_cast<const unsigned char*>(data), nbytes);
 }
 
-std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t value) noexcept {
+std::uint32_t crc32c_by(const Folding* folding, const void* data, std::size_t nbytes, std::uint32_t value) noexcept {
+    const auto* bytes = static_cast<const unsigned char*>(data);
+    if (const std::size_t foldable = foldable_bytes(folding, nbytes); foldable > 0) {
+        value = ~folding->fold(~value, bytes, foldable);
+        bytes += foldable;
+        nbytes -= foldable;
+    }
 #if defined(FARPOOL_CRC_TARGET)
     static const bool hardware = has_instruction();
     if (hardware) {
-        return ~advance_hardware(~value, static_cast<const unsigned char*>(data), nbytes);
+        return ~advance_hardware(~value, bytes, nbytes);
     }
 #endif
-    return crc32c_portable(data, nbytes, value);
+    return crc32c_portable(bytes, nbytes, value);
+}
+
+std::uint32_t copy_crc32c_by(const Folding* folding, void* to, const void* from, std::size_t nbytes,
+                             std::uint32_t value) noexcept {
+    auto* target = static_cast<unsigned char*>(to);
+    const auto* source = static_cast<const unsigned char*>(from);
+    std::size_t done = foldable_bytes(folding, nbytes);
+    if (done > 0) {
+        value = ~folding->fold_copy(~value, target, source, done);
+    }
+    while (done < nbytes) {
+        const std::size_t chunk = std::min(nbytes - done, copy_chunk);
+        std::memcpy(target + done, source + done, chunk);
+        // Keeps the compiler from summing what `from` has instead of what `to` has.
+        asm volatile("" : : "r"(target) : "memory");
+        value = crc32c_by(folding, target + done, chunk, value);
+        done += chunk;
+    }
+    return value;
+}
+
+std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t value) noexcept {
+    return crc32c_by(fastest_folding(), data, nbytes, value);
+}
+
+std::uint32_t copy_crc32c(void* to, const void* from, std::size_t nbytes, std::uint32_t value) noexcept {
+    return copy_crc32c_by(fastest_folding(), to, from, nbytes, value);
 }
 
 }  // namespace farpool

@@ -13,7 +13,23 @@ const char* class_name(ErrorKind kind) {
     switch (kind) {
         case ErrorKind::checksum: return "ChecksumError";
         case ErrorKind::closed: return "PoolClosedError";
+        case ErrorKind::node: return "NodeError";
+        case ErrorKind::node_timeout: return "NodeTimeoutError";
+        case ErrorKind::protocol: return "ProtocolError";
+        case ErrorKind::denied: return "AccessDeniedError";
+        case ErrorKind::lease_lost: return "LeaseLostError";
         default: return "TierError";
+    }
+}
+
+bool is_of_node(ErrorKind kind) {
+    switch (kind) {
+        case ErrorKind::node:
+        case ErrorKind::node_timeout:
+        case ErrorKind::protocol:
+        case ErrorKind::denied:
+        case ErrorKind::lease_lost: return true;
+        default: return false;
     }
 }
 
@@ -39,7 +55,7 @@ PyObject* PortError::to_python() const {
     if (kind == ErrorKind::closed) {
         return type(message).release().ptr();
     }
-    nb::object made = type(message, nb::arg("tier") = tier);
+    nb::object made = is_of_node(kind) ? type(message, nb::arg("node") = tier) : type(message, nb::arg("tier") = tier);
     if (code != 0) {
         made.attr("errno") = code;
     }
@@ -60,6 +76,10 @@ void fail_tier(const std::string& tier, const std::string& message, int code) {
 
 void fail_checksum(const std::string& tier, const std::string& message) {
     throw PortFailure({ErrorKind::checksum, tier + ": " + message, tier, 0, {}});
+}
+
+void fail_node(ErrorKind kind, const std::string& node, const std::string& message, int code) {
+    throw PortFailure({kind, node + ": " + message, node, code, {}});
 }
 
 PortError take_python_error() {

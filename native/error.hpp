@@ -15,6 +15,11 @@ enum class ErrorKind {
     checksum,      // farpool.errors.ChecksumError
     closed,        // farpool.errors.PoolClosedError
     value,         // ValueError
+    node,          // farpool.errors.NodeError; `tier` is the node
+    node_timeout,  // farpool.errors.NodeTimeoutError
+    protocol,      // farpool.errors.ProtocolError
+    denied,        // farpool.errors.AccessDeniedError
+    lease_lost,    // farpool.errors.LeaseLostError
     python,        // an exception object that a tier written in Python raised
 };
 
@@ -43,6 +48,7 @@ private:
 [[noreturn]] void fail_closed(std::string message);
 [[noreturn]] void fail_tier(const std::string& tier, const std::string& message, int code = 0);
 [[noreturn]] void fail_checksum(const std::string& tier, const std::string& message);
+[[noreturn]] void fail_node(ErrorKind kind, const std::string& node, const std::string& message, int code = 0);
 
 // Takes the pending Python exception. Needs the interpreter lock; the result may be dropped without it.
 PortError take_python_error();

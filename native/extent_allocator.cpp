@@ -6,14 +6,14 @@
 
 namespace farpool {
 
-ExtentAllocator::ExtentAllocator(std::int64_t capacity, std::int64_t alignment) : capacity_(capacity), alignment_(alignment) {
+ExtentAllocator::ExtentAllocator(std::int64_t capacity, std::int64_t alignment)
+    : capacity_(capacity), alignment_(alignment), space_(capacity) {
     if (capacity < 0) {
         fail_value("ExtentAllocator: capacity must be 0 or more, got " + std::to_string(capacity));
     }
     if (alignment < 1) {
         fail_value("ExtentAllocator: alignment must be 1 or more, got " + std::to_string(alignment));
     }
-    add_hole(0, capacity);
 }
 
 std::int64_t ExtentAllocator::rounded(std::int64_t nbytes) const {
@@ -28,51 +28,22 @@ std::int64_t ExtentAllocator::rounded(std::int64_t nbytes) const {
     return padding > capacity_ - nbytes ? -1 : nbytes + padding;
 }
 
-void ExtentAllocator::add_hole(std::int64_t begin, std::int64_t end) {
-    if (begin < end) {
-        holes_.insert({begin, end - begin});
-        by_size_.emplace(end - begin, begin);
+std::int64_t ExtentAllocator::note(std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
+    if (offset >= 0) {
+        taken_.emplace(offset, Taken{nbytes, tag});
+        used_ += nbytes;
     }
-}
-
-void ExtentAllocator::drop_hole(Hole hole) {
-    holes_.erase(hole.offset);
-    by_size_.erase({hole.nbytes, hole.offset});
-}
-
-void ExtentAllocator::take(Hole hole, std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
-    drop_hole(hole);
-    add_hole(hole.offset, offset);
-    add_hole(offset + nbytes, hole.offset + hole.nbytes);
-    taken_.emplace(offset, Taken{nbytes, tag});
-    used_ += nbytes;
+    return offset;
 }
 
 std::int64_t ExtentAllocator::alloc(std::int64_t nbytes, std::int64_t tag) {
     const std::int64_t size = rounded(nbytes);
-    if (size < 0) {
-        return -1;
-    }
-    const auto found = by_size_.lower_bound({size, 0});
-    if (found == by_size_.end()) {
-        return -1;
-    }
-    const Hole hole{found->second, found->first};
-    take(hole, hole.offset, size, tag);
-    return hole.offset;
+    return size < 0 ? -1 : note(space_.alloc(size), size, tag);
 }
 
 std::int64_t ExtentAllocator::alloc_lowest(std::int64_t nbytes) {
     const std::int64_t size = rounded(nbytes);
-    if (size < 0) {
-        return -1;
-    }
-    const Hole hole = holes_.first_fit(size);
-    if (hole.nbytes == 0) {
-        return -1;
-    }
-    take(hole, hole.offset, size, 0);
-    return hole.offset;
+    return size < 0 ? -1 : note(space_.alloc_lowest(size), size, 0);
 }
 
 bool ExtentAllocator::alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
@@ -81,14 +52,10 @@ bool ExtentAllocator::alloc_at(std::int64_t offset, std::int64_t nbytes, std::in
                    std::to_string(offset));
     }
     const std::int64_t size = rounded(nbytes);
-    if (size < 0) {
+    if (size < 0 || !space_.take(offset, size)) {
         return false;
     }
-    const Hole hole = holes_.at_or_below(offset);
-    if (hole.nbytes == 0 || offset - hole.offset > hole.nbytes || size > hole.nbytes - (offset - hole.offset)) {
-        return false;
-    }
-    take(hole, offset, size, tag);
+    note(offset, size, tag);
     return true;
 }
 
@@ -98,17 +65,7 @@ std::int64_t ExtentAllocator::free(std::int64_t offset) {
         fail_value("ExtentAllocator: no allocated range begins at offset " + std::to_string(offset));
     }
     const std::int64_t nbytes = found->second.nbytes;
-    std::int64_t begin = offset;
-    std::int64_t end = offset + nbytes;
-    if (const Hole below = holes_.at_or_below(offset); below.nbytes > 0 && below.offset + below.nbytes == begin) {
-        drop_hole(below);
-        begin = below.offset;
-    }
-    if (const Hole above = holes_.at_or_below(end); above.nbytes > 0 && above.offset == end) {
-        drop_hole(above);
-        end += above.nbytes;
-    }
-    add_hole(begin, end);
+    space_.free(offset, nbytes);
     taken_.erase(found);
     used_ -= nbytes;
     return nbytes;
@@ -119,12 +76,7 @@ void ExtentAllocator::grow(std::int64_t capacity) {
         fail_value("ExtentAllocator: grow from " + std::to_string(capacity_) + " to " + std::to_string(capacity) +
                    " would lower the capacity; use shrink");
     }
-    std::int64_t begin = capacity_;
-    if (const Hole last = holes_.at_or_below(capacity_); last.nbytes > 0 && last.offset + last.nbytes == capacity_) {
-        drop_hole(last);
-        begin = last.offset;
-    }
-    add_hole(begin, capacity);
+    space_.grow(capacity);
     capacity_ = capacity;
 }
 
@@ -133,16 +85,10 @@ bool ExtentAllocator::shrink(std::int64_t capacity) {
         fail_value("ExtentAllocator: shrink needs a capacity from 0 to " + std::to_string(capacity_) + ", got " +
                    std::to_string(capacity));
     }
-    if (!taken_.empty() && taken_.rbegin()->first + taken_.rbegin()->second.nbytes > capacity) {
+    if (!space_.shrink(capacity)) {
         return false;
     }
-    if (capacity < capacity_) {
-        // Nothing is taken beyond the new capacity, so the bytes up to the old one belong to a single hole.
-        const Hole last = holes_.at_or_below(capacity_);
-        drop_hole(last);
-        add_hole(last.offset, capacity);
-        capacity_ = capacity;
-    }
+    capacity_ = capacity;
     return true;
 }
 

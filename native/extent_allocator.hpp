@@ -4,11 +4,10 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
-#include "hole_tree.hpp"
+#include "free_space.hpp"
 
 namespace farpool {
 
@@ -26,7 +25,7 @@ public:
 
     std::int64_t capacity() const noexcept { return capacity_; }
     std::int64_t used() const noexcept { return used_; }
-    std::int64_t largest_hole() const { return holes_.largest() / alignment_ * alignment_; }
+    std::int64_t largest_hole() const { return space_.largest_hole() / alignment_ * alignment_; }
     std::vector<std::pair<std::int64_t, std::int64_t>> ranges() const;
     // Empty where no range begins.
     std::optional<std::int64_t> tag(std::int64_t offset) const;
@@ -39,16 +38,13 @@ private:
     };
 
     std::int64_t rounded(std::int64_t nbytes) const;  // -1 where it cannot fit anyway
-    void take(Hole hole, std::int64_t offset, std::int64_t nbytes, std::int64_t tag);
-    void add_hole(std::int64_t begin, std::int64_t end);
-    void drop_hole(Hole hole);
+    std::int64_t note(std::int64_t offset, std::int64_t nbytes, std::int64_t tag);
 
     std::int64_t capacity_;
     std::int64_t alignment_;
     std::int64_t used_ = 0;
-    HoleTree holes_;
-    std::set<std::pair<std::int64_t, std::int64_t>> by_size_;  // (nbytes, offset)
-    std::map<std::int64_t, Taken> taken_;                      // by offset
+    FreeSpace space_;
+    std::map<std::int64_t, Taken> taken_;  // by offset
 };
 
 }  // namespace farpool

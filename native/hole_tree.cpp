@@ -2,19 +2,9 @@
 
 #include <algorithm>
 
+#include "wire/hash.hpp"
+
 namespace farpool {
-
-namespace {
-
-// The finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-std::uint64_t mix(std::uint64_t x) {
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-}
-
-}  // namespace
 
 void HoleTree::update(std::int32_t node) {
     Node& n = nodes_[index(node)];
@@ -61,7 +51,7 @@ void HoleTree::insert(Hole hole) {
         node = spare_.back();
         spare_.pop_back();
     }
-    nodes_[index(node)] = {hole, hole.nbytes, mix(static_cast<std::uint64_t>(hole.offset)), none, none};
+    nodes_[index(node)] = {hole, hole.nbytes, mix64(static_cast<std::uint64_t>(hole.offset)), none, none};
     std::int32_t below = none;
     std::int32_t rest = none;
     split(root_, hole.offset, below, rest);

@@ -1,4 +1,7 @@
 // The Python face of the native core: farpool._native.
+#include <cerrno>
+#include <system_error>
+
 #include "bindings.hpp"
 
 NB_MODULE(_native, m) {
@@ -10,10 +13,15 @@ NB_MODULE(_native, m) {
             PyObject* error = failure.error().to_python();
             PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
             Py_DECREF(error);
+        } catch (const std::system_error& failure) {
+            errno = failure.code().value();
+            PyErr_SetFromErrnoWithFilename(PyExc_OSError, failure.what());
         }
     });
     bind_memory(m);
     bind_allocator(m);
     bind_ports(m);
     bind_queue(m);
+    bind_node(m);
+    bind_wire(m);
 }

@@ -1,24 +1,10 @@
 #include "python_port.hpp"
 
-#include <cxxabi.h>
-#include <unistd.h>
+#include "interpreter_exit.hpp"
 
 namespace farpool {
 
 namespace {
-
-// Until Python 3.14, a thread that asks for the interpreter lock after the interpreter began to end is ended by
-// pthread_exit, which unwinds through C++ frames and would terminate the process. It sleeps instead; the process ends.
-template <typename Call>
-auto survive_interpreter_exit(Call call) {
-    try {
-        return call();
-    } catch (abi::__forced_unwind&) {
-        for (;;) {
-            pause();
-        }
-    }
-}
 
 // Runs `tier.method(Extent(offset, nbytes), view).wait()`; a new reference, or null with an exception set.
 PyObject* call_tier(PyObject* tier, PyObject* extent_type, const char* method, std::uint64_t offset, std::size_t nbytes,

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,15 +9,11 @@
 #include <string>
 #include <tuple>
 
+#include "clock.hpp"
+
 namespace farpool {
 
 namespace {
-
-double monotonic_seconds() {
-    timespec now{};
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
-}
 
 std::chrono::steady_clock::time_point deadline_after(double seconds) {
     // A century stands for "for ever": larger values would overflow the clock.

@@ -1,6 +1,7 @@
 """The native core: aligned memory, extent allocation, tier ports, the transfer queue, policies, checksums."""
 
-from collections.abc import Sequence
+import builtins
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 class Memory:
@@ -172,11 +173,133 @@ class NextUse:
     def __len__(self) -> int: ...
     def __contains__(self, block: int) -> bool: ...
 
+class Reply:
+    """What a node answered. `payload` is None where there is none, or where it went into the caller's buffer; `nbytes` is its
+    length in each case."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def meta(self) -> bytes: ...
+    @property
+    def payload(self) -> bytes | None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Connection:
+    """The client's end of an authenticated stream (docs/wire.md). Owns `fd`. Used by one thread at a time.
+
+    Deadlines are seconds of time.monotonic(). Waits spin for `spin` seconds before they block. Raises NodeTimeoutError at
+    the deadline, NodeError where the stream breaks, ProtocolError for a bad frame: the connection is then broken and of no
+    more use. ChecksumError (a payload that is not what was sent) and ValueError (a payload larger than the buffer) leave it
+    usable. Whoever sends many requests before receiving bounds the bytes of replies that are under way.
+    """
+
+    def __init__(self, fd: int, node: str, *, tenant: int, credential: int, spin: float) -> None: ...
+    @property
+    def broken(self) -> bool: ...
+    @property
+    def unanswered(self) -> int: ...
+    def stale(self) -> bool:
+        """Of an idle connection: whether it is of no more use, because the node has hung up or sent what nobody asked for."""
+    def send(
+        self,
+        op: int,
+        meta: bytes,
+        deadline: float,
+        *,
+        generation: int = 0,
+        lease: int = 0,
+        payload: object | None = None,
+    ) -> None: ...
+    def receive(self, deadline: float, into: object | None = None) -> Reply:
+        """The reply to the oldest unanswered request; its payload goes into `into`, a writable buffer, where one is given."""
+    def exchange(
+        self,
+        op: int,
+        meta: bytes,
+        deadline: float,
+        *,
+        generation: int = 0,
+        lease: int = 0,
+        payload: object | None = None,
+        into: object | None = None,
+    ) -> Reply:
+        """Send, and receive the reply."""
+    def close(self) -> None: ...
+
+class ObjectReader:
+    """A tenant's published objects in shared memory (docs/segment-file.md). Maps the files; the descriptors stay the caller's.
+
+    Thread-safe. ChecksumError means that an object is damaged in the node's memory: no reading it again helps. Supports the
+    buffer protocol: the whole data file, read-only.
+    """
+
+    def __init__(
+        self, index_fd: int, data_fd: int, visited_fd: int, node: str, *, writable: bool, lifeline: int = -1
+    ) -> None:
+        """With a `lifeline`, a socket to the node, nothing is found any more once that has hung up."""
+    def get(self, key: bytes) -> tuple[bytes, int] | None:
+        """Payload and generation; None where the node has to be asked (not here, deleted, expired, changing right now)."""
+    def get_into(self, key: bytes, into: object) -> tuple[int, int] | None:
+        """Bytes of payload and generation. ValueError if the buffer is too small; None as with `get`, and then the buffer's
+        contents are unspecified."""
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A range of the data file without a copy, read-only; keeps the mapping alive."""
+    def write(self, offset: int, payload: object) -> int:
+        """Copy into the data file (which was mapped writable); returns the CRC32C of what was copied."""
+
+class RemoteEnd:
+    """A lease, and how it is reached: `memory` is its mapped file (header included), None where its bytes go over
+    connections. `dial` returns the descriptor of a new authenticated stream, which is then the caller's."""
+
+    def __init__(
+        self,
+        node: str,
+        lease: int,
+        nbytes: int,
+        *,
+        memory: object | None,
+        dial: Callable[[], int],
+        tenant: int,
+        credential: int,
+        spin: float,
+    ) -> None: ...
+
+class RemotePort(Port):
+    """A tier's space on nodes: in stripes, round robin, each node's stripes one after the other in its lease.
+
+    The ends lend equally many bytes, a multiple of `stripe`. `timeout`: seconds that a node may take for a piece of at most
+    a stripe. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError, ChecksumError. Keeps the ends alive.
+    """
+
+    def __init__(self, name: str, ends: Sequence[RemoteEnd], *, stripe: int, timeout: float) -> None: ...
+
+def rank(key: bytes, seeds: Sequence[int]) -> list[int]:
+    """Rendezvous order of nodes for a key: indices of `seeds`, the highest hash of key and seed first."""
+
 def crc32c(data: object, value: int = 0) -> int:
     """CRC32C (Castagnoli) of a contiguous buffer, hardware instructions where there are some; without the interpreter lock."""
 
 def crc32c_portable(data: object, value: int = 0) -> int:
     """As `crc32c`, by tables: what it falls back to on a processor without the instructions."""
+
+class Crc32cFolding:
+    """One way to sum by carry-less multiplication."""
+
+    @property
+    def name(self) -> str: ...
+
+def crc32c_foldings() -> list[Crc32cFolding]:
+    """Those that this processor has instructions for, the fastest first; `crc32c` takes the first."""
+
+def crc32c_by(folding: Crc32cFolding | None, data: object, value: int = 0) -> int:
+    """As `crc32c`, by the given folding; None: without."""
+
+def copy_crc32c_by(folding: Crc32cFolding | None, destination: object, source: object, value: int = 0) -> int:
+    """CRC32C of the very bytes that the destination has after the copy. The buffers are of one size and do not overlap."""
 
 def buffer_address(data: object, writable: bool = False) -> int:
     """Address of the first byte of a contiguous buffer; BufferError if it must be writable and is not. The caller keeps
@@ -186,3 +309,47 @@ def memmove(destination: int, source: int, nbytes: int) -> None:
     """Copy between addresses, which may overlap; without the interpreter lock for large copies."""
 
 def memset(address: int, value: int, nbytes: int) -> None: ...
+
+class NodeServer:
+    """The data loop of a node (docs/wire.md) and what it lends: segment files in a folder (docs/segment-file.md).
+
+    Methods may be called from any thread. OSError where the system refuses a file or memory.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        capacity: int,
+        *,
+        ephemeral: bool = False,
+        grace: float = 10.0,
+        stall: float = 30.0,
+        spin: float = 50e-6,
+        nvme: str = "",
+        nvme_capacity: int = 0,
+    ) -> None:
+        """Adopt what an earlier start left in the folder, unless `ephemeral`."""
+    def start(self) -> None: ...
+    def stop(self) -> None:
+        """Close all connections and end the loop. The segments stay unless ephemeral. Idempotent."""
+    def adopt(self, fd: int, session: int, tenant: int, rights: int) -> None:
+        """Serve an authenticated stream socket, which belongs to the server from now on."""
+    def hold(self, session: int) -> None:
+        """One more connection that the server does not serve itself keeps the session alive."""
+    def drop(self, session: int) -> None: ...
+    def lend(self, session: int, tenant: int, nbytes: int) -> int:
+        """The new lease's number. NodeFullError where there is no room."""
+    def release(self, session: int, lease: int) -> None:
+        """KeyError if the session has no such lease."""
+    def leases(self, session: int) -> list[tuple[int, int]]: ...
+    def lease_path(self, session: int, lease: int) -> str: ...
+    def objects_paths(self, tenant: int) -> tuple[str, str, str]:
+        """Files of the index, the data and the marks of visits."""
+    def list(
+        self, tenant: int, after: bytes, prefix: bytes, limit: int
+    ) -> builtins.list[tuple[bytes, int, int, int, int]]:
+        """Key, generation, bytes, expiry and pins of at least `limit` objects if there are as many, from behind the key `after` on."""
+    def tombstones(self, tenant: int, after: bytes, limit: int) -> builtins.list[tuple[bytes, int]]: ...
+    def stats(self) -> dict[str, int]: ...
+    def events(self) -> builtins.list[tuple[str, int, str]]:
+        """Kind, session and text of what happened since the last call."""

@@ -1,0 +1,169 @@
+// NodeServer: the data loop of a node, for the Python that controls it.
+#include "bindings.hpp"
+#include "node/server.hpp"
+
+using farpool::Listed;
+using farpool::Server;
+
+namespace {
+
+nb::bytes as_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+std::string_view as_view(const nb::bytes& data) { return {data.c_str(), data.size()}; }
+
+std::vector<Listed> listed(Server& server, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix,
+                           std::size_t limit, bool tombstones) {
+    const std::string_view from = as_view(after);
+    const std::string_view with = as_view(prefix);
+    nb::gil_scoped_release release;
+    return server.list(tenant, from, with, limit, tombstones);
+}
+
+nb::dict as_dict(const Server::Stats& stats) {
+    nb::dict made;
+    made["capacity"] = stats.capacity;
+    made["used"] = stats.used;
+    made["lent"] = stats.lent;
+    made["leases"] = stats.leases;
+    made["objects"] = stats.objects;
+    made["object_bytes"] = stats.object_bytes;
+    made["tombstones"] = stats.tombstones;
+    made["index_bytes"] = stats.index_bytes;
+    made["nvme_capacity"] = stats.shelf_capacity;
+    made["nvme_used"] = stats.shelf_used;
+    made["nvme_objects"] = stats.shelved;
+    made["demotions"] = stats.demotions;
+    made["promotions"] = stats.promotions;
+    made["connections"] = stats.connections;
+    made["sessions"] = stats.sessions;
+    made["gets"] = stats.gets;
+    made["hits"] = stats.hits;
+    made["puts"] = stats.puts;
+    made["deletes"] = stats.deletes;
+    made["evictions"] = stats.evictions;
+    made["expired"] = stats.expired;
+    made["adopted"] = stats.adopted;
+    made["bytes_in"] = stats.bytes_in;
+    made["bytes_out"] = stats.bytes_out;
+    made["checksum_errors"] = stats.checksum_errors;
+    made["bad_frames"] = stats.bad_frames;
+    return made;
+}
+
+[[noreturn]] void fail_lease(const std::string& message) { throw nb::key_error(message.c_str()); }
+
+}  // namespace
+
+void bind_node(nb::module_& m) {
+    using Released = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<Server>(m, "NodeServer", "The data loop of a node and what it lends.")
+        .def(
+            "__init__",
+            [](Server* self, std::string directory, std::uint64_t capacity, bool ephemeral, double grace, double stall,
+               double spin, std::string nvme, std::uint64_t nvme_capacity) {
+                nb::gil_scoped_release release;
+                new (self) Server({std::move(directory), capacity, ephemeral, grace, stall, spin, std::move(nvme), nvme_capacity});
+            },
+            nb::arg("directory"), nb::arg("capacity"), nb::kw_only(), nb::arg("ephemeral") = false, nb::arg("grace") = 10.0,
+            nb::arg("stall") = 30.0, nb::arg("spin") = 50e-6, nb::arg("nvme") = "", nb::arg("nvme_capacity") = 0)
+        .def("start", &Server::start, Released())
+        .def("stop", &Server::stop, Released())
+        .def("adopt", &Server::adopt, nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), Released())
+        .def("hold", &Server::hold, nb::arg("session"), Released())
+        .def("drop", &Server::drop, nb::arg("session"), Released())
+        .def(
+            "lend",
+            [](Server& self, std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) {
+                std::uint64_t lease = 0;
+                {
+                    nb::gil_scoped_release release;
+                    lease = self.lend(session, tenant, nbytes);
+                }
+                if (lease == 0) {
+                    const nb::object error = nb::module_::import_("farpool.errors").attr("NodeFullError");
+                    const Server::Stats stats = self.stats();
+                    PyErr_SetString(error.ptr(), ("the node cannot lend " + std::to_string(nbytes) + " bytes: it has " +
+                                                  std::to_string(stats.capacity) + ", of which " +
+                                                  std::to_string(stats.lent) + " are lent and the rest may be pinned")
+                                                     .c_str());
+                    throw nb::python_error();
+                }
+                return lease;
+            },
+            nb::arg("session"), nb::arg("tenant"), nb::arg("nbytes"))
+        .def(
+            "release",
+            [](Server& self, std::uint64_t session, std::uint64_t lease) {
+                bool found = false;
+                {
+                    nb::gil_scoped_release release;
+                    found = self.release(session, lease);
+                }
+                if (!found) {
+                    fail_lease("the session has no lease " + std::to_string(lease));
+                }
+            },
+            nb::arg("session"), nb::arg("lease"))
+        .def("leases", &Server::leases, nb::arg("session"), Released())
+        .def(
+            "lease_path",
+            [](Server& self, std::uint64_t session, std::uint64_t lease) {
+                std::string path;
+                {
+                    nb::gil_scoped_release release;
+                    path = self.lease_path(session, lease);
+                }
+                if (path.empty()) {
+                    fail_lease("the session has no lease " + std::to_string(lease));
+                }
+                return path;
+            },
+            nb::arg("session"), nb::arg("lease"))
+        .def(
+            "objects_paths",
+            [](Server& self, std::uint32_t tenant) {
+                farpool::Objects::Paths paths;
+                {
+                    nb::gil_scoped_release release;
+                    paths = self.objects_paths(tenant);
+                }
+                return nb::make_tuple(paths.index, paths.data, paths.visited);
+            },
+            nb::arg("tenant"))
+        .def(
+            "list",
+            [](Server& self, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix, std::size_t limit) {
+                nb::list found;
+                for (const Listed& one : listed(self, tenant, after, prefix, limit, false)) {
+                    found.append(nb::make_tuple(as_bytes(one.key), one.generation, one.nbytes, one.expiry, one.pins));
+                }
+                return found;
+            },
+            nb::arg("tenant"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"))
+        .def(
+            "tombstones",
+            [](Server& self, std::uint32_t tenant, const nb::bytes& after, std::size_t limit) {
+                nb::list found;
+                for (const Listed& one : listed(self, tenant, after, nb::bytes("", 0), limit, true)) {
+                    found.append(nb::make_tuple(as_bytes(one.key), one.generation));
+                }
+                return found;
+            },
+            nb::arg("tenant"), nb::arg("after"), nb::arg("limit"))
+        .def("stats",
+             [](Server& self) {
+                 Server::Stats stats;
+                 {
+                     nb::gil_scoped_release release;
+                     stats = self.stats();
+                 }
+                 return as_dict(stats);
+             })
+        .def("events", [](Server& self) {
+            nb::list found;
+            for (const Server::Event& event : self.events()) {
+                found.append(nb::make_tuple(event.kind, event.session, event.text));
+            }
+            return found;
+        });
+}

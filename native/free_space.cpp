@@ -1,0 +1,95 @@
+#include "free_space.hpp"
+
+#include <utility>
+
+namespace farpool {
+
+FreeSpace::FreeSpace(std::int64_t units) : units_(units), free_(units) { add(0, units); }
+
+void FreeSpace::add(std::int64_t begin, std::int64_t end) {
+    if (begin < end) {
+        tree_.insert({begin, end - begin});
+        by_size_.emplace(end - begin, begin);
+    }
+}
+
+void FreeSpace::drop(Hole hole) {
+    tree_.erase(hole.offset);
+    by_size_.erase({hole.nbytes, hole.offset});
+}
+
+Hole FreeSpace::hole_at(std::int64_t offset) const {
+    const Hole hole = tree_.at_or_below(offset);
+    return hole.nbytes > 0 && offset < hole.offset + hole.nbytes ? hole : Hole{offset, 0};
+}
+
+std::int64_t FreeSpace::alloc(std::int64_t units) {
+    const auto found = by_size_.lower_bound({units, 0});
+    if (found == by_size_.end()) {
+        return -1;
+    }
+    const std::int64_t offset = found->second;
+    take(offset, units);
+    return offset;
+}
+
+std::int64_t FreeSpace::alloc_lowest(std::int64_t units) {
+    const Hole hole = tree_.first_fit(units);
+    if (hole.nbytes == 0) {
+        return -1;
+    }
+    take(hole.offset, units);
+    return hole.offset;
+}
+
+bool FreeSpace::take(std::int64_t offset, std::int64_t units) {
+    if (offset < 0 || units < 1 || offset > units_ - units) {
+        return false;
+    }
+    const Hole hole = hole_at(offset);
+    if (hole.nbytes == 0 || hole.offset + hole.nbytes < offset + units) {
+        return false;
+    }
+    drop(hole);
+    add(hole.offset, offset);
+    add(offset + units, hole.offset + hole.nbytes);
+    free_ -= units;
+    return true;
+}
+
+void FreeSpace::free(std::int64_t offset, std::int64_t units) {
+    std::int64_t begin = offset;
+    std::int64_t end = offset + units;
+    const Hole below = tree_.at_or_below(offset);
+    const Hole above = hole_at(end);
+    if (above.nbytes > 0) {
+        drop(above);
+        end = above.offset + above.nbytes;
+    }
+    if (below.nbytes > 0 && below.offset + below.nbytes == offset) {
+        drop(below);
+        begin = below.offset;
+    }
+    add(begin, end);
+    free_ += units;
+}
+
+void FreeSpace::grow(std::int64_t units) {
+    const std::int64_t more = units - units_;
+    if (more > 0) {
+        free(std::exchange(units_, units), more);
+    }
+}
+
+bool FreeSpace::shrink(std::int64_t units) {
+    if (units < units_) {
+        const std::int64_t less = units_ - units;
+        if (!take(units, less)) {
+            return false;
+        }
+        units_ = units;
+    }
+    return true;
+}
+
+}  // namespace farpool

@@ -1,0 +1,43 @@
+// Which units of a space are free. Knows the holes only: whoever holds an extent knows how long it is.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <utility>
+
+#include "hole_tree.hpp"
+
+namespace farpool {
+
+class FreeSpace {
+public:
+    explicit FreeSpace(std::int64_t units);
+
+    // Best fit, the lowest among equals; -1 where no hole is large enough.
+    std::int64_t alloc(std::int64_t units);
+    // First fit: the lowest hole that is large enough.
+    std::int64_t alloc_lowest(std::int64_t units);
+    // This very range; false (and nothing taken) if any of it is taken or outside.
+    bool take(std::int64_t offset, std::int64_t units);
+    void free(std::int64_t offset, std::int64_t units);
+    void grow(std::int64_t units);
+    // False (and nothing changed) if anything beyond is taken.
+    bool shrink(std::int64_t units);
+    // The hole that contains `offset`; no units where it is taken.
+    Hole hole_at(std::int64_t offset) const;
+    std::int64_t largest_hole() const { return tree_.largest(); }
+    std::int64_t free_units() const noexcept { return free_; }
+    // Holes by size, smallest first: (units, offset).
+    const std::set<std::pair<std::int64_t, std::int64_t>>& holes() const noexcept { return by_size_; }
+
+private:
+    void add(std::int64_t begin, std::int64_t end);
+    void drop(Hole hole);
+
+    std::int64_t units_;
+    std::int64_t free_;
+    HoleTree tree_;
+    std::set<std::pair<std::int64_t, std::int64_t>> by_size_;
+};
+
+}  // namespace farpool

@@ -1,0 +1,170 @@
+#include "fuzz/client.hpp"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "crc32c.hpp"
+#include "fuzz/check.hpp"
+
+namespace farpool::fuzz {
+
+namespace {
+
+std::string told(const Client::Asked& asked, const char* what) {
+    return std::string(what) + ": operation " + std::to_string(static_cast<unsigned>(asked.op)) + ", request " +
+           std::to_string(asked.request) + ", key of " + std::to_string(asked.key.size()) + " bytes, generation " +
+           std::to_string(asked.generation);
+}
+
+bool on_key(Op op) {
+    return op == Op::get || op == Op::stat || op == Op::put || op == Op::remove || op == Op::touch || op == Op::pin ||
+           op == Op::prepare || op == Op::commit || op == Op::forget;
+}
+
+bool finds(Op op) { return op == Op::get || op == Op::stat || op == Op::touch || op == Op::pin; }
+
+}  // namespace
+
+Client::Client(int& theirs, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, Book* book, bool honest)
+    : session(session), tenant(tenant), rights(rights), honest(honest), book_(book) {
+    int ends[2];
+    require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
+    socket_ = File(ends[0]);
+    fcntl(ends[0], F_SETFL, O_NONBLOCK);
+    theirs = ends[1];
+}
+
+void Client::ask(Frame frame, Asked asked, bool repair) {
+    frame.header.request = asked.request = ++requests_;
+    frame.header.payload_nbytes = frame.payload.size();
+    if (repair) {
+        frame.header.payload_crc = crc32c(frame.payload.data(), frame.payload.size());
+    }
+    std::string behind;
+    if (repair && !frame.payload.empty() && frame.header.request % 2 == 0) {
+        frame.header.flags = checksum_follows;
+        behind.assign(reinterpret_cast<const char*>(&frame.header.payload_crc), sizeof frame.header.payload_crc);
+        frame.header.payload_crc = 0;
+    }
+    seal(frame.header, frame.meta.data(), static_cast<std::uint32_t>(frame.meta.size()));
+    outgoing_.append(reinterpret_cast<const char*>(&frame.header), sizeof frame.header);
+    outgoing_ += frame.meta + frame.payload + behind;
+    unanswered_.push_back(std::move(asked));
+}
+
+void Client::push(std::size_t nbytes) {
+    if (closed_ || outgoing_.empty()) {
+        return;
+    }
+    const ssize_t sent = send(socket_.fd(), outgoing_.data(), std::min(nbytes, outgoing_.size()), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent > 0) {
+        outgoing_.erase(0, static_cast<std::size_t>(sent));
+    } else if (errno != EAGAIN) {
+        outgoing_.clear();  // what came before the end can still be read
+    }
+}
+
+void Client::pull(std::size_t nbytes) {
+    if (closed_) {
+        return;
+    }
+    const std::size_t before = incoming_.size();
+    incoming_.resize(before + nbytes);
+    const ssize_t got = recv(socket_.fd(), incoming_.data() + before, nbytes, MSG_DONTWAIT);
+    incoming_.resize(before + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
+    if (got == 0 || (got < 0 && errno != EAGAIN)) {
+        closed_ = true;
+        require(may_close_ || !honest, "the node closed a connection that had sent nothing wrong");
+    }
+    std::size_t begin = 0;
+    while (incoming_.size() - begin >= sizeof(FrameHeader)) {
+        Frame reply;
+        std::memcpy(&reply.header, incoming_.data() + begin, sizeof reply.header);
+        require(header_fault(reply.header) == nullptr && reply.header.payload_nbytes < (std::uint64_t{1} << 30),
+                "a reply is no frame");
+        const std::size_t whole = sizeof reply.header + reply.header.meta_nbytes + reply.header.payload_nbytes;
+        if (incoming_.size() - begin < whole) {
+            break;
+        }
+        reply.meta = incoming_.substr(begin + sizeof reply.header, reply.header.meta_nbytes);
+        reply.payload = incoming_.substr(begin + sizeof reply.header + reply.meta.size(), reply.header.payload_nbytes);
+        begin += whole;
+        require(is_whole(reply.header, reply.meta.data()), "the header of a reply has a wrong checksum");
+        if (honest) {
+            check(reply);
+        }
+    }
+    incoming_.erase(0, begin);
+}
+
+void Client::check(const Frame& reply) {
+    require(!unanswered_.empty(), "a reply without a request");
+    const Asked asked = std::move(unanswered_.front());
+    unanswered_.pop_front();
+    require(reply.header.request == asked.request && reply.header.op == static_cast<std::uint8_t>(asked.op) &&
+                reply.header.tenant == tenant,
+            told(asked, "the reply belongs to another request"));
+    const auto status = static_cast<Status>(reply.header.status);
+    require(reply.header.status <= static_cast<std::uint16_t>(Status::unknown), told(asked, "an unknown status"));
+    require(status != Status::bad_request, told(asked, "a good request was refused"));
+    require(status != Status::checksum || asked.damaged, told(asked, "good bytes were refused"));
+    require(!asked.damaged || status != Status::done, told(asked, "damaged bytes were taken"));
+    if (status == Status::denied) {
+        return require(rights != 15, told(asked, "denied without a reason"));
+    }
+    if (on_key(asked.op) && (status == Status::missing || status == Status::stale) && asked.op != Op::forget) {
+        require(reply.header.generation >= asked.confirmed, told(asked, "the node has forgotten a generation"));
+    }
+    if (status == Status::deleted) {
+        require(finds(asked.op) && reply.header.generation >= asked.confirmed &&
+                    book_->was_deleted(asked.key, reply.header.generation),
+                told(asked, "a deletion that never was"));
+    }
+    if (status != Status::done) {
+        return require(reply.payload.empty(), told(asked, "a failure with a payload"));
+    }
+    if (finds(asked.op)) {
+        check_found(reply, asked);
+    } else if (asked.op == Op::put || asked.op == Op::commit) {
+        require(reply.header.generation == asked.generation, told(asked, "another generation was published"));
+        book_->confirm(asked.key, asked.generation);
+    } else if (asked.op == Op::remove) {
+        book_->confirm(asked.key, asked.generation);
+    } else if (asked.op == Op::prepare) {
+        std::uint64_t offset = 0;
+        require(reply.meta.size() == sizeof offset, told(asked, "no place for a payload"));
+        std::memcpy(&offset, reply.meta.data(), sizeof offset);
+        prepared.push_back({asked.key, offset, asked.generation, book_->find(asked.key, asked.generation)->nbytes});
+    } else if (asked.op == Op::read) {
+        require(reply.payload == asked.expected, told(asked, "private memory has other bytes"));
+    }
+}
+
+void Client::check_found(const Frame& reply, const Asked& asked) {
+    const std::uint64_t generation = reply.header.generation;
+    const Book::Object* object = book_->find(asked.key, generation);
+    require(object != nullptr && generation >= asked.confirmed, told(asked, "an object that was never published or is too old"));
+    std::uint64_t nbytes = object->nbytes;
+    std::uint32_t crc = object->crc;
+    if (asked.op == Op::get) {
+        nbytes = reply.payload.size();
+        crc = reply.header.payload_crc;
+        require(memory_is_damaged_ || crc32c(reply.payload.data(), nbytes) == crc, told(asked, "other bytes than published"));
+    } else if (asked.op == Op::stat) {
+        std::memcpy(&nbytes, reply.meta.data(), sizeof nbytes);
+        std::memcpy(&crc, reply.meta.data() + 16, sizeof crc);
+    } else if (asked.op == Op::pin) {
+        std::uint64_t offset = 0;
+        std::memcpy(&offset, reply.meta.data(), sizeof offset);
+        std::memcpy(&nbytes, reply.meta.data() + 8, sizeof nbytes);
+        std::memcpy(&crc, reply.meta.data() + 16, sizeof crc);
+        pinned.push_back({asked.key, offset, generation, nbytes});
+    }
+    require(memory_is_damaged_ || (nbytes == object->nbytes && crc == object->crc), told(asked, "another object than published"));
+}
+
+}  // namespace farpool::fuzz

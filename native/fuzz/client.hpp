@@ -1,0 +1,87 @@
+// A peer of the node under test: sends what it is told, in pieces, and checks every reply.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "fuzz/book.hpp"
+#include "fuzz/dice.hpp"
+#include "node/files.hpp"
+#include "wire/frame.hpp"
+
+namespace farpool::fuzz {
+
+struct Frame {
+    FrameHeader header;
+    std::string meta;
+    std::string payload;
+};
+
+class Client {
+public:
+    // A request whose answer has not come.
+    struct Asked {
+        Op op;
+        std::uint64_t request;
+        std::string key;
+        std::uint64_t generation;
+        std::uint64_t confirmed;  // of the key when the question was asked
+        std::string expected;     // what a read has to bring
+        bool damaged = false;
+    };
+    struct Place {
+        std::string key;
+        std::uint64_t offset;
+        std::uint64_t generation;
+        std::uint64_t nbytes;
+    };
+
+    // `theirs` gets the node's end. A client that is not `honest` is not checked, only read.
+    Client(int& theirs, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, Book* book, bool honest);
+
+    void ask(Frame frame, Asked asked, bool repair = true);
+    void send_raw(const std::string& bytes) { outgoing_ += bytes; }
+    // Sends at most so much of what waits.
+    void push(std::size_t nbytes);
+    // Reads at most so much, and checks the replies that are whole.
+    void pull(std::size_t nbytes);
+    bool closed() const noexcept { return closed_; }
+    bool idle() const noexcept { return closed_ || (outgoing_.empty() && unanswered_.empty()); }
+    void expect_close() noexcept { may_close_ = true; }
+    // Payloads in memory may have been overwritten by a third party.
+    void distrust_memory() noexcept { memory_is_damaged_ = true; }
+
+    const std::uint64_t session;
+    const std::uint32_t tenant;
+    const std::uint32_t rights;
+    const bool honest;
+    std::deque<Place> prepared;  // not committed yet
+    std::deque<Place> pinned;
+    std::uint64_t lease = 0;
+    std::string shadow;  // what the lease holds
+
+private:
+    void check(const Frame& reply);
+    void check_found(const Frame& reply, const Asked& asked);
+
+    Book* book_;
+    File socket_;
+    std::string outgoing_;
+    std::string incoming_;
+    std::deque<Asked> unanswered_;
+    std::uint64_t requests_ = 0;
+    bool closed_ = false;
+    bool may_close_ = false;
+    bool memory_is_damaged_ = false;
+};
+
+template <typename... T>
+std::string packed(T... values) {
+    std::string made;
+    (made.append(reinterpret_cast<const char*>(&values), sizeof values), ...);
+    return made;
+}
+
+}  // namespace farpool::fuzz

@@ -1,0 +1,197 @@
+// Fuzzes what reads from a node: `reader FOLDER SECONDS SEED`. Replies are damaged on their way, and files under the reader.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <map>
+#include <string>
+
+#include "clock.hpp"
+#include "crc32c.hpp"
+#include "fuzz/check.hpp"
+#include "fuzz/client.hpp"
+#include "fuzz/dice.hpp"
+#include "node/objects.hpp"
+#include "wire/connection.hpp"
+#include "wire/object_reader.hpp"
+
+namespace farpool::fuzz {
+
+namespace {
+
+// What the farther end of a connection sends: replies to 1 to 6 requests, some of them not as they should be.
+struct Replies {
+    std::string bytes;
+    std::string whole;  // the payloads that were meant
+    bool damaged = false;
+};
+
+Replies random_replies(Dice& dice, std::uint64_t count, const std::vector<Op>& ops) {
+    Replies made;
+    for (std::uint64_t request = 1; request <= count; ++request) {
+        FrameHeader header = make_header(ops[request - 1]);
+        header.request = request;
+        header.status = static_cast<std::uint16_t>(dice.one_in(3) ? dice.any() : 0);
+        header.generation = dice.any();
+        std::string meta = dice.bytes(dice.one_in(3) ? dice.below(400) : 0);
+        std::string payload = dice.bytes(dice.one_in(2) ? dice.below(dice.one_in(6) ? 100000 : 300) : 0);
+        header.payload_nbytes = payload.size();
+        header.payload_crc = crc32c(payload.data(), payload.size());
+        made.whole += payload;
+        if (dice.one_in(10)) {
+            made.damaged = true;
+            switch (dice.below(4)) {
+                case 0: header.request = dice.any(); break;
+                case 1: header.payload_nbytes = dice.below(1 << 20); break;
+                case 2: header.op = static_cast<std::uint8_t>(dice.word()); break;
+                default: meta = dice.bytes(dice.below(largest_meta + 1));
+            }
+        }
+        seal(header, meta.data(), static_cast<std::uint32_t>(meta.size()));
+        made.bytes.append(reinterpret_cast<const char*>(&header), sizeof header);
+        made.bytes += meta + payload;
+    }
+    if (dice.one_in(3)) {
+        made.damaged = true;
+        dice.flip(made.bytes.data(), made.bytes.size(), 1 + dice.below(3));
+    }
+    if (dice.one_in(5)) {
+        made.damaged = true;
+        made.bytes.resize(dice.below(made.bytes.size()));
+    }
+    return made;
+}
+
+void try_connection(Dice& dice) {
+    int ends[2];
+    require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
+    const int room = 4 << 20;
+    setsockopt(ends[1], SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
+    Connection connection(ends[0], "node", {0, 0, 0, nullptr});
+    const std::vector<Op> known{Op::get, Op::stat, Op::put, Op::pin, Op::ping};
+    std::vector<Op> ops;
+    const double deadline = monotonic_seconds() + 5;
+    const std::uint64_t count = 1 + dice.below(6);
+    for (std::uint64_t request = 0; request < count; ++request) {
+        ops.push_back(dice.of(known));
+        connection.send({ops.back(), "key"}, deadline);
+    }
+    const Replies replies = random_replies(dice, count, ops);
+    const bool all_sent = send(ends[1], replies.bytes.data(), replies.bytes.size(), MSG_DONTWAIT) ==
+                          static_cast<ssize_t>(replies.bytes.size());
+    shutdown(ends[1], SHUT_WR);
+    std::string taken;
+    try {
+        while (connection.unanswered() > 0) {
+            const ReplyHead head = connection.receive_head(deadline);
+            if (replies.damaged && (head.nbytes > (1 << 20) || dice.one_in(8))) {
+                connection.drop_payload(deadline);
+                continue;
+            }
+            std::string payload(head.nbytes, '\0');
+            connection.receive_payload(payload.data(), deadline);
+            taken += payload;
+        }
+        require(replies.damaged || taken == replies.whole, "other bytes than were sent");
+    } catch (const PortFailure& failure) {
+        require(replies.damaged || !all_sent, std::string("whole replies were refused: ") + failure.what());
+        require(connection.broken() || failure.error().kind == ErrorKind::checksum, "a failure left the connection in use");
+    }
+    close(ends[1]);
+}
+
+void damage(Dice& dice, Objects& objects) {
+    const Objects::Paths& paths = objects.paths();
+    const std::string& path = dice.one_in(2) ? paths.data : dice.one_in(8) ? paths.visited : paths.index;
+    const File file(open(path.c_str(), O_RDWR | O_CLOEXEC));
+    const std::uint64_t nbytes = std::filesystem::file_size(path);
+    const Mapping memory(file.fd(), nbytes, true);
+    if (path == paths.data) {
+        dice.flip(memory.data() + segment_header_nbytes, std::min<std::uint64_t>(nbytes - segment_header_nbytes, 1 << 15), 40);
+    } else if (path == paths.index) {
+        SegmentHeader& header = *memory.at<SegmentHeader>(0);
+        switch (dice.below(4)) {
+            case 0: header.level_and_split.store(dice.any()); break;
+            case 1: dice.flip(memory.data() + header.buckets_at, 4096, 200); break;
+            case 2: memory.at<std::atomic<std::uint32_t>>(header.buckets_at)[dice.below(1024)] = static_cast<std::uint32_t>(dice.any()); break;
+            default: dice.flip(memory.data() + header.slots_at, 60 * sizeof(IndexSlot), 200);
+        }
+    } else {
+        dice.flip(memory.data() + segment_header_nbytes, 64, 64);
+    }
+}
+
+// A segment with some objects is read while it is damaged more and more: only what was published, nothing, or an error.
+void try_segment(Dice& dice, const std::string& folder) {
+    std::filesystem::remove_all(folder);
+    std::filesystem::create_directories(folder);
+    Budget budget{1 << 18};
+    std::string note;
+    Objects objects(folder, 1, budget, nullptr, true, note);
+    std::map<std::string, std::string> published;
+    std::uint64_t generation = now_generation() + (std::uint64_t{2'000'000} << 12);
+    for (int number = 0; number < 60; ++number) {
+        const std::string key = "key-" + std::to_string(number);
+        const std::string payload = dice.bytes(dice.below(2000));
+        const Prepared place = objects.prepare(key, payload.size(), 0, ++generation);
+        require(place.status == Status::done, "no room for a publish");
+        payload.copy(reinterpret_cast<char*>(objects.at(place.payload)), payload.size());
+        objects.commit(place.offset, generation, crc32c(payload.data(), payload.size()));
+        published.insert_or_assign(key, payload);
+    }
+    const File index(open(objects.paths().index.c_str(), O_RDONLY | O_CLOEXEC));
+    const File data(open(objects.paths().data.c_str(), O_RDONLY | O_CLOEXEC));
+    const File visited(open(objects.paths().visited.c_str(), O_RDWR | O_CLOEXEC));
+    const ObjectReader reader(index.fd(), data.fd(), visited.fd(), "node", false);
+    for (int round = 0; round < 30; ++round) {
+        for (const auto& [key, payload] : published) {
+            try {
+                const auto found = reader.find(key);
+                require(found || round > 0, "a published object was not found");
+                if (found) {
+                    std::string copy(found->nbytes, '\0');
+                    require(!reader.copy(*found, copy.data()) || copy == payload, "other bytes than were published");
+                }
+            } catch (const PortFailure& failure) {
+                require(round > 0 && failure.error().kind == ErrorKind::checksum, failure.what());
+            }
+        }
+        damage(dice, objects);
+    }
+}
+
+}  // namespace
+
+}  // namespace farpool::fuzz
+
+int main(int argc, char** argv) {
+    if (argc != 4) {
+        std::fprintf(stderr, "usage: reader FOLDER SECONDS SEED\n");
+        return 2;
+    }
+    const double limit = std::strtod(argv[2], nullptr);
+    const std::uint64_t seed = std::strtoull(argv[3], nullptr, 10);
+    const auto begun = std::chrono::steady_clock::now();
+    unsigned long long trial = 0;
+    do {
+        std::fprintf(stderr, "\rreader: seed %llu trial %llu ", static_cast<unsigned long long>(seed), trial);
+        farpool::fuzz::Dice dice(farpool::mix64(seed) ^ farpool::mix64(~trial));
+        try {
+            for (int connection = 0; connection < 200; ++connection) {
+                farpool::fuzz::try_connection(dice);
+            }
+            farpool::fuzz::try_segment(dice, argv[1]);
+        } catch (const std::exception& error) {
+            std::fprintf(stderr, "\nfailed: %s\n", error.what());
+            return 1;
+        }
+        ++trial;
+    } while (std::chrono::steady_clock::now() - begun < std::chrono::duration<double>(limit));
+    std::printf("reader: %llu trials of seed %llu without a finding\n", trial, static_cast<unsigned long long>(seed));
+    return 0;
+}

@@ -1,0 +1,68 @@
+// A node and its clients in one process: random requests, damage and restarts, and what has to hold whatever happens.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fuzz/book.hpp"
+#include "fuzz/client.hpp"
+#include "fuzz/dice.hpp"
+#include "node/server.hpp"
+
+namespace farpool::fuzz {
+
+class World {
+public:
+    // `folder` is emptied at the beginning and at the end.
+    World(std::string folder, std::uint64_t seed);
+    ~World();
+
+    // One trial; throws std::logic_error where something does not hold.
+    void run();
+
+private:
+    // Tenants 1 and 2 keep to the protocol and everything they are told is checked; tenant 3 does what it can.
+    static constexpr std::uint32_t chaos = 3;
+
+    void act();
+    void request(Client& client);
+    void request_on_key(Client& client);
+    void request_on_lease(Client& client);
+    void spoil(Client& client, Frame frame);
+    Frame random_frame();
+    void connect();
+    void lend(Client& client);
+    void release(Client& client);
+    void scribble();
+    void look();
+    void restart();
+    void damage_files();
+    void open_server();
+    void settle();
+    void finish();
+
+    std::string key();
+    std::uint64_t generation(const std::string& key);
+    std::string payload_of(const std::string& key, std::uint64_t generation) const;
+    std::uint64_t expiry();
+    Mapping& memory_of(std::uint32_t tenant);
+
+    const std::string folder_;
+    Dice dice_;
+    const std::uint64_t capacity_;
+    const bool with_shelf_;
+    const bool ephemeral_;
+    std::unique_ptr<Server> server_;
+    std::vector<std::unique_ptr<Client>> clients_;
+    std::array<Book, 4> books_;
+    std::map<std::uint32_t, Mapping> memory_;  // the data segments, as publishers have them
+    std::map<std::uint64_t, std::uint64_t> lent_;
+    std::uint64_t newest_;
+};
+
+}  // namespace farpool::fuzz

@@ -1,0 +1,113 @@
+#include "node/files.hpp"
+
+#include <fcntl.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace farpool {
+
+namespace {
+
+[[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+
+constexpr std::uint64_t page_nbytes = 4096;
+
+}  // namespace
+
+File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+
+File& File::operator=(File&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+}
+
+File::~File() {
+    if (fd_ >= 0) {
+        close(fd_);
+    }
+}
+
+Segment make_segment(const std::string& path, const SegmentHeader& settings) {
+    const std::string fresh = path + unfinished_suffix;
+    File file(open(fresh.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+    if (file.fd() < 0) {
+        fail(fresh);
+    }
+    const std::uint64_t nbytes = segment_header_nbytes + settings.capacity;
+    if (ftruncate(file.fd(), static_cast<off_t>(nbytes)) != 0) {
+        fail(fresh);
+    }
+    Segment segment{path, std::move(file), {}};
+    if (!back(segment, 0, segment_header_nbytes)) {
+        errno = ENOSPC;
+        fail(fresh);
+    }
+    segment.memory = Mapping(segment.file.fd(), nbytes, true);
+    SegmentHeader& header = segment.header();
+    std::memcpy(static_cast<void*>(&header), &settings, offsetof(SegmentHeader, level_and_split));
+    seal(header);
+    if (rename(fresh.c_str(), path.c_str()) != 0) {
+        fail(path);
+    }
+    return segment;
+}
+
+Segment open_segment(const std::string& path, SegmentKind kind) {
+    Segment segment{path, File(open(path.c_str(), O_RDWR | O_CLOEXEC)), {}};
+    struct stat status {};
+    if (segment.file.fd() < 0 || fstat(segment.file.fd(), &status) != 0) {
+        fail(path);
+    }
+    const auto nbytes = static_cast<std::uint64_t>(status.st_size);
+    if (nbytes < segment_header_nbytes) {
+        throw std::runtime_error(path + " is not a segment file");
+    }
+    segment.memory = Mapping(segment.file.fd(), nbytes, true);
+    if (const char* fault = segment_fault(segment.header(), nbytes, kind)) {
+        throw std::runtime_error(path + " " + fault);
+    }
+    return segment;
+}
+
+bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
+    return posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes)) == 0;
+}
+
+void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
+    const std::uint64_t begin = (offset + page_nbytes - 1) / page_nbytes * page_nbytes;
+    const std::uint64_t end = (offset + nbytes) / page_nbytes * page_nbytes;
+    if (begin < end) {
+        // A file system without holes keeps the pages; nothing depends on them.
+        static_cast<void>(fallocate(segment.file.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                    static_cast<off_t>(begin), static_cast<off_t>(end - begin)));
+    }
+}
+
+void remove_file(const std::string& path) noexcept { unlink(path.c_str()); }
+
+std::uint64_t random_word() {
+    std::uint64_t word = 0;
+    if (getrandom(&word, sizeof word, 0) != sizeof word) {
+        fail("getrandom");
+    }
+    return word;
+}
+
+std::uint64_t now_milliseconds() {
+    using namespace std::chrono;
+    return static_cast<std::uint64_t>(duration_cast<milliseconds>(system_clock::now().time_since_epoch()).count());
+}
+
+std::uint64_t now_generation() {
+    using namespace std::chrono;
+    return static_cast<std::uint64_t>(duration_cast<microseconds>(system_clock::now().time_since_epoch()).count()) << 12;
+}
+
+}  // namespace farpool

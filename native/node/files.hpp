@@ -1,0 +1,53 @@
+// Segment files: made, opened, retired (docs/segment-file.md).
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "wire/segment.hpp"
+
+namespace farpool {
+
+// A descriptor that closes itself.
+class File {
+public:
+    File() = default;
+    explicit File(int fd) : fd_(fd) {}
+    File(File&& other) noexcept;
+    File& operator=(File&& other) noexcept;
+    ~File();
+    int fd() const noexcept { return fd_; }
+
+private:
+    int fd_ = -1;
+};
+
+// What a segment's file is called until it is complete.
+constexpr const char* unfinished_suffix = ".new";
+
+struct Segment {
+    std::string path;
+    File file;
+    Mapping memory;
+
+    SegmentHeader& header() const noexcept { return *memory.at<SegmentHeader>(0); }
+    // What follows the header; its length by the mapping, as some clients may write the header.
+    std::byte* data() const noexcept { return memory.data() + segment_header_nbytes; }
+    std::uint64_t nbytes() const noexcept { return memory.nbytes() - segment_header_nbytes; }
+};
+
+// A new file that replaces one of the same name only when it is complete; sparse. Throws std::system_error.
+Segment make_segment(const std::string& path, const SegmentHeader& settings);
+// An existing one; throws std::runtime_error, which says what is wrong with it, or std::system_error.
+Segment open_segment(const std::string& path, SegmentKind kind);
+// Has the system back the range with memory, so that no later access to it can fail; false where there is not enough.
+bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
+// Gives whole pages of the range back to the system; they read as zero.
+void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
+void remove_file(const std::string& path) noexcept;
+
+std::uint64_t random_word();
+std::uint64_t now_milliseconds();   // since 1970
+std::uint64_t now_generation();     // what a clock of now would choose
+
+}  // namespace farpool

@@ -1,0 +1,44 @@
+// Private memory: a segment file of its own for each lease, which goes back to the system when the lease ends.
+//
+// Memory that is lent is zero: it is always a new file.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "node/files.hpp"
+
+namespace farpool {
+
+struct Lease {
+    std::uint64_t id;
+    std::uint64_t session;
+    std::uint32_t tenant;
+    Segment segment;
+    std::uint64_t nbytes() const noexcept { return segment.nbytes(); }
+};
+
+class Leases {
+public:
+    explicit Leases(std::string folder) : folder_(std::move(folder)) {}
+
+    // Takes over what an earlier start has lent. `notes` gets a line for each file that was removed instead.
+    void adopt(std::vector<std::string>& notes);
+    // A file for a lease, backed by memory; throws std::system_error. Takes long, touches no table: add() does.
+    std::shared_ptr<Lease> make(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) const;
+    void add(std::shared_ptr<Lease> lease);
+    // Null where there is none of that session.
+    std::shared_ptr<Lease> find(std::uint64_t session, std::uint64_t id) const;
+    std::vector<std::shared_ptr<Lease>> of(std::uint64_t session) const;
+    std::vector<std::shared_ptr<Lease>> all() const;
+    void remove(const Lease& lease);
+
+private:
+    std::string folder_;
+    std::map<std::uint64_t, std::shared_ptr<Lease>> leases_;
+};
+
+}  // namespace farpool

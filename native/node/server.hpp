@@ -1,0 +1,176 @@
+// The data loop of a node: one thread, epoll, frames in and out of segments without a copy between.
+//
+// Whoever controls the node (Python: listening, handshakes, leases, statistics) calls from other threads; one mutex guards all
+// state, and the loop holds it while it works on what epoll has given it, never while it waits.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "node/leases.hpp"
+#include "node/objects.hpp"
+#include "node/peer.hpp"
+
+namespace farpool {
+
+class Server {
+public:
+    struct Settings {
+        std::string folder;
+        std::uint64_t capacity;
+        bool ephemeral;
+        double grace;  // seconds that a session's things outlive its last connection
+        double stall;  // seconds that a peer may rest in the middle of a frame or a reply
+        double spin;   // seconds of looking for events before sleeping
+        std::string shelf;            // a file for what leaves memory; empty for none
+        std::uint64_t shelf_capacity;  // bytes
+    };
+
+    struct Event {
+        std::string kind;
+        std::uint64_t session;
+        std::string text;
+    };
+
+    struct Counts {
+        std::uint64_t gets = 0, hits = 0, puts = 0, deletes = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0,
+                      bad_frames = 0;
+    };
+
+    struct Stats : Counts {
+        std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, tombstones = 0, evictions = 0,
+                      expired = 0, adopted = 0, index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0,
+                      shelved = 0, demotions = 0, promotions = 0;
+    };
+
+    explicit Server(Settings settings);
+    ~Server();
+    Server(const Server&) = delete;
+    Server& operator=(const Server&) = delete;
+
+    void start();
+    void stop();
+    // Takes the socket over; it is non-blocking from now on.
+    void adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights);
+    void hold(std::uint64_t session);
+    void drop(std::uint64_t session);
+    // 0 where there is no room.
+    std::uint64_t lend(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes);
+    bool release(std::uint64_t session, std::uint64_t lease);
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> leases(std::uint64_t session);
+    std::string lease_path(std::uint64_t session, std::uint64_t lease);  // empty where there is none
+    Objects::Paths objects_paths(std::uint32_t tenant);
+    std::vector<Listed> list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit,
+                             bool tombstones);
+    Stats stats();
+    std::vector<Event> events();
+
+    // Works off what is there, waiting for it at most so long. For the loop's thread, and for tests that have none.
+    bool step(int milliseconds);
+
+private:
+    using Place = std::pair<std::uint32_t, std::uint64_t>;  // tenant, offset of a payload in the data segment
+
+    struct Pinned {
+        std::uint64_t extent;  // offset
+        std::uint64_t generation;
+    };
+
+    struct Preparing {
+        std::uint64_t extent;  // offset
+        std::uint64_t generation;
+        std::uint64_t serial;                            // of the connection
+        std::optional<Clock::time_point> left_alone{};   // since that was closed
+    };
+
+    struct Session {
+        std::size_t connections = 0;
+        Clock::time_point empty_since;
+        std::multimap<Place, Pinned> pins;
+        std::map<Place, Preparing> prepared;
+    };
+
+    void run();
+    void service(Peer& peer, std::uint32_t events);
+    void receive(Peer& peer);
+    void feed(Peer& peer, const std::byte* data, std::size_t nbytes);
+    void frame_begun(Peer& peer);
+    void payload_complete(Peer& peer);
+    void frame_complete(Peer& peer);
+    void begin_put(Peer& peer);
+    void begin_write(Peer& peer);
+    void finish_put(Peer& peer);
+    void finish_write(Peer& peer);
+    void answer(Peer& peer);
+    void answer_delete(Peer& peer);
+    void answer_touch(Peer& peer);
+    void answer_forget(Peer& peer);
+    void answer_get(Peer& peer);
+    void answer_stat(Peer& peer);
+    void answer_pin(Peer& peer);
+    void pin(Peer& peer, const Found& found, Reply& answer);
+    void fetch(Peer& peer, const Found& found);
+    void start_fetches(Peer& peer);
+    void fetched(std::uint64_t job, bool ok);
+    void finish_jobs();
+    void answer_unpin(Peer& peer);
+    void answer_prepare(Peer& peer);
+    void answer_commit(Peer& peer);
+    void answer_abort(Peer& peer);
+    void answer_read(Peer& peer);
+    void reply(Peer& peer, Status status, std::uint64_t generation = 0, std::string meta = {});
+    void drop_payload(Peer& peer, Status status, std::uint64_t generation = 0, std::string text = {});
+    bool may(Peer& peer, std::uint32_t right);
+    std::uint64_t reclaimable() const;
+    void bad_frame(Peer& peer, const char* what);
+    void flush(Peer& peer);
+    void sent(Peer& peer, std::size_t nbytes);
+    void let_go(Peer& peer, Reply& reply);
+    void complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok);
+    void watch(Peer& peer);
+    void close_peer(Peer& peer);
+    void reap();
+    void tick();
+    template <typename Work>
+    void guarded(Work work);
+    void end_preparation(const Place& place, const Preparing& preparing);
+    void abort_left_alone(Session& session);
+    void free_session(std::uint64_t id, Session& session);
+    void take_lease_back(const Lease& lease);
+    void note(std::string kind, std::uint64_t session, std::string text);
+    Objects& objects_of(std::uint32_t tenant);
+    void wake();
+
+    Settings settings_;
+    File epoll_;
+    File alarm_;
+    Budget budget_;
+    std::uint64_t lent_ = 0;
+    Leases leases_;
+    std::unique_ptr<Shelf> shelf_;
+    std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
+    std::unordered_map<std::uint64_t, Fetch> fetches_;  // by job
+    std::uint64_t serials_ = 0;
+    std::uint64_t tickets_ = 0;
+    std::unordered_map<std::uint64_t, Session> sessions_;
+    std::unordered_map<int, std::unique_ptr<Peer>> peers_;
+    std::vector<int> closed_;  // not forgotten before the events at hand have been worked off
+    std::vector<Event> events_;
+    Counts counts_;
+    std::vector<std::byte> scratch_;
+    std::mutex mutex_;
+    std::atomic<bool> stopping_{false};
+    bool stopped_ = false;
+    std::thread thread_;
+    Clock::time_point next_tick_;
+};
+
+}  // namespace farpool

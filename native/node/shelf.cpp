@@ -1,0 +1,188 @@
+#include "node/shelf.hpp"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace farpool {
+
+namespace {
+
+constexpr std::uint64_t most_aside = std::uint64_t{64} << 20;  // bytes on their way to the file
+constexpr int thread_count = 4;
+
+[[noreturn]] void fail(const std::string& path) { throw std::system_error(errno, std::generic_category(), path); }
+
+// Without the system's cache: what is read comes back into a memory that farpool manages. Not every file system can.
+int open_direct(const std::string& path) {
+    const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_DIRECT, 0600);
+    return fd >= 0 || errno != EINVAL ? fd : open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+}
+
+}  // namespace
+
+Aside::Aside(std::uint64_t nbytes)
+    : data_(static_cast<std::byte*>(std::aligned_alloc(shelf_block, shelf_blocks(nbytes) * shelf_block))),
+      nbytes_(shelf_blocks(nbytes) * shelf_block) {
+    if (data_ == nullptr) {
+        throw std::bad_alloc();
+    }
+}
+
+Aside::~Aside() { std::free(data_); }
+
+Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::function<void()> wake)
+    : file_(open_direct(path)),
+      wake_(std::move(wake)),
+      capacity_(nbytes / shelf_block * shelf_block),
+      space_(static_cast<std::int64_t>(capacity_ / shelf_block)) {
+    if (file_.fd() < 0) {
+        fail(path);
+    }
+    if (capacity_ / shelf_block >= unwritten) {
+        throw std::runtime_error(path + ": a node's file has less than 8 TiB");
+    }
+    if (flock(file_.fd(), LOCK_EX | LOCK_NB) != 0) {
+        throw std::runtime_error(path + " is in use by another node; choose another path");
+    }
+    struct stat status {};
+    if (fstat(file_.fd(), &status) != 0) {
+        fail(path);
+    }
+    Aside page(segment_header_nbytes);
+    SegmentHeader& header = *reinterpret_cast<SegmentHeader*>(page.data());
+    const auto found = static_cast<std::uint64_t>(status.st_size);
+    const bool read_back = found >= segment_header_nbytes &&
+                           pread(file_.fd(), page.data(), segment_header_nbytes, 0) == static_cast<ssize_t>(segment_header_nbytes);
+    if (found > 0 && (!read_back || std::memcmp(header.magic, segment_magic, sizeof segment_magic) != 0)) {
+        throw std::runtime_error(path + " is not empty and not a file of a node; it was not touched, choose another path");
+    }
+    if (found == 0 || fresh || header.capacity != capacity_ || segment_fault(header, found, SegmentKind::shelf) != nullptr) {
+        std::memset(page.data(), 0, segment_header_nbytes);
+        header.kind = static_cast<std::uint32_t>(SegmentKind::shelf);
+        header.capacity = capacity_;
+        header.lease = random_word() | 1;
+        seal(header);
+        const auto whole = static_cast<off_t>(segment_header_nbytes + capacity_);
+        if (ftruncate(file_.fd(), whole) != 0) {
+            fail(path);
+        }
+        if (const int code = posix_fallocate(file_.fd(), 0, whole); code != 0) {
+            static_cast<void>(!ftruncate(file_.fd(), 0));
+            errno = code;
+            fail(path);
+        }
+        if (pwrite(file_.fd(), page.data(), segment_header_nbytes, 0) != static_cast<ssize_t>(segment_header_nbytes)) {
+            fail(path);
+        }
+    }
+    id_ = header.lease;
+    for (int thread = 0; thread < thread_count; ++thread) {
+        threads_.emplace_back([this] { work(); });
+    }
+}
+
+Shelf::~Shelf() { finish(); }
+
+void Shelf::finish() {
+    {
+        const std::lock_guard lock(mutex_);
+        closing_ = true;
+    }
+    ready_.notify_all();
+    for (std::thread& thread : threads_) {
+        thread.join();
+    }
+    threads_.clear();
+    file_ = File();  // and with it the lock
+}
+
+std::uint64_t Shelf::used() const noexcept {
+    return capacity_ - static_cast<std::uint64_t>(space_.free_units()) * shelf_block;
+}
+
+std::optional<std::uint32_t> Shelf::alloc(std::uint32_t blocks) {
+    const std::int64_t first = space_.alloc(blocks);
+    return first < 0 ? std::nullopt : std::optional(static_cast<std::uint32_t>(first));
+}
+
+bool Shelf::take(std::uint32_t first, std::uint32_t blocks) { return space_.take(first, blocks); }
+
+void Shelf::free(std::uint32_t first, std::uint32_t blocks) { space_.free(first, blocks); }
+
+bool Shelf::may_write(std::uint64_t nbytes) const noexcept { return writing_ + nbytes <= most_aside; }
+
+std::uint64_t Shelf::write(std::uint32_t first, std::shared_ptr<Aside> from) {
+    writing_ += from->nbytes();
+    return submit({0, true, first, std::move(from)});
+}
+
+std::uint64_t Shelf::read(std::uint32_t first, std::shared_ptr<Aside> into) { return submit({0, false, first, std::move(into)}); }
+
+std::uint64_t Shelf::submit(Job job) {
+    job.number = ++jobs_;
+    {
+        const std::lock_guard lock(mutex_);
+        // Somebody waits for what is read, nobody for what is written.
+        job.write ? queue_.push_back(std::move(job)) : queue_.push_front(std::move(job));
+    }
+    ready_.notify_one();
+    return jobs_;
+}
+
+std::vector<Shelf::Done> Shelf::done() {
+    std::vector<Done> results;
+    const std::lock_guard lock(mutex_);
+    for (const auto& [result, written] : done_) {
+        writing_ -= written;
+        results.push_back(result);
+    }
+    done_.clear();
+    return results;
+}
+
+void Shelf::work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+        if (queue_.empty()) {
+            return;  // closing: what was on its way has been written
+        }
+        const Job job = std::move(queue_.front());
+        queue_.pop_front();
+        lock.unlock();
+        const bool ok = transfer(job);
+        lock.lock();
+        done_.push_back({{job.number, ok}, job.write ? job.memory->nbytes() : 0});
+        wake_();
+    }
+}
+
+bool Shelf::transfer(const Job& job) const {
+    const std::uint64_t at = segment_header_nbytes + job.first * shelf_block;
+    for (std::uint64_t moved = 0; moved < job.memory->nbytes();) {
+        std::byte* memory = job.memory->data() + moved;
+        const std::size_t rest = job.memory->nbytes() - moved;
+        const auto place = static_cast<off_t>(at + moved);
+        const ssize_t step = job.write ? pwrite(file_.fd(), memory, rest, place) : pread(file_.fd(), memory, rest, place);
+        if (step < 0 && errno == EINTR) {
+            continue;
+        }
+        if (step <= 0) {
+            return false;
+        }
+        moved += static_cast<std::uint64_t>(step);
+    }
+    return true;
+}
+
+}  // namespace farpool

@@ -1,0 +1,103 @@
+// The file to which a node moves payloads that have to leave memory: blocks of 4 KiB, read and written by threads of its own.
+//
+// The loop never waits for the disk. A payload that leaves is copied aside first, so that its memory is free at once.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "node/files.hpp"
+#include "free_space.hpp"
+
+namespace farpool {
+
+constexpr std::uint64_t shelf_block = 4096;
+
+constexpr std::uint32_t shelf_blocks(std::uint64_t nbytes) noexcept {
+    return static_cast<std::uint32_t>((nbytes + shelf_block - 1) / shelf_block);
+}
+
+// Memory that the file can be read into and written from directly.
+class Aside {
+public:
+    explicit Aside(std::uint64_t nbytes);
+    ~Aside();
+    Aside(const Aside&) = delete;
+    Aside& operator=(const Aside&) = delete;
+    std::byte* data() const noexcept { return data_; }
+    std::uint64_t nbytes() const noexcept { return nbytes_; }
+
+private:
+    std::byte* data_;
+    std::uint64_t nbytes_;  // a multiple of the block
+};
+
+class Shelf {
+public:
+    struct Done {
+        std::uint64_t job;
+        bool ok;
+    };
+
+    // Opens the file or makes it; `wake` is called, from any thread, when something is done. Throws std::system_error and
+    // std::runtime_error: another process has it, or it is something else.
+    Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::function<void()> wake);
+    ~Shelf();
+    Shelf(const Shelf&) = delete;
+    Shelf& operator=(const Shelf&) = delete;
+
+    // Names what is in it: another one whenever its content is given up. Never 0.
+    std::uint64_t id() const noexcept { return id_; }
+    std::uint64_t capacity() const noexcept { return capacity_; }
+    std::uint64_t used() const noexcept;
+
+    std::optional<std::uint32_t> alloc(std::uint32_t blocks);
+    bool take(std::uint32_t first, std::uint32_t blocks);
+    void free(std::uint32_t first, std::uint32_t blocks);
+
+    // Whether so many bytes more may be on their way to the file.
+    bool may_write(std::uint64_t nbytes) const noexcept;
+    // A job's number, never 0; its result comes from done().
+    std::uint64_t write(std::uint32_t first, std::shared_ptr<Aside> from);
+    std::uint64_t read(std::uint32_t first, std::shared_ptr<Aside> into);
+    std::vector<Done> done();
+    // Waits until everything is done, and ends the threads. Idempotent.
+    void finish();
+
+private:
+    struct Job {
+        std::uint64_t number;
+        bool write;
+        std::uint32_t first;
+        std::shared_ptr<Aside> memory;
+    };
+
+    std::uint64_t submit(Job job);
+    void work();
+    bool transfer(const Job& job) const;
+
+    File file_;
+    std::function<void()> wake_;
+    std::uint64_t id_ = 0;
+    std::uint64_t capacity_;
+    FreeSpace space_;
+    std::uint64_t jobs_ = 0;
+    std::uint64_t writing_ = 0;  // bytes
+    std::mutex mutex_;           // guards what follows
+    std::condition_variable ready_;
+    std::deque<Job> queue_;
+    std::vector<std::pair<Done, std::uint64_t>> done_;  // with the bytes that were written
+    bool closing_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace farpool

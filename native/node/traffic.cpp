@@ -1,0 +1,249 @@
+// Bytes in and out of connections: the part of the server that knows sockets and frames, and no operation.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "crc32c.hpp"
+#include "node/server.hpp"
+
+namespace farpool {
+
+namespace {
+
+// Received and checked at once: it is still in the processor's cache when its checksum is computed.
+constexpr std::size_t direct_nbytes = 256 * 1024;
+// What one connection may move before the next one has its turn.
+constexpr std::size_t turn_nbytes = 1024 * 1024;
+constexpr std::size_t largest_backlog = 128;  // replies; a peer that takes none is not read from
+constexpr std::size_t replies_at_once = 16;
+
+}  // namespace
+
+void Server::service(Peer& peer, std::uint32_t events) {
+    if (peer.dead) {
+        return;
+    }
+    if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && !peer.closing) {
+        receive(peer);
+    }
+    if (!peer.dead) {
+        flush(peer);
+    }
+    if (!peer.dead) {
+        watch(peer);
+    }
+}
+
+void Server::watch(Peer& peer) {
+    if (peer.closing && peer.replies.empty()) {
+        close_peer(peer);
+        return;
+    }
+    const bool listening = !peer.closing && peer.replies.size() < largest_backlog;
+    const bool sending = !peer.replies.empty() && peer.replies.front().ticket == 0;
+    const std::uint32_t wanted = (listening ? EPOLLIN : 0u) | (sending ? EPOLLOUT : 0u);
+    if (wanted != peer.watched) {
+        epoll_event event{};
+        event.events = wanted;
+        event.data.fd = peer.socket.fd();
+        if (epoll_ctl(epoll_.fd(), EPOLL_CTL_MOD, peer.socket.fd(), &event) != 0) {
+            close_peer(peer);
+            return;
+        }
+        peer.watched = wanted;
+    }
+}
+
+void Server::receive(Peer& peer) {
+    for (std::size_t moved = 0; moved < turn_nbytes && !peer.dead && !peer.closing && peer.replies.size() < largest_backlog;) {
+        std::array<iovec, 2> parts{};
+        std::size_t count = 0;
+        std::size_t room = 0;
+        const bool direct = peer.stage == Peer::Stage::payload && peer.into != nullptr;
+        if (direct) {
+            parts[count++] = {peer.into, static_cast<std::size_t>(std::min<std::uint64_t>(peer.left, direct_nbytes))};
+            room = parts[0].iov_len;
+        }
+        if (!direct || peer.left <= direct_nbytes) {
+            parts[count++] = {scratch_.data(), scratch_.size()};
+            room += scratch_.size();
+        }
+        msghdr message{};
+        message.msg_iov = parts.data();
+        message.msg_iovlen = count;
+        const ssize_t got = recvmsg(peer.socket.fd(), &message, MSG_DONTWAIT);
+        if (got <= 0) {
+            if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+                close_peer(peer);
+            }
+            return;
+        }
+        const auto nbytes = static_cast<std::size_t>(got);
+        moved += nbytes;
+        counts_.bytes_in += nbytes;
+        peer.progress = Clock::now();
+        std::size_t rest = nbytes;
+        if (direct) {
+            const std::size_t landed = std::min(nbytes, parts[0].iov_len);
+            peer.crc = crc32c(peer.into, landed, peer.crc);
+            peer.into += landed;
+            peer.left -= landed;
+            rest -= landed;
+            if (peer.left == 0) {
+                payload_complete(peer);
+            }
+        }
+        if (rest > 0 && !peer.dead) {
+            feed(peer, scratch_.data(), rest);
+        }
+        if (nbytes < room) {  // nothing more was there
+            return;
+        }
+    }
+}
+
+void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
+    while (nbytes > 0 && !peer.dead && !peer.closing) {
+        std::size_t used = 0;
+        if (peer.stage == Peer::Stage::header) {
+            used = std::min(nbytes, sizeof peer.header - peer.have);
+            std::memcpy(reinterpret_cast<std::byte*>(&peer.header) + peer.have, data, used);
+            peer.have += used;
+            if (peer.have == sizeof peer.header) {
+                if (const char* fault = header_fault(peer.header)) {
+                    bad_frame(peer, fault);
+                    return;
+                }
+                peer.meta.resize(peer.header.meta_nbytes);
+                peer.have = 0;
+                peer.stage = Peer::Stage::meta;
+            }
+        } else if (peer.stage == Peer::Stage::meta) {
+            used = std::min(nbytes, peer.meta.size() - peer.have);
+            std::memcpy(peer.meta.data() + peer.have, data, used);
+            peer.have += used;
+        } else if (peer.stage == Peer::Stage::checksum) {
+            used = std::min(nbytes, sizeof peer.header.payload_crc - peer.have);
+            std::memcpy(reinterpret_cast<std::byte*>(&peer.header.payload_crc) + peer.have, data, used);
+            peer.have += used;
+            if (peer.have == sizeof peer.header.payload_crc) {
+                frame_complete(peer);
+            }
+        } else {
+            used = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.left));
+            if (peer.into != nullptr) {
+                std::memcpy(peer.into, data, used);
+                peer.crc = crc32c(peer.into, used, peer.crc);
+                peer.into += used;
+            }
+            peer.left -= used;
+            if (peer.left == 0) {
+                payload_complete(peer);
+            }
+        }
+        data += used;
+        nbytes -= used;
+        if (peer.stage == Peer::Stage::meta && peer.have == peer.meta.size()) {
+            if (!is_whole(peer.header, peer.meta.data())) {
+                bad_frame(peer, "a frame whose header is not what was sent");
+                return;
+            }
+            frame_begun(peer);
+        }
+    }
+}
+
+// In a stream whose frames are lost there is nothing left to understand.
+void Server::bad_frame(Peer& peer, const char* what) {
+    ++counts_.bad_frames;
+    note("bad_frame", peer.session, what);
+    close_peer(peer);
+}
+
+void Server::reply(Peer& peer, Status status, std::uint64_t generation, std::string meta) {
+    Reply& reply = peer.replies.emplace_back();
+    reply.header = make_header(static_cast<Op>(peer.header.op));
+    reply.header.status = static_cast<std::uint16_t>(status);
+    reply.header.request = peer.header.request;
+    reply.header.generation = generation;
+    reply.header.lease = peer.header.lease;
+    reply.header.tenant = peer.tenant;
+    reply.meta = std::move(meta);
+    seal(reply.header, reply.meta.data(), static_cast<std::uint32_t>(reply.meta.size()));
+    if (peer.replies.size() == 1) {
+        peer.progress = Clock::now();
+    }
+}
+
+void Server::flush(Peer& peer) {
+    for (std::size_t moved = 0; moved < turn_nbytes && !peer.replies.empty();) {
+        std::array<iovec, 3 * replies_at_once> parts;
+        std::size_t count = 0;
+        std::size_t offered = 0;
+        for (auto reply = peer.replies.begin();
+             reply != peer.replies.end() && reply->ticket == 0 && count + 3 <= parts.size() && offered < turn_nbytes; ++reply) {
+            std::uint64_t skip = reply->sent;
+            const auto add = [&](const void* data, std::uint64_t nbytes) {
+                if (skip >= nbytes) {
+                    skip -= nbytes;
+                    return;
+                }
+                const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes - skip, turn_nbytes));
+                parts[count++] = {const_cast<std::byte*>(static_cast<const std::byte*>(data) + skip), step};
+                offered += step;
+                skip = 0;
+            };
+            add(&reply->header, sizeof reply->header);
+            add(reply->meta.data(), reply->meta.size());
+            add(reply->payload, reply->header.payload_nbytes);
+        }
+        if (count == 0) {  // waits for the file
+            return;
+        }
+        msghdr message{};
+        message.msg_iov = parts.data();
+        message.msg_iovlen = count;
+        const ssize_t done = sendmsg(peer.socket.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (done < 0) {
+            if (errno != EAGAIN && errno != EINTR) {
+                close_peer(peer);
+            }
+            return;
+        }
+        sent(peer, static_cast<std::size_t>(done));
+        moved += static_cast<std::size_t>(done);
+        if (static_cast<std::size_t>(done) < offered) {
+            return;
+        }
+    }
+}
+
+void Server::sent(Peer& peer, std::size_t nbytes) {
+    counts_.bytes_out += nbytes;
+    peer.progress = Clock::now();
+    while (nbytes > 0) {
+        Reply& first = peer.replies.front();
+        const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, first.nbytes() - first.sent));
+        first.sent += step;
+        nbytes -= step;
+        if (first.sent == first.nbytes()) {
+            let_go(peer, first);
+            peer.replies.pop_front();
+        }
+    }
+    start_fetches(peer);
+}
+
+void Server::let_go(Peer& peer, Reply& reply) {
+    peer.fetching -= std::exchange(reply.fetched, 0);
+    if (reply.held_object != 0) {
+        peer.objects->drop(reply.held_object);
+        reply.held_object = 0;
+    }
+}
+
+}  // namespace farpool

@@ -1,0 +1,93 @@
+// Frames of the wire protocol (docs/wire.md).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace farpool {
+
+enum class Op : std::uint8_t {
+    hello = 1,
+    challenge = 2,
+    proof = 3,
+    welcome = 4,
+    refused = 5,
+    call = 6,
+    get = 16,
+    stat = 17,
+    put = 18,
+    remove = 19,  // "delete" on the wire's page
+    touch = 20,
+    pin = 21,
+    unpin = 22,
+    prepare = 23,
+    commit = 24,
+    abort = 25,
+    forget = 26,
+    read = 32,
+    write = 33,
+    ping = 48,
+};
+
+enum class Status : std::uint16_t {
+    done = 0,
+    missing = 1,
+    deleted = 2,
+    stale = 3,
+    full = 4,
+    denied = 5,
+    bad_request = 6,
+    too_large = 7,
+    checksum = 8,
+    unknown = 9,
+};
+
+namespace rights {
+constexpr std::uint32_t read = 1;
+constexpr std::uint32_t write = 2;
+constexpr std::uint32_t publish = 4;
+constexpr std::uint32_t admin = 8;
+}  // namespace rights
+
+// As it lies on the wire: every supported machine is little-endian, and no field needs padding.
+struct FrameHeader {
+    char magic[4];
+    std::uint8_t version;
+    std::uint8_t op;
+    std::uint16_t status;
+    std::uint64_t request;
+    std::uint32_t meta_nbytes;
+    std::uint32_t payload_crc;
+    std::uint64_t payload_nbytes;
+    std::uint64_t generation;
+    std::uint64_t lease;
+    std::uint32_t epoch;
+    std::uint32_t tenant;
+    std::uint8_t credential;
+    std::uint8_t flags;
+    std::uint8_t zero[2];
+    std::uint32_t crc;
+};
+static_assert(sizeof(FrameHeader) == 64);
+
+constexpr char frame_magic[4] = {'F', 'P', 'W', '1'};
+constexpr std::uint8_t wire_version = 1;
+// In FrameHeader::flags of a request: the payload's checksum stands behind the payload, not in the header. So whoever sends can
+// compute it when the payload is in the processor's cache anyway, because it has just been sent.
+constexpr std::uint8_t checksum_follows = 1;
+constexpr std::uint32_t largest_meta = 65536;
+constexpr std::size_t largest_key = 256;
+
+// A header with magic and version, and everything else zero.
+FrameHeader make_header(Op op) noexcept;
+
+// Fills in the length of meta and the checksum.
+void seal(FrameHeader& header, const void* meta, std::uint32_t meta_nbytes) noexcept;
+
+// What is wrong with a header, as text; null where it can be gone on with. Needs no meta.
+const char* header_fault(const FrameHeader& header) noexcept;
+
+// Whether header and meta are what was sent.
+bool is_whole(const FrameHeader& header, const void* meta) noexcept;
+
+}  // namespace farpool

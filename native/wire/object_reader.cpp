@@ -1,0 +1,212 @@
+#include "wire/object_reader.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <limits>
+#include <system_error>
+#include <utility>
+
+#include "crc32c.hpp"
+#include "error.hpp"
+#include "wire/frame.hpp"
+
+namespace farpool {
+
+namespace {
+
+// A chain is two or three slots long. One that the node changes while it is walked may lead anywhere, so there is an end.
+constexpr unsigned longest_chain = 1024;
+constexpr std::int64_t looking_period_ms = 10;
+
+std::uint64_t now_ms() noexcept {
+    timespec now{};
+    clock_gettime(CLOCK_REALTIME, &now);
+    return static_cast<std::uint64_t>(now.tv_sec) * 1000 + static_cast<std::uint64_t>(now.tv_nsec) / 1000000;
+}
+
+const char* kind_name(SegmentKind kind) {
+    return kind == SegmentKind::index ? "index" : kind == SegmentKind::objects ? "data" : "visited";
+}
+
+Mapping map_segment(int fd, SegmentKind kind, const std::string& node, bool writable) {
+    const std::string what = std::string("the ") + kind_name(kind) + " file of its objects ";
+    struct stat status{};
+    if (fstat(fd, &status) != 0) {
+        const int code = errno;
+        fail_node(ErrorKind::node, node, what + "cannot be opened: " + std::strerror(code), code);
+    }
+    const auto nbytes = static_cast<std::uint64_t>(status.st_size);
+    if (nbytes < segment_header_nbytes) {
+        fail_node(ErrorKind::protocol, node, what + "is not a segment file");
+    }
+    try {
+        Mapping mapping(fd, nbytes, writable);
+        if (const char* fault = segment_fault(*mapping.at<SegmentHeader>(0), nbytes, kind); fault != nullptr) {
+            fail_node(ErrorKind::protocol, node, what + fault);
+        }
+        return mapping;
+    } catch (const std::system_error& error) {
+        fail_node(ErrorKind::node, node, what + "cannot be mapped: " + error.code().message(), error.code().value());
+    }
+}
+
+}  // namespace
+
+ObjectReader::ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, bool writable, int lifeline)
+    : node_(std::move(node)),
+      writable_(writable),
+      index_(map_segment(index_fd, SegmentKind::index, node_, false)),
+      data_(map_segment(data_fd, SegmentKind::objects, node_, writable)),
+      visited_(map_segment(visited_fd, SegmentKind::visited, node_, true)) {
+    seed_ = header().hash_seed;
+    slot_limit_ = header().slot_limit;
+    buckets_at_ = header().buckets_at;
+    slots_at_ = header().slots_at;
+    const std::uint64_t nbytes = index_.nbytes();
+    if (std::memcmp(header().id, data_.at<SegmentHeader>(0)->id, sizeof header().id) != 0 ||
+        std::memcmp(header().id, visited_.at<SegmentHeader>(0)->id, sizeof header().id) != 0) {
+        fail_node(ErrorKind::protocol, node_, "the files of its objects do not belong together");
+    }
+    if (buckets_at_ > nbytes || buckets_at_ % sizeof(std::uint32_t) != 0 || slots_at_ > nbytes || slots_at_ % 8 != 0 ||
+        slot_limit_ > (nbytes - slots_at_) / sizeof(IndexSlot) ||
+        slot_limit_ > visited_.nbytes() - segment_header_nbytes) {
+        fail_node(ErrorKind::protocol, node_, "the index of its objects names places outside of its files");
+    }
+    if (lifeline >= 0) {
+        lifeline_ = fcntl(lifeline, F_DUPFD_CLOEXEC, 0);
+    }
+}
+
+ObjectReader::~ObjectReader() {
+    if (lifeline_ >= 0) {
+        close(lifeline_);
+    }
+}
+
+// Asking the system costs as much as a small read, so it is asked once in a while; no node starts within that time.
+bool ObjectReader::node_lives() const noexcept {
+    if (lifeline_ < 0) {
+        return true;
+    }
+    constexpr std::int64_t never_again = std::numeric_limits<std::int64_t>::max();
+    timespec time{};
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+    const std::int64_t now = std::int64_t{time.tv_sec} * 1000 + time.tv_nsec / 1000000;
+    const std::int64_t looked = looked_at_.load(std::memory_order_relaxed);
+    if (looked == never_again || now - looked < looking_period_ms) {
+        return looked != never_again;
+    }
+    pollfd asked{lifeline_, POLLRDHUP, 0};
+    const bool dead = poll(&asked, 1, 0) > 0;
+    looked_at_.store(dead ? never_again : now, std::memory_order_relaxed);
+    return !dead;
+}
+
+void ObjectReader::fail_damaged(std::string_view key, const char* what) const {
+    fail_checksum(node_, std::string("the ") + what + " of the object with the key of " + std::to_string(key.size()) +
+                             " bytes is damaged in the node's memory; publish the object anew");
+}
+
+bool ObjectReader::stands(const IndexSlot& slot, std::uint64_t generation) const noexcept {
+    // What was read before must not be read after the generation: it would be compared too early.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return slot.generation.load(std::memory_order_relaxed) == generation && !retired();
+}
+
+std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) const {
+    const std::uint64_t hash = hash64(key.data(), key.size(), seed_);
+    const std::uint64_t table = header().level_and_split.load(std::memory_order_acquire);
+    if (retired() || !node_lives() || table >> 32 > 31) {
+        return std::nullopt;
+    }
+    const std::uint64_t bucket = bucket_of(hash, table);
+    if (bucket >= (index_.nbytes() - buckets_at_) / sizeof(std::uint32_t)) {
+        return std::nullopt;
+    }
+    auto next = index_.at<std::atomic<std::uint32_t>>(buckets_at_)[bucket].load(std::memory_order_acquire);
+    for (unsigned step = 0; next != 0 && next <= slot_limit_ && step < longest_chain; ++step) {
+        const std::uint64_t number = next - 1;
+        const IndexSlot& slot = index_.at<IndexSlot>(slots_at_)[number];
+        next = slot.next.load(std::memory_order_acquire);
+        const std::uint64_t generation = slot.generation.load(std::memory_order_acquire);
+        if (generation == 0 || slot.hash.load(std::memory_order_relaxed) != hash) {
+            continue;
+        }
+        const std::uint64_t offset = slot.offset.load(std::memory_order_relaxed);
+        const std::uint64_t nbytes = std::uint64_t{slot.units.load(std::memory_order_relaxed)} * unit_nbytes;
+        const std::uint64_t expiry = slot.expiry.load(std::memory_order_relaxed);
+        if (offset % unit_nbytes != 0 || offset < segment_header_nbytes || offset > data_.nbytes() ||
+            nbytes > data_.nbytes() - offset || nbytes < unit_nbytes) {
+            return std::nullopt;  // the slot is changing: no such extent exists
+        }
+        if (slot.blocks.load(std::memory_order_relaxed) != 0) {
+            return std::nullopt;  // its payload is not in memory
+        }
+        // Copied first, as it may change between any two looks at it.
+        struct {
+            ObjectHeader header;
+            std::byte key[largest_key];
+        } seen;
+        const std::byte* extent = data_.data() + offset;
+        std::memcpy(&seen.header, extent, sizeof seen.header);
+        const std::size_t key_nbytes = seen.header.key_nbytes;
+        if (key_nbytes <= largest_key && sizeof seen.header + key_nbytes <= nbytes) {
+            std::memcpy(seen.key, extent + sizeof seen.header, key_nbytes);
+        }
+        const bool whole = is_whole(seen.header, nbytes) && seen.header.generation == generation;
+        if (!stands(slot, generation)) {
+            return std::nullopt;
+        }
+        if (!whole) {
+            fail_damaged(key, "header");
+        }
+        if (key_of(seen.header) != key) {
+            continue;
+        }
+        if (seen.header.flags != 0 || (expiry != 0 && expiry <= now_ms())) {
+            return std::nullopt;
+        }
+        const std::atomic_ref visited(visited_.at<unsigned char>(segment_header_nbytes)[number]);
+        if (visited.load(std::memory_order_relaxed) == 0) {  // else the line would travel between cores for nothing
+            visited.store(1, std::memory_order_relaxed);
+        }
+        return Found{&slot, generation, extent + payload_at(key_nbytes), seen.header.nbytes, seen.header.payload_crc};
+    }
+    return std::nullopt;
+}
+
+bool ObjectReader::copy(const Found& found, void* into) const {
+    const std::uint32_t crc = copy_crc32c(into, found.payload, found.nbytes);
+    if (!stands(*found.slot, found.generation)) {
+        return false;
+    }
+    if (crc != found.crc) {
+        fail_checksum(node_, "the payload of " + std::to_string(found.nbytes) + " bytes of generation " +
+                                 std::to_string(found.generation) +
+                                 " is damaged in the node's memory; publish the object anew");
+    }
+    return true;
+}
+
+const std::byte* ObjectReader::payload(std::uint64_t offset, std::uint64_t nbytes) const {
+    if (offset < segment_header_nbytes || offset > data_.nbytes() || nbytes > data_.nbytes() - offset) {
+        fail_value(node_ + ": offset " + std::to_string(offset) + " and " + std::to_string(nbytes) +
+                   " bytes lie outside of the objects' file of " + std::to_string(data_.nbytes()) + " bytes");
+    }
+    return data_.data() + offset;
+}
+
+std::uint32_t ObjectReader::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
+    if (!writable_) {
+        fail_value(node_ + ": the objects' file is mapped read-only; the access key needs the right to publish");
+    }
+    payload(offset, nbytes);
+    return copy_crc32c(data_.data() + offset, from, nbytes);
+}
+
+}  // namespace farpool

@@ -1,0 +1,135 @@
+// Layout of segment files (docs/segment-file.md), and mappings of them.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#include "wire/hash.hpp"
+
+namespace farpool {
+
+constexpr char segment_magic[8] = {'F', 'A', 'R', 'P', 'S', 'E', 'G', '\0'};
+constexpr std::uint32_t segment_version = 1;
+constexpr std::size_t segment_header_nbytes = 4096;
+constexpr std::uint64_t unit_nbytes = 64;
+constexpr std::size_t floor_count = 65536;
+
+enum class SegmentKind : std::uint32_t { objects = 1, index = 2, visited = 3, lease = 4, shelf = 5 };
+
+struct SegmentHeader {
+    char magic[8];
+    std::uint32_t version;
+    std::uint32_t kind;
+    std::uint64_t features;
+    std::uint64_t capacity;
+    unsigned char id[16];
+    std::uint64_t session;
+    std::uint64_t lease;
+    std::uint32_t tenant;
+    std::uint32_t zero0;
+    std::uint64_t hash_seed;
+    std::uint64_t slot_limit;
+    std::uint64_t buckets_at;
+    std::uint64_t slots_at;
+    std::uint64_t floors_at;
+    std::uint64_t base_floor;
+    std::uint32_t zero1;
+    std::uint32_t crc;
+    // From here on, what changes.
+    std::atomic<std::uint64_t> level_and_split;
+    std::atomic<std::uint64_t> slots_used;
+    std::atomic<std::uint64_t> retired;
+    std::atomic<std::uint64_t> lent_out;
+};
+static_assert(offsetof(SegmentHeader, crc) == 124 && offsetof(SegmentHeader, level_and_split) == 128);
+
+struct ObjectHeader {
+    char magic[4];
+    std::uint16_t key_nbytes;
+    std::uint16_t flags;
+    std::uint64_t generation;
+    std::uint64_t nbytes;
+    std::uint32_t payload_crc;
+    std::uint32_t units;
+    std::uint32_t slot;
+    std::uint32_t tenant;
+    std::uint32_t zero;
+    std::uint32_t crc;
+};
+static_assert(sizeof(ObjectHeader) == 48);
+
+constexpr char object_magic[4] = {'F', 'O', 'B', 'J'};
+constexpr std::uint16_t tombstone_flag = 1;
+
+struct IndexSlot {
+    std::atomic<std::uint64_t> generation;
+    std::atomic<std::uint64_t> offset;
+    std::atomic<std::uint64_t> expiry;
+    std::atomic<std::uint64_t> hash;
+    std::atomic<std::uint32_t> units;
+    std::atomic<std::uint32_t> next;
+    std::atomic<std::uint32_t> block;
+    std::atomic<std::uint32_t> blocks;
+};
+static_assert(sizeof(IndexSlot) == 48);
+
+// In IndexSlot::blocks while the payload is still on its way to the file.
+constexpr std::uint32_t unwritten = 0x80000000u;
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
+
+// Bytes from the beginning of an extent to its payload.
+constexpr std::uint64_t payload_at(std::size_t key_nbytes) noexcept {
+    return (sizeof(ObjectHeader) + key_nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
+}
+
+constexpr std::uint64_t units_for(std::size_t key_nbytes, std::uint64_t payload_nbytes) noexcept {
+    return (payload_at(key_nbytes) + payload_nbytes + unit_nbytes - 1) / unit_nbytes;
+}
+
+// The linear hash table's bucket of a hash.
+constexpr std::uint64_t bucket_of(std::uint64_t hash, std::uint64_t level_and_split) noexcept {
+    const std::uint64_t level = level_and_split >> 32;
+    const std::uint64_t split = level_and_split & 0xffffffffu;
+    const std::uint64_t bucket = hash & ((std::uint64_t{1} << level) - 1);
+    return bucket < split ? hash & ((std::uint64_t{2} << level) - 1) : bucket;
+}
+
+constexpr std::size_t floor_of(std::uint64_t hash) noexcept { return (hash >> 32) % floor_count; }
+
+void seal(SegmentHeader& header) noexcept;
+void seal(ObjectHeader& header, const void* key) noexcept;
+
+// What is wrong with a segment's header, as text; null where it can be used.
+const char* segment_fault(const SegmentHeader& header, std::uint64_t file_nbytes, SegmentKind kind) noexcept;
+// Whether the header is whole and lies, with its key and its payload if that is there, within `extent_nbytes`.
+bool is_whole(const ObjectHeader& header, std::uint64_t extent_nbytes, bool with_payload = true) noexcept;
+
+inline std::string_view key_of(const ObjectHeader& header) noexcept {
+    return {reinterpret_cast<const char*>(&header + 1), header.key_nbytes};
+}
+
+// A file's memory. Does not own the descriptor.
+class Mapping {
+public:
+    Mapping() = default;
+    Mapping(int fd, std::size_t nbytes, bool writable);  // throws std::system_error
+    Mapping(Mapping&& other) noexcept;
+    Mapping& operator=(Mapping&& other) noexcept;
+    ~Mapping();
+
+    std::byte* data() const noexcept { return data_; }
+    std::size_t nbytes() const noexcept { return nbytes_; }
+    template <typename T>
+    T* at(std::uint64_t offset) const noexcept {
+        return reinterpret_cast<T*>(data_ + offset);
+    }
+
+private:
+    std::byte* data_ = nullptr;
+    std::size_t nbytes_ = 0;
+};
+
+}  // namespace farpool
