@@ -7,17 +7,26 @@ Each error also derives from the builtin that a caller would catch, so ``except 
 from __future__ import annotations
 
 __all__ = [
+    "AccessDeniedError",
     "BudgetError",
     "ChecksumError",
     "ConfigError",
     "FarpoolError",
     "FarpoolWarning",
+    "LeaseLostError",
     "LifetimeError",
+    "NodeError",
+    "NodeFullError",
+    "NodeTimeoutError",
+    "ObjectTooLargeError",
     "OrderError",
     "PoolClosedError",
     "PoolFileError",
     "PoolFullError",
     "PoolMixError",
+    "ProtocolError",
+    "ReplicationError",
+    "StoreClosedError",
     "TapeFileError",
     "TapeTruncatedError",
     "TierError",
@@ -132,3 +141,49 @@ class ChecksumError(TierError):
 
 class PoolFileError(TierError):
     """A pool file is in use, is not a pool file, or has a version that this farpool does not read."""
+
+
+class NodeError(FarpoolError, ConnectionError):
+    """A node failed, or the way to it did. Names the node.
+
+    Attributes
+    ----------
+    node : str
+        Its address, for example ``tcp://10.0.0.7:7471``.
+    """
+
+    def __init__(self, message: str, *, node: str = "") -> None:
+        super().__init__(message)
+        self.node = node
+
+
+class NodeTimeoutError(NodeError, TimeoutError):
+    """A node did not answer within the deadline."""
+
+
+class ProtocolError(NodeError):
+    """What came from the other side is not the protocol, or a version of it that this farpool does not speak."""
+
+
+class AccessDeniedError(NodeError, PermissionError):
+    """The secret is wrong, or the access key lacks the right."""
+
+
+class NodeFullError(NodeError, MemoryError):
+    """The node has no room, also not after evicting what it may."""
+
+
+class ObjectTooLargeError(NodeError, ValueError):
+    """The object is larger than the node."""
+
+
+class ReplicationError(NodeError):
+    """Too few nodes could be reached to write the copies that were asked for, or to know which copy is the latest."""
+
+
+class StoreClosedError(FarpoolError, RuntimeError):
+    """The store was closed (or is the copy that a fork left in the child)."""
+
+
+class LeaseLostError(NodeError):
+    """The node no longer has the memory that it lent: it began anew, or the program was away longer than its grace."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farpool.engine import NoRoomError, TooLargeError
-from farpool.errors import BudgetError, PoolFullError, TierError
+from farpool.errors import BudgetError, NodeTimeoutError, PoolFullError, TierError, TierTimeoutError
 from farpool.sizes import format_size
 from farpool.tiers import Tier
 from farpool.use import Use, describe, smallest_budget
@@ -45,6 +45,8 @@ def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError
 def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:
     """The same error, as a `TierError` that names tier and block in its message and its attributes."""
     kind = type(error) if isinstance(error, TierError) else TierError
+    if isinstance(error, NodeTimeoutError):
+        kind = TierTimeoutError
     detail = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
     named = kind(f"tier {tier!r}, block {block}: {detail}", tier=tier, block=block)
     named.__cause__ = error

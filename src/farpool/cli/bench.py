@@ -109,6 +109,18 @@ def growth(
     _perform("growth", {"most": most}, device, quick, json, report)
 
 
+@app.command()
+def remote(
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 7.")] = None,
+    device: Device = "cpu",
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """Memory of another process, over TCP and mapped: against sockets, memcpy, Redis and Mooncake Store."""
+    _perform("remote", {"rounds": rounds}, device, quick, json, report)
+
+
 @app.command("report")
 def write_report(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="What --json printed.")],

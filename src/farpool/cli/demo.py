@@ -39,12 +39,25 @@ def demo(
     timeline: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to draw what the pool did (.png, .svg or .pdf).")
     ] = Path("farpool-timeline.png"),
+    remote: Annotated[
+        bool,
+        typer.Option(
+            "--remote",
+            help="Have two nodes, started for it, lend as much memory as both lower tiers together, in their place; "
+            "then start processes with weights that another process has published.",
+        ),
+    ] = False,
+    starts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="With --remote: processes that start in either way.")
+    ] = DEFAULTS.starts,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
 ) -> None:
     """Search real text with a model that has a quarter of its bytes resident.
 
     A sentence-embedding model (all-MiniLM-L6-v2) embeds a text collection all resident and, in turn, with its weights
-    in a pool with a small byte budget, the rest of them in DRAM and in a file. Both must give the same bits.
+    in a pool with a small byte budget, the rest of them in DRAM and in a file. Both must give the same bits. With
+    --remote the rest is on two nodes, reached over TCP; and new processes start with weights that one process has
+    published and the others map, compared with reading them from their file.
 
     Exit code 0: equal. 1: not equal. 2: an error.
     """
@@ -54,7 +67,7 @@ def demo(
     except ModuleNotFoundError as error:
         raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
 
-    settings = Settings(budget, dram, nvme, question, docs, texts, timeline)
+    settings = Settings(budget, dram, nvme, question, docs, texts, timeline, remote, starts)
     with progress_bars() as progress:
         outcome = run(settings, progress)
     if json:
@@ -62,5 +75,5 @@ def demo(
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     else:
         Console().print(report(outcome))
-    if not outcome.equal:
+    if not outcome.equal or (outcome.start_up is not None and not outcome.start_up.equal):
         raise typer.Exit(1)

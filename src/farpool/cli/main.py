@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from farpool.cli import bench, demo, tape
+from farpool.cli import bench, demo, node, store, tape
 from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
@@ -24,7 +24,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="demo")(demo.demo)
+app.command(name="node")(node.node)
 app.add_typer(bench.app, name="bench")
+app.add_typer(store.app, name="store")
 app.add_typer(tape.app, name="tape")
 
 

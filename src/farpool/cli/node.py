@@ -1,0 +1,141 @@
+"""``farpool node``: lend memory of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from farpool.sizes import format_size, parse_size
+from farpool.transport.access import load_keys
+from farpool.transport.address import parse_address
+
+if TYPE_CHECKING:
+    from farpool.node import Node
+
+__all__ = ["node"]
+
+
+def node(
+    dram: Annotated[str, typer.Option(metavar="SIZE", help="Memory to lend, for example 2GiB.", show_default=False)],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
+    ] = "127.0.0.1:7471",
+    nvme: Annotated[
+        tuple[str, str],
+        typer.Option(
+            metavar="PATH SIZE",
+            help="A file for objects that have to leave memory, and its size; without one they are forgotten.",
+            show_default=False,
+        ),
+    ] = ("", ""),
+    name: Annotated[str, typer.Option(metavar="NAME", help="The node's name; its port by default.")] = "",
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Where segments are kept; /dev/shm/farpool-UID/NAME by default."),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Access keys (TOML, mode 0600). Needed to listen beyond loopback."),
+    ] = None,
+    metrics: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Serve /metrics for Prometheus there.", show_default=False)
+    ] = "",
+    ephemeral: Annotated[
+        bool, typer.Option("--ephemeral", help="Forget what an earlier start left, and leave nothing behind.")
+    ] = False,
+    grace: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="How long a program that is gone keeps its leases and pins."),
+    ] = 10.0,
+    spin: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="How long to look for the next request before sleeping; 0 sleeps at once."
+        ),
+    ] = 50e-6,
+    nixl: Annotated[
+        bool,
+        typer.Option(
+            "--nixl", help="Expose memory for one-sided transfers, too (farpool[rdma]); see docs/nixl.md first."
+        ),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")] = False,
+) -> None:
+    """Lend memory of this host to programs here and elsewhere, until SIGTERM or SIGINT.
+
+    Published objects and leases stay in shared memory for the next start with the same name or folder.
+    """
+    # Not above: the command's other verbs would wait for it.
+    from farpool.node import Node
+    from farpool.node.logs import configure, log
+
+    running = Node(
+        parse_address(listen, "--listen", any_port=True),
+        parse_size(dram, "--dram"),
+        name=name,
+        folder=folder,
+        keys=None if keys is None else load_keys(keys),
+        metrics=parse_address(metrics, "--metrics", any_port=True) if metrics else None,
+        ephemeral=ephemeral,
+        grace=grace,
+        nvme=(os.path.abspath(nvme[0]), parse_size(nvme[1], "size of --nvme")) if nvme[0] else None,
+        nixl=nixl,
+        spin=spin,
+    )
+    _allow_many_files()
+    configure(json=json)
+    wait = _wait_for_stop()
+    with running:
+        sys.stdout.write(_ready_line(running, json=json))
+        sys.stdout.flush()
+        wait()
+        log("stopping")
+
+
+def _ready_line(running: Node, *, json: bool) -> str:
+    if not json:
+        return f"farpool node {running.name} ready: {running.address}, {format_size(running.capacity)}\n"
+    metrics = running.metrics_address
+    event = {
+        "event": "ready",
+        "node": running.name,
+        "address": str(running.address),
+        "socket": running.socket_path,
+        "metrics": None if metrics is None else f"http://{str(metrics).removeprefix('tcp://')}/metrics",
+        "capacity": running.capacity,
+        "pid": os.getpid(),
+    }
+    return msgspec.json.encode(event).decode() + "\n"
+
+
+def _wait_for_stop() -> Callable[[], None]:
+    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one. The next ends the process."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    # The signal may reach any thread; the handler would run in this one, which nothing wakes then. The pipe does.
+    signal.set_wakeup_fd(writable)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    def wait() -> None:
+        os.read(readable, 1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+    return wait
+
+
+def _allow_many_files() -> None:
+    """Each connection is an open file, and the usual limit of 1,024 is for programs that use select."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,5 @@
+"""The process that lends memory: its folder, its connections, its counters. The data loop is native."""
+
+from farpool.node.node import Node
+
+__all__ = ["Node"]

@@ -1,0 +1,119 @@
+"""Control connections at the node: frames in, calls made, frames and file descriptors out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from farpool._native import NodeServer
+from farpool.errors import FarpoolError, ProtocolError
+from farpool.node.calls import make_call, open_files, parse_call
+from farpool.node.logs import log
+from farpool.node.nixl import Exposures
+from farpool.transport.frames import Frame, FrameReader, Op, Status, pack_frame
+from farpool.transport.handshake import Accepted
+from farpool.transport.refusals import status_of
+
+__all__ = ["STALL_SECONDS", "ControlService"]
+
+STALL_SECONDS = 10.0
+"""How long a client may take over the rest of a frame that it began to send, or over taking one."""
+
+
+class ControlService:
+    """Serves control connections.
+
+    Parameters
+    ----------
+    server : NodeServer
+        The data loop.
+    stats : callable
+        Returns the node's counters.
+    exposures : Exposures or None
+        Exposes memory for one-sided transfers, if the node does.
+    """
+
+    def __init__(
+        self, server: NodeServer, stats: Callable[[], dict[str, int | float]], exposures: Exposures | None = None
+    ) -> None:
+        self._server = server
+        self._stats = stats
+        self._exposures = exposures
+
+    async def serve(self, connection: socket.socket, client: Accepted) -> None:
+        """Answer calls until the connection ends. The caller closes it."""
+        self._server.hold(client.session)
+        if self._exposures is not None:
+            self._exposures.hold(client.session)
+        try:
+            reader = FrameReader("")
+            while (frame := await _received(connection, reader)) is not None:
+                await self._answer(connection, frame, client)
+        except ProtocolError as error:
+            log("bad_frame", level=logging.WARNING, key=client.key, reason=str(error))
+        except OSError:
+            pass  # the client went, or stood still for too long
+        finally:
+            if self._exposures is not None:
+                self._exposures.drop(client.session)
+            self._server.drop(client.session)
+
+    async def _answer(self, connection: socket.socket, frame: Frame, client: Accepted) -> None:
+        status, result, files = await self._outcome(frame, client, passes_files=connection.family == socket.AF_UNIX)
+        try:
+            reply = pack_frame(
+                Op.CALL,
+                msgspec.msgpack.encode(result),
+                status=status,
+                request=frame.request,
+                tenant=client.tenant,
+            )
+            sent = socket.send_fds(connection, [reply], files) if files else 0
+        finally:
+            for file in files:
+                os.close(file)
+        async with asyncio.timeout(STALL_SECONDS):
+            await asyncio.get_running_loop().sock_sendall(connection, reply[sent:])
+
+    async def _outcome(
+        self, frame: Frame, client: Accepted, *, passes_files: bool
+    ) -> tuple[Status, dict[str, Any], list[int]]:
+        try:
+            if frame.op != Op.CALL:
+                raise ValueError(f"operation {frame.op} on a control connection, expected {Op.CALL.value} (call)")
+            call = parse_call(frame.meta)
+            # In a thread, as memory that is lent may have to be made first.
+            result, files = await asyncio.to_thread(make_call, call, client, self._server, self._stats, self._exposures)
+            if files and not passes_files:
+                raise ValueError(
+                    "this call passes files, for which the connection has to be over the node's UNIX socket"
+                )
+            return Status.DONE, result, open_files(files)
+        except KeyError as error:
+            return Status.UNKNOWN, {"error": str(error.args[0])}, []
+        except FarpoolError as error:
+            return status_of(error), {"error": str(error)}, []
+        except ValueError as error:
+            return Status.BAD_REQUEST, {"error": str(error)}, []
+        except OSError as error:
+            return Status.FULL, {"error": f"the node lacks what this needs: {error.strerror}"}, []
+
+
+async def _received(connection: socket.socket, reader: FrameReader) -> Frame | None:
+    """The next frame; None if the client ended the connection between two frames."""
+    loop = asyncio.get_running_loop()
+    data = await loop.sock_recv(connection, reader.needed)
+    if not data:
+        return None
+    async with asyncio.timeout(STALL_SECONDS):
+        while (frame := reader.feed(data)) is None:
+            data = await loop.sock_recv(connection, reader.needed)
+            if not data:
+                raise ConnectionResetError
+    return frame

@@ -1,0 +1,169 @@
+"""The folder in shared memory in which a node keeps its segments, and the lock that says whose it is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+from pathlib import Path
+
+from farpool.errors import ConfigError
+from farpool.sizes import format_size
+from farpool.transport.address import LONGEST_PATH
+
+__all__ = ["Folder", "check_name", "default_folder"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LOCK = "node.lock"
+_SOCKET = "socket"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` if a node cannot have this name: it is the name of a folder, and is shown to clients."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name is {name!r}, expected 1 to 64 letters, digits, dots, dashes or underscores, not a dot first",
+            setting="name",
+        )
+
+
+def default_folder(name: str) -> Path:
+    """Where a node of this name keeps its segments."""
+    return _base() / name
+
+
+def _base() -> Path:
+    return _SHARED_MEMORY / f"farpool-{os.getuid()}"
+
+
+class Folder:
+    """A node's folder. Nothing is made or changed before `take`.
+
+    Parameters
+    ----------
+    path : Path
+        Where it is, or will be.
+
+    Attributes
+    ----------
+    path : Path
+        Absolute.
+    socket_path : Path
+        Where the node's UNIX socket belongs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.socket_path = self.path / _SOCKET
+        self._lock = -1
+
+    def check(self, capacity: int) -> None:
+        """Whether a node with this capacity could work here.
+
+        Raises
+        ------
+        ConfigError
+            The folder is open to others or cannot be written or made, its path is too long for a UNIX socket, or the
+            file system has less room than that, what the node already has in it included.
+        """
+        if len(os.fsencode(self.socket_path)) > LONGEST_PATH:
+            raise ConfigError(
+                f"the folder {self.path} has too long a path for the UNIX socket in it, expected at most "
+                f"{LONGEST_PATH - len(_SOCKET) - 1} bytes; choose a shorter --folder or --name",
+                setting="folder",
+            )
+        present = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+        if not present.is_dir():
+            raise ConfigError(f"{present} is no folder; choose another --folder", setting="folder")
+        self._check_private()
+        if not os.access(present, os.W_OK | os.X_OK):
+            raise ConfigError(f"the folder {present} cannot be written by this user", setting="folder")
+        self._check_room(present, capacity)
+
+    def _check_private(self) -> None:
+        """What anybody may write to (/dev/shm is such) may hold a folder that somebody else made under this name."""
+        own = (_base(), self.path) if self.path.parent == _base() else (self.path,)
+        for path in own:
+            if not os.path.lexists(path):
+                return
+            state = path.lstat()
+            if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+                raise ConfigError(
+                    f"the folder {path} is a link or belongs to user {state.st_uid}, expected a folder of user "
+                    f"{os.getuid()}; choose another --folder",
+                    setting="folder",
+                )
+            if state.st_mode & 0o077:
+                raise ConfigError(
+                    f"the folder {path} has mode {stat.S_IMODE(state.st_mode):04o}, so that others may use what is in "
+                    f"it; expected 0700: chmod 700 {path}",
+                    setting="folder",
+                )
+
+    def _check_room(self, present: Path, capacity: int) -> None:
+        state = os.statvfs(present)
+        own = 0
+        if present == self.path:
+            with os.scandir(present) as entries:
+                own = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+        room = state.f_bavail * state.f_frsize + own
+        if capacity > room:
+            raise ConfigError(
+                f"--dram is {format_size(capacity)}, but {present} has room for {format_size(room)}; lend less, or "
+                "give the file system more memory (for /dev/shm: mount -o remount,size=...)",
+                setting="dram",
+            )
+
+    def take(self) -> None:
+        """Make the folder if need be, and lock it for this process.
+
+        Raises
+        ------
+        ConfigError
+            Another node has it, or it cannot be made.
+        """
+        try:
+            # Each of them by itself: the mode that makedirs is given holds for the last one only.
+            for path in (self.path.parent, self.path):
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700, parents=True)
+            self._check_private()
+            self._lock = self._locked()
+            os.truncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.give_back()
+            raise ConfigError(f"the folder {self.path} cannot be used: {error.strerror}", setting="folder") from error
+
+    def _locked(self) -> int:
+        path = self.path / _LOCK
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Who had it may have removed the file between the two calls.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), path.lstat()):
+                        return lock
+            except BlockingIOError:
+                owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                os.close(lock)
+                raise ConfigError(
+                    f"the folder {self.path} is in use by the node with process id {owner}; stop that one, or choose "
+                    "another --name or --folder",
+                    setting="folder",
+                ) from None
+            os.close(lock)
+
+    def give_back(self) -> None:
+        """Unlock, and remove the folder if no segment is left in it. Idempotent."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            (self.path / _LOCK).unlink()
+            self.path.rmdir()
+        os.close(self._lock)
+        self._lock = -1

@@ -1,0 +1,249 @@
+"""A node: lends memory of this host to programs here and elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from farpool._native import NodeServer
+from farpool.errors import ConfigError
+from farpool.node.control import ControlService
+from farpool.node.folder import Folder, check_name, default_folder
+from farpool.node.listener import Listener
+from farpool.node.metrics import MetricsServer, NodeCollector
+from farpool.node.nixl import Exposures
+from farpool.transport.access import Grant
+from farpool.transport.address import Address
+from farpool.transport.handshake import Identity, NodeHandshake
+
+__all__ = ["Node"]
+
+_BACKLOG = 1024
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Node:
+    """Lends memory until it is stopped.
+
+    Parameters
+    ----------
+    listen : Address
+        Where to listen on TCP; port 0 for any free one.
+    capacity : int
+        Bytes to lend.
+    name : str
+        The node's name; empty for its port.
+    folder : str or path-like or None
+        Where its segments are; by default ``/dev/shm/farpool-UID/NAME``. What an earlier node left there is taken over.
+    keys : mapping of str to Grant, or None
+        Access keys by name. Without any, the node listens on loopback only and lets everybody there do everything.
+    metrics : Address or None
+        Where to serve metrics for Prometheus; port 0 for any free one.
+    ephemeral : bool
+        Forget what an earlier node left, and leave nothing.
+    grace : float
+        Seconds for which a program's leases and pins outlive its last connection.
+    spin : float
+        Seconds for which the data loop asks for more before it sleeps; 0 to sleep at once.
+    nvme : pair of str and int, or None
+        A file and its bytes: objects that have to leave memory go there instead of being forgotten.
+    nixl : bool
+        Expose memory for one-sided transfers with NIXL, too.
+
+    Attributes
+    ----------
+    address : Address
+        Where it listens, once started.
+    name : str
+        Its name, once started.
+    metrics_address : Address or None
+        Where the metrics are, once started.
+    """
+
+    def __init__(
+        self,
+        listen: Address,
+        capacity: int,
+        *,
+        name: str = "",
+        folder: str | os.PathLike[str] | None = None,
+        keys: Mapping[str, Grant] | None = None,
+        metrics: Address | None = None,
+        ephemeral: bool = False,
+        grace: float = 10.0,
+        spin: float = 50e-6,
+        nvme: tuple[str, int] | None = None,
+        nixl: bool = False,
+    ) -> None:
+        self.address = listen
+        self.name = name
+        self.metrics_address = metrics
+        self._capacity = capacity
+        self._path = folder
+        self._keys = keys
+        self._ephemeral = ephemeral
+        self._grace = grace
+        self._spin = spin
+        self._nvme = nvme
+        self._nixl = nixl
+        self._folder: Folder | None = None
+        self._server: NodeServer | None = None
+        self._listener: Listener | None = None
+        self._undo = ExitStack()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes to lend."""
+        return self._capacity
+
+    @property
+    def socket_path(self) -> str:
+        """Path of the UNIX socket; empty before the start."""
+        return str(self._folder.socket_path) if self._folder else ""
+
+    def start(self) -> None:
+        """Check everything, then open everything.
+
+        Raises
+        ------
+        ConfigError
+            The node cannot work as it is configured; nothing was left open or changed.
+        """
+        if self.name:
+            check_name(self.name)
+        for setting, seconds in (("grace", self._grace), ("spin", self._spin)):
+            if not 0 <= seconds < float("inf"):
+                raise ConfigError(f"--{setting} is {seconds}, expected seconds, 0 or more", setting=setting)
+        target = self._resolved()
+        folder = self._own_folder(self.name or str(self.address.port)) if self.name or self.address.port else None
+        with ExitStack() as undo:
+            listening = undo.enter_context(_listening(target, self.address))
+            self.address = Address("tcp", self.address.host, listening.getsockname()[1])
+            self.name = self.name or str(self.address.port)
+            self._folder = folder or self._own_folder(self.name)
+            self._open(listening, self._folder, undo)
+            self._undo = undo.pop_all()
+
+    def stop(self) -> None:
+        """End listening and all connections; the segments stay for the next start unless ephemeral. Idempotent."""
+        self._undo.close()
+        # They hold the segments' descriptors.
+        self._server = self._listener = None
+
+    def stats(self) -> dict[str, int | float]:
+        """The node's counters; empty unless it runs."""
+        server, listener = self._server, self._listener
+        if server is None or listener is None:
+            return {}
+        return {**server.stats(), "refused": listener.refused}
+
+    def __enter__(self) -> Node:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _open(self, listening: socket.socket, folder: Folder, undo: ExitStack) -> None:
+        if self.metrics_address is not None:
+            metrics = MetricsServer(self.metrics_address, NodeCollector(self.stats, self.name))
+            undo.callback(metrics.close)
+            self.metrics_address = metrics.address
+        exposures = None
+        if self._nixl:
+            here = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
+            exposures = Exposures(loopback=here.is_loopback)
+            undo.callback(exposures.close)
+        folder.take()
+        undo.callback(folder.give_back)
+        try:
+            path, nvme_capacity = self._nvme or ("", 0)
+            server = NodeServer(
+                str(folder.path),
+                self._capacity,
+                ephemeral=self._ephemeral,
+                grace=self._grace,
+                spin=self._spin,
+                nvme=path,
+                nvme_capacity=nvme_capacity,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the folder {folder.path} cannot be used: {error}", setting="folder") from error
+        except RuntimeError as error:
+            raise ConfigError(f"nvme: {error}", setting="nvme") from error
+        undo.callback(server.stop)
+        local = undo.enter_context(_listening_at(folder.socket_path))
+        undo.callback(folder.socket_path.unlink, missing_ok=True)
+        server.start()
+        identity = Identity(
+            self.name, os.urandom(16), self._capacity, _BOOT_ID.read_text().strip(), str(folder.socket_path)
+        )
+        keys = self._keys
+        control = ControlService(server, self.stats, exposures)
+        listener = Listener([listening, local], lambda: NodeHandshake(identity, keys), server, control)
+        self._server, self._listener = server, listener
+        listener.start()
+        undo.callback(listener.stop)
+
+    def _own_folder(self, name: str) -> Folder:
+        folder = Folder(default_folder(name) if self._path is None else Path(self._path))
+        folder.check(self._capacity)
+        return folder
+
+    def _resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
+        """What to bind: an address of the host to listen at, IPv4 first."""
+        if self.address.scheme != "tcp":
+            raise ConfigError(f"--listen is {str(self.address)!r}, expected HOST:PORT", setting="listen")
+        try:
+            found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, but the host is not known: {error.strerror}", setting="listen"
+            ) from error
+        family, _, _, _, target = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        host = str(target[0])
+        if self._keys is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, which other hosts can reach, but there are no access keys; give "
+                "--keys FILE, or listen on 127.0.0.1",
+                setting="listen",
+            )
+        return family, (host, int(target[1]))
+
+
+def _listening(target: tuple[socket.AddressFamily, tuple[str, int]], address: Address) -> socket.socket:
+    family, where = target
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        advice = "another process listens there; choose another port" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(
+            f"--listen is {str(address)!r}, where this process cannot listen: {advice or error.strerror}",
+            setting="listen",
+        ) from error
+    return listening
+
+
+def _listening_at(path: Path) -> socket.socket:
+    """Listen at a path that is this node's alone, as it has the folder's lock."""
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(str(path))
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"the socket {path} cannot be made: {error.strerror}", setting="folder") from error
+    return listening

@@ -1,0 +1,234 @@
+"""Nodes for tests: real processes, on free ports, with folders of their own, gone when the test is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+__all__ = ["RunningNode", "running_node"]
+
+_PROGRAM = "from farpool.cli.main import main; main()"
+_SHARED_MEMORY = "/dev/shm"
+
+
+class RunningNode:
+    """A ``farpool node`` process.
+
+    Parameters
+    ----------
+    folder : str
+        The node's folder.
+    options : sequence of str
+        Options of the command, without ``--listen``, ``--folder``, ``--name`` and ``--json``.
+    listen : str
+        ``HOST:PORT``; later starts use the port that the first one got.
+    environment : mapping, optional
+        Environment variables that the process has besides those of this one.
+    timeout : float
+        Seconds that a start or an end may take.
+
+    Attributes
+    ----------
+    address : str
+        Where it listens, for example ``tcp://127.0.0.1:40123``.
+    ready : dict
+        What the node's ready line says.
+    folder : Path
+        Where its segments are.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        options: list[str],
+        *,
+        listen: str = "127.0.0.1:0",
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self.folder = Path(folder)
+        self.address = ""
+        self.ready: dict[str, Any] = {}
+        self._options = options
+        self._listen = listen
+        self._environment = dict(environment or {})
+        self._timeout = timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+
+    @property
+    def pid(self) -> int:
+        """Process id; RuntimeError while there is no process."""
+        return self._running().pid
+
+    @property
+    def log(self) -> str:
+        """What the node has logged so far, over all its starts."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def start(self) -> None:
+        """Start the process and wait until it is ready; RuntimeError with its log if it ends or takes too long."""
+        if self._process is not None:
+            raise RuntimeError(f"the node at {self.address} runs already")
+        command = [sys.executable, "-c", _PROGRAM, "node", "--listen", self._listen, "--folder", str(self.folder)]
+        # The same name at each start, as the port is known to the second one only.
+        command += ["--name", self.folder.name, "--json", *self._options]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **self._environment}
+        )
+        try:
+            self.ready = self._ready_line(self._process)
+        except BaseException:
+            self.kill()
+            raise
+        self.address = self.ready["address"]
+        self._listen = self.address.removeprefix("tcp://")
+
+    def kill(self) -> None:
+        """End the process with SIGKILL. Nothing happens if there is none."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            self._reap(process)
+
+    def terminate(self) -> int:
+        """End the process with SIGTERM; its exit code."""
+        self._running().terminate()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait until the process ends by itself; its exit code."""
+        return self._reap(self._running())
+
+    def stop(self) -> None:
+        """Suspend the process (SIGSTOP): its connections stay open, and nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + self._timeout
+        # A signal takes effect a little later; a test must not race with a node that still answers.
+        while not self._is_suspended():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} was not suspended within {self._timeout} s")
+            time.sleep(0.001)
+
+    def cont(self) -> None:
+        """Let a suspended process go on (SIGCONT)."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Suspend the process for the time of a ``with`` block."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.cont()
+
+    def restart(self) -> None:
+        """End the process with SIGKILL if there is one, and start it with the same port, name and folder."""
+        self.kill()
+        self.start()
+
+    def close(self) -> None:
+        """End the process and remove the folder. Idempotent."""
+        self.kill()
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the node does not run")
+        return self._process
+
+    def _is_suspended(self) -> bool:
+        threads = Path(f"/proc/{self.pid}/task")
+        return all(_state(thread / "stat") == "T" for thread in threads.iterdir())
+
+    def _reap(self, process: subprocess.Popen[bytes]) -> int:
+        code = process.wait(self._timeout)
+        if process.stdout is not None:
+            process.stdout.close()
+        self._process = None
+        return code
+
+    def _ready_line(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        assert process.stdout is not None
+        deadline = time.monotonic() + self._timeout
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise RuntimeError(f"a node was not ready within {self._timeout} s: {self.log}")
+                data = os.read(process.stdout.fileno(), 4096)
+                if not data:
+                    raise RuntimeError(f"a node ended before it was ready: {self.log}")
+                line += data
+        ready = msgspec.json.decode(line)
+        assert isinstance(ready, dict)
+        return ready
+
+
+@contextlib.contextmanager
+def running_node(
+    dram: str | int = "64MiB",
+    *,
+    listen: str = "127.0.0.1:0",
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    **options: Any,
+) -> Iterator[RunningNode]:
+    """A node for the time of a test.
+
+    Parameters
+    ----------
+    dram : str or int
+        Memory that it lends.
+    listen : str
+        Where it listens; a free port of loopback by default.
+    environment : mapping, optional
+        Environment variables that the process has besides those of this one.
+    timeout : float
+        Seconds that a start or an end may take.
+    **options
+        Further options of ``farpool node``: ``grace=1`` is ``--grace 1``, ``ephemeral=True`` is ``--ephemeral``,
+        ``nvme=("far.nvme", "1GiB")`` is ``--nvme far.nvme 1GiB``, None and False are left out.
+
+    Yields
+    ------
+    RunningNode
+        The process, ready. However the block ends, the process is ended and its folder removed.
+    """
+    given = ["--dram", str(dram)]
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        given.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, tuple):
+            given += [str(part) for part in value]
+        elif value is not True:
+            given.append(str(value))
+    folder = tempfile.mkdtemp(prefix="farpool-test-", dir=_SHARED_MEMORY)
+    node = RunningNode(folder, given, listen=listen, environment=environment, timeout=timeout)
+    try:
+        node.start()
+        yield node
+    finally:
+        node.close()
+
+
+def _state(stat: Path) -> str:
+    """A thread's state, one letter: what stands behind its name, which may contain anything."""
+    return stat.read_text().rpartition(")")[2].split()[0]

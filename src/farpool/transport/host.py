@@ -1,0 +1,19 @@
+"""Which host this process runs on."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+__all__ = ["host_id"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@cache
+def host_id() -> str:
+    """The kernel's boot id: processes with the same one run on one host, in whatever container. Empty for none."""
+    try:
+        return _BOOT_ID.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

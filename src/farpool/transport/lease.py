@@ -1,0 +1,84 @@
+"""Private memory that a node has lent to this program."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from farpool._native import RemoteEnd, buffer_address
+from farpool.errors import NodeError
+
+if TYPE_CHECKING:
+    from farpool.transport.channel import Channel
+
+__all__ = ["SEGMENT_HEADER_BYTES", "Lease", "map_lease"]
+
+SEGMENT_HEADER_BYTES = 4096
+"""Bytes of a segment file before the memory itself (docs/segment-file.md)."""
+
+
+class Lease:
+    """Private memory of a node; zero when it is new.
+
+    Attributes
+    ----------
+    id : int
+        Its number at the node.
+    nbytes : int
+        Bytes lent.
+    """
+
+    def __init__(self, channel: Channel, number: int, nbytes: int, memory: mmap.mmap | None) -> None:
+        self.id = number
+        self.nbytes = nbytes
+        self._channel = channel
+        self._memory = memory
+
+    @property
+    def address(self) -> int | None:
+        """Where the memory lies in this process; None if it is reached over a connection. Valid until `release`."""
+        return None if self._memory is None else buffer_address(self._memory) + SEGMENT_HEADER_BYTES
+
+    def end(self, timeout: float) -> RemoteEnd:
+        """What a `RemotePort` moves bytes with; keeps mapped memory alive.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds that opening a connection may take.
+        """
+        return self._channel.end(self.id, self.nbytes, self._memory, timeout)
+
+    def release(self, deadline: float) -> None:
+        """Give the memory back. The caller has no transfer under way on it.
+
+        Raises
+        ------
+        NodeError
+            The node cannot be told. It frees the memory by itself once the session has ended.
+        """
+        self._memory = None
+        if self._channel.one_sided is not None:
+            self._channel.one_sided.forget(self.id)
+        self._channel.call("release", deadline, lease=self.id)
+
+
+def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mmap:
+    """Map the file that the node passes; `call` asks for it."""
+    files = call()
+    try:
+        if len(files) != 1:
+            raise NodeError(f"{node} passed {len(files)} files for a lease, expected 1", node=node)
+        size = os.fstat(files[0]).st_size
+        if size < SEGMENT_HEADER_BYTES + nbytes:
+            raise NodeError(f"{node}: the file of a lease of {nbytes} bytes has only {size}", node=node)
+        return mmap.mmap(files[0], SEGMENT_HEADER_BYTES + nbytes)
+    except (OSError, ValueError) as error:
+        if isinstance(error, NodeError):
+            raise
+        raise NodeError(f"{node}: the memory of a lease cannot be mapped: {error}", node=node) from error
+    finally:
+        for file in files:
+            os.close(file)

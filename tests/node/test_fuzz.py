@@ -1,0 +1,26 @@
+"""The node and the client's end under random requests, damage and restarts, compiled with sanitizers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_nothing_that_a_client_sends_or_writes_breaks_a_node() -> None:
+    seconds = int(os.environ.get("FARPOOL_FUZZ_SECONDS", "60"))
+    done = subprocess.run(
+        [ROOT / "scripts/fuzz-protocol", str(seconds)],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("without a finding") == 2

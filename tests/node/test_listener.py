@@ -1,0 +1,108 @@
+"""Where clients arrive, in this process: deadlines, bounds, and trouble that stays with one connection."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farpool.errors import NodeError
+from farpool.node import Node, control, listener
+from farpool.node.control import ControlService
+from farpool.transport.address import parse_address
+from farpool.transport.control import Control
+from farpool.transport.dial import dial
+from farpool.transport.frames import Op, pack_frame
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def started(folder: Path) -> Node:
+    node = Node(parse_address("127.0.0.1:0", any_port=True), 1 << 20, folder=folder / "n", ephemeral=True)
+    node.start()
+    return node
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """A node that waits for nobody for long, and for two strangers at once."""
+    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "_MOST_UNPROVED", 2)
+    monkeypatch.setattr(control, "STALL_SECONDS", 0.2)
+    node = started(tmp_path)
+    yield node
+    node.stop()
+
+
+def test_a_stranger_who_says_nothing_is_shown_the_door(impatient: Node, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "farpool.node")
+    with socket.create_connection(("127.0.0.1", impatient.address.port), timeout=20) as stranger:
+        assert stranger.recv(1) == b""
+    assert [record.fields["reason"] for record in caplog.records] == ["no handshake within 0.2 s"]
+    assert impatient.stats()["refused"] == 1
+
+
+def test_more_strangers_than_there_are_places_only_delay_others(impatient: Node) -> None:
+    silent = [socket.create_connection(("127.0.0.1", impatient.address.port), timeout=20) for _ in range(6)]
+    Control(dial(impatient.address, "control", deadline=soon())).close()
+    for stranger in silent:
+        stranger.close()
+
+
+def test_half_a_call_is_waited_for_only_so_long(impatient: Node) -> None:
+    with dial(impatient.address, "control", deadline=soon()).socket as connection:
+        connection.settimeout(20)
+        time.sleep(0.5)  # between calls a client may rest
+        connection.sendall(pack_frame(Op.CALL, b"\x81\xa4call\xa5stats"))
+        assert connection.recv(1) == b"F"
+        connection.sendall(b"FPW1")
+        while connection.recv(4096):
+            pass
+
+
+def test_what_goes_wrong_with_one_connection_stays_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "farpool.node")
+    node = started(tmp_path)
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlService, "serve", fail)
+        with Control(dial(node.address, "control", deadline=soon())) as calls, pytest.raises(NodeError):
+            calls.call("stats", soon())
+    with Control(dial(node.address, "control", deadline=soon())) as calls:
+        assert calls.call("stats", soon())["capacity"] == 1 << 20
+    node.stop()
+    [failed] = [record for record in caplog.records if record.getMessage() == "failed"]
+    assert "RuntimeError: on purpose" in failed.fields["detail"]
+
+
+def test_a_node_that_was_stopped_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    def held() -> tuple[set[threading.Thread], int]:
+        gc.collect()  # the event loop's tasks refer to each other
+        return set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    for _ in range(3):
+        node = started(tmp_path)
+        connections = [dial(node.address, purpose, deadline=soon()) for purpose in ("control", "data")]
+        node.stop()
+        node.stop()
+        for connection in connections:
+            assert connection.socket.recv(1) == b""
+            connection.socket.close()
+        assert node.stats() == {}
+    assert held() == before
+    assert not (tmp_path / "n").exists()

@@ -1,0 +1,193 @@
+"""Who has to go when there is no room, and what is held until it is let go."""
+
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from farpool.errors import NodeFullError
+from farpool.transport.frames import Op, Status
+from tests.node.nodes import Peer, generation, node, reader, until
+
+KIB = 1024
+
+
+def names(peer: Peer, count: int) -> list[int]:
+    return [n for n in range(count) if peer.ask(Op.STAT, b"%d" % n).status == Status.DONE]
+
+
+def test_the_oldest_goes_first_and_what_was_read_stays(tmp_path: Path) -> None:
+    with node(tmp_path, 64 * KIB) as server:
+        peer = Peer(server)
+        for n in range(7):  # of 9 KiB each
+            peer.published(b"%d" % n, bytes(9 * KIB))
+        peer.get(b"0")
+        with reader(server) as mapped:
+            assert mapped.get(b"2") is not None  # seen without a message
+        for n in range(7, 9):
+            peer.published(b"%d" % n, bytes(9 * KIB))
+        assert names(peer, 9) == [0, 2, 4, 5, 6, 7, 8]
+        assert server.stats()["evictions"] == 2
+
+
+def test_the_floor_of_what_was_evicted_keeps_it_from_coming_back(tmp_path: Path) -> None:
+    with node(tmp_path, 64 * KIB) as server:
+        peer = Peer(server)
+        written = {b"%d" % n: peer.published(b"%d" % n, bytes(9 * KIB)) for n in range(30)}
+        for key, number in written.items():
+            reply = peer.get(key)
+            assert reply.generation >= number
+            if reply.status == Status.MISSING:
+                assert peer.put(key, b"old", at=number).status == Status.STALE
+
+
+def test_what_is_pinned_is_neither_evicted_nor_overwritten(tmp_path: Path) -> None:
+    with node(tmp_path, 64 * KIB) as server:
+        peer = Peer(server)
+        payload = os.urandom(20 * KIB)
+        number = peer.published(b"pinned", payload)
+        offset, nbytes = peer.pin(b"pinned")
+        with reader(server) as mapped:
+            view = mapped.view(offset, nbytes)
+            for n in range(20):
+                peer.published(b"%d" % n, bytes(9 * KIB))
+            assert peer.get(b"pinned").payload == payload
+            assert peer.delete(b"pinned").status == Status.DONE
+            for n in range(20):
+                peer.published(b"%d" % n, bytes(9 * KIB))
+            assert view == payload
+            assert (
+                peer.ask(Op.PREPARE, struct.pack("<QQ", 50 * KIB, 0) + b"big", generation=generation()).status
+                == Status.FULL
+            )
+            assert names(peer, 20)  # nothing was evicted for what would not fit in the end
+            assert peer.ask(Op.UNPIN, struct.pack("<Q", offset), generation=number).status == Status.DONE
+            assert peer.put(b"big", bytes(50 * KIB)).status == Status.DONE
+
+
+def test_a_node_full_of_the_smallest_objects_takes_the_next(tmp_path: Path) -> None:
+    with node(tmp_path, 16 * KIB) as server:
+        peer = Peer(server)
+        for n in range(2000):
+            peer.published(b"%d" % n, b"")
+        assert server.stats()["objects"] == 16 * KIB // 64
+
+
+def test_a_payload_under_way_survives_deletion_and_eviction(tmp_path: Path) -> None:
+    with node(tmp_path, 16 << 20) as server:
+        slow, peer = Peer(server), Peer(server, session=8)
+        payload = os.urandom(12 << 20)  # more than a socket takes at once
+        peer.published(b"key", payload)
+        deadline = time.monotonic() + 20
+        slow.connection.send(Op.GET, b"key", deadline)
+        until(lambda: server.stats()["hits"] == 1, "the request was not taken")
+        peer.delete(b"key")
+        assert peer.put(b"large", bytes(8 << 20)).status == Status.FULL
+        assert slow.connection.receive(deadline).payload == payload
+        assert peer.put(b"large", bytes(8 << 20)).status == Status.DONE
+
+
+def test_what_a_dead_session_held_is_freed_after_the_grace_and_not_before(tmp_path: Path) -> None:
+    with node(tmp_path, grace=1.5) as server:
+        keeper, peer = Peer(server, session=8), Peer(server)
+        peer.published(b"key", bytes(1000))
+        peer.pin(b"key")
+        peer.prepare(b"prepared", 100_000, generation())
+        lease = server.lend(7, 0, 4096)
+        used = server.stats()["used"]
+        gone = time.monotonic()
+        peer.close()
+        until(lambda: server.stats()["connections"] == 1, "the end of a connection was not seen")
+        again = Peer(server)  # back within the grace: all of it is still there
+        assert server.leases(7) == [(lease, 4096)]
+        assert server.list(0, b"", b"", 9)[0][4] == 1
+        again.close()
+        until(lambda: server.stats()["sessions"] == 1, "the session was not freed")
+        assert time.monotonic() - gone >= 1.5
+        assert server.leases(7) == []
+        assert server.list(0, b"", b"", 9)[0][4] == 0
+        assert server.stats()["used"] < used - 100_000
+        assert [event[:2] for event in server.events()] == [("freed", 7)]
+        assert keeper.get(b"key").status == Status.DONE
+
+
+def test_a_held_session_without_data_connections_lives(tmp_path: Path) -> None:
+    with node(tmp_path, grace=0.0) as server:
+        server.hold(7)
+        server.lend(7, 0, 4096)
+        time.sleep(1.3)
+        assert server.stats()["lent"] == 4096
+        server.drop(7)
+        until(lambda: server.stats()["lent"] == 0, "the session was not freed")
+
+
+def test_memory_is_zero_when_it_is_lent_again(tmp_path: Path) -> None:
+    with node(tmp_path, 64 * KIB) as server:
+        peer = Peer(server)
+        peer.published(b"key", b"\xaa" * 60 * KIB)
+        for _ in range(4):
+            lease = server.lend(7, 0, 60 * KIB)
+            whole = struct.pack("<QQ", 0, 60 * KIB)
+            assert peer.ask(Op.READ, whole, lease=lease).payload == bytes(60 * KIB)
+            assert peer.ask(Op.WRITE, bytes(8), lease=lease, payload=b"\xbb" * 60 * KIB).status == Status.DONE
+            with pytest.raises(NodeFullError, match="cannot lend"):
+                server.lend(7, 0, 10 * KIB)
+            server.release(7, lease)
+            with pytest.raises(KeyError):
+                server.release(7, lease)
+
+
+def test_a_lease_that_is_taken_back_says_so_to_whoever_has_it_mapped(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        lease = server.lend(7, 0, 4096)
+        with open(server.lease_path(7, lease), "rb", buffering=0) as file:
+            file.seek(144)
+            assert file.read(8) == bytes(8)
+            server.release(7, lease)
+            file.seek(144)
+            assert file.read(8) == struct.pack("<Q", 1)
+
+
+def test_a_lease_whose_header_was_overwritten_stays_as_large_as_it_was_lent(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        peer = Peer(server)
+        lease = server.lend(7, 0, 4096)
+        with open(server.lease_path(7, lease), "r+b") as file:
+            file.write(b"\xff" * 4096)
+        reply = peer.ask(Op.READ, struct.pack("<QQ", 1 << 40, 4096), lease=lease)
+        assert reply.status == Status.BAD_REQUEST
+        server.release(7, lease)
+        assert server.stats()["used"] == 0
+
+
+def test_an_object_whose_header_was_overwritten_is_missing_and_not_older(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        peer = Peer(server)
+        number = peer.published(b"key", b"payload")
+        offset, _ = peer.pin(b"key")
+        with open(server.objects_paths(0)[1], "r+b") as file:
+            file.seek(offset - 64)
+            file.write(b"\xff" * 64)
+        reply = peer.get(b"key")
+        assert reply.status == Status.MISSING
+        assert reply.generation >= number
+        assert server.stats()["objects"] == 0
+
+
+def test_a_client_that_cuts_its_files_off_does_not_end_the_node(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        peer, other = Peer(server), Peer(server, session=8, tenant=1)
+        number = peer.published(b"key", b"payload" * 1000)
+        other.published(b"key", b"payload")
+        lease = server.lend(7, 0, 100_000)
+        for path in (*server.objects_paths(0)[1:], server.lease_path(7, lease)):
+            os.truncate(path, 0)
+        reply = peer.get(b"key")
+        assert reply.status == Status.MISSING
+        assert reply.generation >= number
+        server.list(0, b"", b"", 10)
+        server.stats()
+        server.release(7, lease)
+        assert other.get(b"key").payload == b"payload"

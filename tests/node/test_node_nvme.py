@@ -1,0 +1,191 @@
+"""Objects that leave memory for a file and come back."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from farpool import _native
+from farpool.errors import ChecksumError
+from farpool.store import Store
+from farpool.testing.nodes import running_node
+from farpool.transport.frames import Op, Status
+from tests.node.nodes import Peer, node, reader
+
+MIB = 1 << 20
+
+
+def server(
+    folder: Path, file: Path, *, memory: int = 8 * MIB, nvme: int = 32 * MIB
+) -> AbstractContextManager[_native.NodeServer]:
+    folder.mkdir(exist_ok=True)
+    return node(folder, memory, nvme=str(file), nvme_capacity=nvme)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "far.nvme"
+
+
+def contents(seed: int, count: int, largest: int) -> dict[bytes, bytes]:
+    draw = random.Random(seed)
+    return {b"key-%d" % number: draw.randbytes(draw.randrange(1, largest)) for number in range(count)}
+
+
+def test_what_does_not_fit_into_memory_is_read_back_from_the_file(tmp_path: Path, file: Path) -> None:
+    values = contents(1, 100, 400_000)  # some 20 MB
+    with server(tmp_path / "n", file) as running:
+        peer = Peer(running)
+        for key, value in values.items():
+            assert peer.put(key, value).status == Status.DONE
+        stats = running.stats()
+        assert stats["evictions"] == 0
+        assert stats["nvme_objects"] > 40
+        assert stats["used"] <= 8 * MIB
+        assert stats["nvme_used"] <= 32 * MIB
+        for _ in range(3):  # what is asked for twice comes back into memory, and something else leaves
+            for key, value in values.items():
+                assert peer.ask(Op.GET, key).payload == value
+        assert running.stats()["promotions"] > 0
+
+
+def test_replies_from_the_file_keep_their_place_among_the_others(tmp_path: Path, file: Path) -> None:
+    values = contents(2, 100, 400_000)
+    with server(tmp_path / "n", file) as running:
+        peer = Peer(running)
+        for key, value in values.items():
+            peer.put(key, value)
+        deadline = time.monotonic() + 30
+        keys = list(values)
+        random.Random(3).shuffle(keys)
+        for key in keys:
+            peer.connection.send(Op.GET, key, deadline)
+            peer.connection.send(Op.GET, b"nobody", deadline)
+        for key in keys:
+            assert peer.connection.receive(deadline).payload == values[key]
+            assert peer.connection.receive(deadline).status == Status.MISSING
+
+
+def test_a_pinned_object_is_in_memory_and_mapped_readers_ask_for_the_others(tmp_path: Path, file: Path) -> None:
+    values = contents(4, 60, 400_000)
+    with server(tmp_path / "n", file) as running:
+        peer = Peer(running)
+        for key, value in values.items():
+            peer.put(key, value)
+        with reader(running) as mapped:
+            there = [key for key in values if mapped.get(key) is not None]
+            away = [key for key in values if key not in there]
+            assert len(there) > 5
+            assert len(away) > 5
+            for key in away[:5]:
+                reply = peer.ask(Op.PIN, key)
+                assert reply.status == Status.DONE
+                found = mapped.get(key)
+                assert found is not None
+                assert found[0] == values[key]
+
+
+def test_overwritten_and_deleted_objects_do_not_come_back_from_the_file(tmp_path: Path, file: Path) -> None:
+    values = contents(5, 100, 400_000)
+    with server(tmp_path / "n", file) as running:
+        peer = Peer(running)
+        for key, value in values.items():
+            peer.put(key, value)
+        keys = list(values)
+        for key in keys[:30]:
+            assert peer.put(key, b"new").status == Status.DONE
+        for key in keys[30:60]:
+            assert peer.ask(Op.DELETE, key, generation=int(time.time() * 1e6 + 5e6) << 12).status == Status.DONE
+    with server(tmp_path / "n", file) as running:
+        peer = Peer(running)
+        assert [peer.ask(Op.GET, key).payload for key in keys[:30]] == [b"new"] * 30
+        assert {peer.ask(Op.GET, key).status for key in keys[30:60]} == {Status.DELETED}
+        assert [peer.ask(Op.GET, key).payload for key in keys[60:]] == [values[key] for key in keys[60:]]
+
+
+def test_a_full_file_forgets_the_objects_that_nobody_reads(tmp_path: Path, file: Path) -> None:
+    values = contents(6, 200, 400_000)  # some 40 MB
+    with server(tmp_path / "n", file, nvme=16 * MIB) as running:
+        peer = Peer(running)
+        for key, value in values.items():
+            assert peer.put(key, value).status == Status.DONE
+        found = {key: peer.ask(Op.GET, key) for key in values}
+        assert running.stats()["evictions"] > 0
+        assert sum(reply.status == Status.DONE for reply in found.values()) > 40
+        for key, reply in found.items():
+            assert reply.payload == values[key] or reply.status == Status.MISSING
+
+
+def test_a_file_that_has_changed_hands_is_not_read(tmp_path: Path, file: Path) -> None:
+    values = contents(7, 100, 400_000)
+    with server(tmp_path / "n", file) as running:
+        peer = Peer(running)
+        generations = {key: peer.put(key, value).generation for key, value in values.items()}
+        away = running.stats()["nvme_objects"]
+    file.unlink()
+    with server(tmp_path / "n", file) as running:
+        peer = Peer(running)
+        replies = {key: peer.ask(Op.GET, key) for key in values}
+        missing = [key for key, reply in replies.items() if reply.status == Status.MISSING]
+        assert len(missing) == away
+        # Having lost them, the node does not vouch for anything older.
+        assert all(replies[key].generation >= generations[key] for key in missing)
+        assert all(reply.payload == values[key] for key, reply in replies.items() if key not in missing)
+
+
+def test_two_nodes_do_not_share_a_file(tmp_path: Path, file: Path) -> None:
+    with (
+        server(tmp_path / "a", file),
+        pytest.raises(RuntimeError, match=r"far\.nvme is in use by another node"),
+        server(tmp_path / "b", file),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("transport", ["mapped", "tcp"])
+def test_a_killed_node_adopts_what_is_in_the_file(transport: str, file: Path) -> None:
+    values = contents(8, 100, 400_000)
+    with (
+        running_node(dram="8MiB", nvme=(file, "32MiB")) as process,
+        Store(process.address, transport=transport) as store,  # type: ignore[arg-type]
+    ):
+        for key, value in values.items():
+            store.put(key, value)
+        time.sleep(0.5)  # what is still on its way to the file when the node is killed is lost
+        process.kill()
+        process.start()
+        assert [store.get(key) for key in values] == list(values.values())
+        assert store.get_many(values) == list(values.values())
+
+
+def test_a_damaged_file_is_found(tmp_path: Path, file: Path) -> None:
+    values = contents(9, 60, 400_000)
+    with server(tmp_path / "n", file) as running:
+        ours, theirs = socket.socketpair()
+        running.adopt(theirs.detach(), 1, 0, 15)
+        connection = _native.Connection(ours.detach(), "node", tenant=0, credential=0, spin=0.0)
+        peer = Peer(running)
+        for key, value in values.items():
+            peer.put(key, value)
+        deadline = time.monotonic() + 30
+        while running.stats()["nvme_used"] == 0:
+            assert time.monotonic() < deadline
+        time.sleep(0.5)
+        descriptor = os.open(file, os.O_WRONLY)
+        nbytes = os.fstat(descriptor).st_size
+        for offset in range(4096, nbytes, 4096):
+            os.pwrite(descriptor, b"\xff" * 16, offset)
+        os.close(descriptor)
+        damaged = 0
+        for key, value in values.items():
+            try:
+                assert connection.exchange(Op.GET, key, deadline).payload == value
+            except ChecksumError:
+                damaged += 1
+        assert damaged > 10

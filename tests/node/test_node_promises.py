@@ -1,0 +1,133 @@
+"""What a node has told programs holds, whatever becomes of connections and of the node itself."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from farpool.errors import NodeError
+from farpool.store import Store
+from farpool.testing.nodes import running_node
+from farpool.transport.frames import Op, Status
+from tests.node.nodes import Peer, generation, node, reader, until
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_pinned_view_stays_as_it_is_when_its_node_is_started_again(kill: bool) -> None:
+    value = b"W" * 100_000
+    with running_node(dram="8MiB", grace=1) as process, Store(process.address) as store:
+        store.put("weights", value)
+        pin = store.pin("weights")
+        assert bytes(pin.view) == value
+        if not kill:
+            process.terminate()
+        process.restart()
+        with Store(process.address) as other:
+            assert other.get("weights") == value
+            for number in range(100):
+                other.put(f"{number}", b"x" * 1_000_000)
+        assert bytes(pin.view) == value
+        pin.release()
+        assert store.get("99") == b"x" * 1_000_000
+
+
+def test_what_was_prepared_before_a_restart_is_written_nowhere_else(tmp_path: Path) -> None:
+    with node(tmp_path, 4 * MIB) as server:
+        peer = Peer(server)
+        peer.published(b"key", b"kept")
+        offset = peer.prepare(b"large", MIB, generation())
+        with reader(server, writable=True) as late:
+            server.stop()
+            with node(tmp_path, 4 * MIB) as again:
+                other = Peer(again)
+                assert other.get(b"key").payload == b"kept"
+                for number in range(3):
+                    other.published(b"%d" % number, bytes([number]) * MIB)
+                late.write(offset, b"\xff" * MIB)
+                for number in range(3):
+                    assert other.get(b"%d" % number).payload == bytes([number]) * MIB
+
+
+def test_objects_of_which_programs_know_places_move_to_a_file_like_the_old_one(tmp_path: Path) -> None:
+    with node(tmp_path, 4 * MIB) as server:
+        peer = Peer(server)
+        peer.published(b"key", b"kept")
+        peer.pin(b"key")
+        server.stop()
+    data = tmp_path / "objects-0.data"
+    header, old = data.read_bytes()[:4096], data.stat().st_ino
+    with node(tmp_path, 4 * MIB) as again:
+        assert Peer(again).get(b"key").payload == b"kept"
+        fresh = data.read_bytes()[:4096]
+    assert fresh == header
+    assert (data.stat().st_ino != old, data.stat().st_size) == (True, 4096 + 4 * MIB)
+
+
+def test_a_preparation_ends_after_its_connection_though_the_session_lives(tmp_path: Path) -> None:
+    with node(tmp_path, 4 * MIB, grace=0.2) as server:
+        stays = Peer(server)
+        before = server.stats()["used"]
+        for _ in range(3):
+            goes = Peer(server)
+            goes.prepare(b"large", MIB, generation())
+            goes.close()
+        offset = stays.prepare(b"slow", 1000, number := generation())
+        until(lambda: server.stats()["used"] < before + MIB, "the preparations are still there")
+        assert stays.ask(Op.COMMIT, struct.pack("<QII", offset, 0, 0), generation=number).status == Status.DONE
+
+
+def test_a_pin_is_ended_only_by_its_own_generation(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        peer = Peer(server)
+        number = peer.published(b"key", b"value")
+        offset, _ = peer.pin(b"key")
+        where = struct.pack("<Q", offset)
+        assert peer.ask(Op.UNPIN, where, generation=number + 1).status == Status.UNKNOWN
+        assert peer.ask(Op.UNPIN, where, generation=number).status == Status.DONE
+        assert peer.ask(Op.UNPIN, where, generation=number).status == Status.UNKNOWN
+
+
+def test_a_foreign_file_among_the_segments_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "objects-x.index").write_text("mine")
+    with node(tmp_path) as server:
+        Peer(server).published(b"key", b"value")
+    assert (tmp_path / "objects-x.index").read_text() == "mine"
+
+
+@pytest.mark.parametrize("capacity", [134_217_664, 2 * MIB - 64, 2 * MIB + 64])
+def test_the_last_bytes_of_any_capacity_can_be_used(tmp_path: Path, capacity: int) -> None:
+    with node(tmp_path, capacity) as server:
+        peer = Peer(server)
+        value = b"v" * (capacity - 64)
+        assert peer.published(b"key", value)
+        assert peer.get(b"key").payload == value
+
+
+def test_more_of_the_file_can_be_asked_for_at_once_than_is_read_at_once(tmp_path: Path) -> None:
+    value = b"v" * (4 * MIB)
+    with node(tmp_path, 8 * MIB, nvme=str(tmp_path / "far.nvme"), nvme_capacity=64 * MIB) as server:
+        peer = Peer(server)
+        for number in range(10):
+            peer.published(b"%d" % number, value)
+        until(lambda: server.stats()["nvme_objects"] >= 8, "nothing went to the file")
+        deadline = 1e12
+        for turn in range(60):
+            peer.connection.send(Op.GET, b"%d" % (turn % 8), deadline)
+        for _ in range(60):
+            assert peer.connection.receive(deadline).payload == value
+
+
+def test_a_pin_of_a_node_that_is_gone_can_be_let_go() -> None:
+    with running_node(dram="8MiB") as process:
+        store = Store(process.address)
+        store.put("key", b"value")
+        pin = store.pin("key")
+        process.kill()
+        with pytest.raises(NodeError):
+            store.put("other", b"value")
+        pin.release()
+        store.close()

@@ -1,0 +1,85 @@
+"""Objects read from mapped memory while the node publishes, deletes and evicts as fast as it can."""
+
+from __future__ import annotations
+
+import multiprocessing
+import struct
+import threading
+import time
+from pathlib import Path
+
+from farpool import _native
+from farpool.transport.frames import Status
+from tests.node.nodes import Peer, generation, node
+
+SECONDS = 3.0
+KEYS = [b"key-%d" % n for n in range(40)]
+
+
+def payload(key: bytes, number: int) -> bytes:
+    """Whole in itself, and of no other key and generation."""
+    word = struct.pack("<Q", number) + key.ljust(16)
+    return word * (1 + number % 211)
+
+
+def read(paths: tuple[str, str, str], seconds: float, results: multiprocessing.Queue[tuple[int, str]]) -> None:
+    """Read until the time is over; puts what it found and the first thing that was wrong."""
+    with open(paths[0], "rb") as index, open(paths[1], "rb") as data, open(paths[2], "r+b") as visited:
+        mapped = _native.ObjectReader(index.fileno(), data.fileno(), visited.fileno(), "node", writable=False)
+        end = time.monotonic() + seconds
+        found, wrong = 0, ""
+        newest: dict[bytes, int] = {}
+        while time.monotonic() < end and not wrong:
+            for key in KEYS:
+                try:
+                    hit = mapped.get(key)
+                except Exception as error:
+                    wrong = f"{type(error).__name__}: {error}"
+                    break
+                if hit is None:
+                    continue
+                found += 1
+                if hit[0] != payload(key, hit[1]):
+                    wrong = f"{key!r} has bytes that were never published under {hit[1]}"
+                if hit[1] < newest.get(key, 0):
+                    wrong = f"{key!r} went back from {newest[key]} to {hit[1]}"
+                newest[key] = hit[1]
+        results.put((found, wrong))
+
+
+def write(server: _native.NodeServer, seconds: float, seed: int) -> None:
+    peer = Peer(server, session=seed + 1)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        number = generation()
+        key = KEYS[hash((number, seed)) % len(KEYS)]
+        if number % 5 == seed:
+            assert peer.delete(key, number).status in (Status.DONE, Status.STALE)
+        else:
+            assert peer.put(key, payload(key, number), at=number).status in (Status.DONE, Status.STALE)
+    peer.close()
+
+
+def test_a_reader_of_mapped_memory_sees_whole_objects_of_rising_generations_or_none(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with node(tmp_path, 64 << 10) as server:  # room for about half of them
+        readers = [
+            context.Process(target=read, args=(server.objects_paths(0), SECONDS, results), daemon=True)
+            for _ in range(3)
+        ]
+        for process in readers:
+            process.start()
+        writers = [threading.Thread(target=write, args=(server, 2 * SECONDS, seed)) for seed in range(2)]
+        for thread in writers:
+            thread.start()
+        outcomes = [results.get(timeout=60) for _ in readers]
+        for thread in writers:
+            thread.join(30)
+        for process in readers:
+            process.join(30)
+        assert [wrong for _, wrong in outcomes] == [""] * len(readers)
+        assert min(found for found, _ in outcomes) > 0
+        assert server.stats()["evictions"] > 0
+        assert server.stats()["deletes"] > 0
+    results.close()

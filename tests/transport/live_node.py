@@ -1,0 +1,86 @@
+"""The real data loop of a node, without listening and handshake: connections are adopted over socket pairs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from farpool._native import Connection, NodeServer, ObjectReader
+from farpool.transport.frames import Op, Right, Status
+
+NAME = "tcp://node:7471"
+MIB = 1 << 20
+ALL_RIGHTS = int(Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN)
+_EXPIRY = struct.Struct("<Q")
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Generations:
+    """Numbers that a node takes: above every floor that it may have begun with."""
+
+    def __init__(self) -> None:
+        self._last = (time.time_ns() // 1000 + 3600 * 10**6) * 4096
+
+    def __call__(self) -> int:
+        self._last += 1
+        return self._last
+
+
+@contextmanager
+def serving(folder: Path, capacity: int = 64 * MIB, *, ephemeral: bool = True) -> Iterator[NodeServer]:
+    server = NodeServer(str(folder), capacity, ephemeral=ephemeral)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def connect(server: NodeServer, *, session: int = 1, tenant: int = 0, rights: int = ALL_RIGHTS) -> Connection:
+    return Connection(connect_fd(server, session, tenant, rights), NAME, tenant=tenant, credential=0, spin=0.0)
+
+
+def connect_fd(server: NodeServer, session: int = 1, tenant: int = 0, rights: int = ALL_RIGHTS) -> int:
+    ours, theirs = socket.socketpair()
+    server.adopt(theirs.detach(), session, tenant, rights)
+    return ours.detach()
+
+
+def put(connection: Connection, key: bytes, payload: bytes, generation: int, expiry: int = 0) -> None:
+    meta = _EXPIRY.pack(expiry) + key
+    reply = connection.exchange(Op.PUT, meta, soon(), generation=generation, payload=payload)
+    assert reply.status == Status.DONE, (Status(reply.status), reply.meta)
+
+
+def delete(connection: Connection, key: bytes, generation: int) -> None:
+    reply = connection.exchange(Op.DELETE, key, soon(), generation=generation)
+    assert reply.status == Status.DONE, (Status(reply.status), reply.meta)
+
+
+@contextmanager
+def opened(paths: tuple[str, ...] | list[str]) -> Iterator[list[int]]:
+    files = [os.open(path, os.O_RDWR) for path in paths]
+    try:
+        yield files
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def read_objects(server: NodeServer, tenant: int = 0, *, writable: bool = False) -> ObjectReader:
+    with opened(server.objects_paths(tenant)) as (index, data, visited):
+        return ObjectReader(index, data, visited, NAME, writable=writable)
+
+
+def map_file(path: str) -> mmap.mmap:
+    with opened([path]) as (file,):
+        return mmap.mmap(file, 0)

@@ -1,0 +1,327 @@
+"""Published objects, read from the memory of a node that changes it at the same time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farpool._native import Connection, NodeServer, ObjectReader
+from farpool.errors import ChecksumError, NodeError, ProtocolError
+from farpool.transport.frames import Op, Status
+from tests.transport.live_node import (
+    MIB,
+    NAME,
+    Generations,
+    connect,
+    delete,
+    map_file,
+    opened,
+    put,
+    read_objects,
+    serving,
+    soon,
+)
+
+HEADER_BYTES = 4096
+SLOT = struct.Struct("<QQQQII")
+next_generation = Generations()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NodeServer]:
+    with serving(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def publisher(server: NodeServer) -> Iterator[Connection]:
+    connection = connect(server)
+    yield connection
+    connection.close()
+
+
+def content(nbytes: int, seed: object = 0) -> bytes:
+    return random.Random(f"{nbytes}/{seed}").randbytes(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4096, 65536, 65537, 3 * MIB + 1])
+def test_what_was_published_is_read_with_its_generation(server: NodeServer, publisher: Connection, nbytes: int) -> None:
+    reader = read_objects(server)
+    expected = {}
+    for key_nbytes in (1, 15, 16, 17, 256):
+        key, generation = content(key_nbytes, "key"), next_generation()
+        put(publisher, key, content(nbytes, key), generation)
+        expected[key] = (content(nbytes, key), generation)
+    for key, (payload, generation) in expected.items():
+        assert reader.get(key) == (payload, generation)
+        buffer = bytearray(nbytes + 3)
+        assert reader.get_into(key, buffer) == (nbytes, generation)
+        assert buffer == payload + bytes(3)
+
+
+def test_thousands_of_objects_are_found_while_the_table_grows(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    generations = {}
+    for number in range(5000):
+        key = b"object %d" % number
+        generations[key] = next_generation()
+        put(publisher, key, key * 3, generations[key])
+    for key, generation in generations.items():
+        assert reader.get(key) == (key * 3, generation)
+
+
+def test_what_is_not_there_is_left_to_the_node(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    put(publisher, b"deleted", b"bytes", next_generation())
+    put(publisher, b"expired", b"bytes", next_generation(), expiry=time.time_ns() // 10**6 + 30)
+    delete(publisher, b"deleted", next_generation())
+    deadline = soon()
+    while reader.get(b"expired") is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for key in (b"deleted", b"expired", b"never", b"", b"x" * 257, b"x" * 70_000):
+        assert reader.get(key) is None
+        assert reader.get_into(key, bytearray(100)) is None
+
+
+def test_a_new_generation_replaces_the_old_one(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    for step in range(50):
+        generation = next_generation()
+        put(publisher, b"key", content(1000, step), generation)
+        assert reader.get(b"key") == (content(1000, step), generation)
+
+
+def test_a_buffer_that_is_too_small_is_refused_and_untouched(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    put(publisher, b"key", content(100), next_generation())
+    buffer = bytearray(b"untouched")
+    with pytest.raises(ValueError, match="object has 100 bytes, the buffer 9"):
+        reader.get_into(b"key", buffer)
+    assert buffer == b"untouched"
+    with pytest.raises(BufferError):
+        reader.get_into(b"key", bytes(100))
+
+
+def test_reading_marks_the_object_as_visited(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    put(publisher, b"key", b"bytes", next_generation())
+    marks = map_file(server.objects_paths(0)[2])
+    marks[HEADER_BYTES:] = bytes(len(marks) - HEADER_BYTES)
+    assert reader.get(b"another") is None
+    assert sum(marks[HEADER_BYTES:]) == 0
+    assert reader.get(b"key") is not None
+    assert sum(marks[HEADER_BYTES:]) == 1
+
+
+def test_a_stopped_node_is_not_read_from(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        connection = connect(server)
+        put(connection, b"key", b"bytes", next_generation())
+        reader = read_objects(server)
+        assert reader.get(b"key") is not None
+    assert reader.get(b"key") is None
+    connection.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 200_000])
+def test_flipped_bits_of_a_payload_are_found(server: NodeServer, publisher: Connection, nbytes: int) -> None:
+    reader = read_objects(server)
+    payload = content(nbytes)
+    put(publisher, b"key", payload, next_generation())
+    memory = map_file(server.objects_paths(0)[1])
+    at = memory.find(b"FOBJ") + 64
+    assert memory[at : at + nbytes] == payload
+    rng = random.Random(nbytes)
+    for _ in range(300):
+        bit = rng.randrange(8 * nbytes)
+        memory[at + bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ChecksumError, match="damaged in the node's memory") as caught:
+            reader.get(b"key")
+        assert caught.value.tier == NAME
+        with pytest.raises(ChecksumError):
+            reader.get_into(b"key", bytearray(nbytes))
+        memory[at + bit // 8] ^= 1 << bit % 8
+        assert reader.get(b"key") is not None
+
+
+def test_flipped_bits_of_an_objects_header_never_give_other_bytes(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    payload, generation = content(300), next_generation()
+    put(publisher, b"a key of 19 letters", payload, generation)
+    memory = map_file(server.objects_paths(0)[1])
+    at = memory.find(b"FOBJ")
+    for bit in range(8 * (48 + 19)):
+        memory[at + bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ChecksumError):
+            reader.get(b"a key of 19 letters")
+        memory[at + bit // 8] ^= 1 << bit % 8
+    assert reader.get(b"a key of 19 letters") == (payload, generation)
+
+
+def test_an_index_of_nonsense_neither_crashes_nor_gives_other_bytes(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    objects = {}
+    for number in range(200):
+        key = b"key %d" % number
+        objects[key] = (content(100, key), next_generation())
+        put(publisher, key, *objects[key])
+    path = server.objects_paths(0)[0]
+    index = map_file(path)
+    slots_at, buckets_at = struct.unpack_from("<Q", index, 96)[0], struct.unpack_from("<Q", index, 88)[0]
+    rng = random.Random(3)
+    words = [0, 1, 63, 200, 4096, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
+    for _ in range(3000):
+        place = rng.choice(
+            [128, slots_at + 8 * rng.randrange(200 * 6), buckets_at + 8 * rng.randrange(512)]
+        )  # the table's state, slots, buckets
+        before = index[place : place + 8]
+        word = rng.choice(
+            [rng.choice(words), rng.getrandbits(64), rng.choice(words) | rng.choice(words) << 32 & 2**64 - 1]
+        )
+        index[place : place + 8] = struct.pack("<Q", word & 2**64 - 1)
+        for key in rng.sample(sorted(objects), 5):
+            try:
+                found = reader.get(key)
+            except ChecksumError:
+                continue
+            assert found is None or found == objects[key] or found[0] == objects[key][0]
+        index[place : place + 8] = before
+    assert all(reader.get(key) == expected for key, expected in objects.items())
+
+
+def test_readers_of_objects_that_are_overwritten_and_evicted_see_whole_ones_only(tmp_path: Path) -> None:
+    keys = [b"key %d" % number for number in range(6)]
+    published: dict[tuple[bytes, int], int] = {}
+    ended = threading.Event()
+    with serving(tmp_path, 4 * MIB) as server:
+        reader = read_objects(server)
+
+        def publish() -> None:
+            rng = random.Random(1)
+            with_room = connect(server)
+            while not ended.is_set():
+                key, generation = rng.choice(keys), next_generation()
+                if rng.random() < 0.1:
+                    with_room.exchange(Op.DELETE, key, soon(), generation=generation)
+                    continue
+                nbytes = rng.choice([500, 50_000, 1_500_000])
+                published[key, generation] = nbytes
+                payload = struct.pack("<Q", generation) * (nbytes // 8) + key
+                meta = bytes(8) + key
+                with_room.exchange(Op.PUT, meta, soon(), generation=generation, payload=payload)
+            with_room.close()
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        hits = 0
+        until = soon(30)
+        try:
+            while (hits < 3000 or len(published) < 300) and time.monotonic() < until:
+                for key in keys:
+                    found = reader.get(key)
+                    if found is not None:
+                        payload, generation = found
+                        nbytes = published[key, generation]
+                        assert payload == struct.pack("<Q", generation) * (nbytes // 8) + key
+                        hits += 1
+        finally:
+            ended.set()
+            publisher.join(20)
+    assert hits >= 3000
+    assert len(published) >= 300
+    assert not publisher.is_alive()
+
+
+def test_a_view_reads_where_the_object_lies_and_outlives_the_reader(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server)
+    payload = content(10_000)
+    put(publisher, b"key", payload, next_generation())
+    reply = publisher.exchange(Op.PIN, b"key", soon())
+    offset, nbytes, _, _ = struct.unpack("<QQII", reply.meta)
+    view = reader.view(offset, nbytes)
+    assert view.readonly
+    assert view.nbytes == 10_000
+    del reader
+    gc.collect()
+    assert view == payload
+
+
+def test_what_lies_outside_of_the_objects_cannot_be_viewed_or_written(server: NodeServer) -> None:
+    reader = read_objects(server, writable=True)
+    size = os.stat(server.objects_paths(0)[1]).st_size
+    for offset, nbytes in [(0, 1), (4095, 1), (size, 1), (4096, size), (2**64 - 1, 2), (8192, 2**64 - 1)]:
+        with pytest.raises(ValueError, match="outside"):
+            reader.view(offset, nbytes)
+    for offset in (0, 4095, size - 9, size, 2**64 - 1):
+        with pytest.raises(ValueError, match="outside"):
+            reader.write(offset, b"ten  bytes")
+    with pytest.raises(ValueError, match="read-only"):
+        read_objects(server).write(8192, b"bytes")
+
+
+def test_what_is_written_into_a_prepared_extent_can_be_published(server: NodeServer, publisher: Connection) -> None:
+    reader = read_objects(server, writable=True)
+    for nbytes in (5, 300_000):
+        payload, key, generation = content(nbytes), b"key %d" % nbytes, next_generation()
+        meta = struct.pack("<QQ", nbytes, 0) + key
+        reply = publisher.exchange(Op.PREPARE, meta, soon(), generation=generation)
+        assert reply.status == Status.DONE
+        (offset,) = struct.unpack("<Q", reply.meta)
+        assert reader.get(key) is None
+        checksum = reader.write(offset, payload)
+        meta = struct.pack("<QII", offset, checksum, 0)
+        assert publisher.exchange(Op.COMMIT, meta, soon(), generation=generation).status == Status.DONE
+        assert reader.get(key) == (payload, generation)
+
+
+def damaged(paths: tuple[str, str, str], which: int, change: tuple[int, bytes] | None, folder: Path) -> list[str]:
+    copies = []
+    for number, path in enumerate(paths):
+        copy = folder / f"copy-{number}"
+        with open(path, "rb") as source:
+            head = bytearray(source.read(HEADER_BYTES))
+        if number == which and change is not None:
+            head[change[0] : change[0] + len(change[1])] = change[1]
+        copy.write_bytes(head)
+        os.truncate(copy, os.stat(path).st_size if number != which or change is not None else 100)
+        copies.append(str(copy))
+    return copies
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (None, "not a segment file"),
+        ((0, b"SOMETHNG"), "not a segment file"),
+        ((8, b"\2"), "another version; this farpool reads version 1"),
+        ((24, b"\1"), "damaged header"),
+    ],
+)
+def test_files_that_are_not_those_of_a_node_are_refused_by_name(
+    server: NodeServer, tmp_path: Path, which: int, change: tuple[int, bytes] | None, text: str
+) -> None:
+    paths = damaged(server.objects_paths(0), which, change, tmp_path)
+    names = ("index", "data", "visited")
+    with opened(paths) as files, pytest.raises(ProtocolError, match=f"{names[which]} file of its objects.*{text}"):
+        ObjectReader(*files, NAME, writable=False)
+
+
+def test_files_of_another_kind_or_of_two_tenants_are_refused(server: NodeServer) -> None:
+    index, data, visited = server.objects_paths(0)
+    with opened([index, visited, data]) as files, pytest.raises(ProtocolError, match="another kind"):
+        ObjectReader(*files, NAME, writable=False)
+    mixed = [index, server.objects_paths(1)[1], visited]
+    with opened(mixed) as files, pytest.raises(ProtocolError, match="do not belong together"):
+        ObjectReader(*files, NAME, writable=False)
+    with pytest.raises(NodeError, match="Bad file descriptor"):
+        ObjectReader(-1, -1, -1, NAME, writable=False)
