@@ -15,17 +15,26 @@ if not sys.platform.startswith("linux"):
 
 from farpool.config import PoolConfig
 from farpool.errors import (
+    AccessDeniedError,
     BudgetError,
     ChecksumError,
     ConfigError,
     FarpoolError,
     FarpoolWarning,
+    LeaseLostError,
     LifetimeError,
+    NodeError,
+    NodeFullError,
+    NodeTimeoutError,
+    ObjectTooLargeError,
     OrderError,
     PoolClosedError,
     PoolFileError,
     PoolFullError,
     PoolMixError,
+    ProtocolError,
+    ReplicationError,
+    StoreClosedError,
     TapeFileError,
     TapeTruncatedError,
     TierError,
@@ -36,15 +45,19 @@ from farpool.errors import (
 from farpool.events import Event
 from farpool.front import Pool
 from farpool.stats import Stats
-from farpool.tiers import Dram, Faulty, Nvme, Throttled, Tier, Traced, Verified
+from farpool.store import AsyncStore, Store
+from farpool.tiers import Dram, Faulty, Nvme, Remote, Throttled, Tier, Traced, Verified
 
 if TYPE_CHECKING:
     from farpool.tensors.loading import load_safetensors
     from farpool.tensors.mode import paged
     from farpool.tensors.offload import offload, restore
     from farpool.tensors.paged_tensor import PagedTensor
+    from farpool.tensors.published import map_tensors, publish_tensors
 
 __all__ = [
+    "AccessDeniedError",
+    "AsyncStore",
     "BudgetError",
     "ChecksumError",
     "ConfigError",
@@ -53,8 +66,13 @@ __all__ = [
     "FarpoolError",
     "FarpoolWarning",
     "Faulty",
+    "LeaseLostError",
     "LifetimeError",
+    "NodeError",
+    "NodeFullError",
+    "NodeTimeoutError",
     "Nvme",
+    "ObjectTooLargeError",
     "OrderError",
     "PagedTensor",
     "Pool",
@@ -63,7 +81,12 @@ __all__ = [
     "PoolFileError",
     "PoolFullError",
     "PoolMixError",
+    "ProtocolError",
+    "Remote",
+    "ReplicationError",
     "Stats",
+    "Store",
+    "StoreClosedError",
     "TapeFileError",
     "TapeTruncatedError",
     "Throttled",
@@ -75,8 +98,10 @@ __all__ = [
     "UnsupportedError",
     "Verified",
     "load_safetensors",
+    "map_tensors",
     "offload",
     "paged",
+    "publish_tensors",
     "restore",
 ]
 
@@ -85,8 +110,10 @@ __version__ = "0.1.0"
 _NEEDS_TORCH = {
     "PagedTensor": "farpool.tensors.paged_tensor",
     "load_safetensors": "farpool.tensors.loading",
+    "map_tensors": "farpool.tensors.published",
     "offload": "farpool.tensors.offload",
     "paged": "farpool.tensors.mode",
+    "publish_tensors": "farpool.tensors.published",
     "restore": "farpool.tensors.offload",
 }
 

@@ -27,6 +27,8 @@ def test_help_names_every_option_of_the_demo(tmp_path: Path) -> None:
     assert done.returncode == 0
     for option in ("--budget", "--question", "--docs", "--texts", "--dram", "--nvme", "--timeline", "--json"):
         assert option in done.stdout
+    for option in ("--remote", "--starts"):
+        assert option in done.stdout
 
 
 def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:

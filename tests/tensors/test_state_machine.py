@@ -7,8 +7,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import farpool
-from farpool import BudgetError, Dram, Nvme, PagedTensor, Pool
+from farpool import BudgetError, Dram, Nvme, PagedTensor, Pool, Remote, Tier
+from farpool.testing.nodes import running_node
 
 DTYPES = (
     torch.float32,
@@ -106,10 +107,12 @@ class Programs(RuleBasedStateMachine):
         super().__init__()
         torch.set_num_threads(1)
         self.folder = tempfile.TemporaryDirectory(prefix="farpool-state-")
-        tiers = [Dram("96KiB"), Nvme(f"{self.folder.name}/far.pool", "8MiB")]
-        self.pool = Pool("24KiB", tiers, timeout=20)
+        self.pool = Pool("24KiB", self.lower_tiers(), timeout=20)
         self.largest_budget = self.pool.fast
         self.pairs: list[Pair] = []
+
+    def lower_tiers(self) -> list[Tier]:
+        return [Dram("96KiB"), Nvme(f"{self.folder.name}/far.pool", "8MiB")]
 
     def teardown(self) -> None:
         failed = sys.exc_info()[0] is not None  # a step failed; its traceback keeps tensors
@@ -381,3 +384,21 @@ class Programs(RuleBasedStateMachine):
 
 TestRandomPrograms = pytest.mark.timeout(400)(Programs.TestCase)  # making a failure small takes minutes
 TestRandomPrograms.settings = settings(max_examples=80, stateful_step_count=35)
+
+
+class RemotePrograms(Programs):
+    nodes: ClassVar[list[str]] = []
+
+    def lower_tiers(self) -> list[Tier]:
+        return [Remote(*self.nodes, size="8MiB", transport="tcp")]
+
+
+@pytest.fixture(scope="module")
+def _nodes() -> Iterator[None]:
+    with running_node(ephemeral=True) as a, running_node(ephemeral=True) as b:
+        RemotePrograms.nodes[:] = [a.address, b.address]
+        yield
+
+
+TestRandomProgramsOnNodes = pytest.mark.timeout(400)(pytest.mark.usefixtures("_nodes")(RemotePrograms.TestCase))
+TestRandomProgramsOnNodes.settings = settings(max_examples=20, stateful_step_count=35)

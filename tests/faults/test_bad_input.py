@@ -1,0 +1,197 @@
+"""What is wrong is said on the side that can do something about it, and nothing else suffers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farpool._native import crc32c
+from farpool.errors import AccessDeniedError, ConfigError, NodeFullError, ObjectTooLargeError, ProtocolError
+from farpool.node import Node
+from farpool.store import Store
+from farpool.testing.nodes import RunningNode, running_node
+from farpool.transport.address import parse_address
+from farpool.transport.dial import dial
+from farpool.transport.frames import Op, Status
+from tests.faults.forge import eventually
+
+SECRET = "a secret of more than 16 bytes"
+_HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RunningNode]:
+    with running_node("4MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def store(node: RunningNode) -> Iterator[Store]:
+    with Store(node.address) as opened:
+        opened.put("key", b"value")
+        yield opened
+        # Whatever a test did, who does nothing wrong is served as before.
+        assert opened.get("key") == b"value"
+        opened.put("another key", b"another value")
+
+
+def header(op: int, *, version: int = 1, meta_nbytes: int = 0, payload_nbytes: int = 0) -> bytes:
+    fields = _HEADER.pack(b"FPW1", version, op, 0, 1, meta_nbytes, 0, payload_nbytes, 0, 0, 0, 0, 0, bytes(3))
+    return fields + struct.pack("<I", crc32c(fields))
+
+
+def said_until_the_end(connection: socket.socket) -> bytes:
+    connection.settimeout(20)
+    said = b""
+    while data := connection.recv(4096):
+        said += data
+    return said
+
+
+def test_a_wrong_secret_is_an_access_error_for_the_program_and_a_warning_for_the_node(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o600)
+    keys.write_text(f'[keys.tester]\nsecret = "{SECRET}"\nrights = ["read", "publish"]\n')
+    with running_node("4MiB", keys=keys) as guarded:
+        with (
+            Store(guarded.address, key=f"tester:not {SECRET}") as store,
+            pytest.raises(AccessDeniedError, match=guarded.address) as caught,
+        ):
+            store.put("key", b"value")
+        assert SECRET not in str(caught.value)
+        with Store(guarded.address, key=f"tester:{SECRET}") as store:
+            assert store.get("key") is None
+        eventually(lambda: '"refused"' in guarded.log, 20)
+        assert SECRET not in guarded.log
+
+
+def test_another_version_of_the_protocol_is_named_to_the_program_and_in_the_nodes_log(
+    node: RunningNode, store: Store
+) -> None:
+    target = parse_address(node.address)
+    with socket.create_connection((target.host, target.port), 20) as connection:
+        connection.sendall(header(1, version=9))
+        assert b"version 9" in said_until_the_end(connection)
+    eventually(lambda: "version 9" in node.log, 20)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with Store(address, timeout=20) as stranger:
+            thread = threading.Thread(target=answer_once, args=(other, header(2, version=9)))
+            thread.start()
+            with pytest.raises(ProtocolError, match=f"{address}.*version 9"):
+                stranger.get("key")
+            thread.join(20)
+
+
+def answer_once(listening: socket.socket, answer: bytes) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(answer)
+        said_until_the_end(connection)
+
+
+def test_a_frame_that_is_too_long_ends_its_connection(node: RunningNode, store: Store) -> None:
+    for bad in (header(Op.GET, meta_nbytes=65_537), header(Op.GET, meta_nbytes=2**32 - 1)):
+        with dial(parse_address(node.address), "data", deadline=time.monotonic() + 20).socket as connection:
+            connection.sendall(bad)
+            said_until_the_end(connection)
+    eventually(lambda: node.log.count("bad_frame") >= 2, 20)
+
+
+def test_a_payload_larger_than_the_node_is_refused_before_it_is_sent(node: RunningNode, store: Store) -> None:
+    with dial(parse_address(node.address), "data", deadline=time.monotonic() + 20).socket as connection:
+        connection.sendall(header(Op.PUT, payload_nbytes=2**63))
+        reply = said_until_the_end(connection)
+    assert struct.unpack_from("<H", reply, 6)[0] == Status.TOO_LARGE
+
+
+def test_an_object_larger_than_the_node_is_refused_by_name(node: RunningNode, store: Store) -> None:
+    for transport in ("mapped", "tcp"):
+        with Store(node.address, transport=transport) as other:  # type: ignore[arg-type]
+            for nbytes in (4 << 20, 9 << 20):
+                with pytest.raises(ObjectTooLargeError, match=node.address):
+                    other.put("large", bytes(nbytes))
+            assert other.get("large") is None
+
+
+def test_objects_that_are_all_pinned_leave_no_room_and_the_node_says_so(node: RunningNode) -> None:
+    with Store(node.address, transport="mapped") as store:
+        store.put("held", bytes(3 << 20))
+        with store.pin("held"), pytest.raises(NodeFullError, match=node.address):
+            store.put("more", bytes(2 << 20))
+        store.put("more", bytes(2 << 20))
+
+
+def test_an_unknown_key_is_a_miss_in_each_way(store: Store) -> None:
+    assert store.get("unknown") is None
+    assert store.get_into("unknown", bytearray(10)) is None
+    assert store.get_many(["unknown", "key"]) == [None, b"value"]
+    assert store.stat("unknown") is None
+    assert not store.exists("unknown")
+    assert not store.delete("unknown")
+    assert not store.touch("unknown", 1.0)
+    with pytest.raises(KeyError, match="unknown"):
+        store.pin("unknown")
+
+
+def test_a_port_that_is_taken_ends_a_node_with_its_reason(node: RunningNode, store: Store) -> None:
+    taken = node.address.removeprefix("tcp://")
+    with pytest.raises(RuntimeError, match=f"{taken}.*another process listens there"), running_node(listen=taken):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"x", b"my thesis\n" * 10_000, bytes(8192)])
+def test_a_file_that_is_no_nodes_is_not_taken_for_nvme(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_bytes(content)
+    assert "not a file of a node" in not_started(tmp_path, path)
+    assert path.read_bytes() == content
+
+
+def test_a_path_for_nvme_that_cannot_be_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "nowhere" / "file"):
+        assert str(path) in not_started(tmp_path, path)
+
+
+def not_started(tmp_path: Path, nvme: Path) -> str:
+    """Why a node with this file does not start."""
+    folder = tmp_path / "node"
+    node = Node(
+        parse_address("127.0.0.1:0", any_port=True), 1 << 20, folder=folder, name="node", nvme=(str(nvme), 4 << 20)
+    )
+    with pytest.raises(ConfigError) as caught:
+        node.start()
+    node.stop()
+    assert caught.value.setting in ("nvme", "folder")
+    assert str(nvme) in str(caught.value)
+    return str(caught.value)
+
+
+def test_other_files_in_a_nodes_folder_stay_what_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "node"
+    folder.mkdir(mode=0o700)
+    others = {"notes.txt": b"mine", "objects.data": b"mine, too", "lease-x.data": b"no lease", "objects-0.text": b""}
+    for name, content in others.items():
+        (folder / name).write_bytes(content)
+    (folder / "folder").mkdir()
+    for ephemeral in (False, True):
+        address = parse_address("127.0.0.1:0", any_port=True)
+        with (
+            Node(address, 1 << 20, folder=folder, name="node", ephemeral=ephemeral) as running,
+            Store(str(running.address)) as store,
+        ):
+            store.put("key", b"value")
+            assert store.get("key") == b"value"
+        for name, content in others.items():
+            assert (folder / name).read_bytes() == content
+        assert (folder / "folder").is_dir()
+    assert sorted(os.listdir(folder)) == sorted([*others, "folder"])

@@ -1,0 +1,258 @@
+"""Flipped bits, on the wire and in the segment files: an error, a miss or the right bytes, never wrong ones.
+
+More than 100,000 trials in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farpool._native import Connection, NodeServer, ObjectReader
+from farpool.errors import ChecksumError, NodeError
+from farpool.store import Store
+from farpool.transport.frames import Op, Status
+from tests.faults.flips import FlippingWire, flipped
+from tests.faults.forge import Forge
+from tests.faults.proxy import FlippingProxy
+from tests.transport.live_node import Generations, connect, map_file, put, read_objects, serving, soon
+
+SEED = 20
+WIRE_TRIALS = 20_000
+DATA_TRIALS = 45_000
+INDEX_TRIALS = 25_000
+SERVED_TRIALS = 3_000
+_EXPIRY = struct.Struct("<Q")
+_EXTENT = struct.Struct("<4sHHQQ")
+
+Known = dict[bytes, tuple[bytes, int]]
+"""Payload and generation by key."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NodeServer]:
+    with serving(tmp_path, 1 << 20) as running:
+        yield running
+
+
+def publish_some(connection: Connection, generations: Generations, rng: random.Random, count: int = 60) -> Known:
+    known: Known = {}
+    for number in range(count):
+        key = rng.randbytes(rng.randint(1, 40)) + b"%d" % number
+        known[key] = rng.randbytes(rng.choice([1, 30, 100, 400, 3000])), generations()
+        put(connection, key, *known[key])
+    return known
+
+
+def read_all(connection: Connection, known: Known) -> None:
+    for key, (payload, generation) in known.items():
+        reply = connection.exchange(Op.GET, key, soon())
+        assert (reply.status, reply.generation, reply.payload) == (Status.DONE, generation, payload)
+
+
+@pytest.mark.parametrize("direction", ["request", "reply"])
+def test_every_flip_on_the_wire_is_found_and_changes_nothing(server: NodeServer, direction: str) -> None:
+    rng = random.Random(f"{SEED} {direction}")
+    generations = Generations()
+    clean = connect(server)
+    known = publish_some(clean, generations, rng)
+    keys = sorted(known)
+    wire = FlippingWire(server, rng, 2)
+    found = dict.fromkeys(["header", "payload"], 0)
+    for trial in range(WIRE_TRIALS):
+        wire = wire.renewed(server)
+        key, op = rng.choice(keys), rng.choice([Op.GET, Op.GET, Op.PUT, Op.STAT])
+        if op == Op.PUT:
+            payload, generation = rng.randbytes(rng.randint(1, 300)), generations()
+            wire.connection.send(op, _EXPIRY.pack(0) + key, soon(), generation=generation, payload=payload)
+            if direction == "reply":
+                known[key] = payload, generation
+        else:
+            wire.connection.send(op, key, soon())
+        wire.pass_request(flip=direction == "request")
+        wire.pass_reply(flip=direction == "reply")
+        found[wire.where] += 1
+        try:
+            reply = wire.connection.receive(soon())
+        except (NodeError, ChecksumError):
+            continue
+        assert direction == "request", f"trial {trial}: a damaged reply was taken"
+        assert reply.status in (Status.CHECKSUM, Status.BAD_REQUEST, Status.TOO_LARGE), f"trial {trial}: {reply.status}"
+    wire.close()
+    read_all(clean, known)
+    clean.close()
+    assert min(found.values()) > WIRE_TRIALS / 10
+
+
+def extents(memory: mmap.mmap, known: Known) -> dict[bytes, tuple[int, int, int]]:
+    """Where an object's header begins, how many bytes header and key have, and where its payload begins."""
+    places = {}
+    at = memory.find(b"FOBJ")
+    while at >= 0:
+        _, key_nbytes, _, generation, nbytes = _EXTENT.unpack_from(memory, at)
+        key = memory[at + 48 : at + 48 + key_nbytes]
+        payload = at + (48 + key_nbytes + 63) // 64 * 64
+        if at % 64 == 0 and known.get(key) == (memory[payload : payload + nbytes], generation):
+            places[key] = (at, 48 + key_nbytes, payload)
+        at = memory.find(b"FOBJ", at + 1)
+    assert places.keys() == known.keys()
+    return places
+
+
+def test_every_flip_in_an_object_is_found_by_who_has_it_mapped(server: NodeServer) -> None:
+    rng = random.Random(SEED)
+    publisher = connect(server)
+    known = publish_some(publisher, Generations(), rng)
+    reader = read_objects(server)
+    memory = map_file(server.objects_paths(0)[1])
+    places, keys = extents(memory, known), sorted(known)
+    buffer = bytearray(4096)
+    for trial in range(DATA_TRIALS):
+        key = keys[trial % len(keys)]
+        byte = rng.choice(byte_ranges(places[key], len(known[key][0])))
+        bit = 1 << rng.randrange(8)
+        at = rng.choice(byte)
+        memory[at] ^= bit
+        try:
+            result = reader.get(key) if trial % 2 else reader.get_into(key, buffer)
+        except ChecksumError:
+            pass
+        else:
+            assert result is None, f"trial {trial}: byte {at} of the segment, bit {bit}: {result!r}"
+        memory[at] ^= bit
+    assert {key: reader.get(key) for key in keys} == known
+    publisher.close()
+
+
+def byte_ranges(place: tuple[int, int, int], nbytes: int) -> list[range]:
+    at, header, payload = place
+    return [range(at, at + header), range(payload, payload + nbytes)]
+
+
+def test_a_flip_in_an_object_that_a_node_sends_is_found_by_who_receives_it(server: NodeServer) -> None:
+    rng = random.Random(SEED)
+    connection, generations = connect(server), Generations()
+    known = publish_some(connection, generations, rng)
+    memory = map_file(server.objects_paths(0)[1])
+    places, keys = extents(memory, known), sorted(known)
+    for trial in range(SERVED_TRIALS):
+        key = keys[trial % len(keys)]
+        at, bit = rng.choice(rng.choice(byte_ranges(places[key], len(known[key][0])))), 1 << rng.randrange(8)
+        memory[at] ^= bit
+        missing = False
+        with contextlib.suppress(ChecksumError):
+            reply = connection.exchange(Op.GET, key, soon())
+            missing = reply.status == Status.MISSING
+            right = (reply.payload, reply.generation) == known[key]
+            assert right or missing, f"trial {trial}: byte {at} of the segment, bit {bit}"
+        memory[at] ^= bit
+        if missing:  # the node has dropped what it found damaged
+            known[key] = known[key][0], generations()
+            put(connection, key, *known[key])
+            places = extents(memory, known)
+    read_all(connection, known)
+    connection.close()
+
+
+def test_a_flip_in_the_index_never_gives_wrong_bytes(server: NodeServer) -> None:
+    rng = random.Random(SEED)
+    publisher = connect(server)
+    known = publish_some(publisher, Generations(), rng, 200)
+    reader = read_objects(server)
+    index = map_file(server.objects_paths(0)[0])
+    buckets_at, slots_at, floors_at = struct.unpack_from("<QQQ", index, 88)
+    ranges = [range(128, 152), range(buckets_at, buckets_at + 1024), range(slots_at, slots_at + 200 * 48)]
+    ranges.append(range(floors_at, floors_at + 4096))
+    keys = sorted(known)
+    noticed = 0
+    for trial in range(INDEX_TRIALS):
+        at, bit = rng.choice(rng.choice(ranges)), 1 << rng.randrange(8)
+        index[at] ^= bit
+        for key in rng.sample(keys, 2):
+            result = None
+            with contextlib.suppress(ChecksumError):
+                result = reader.get(key)
+                assert result in (None, known[key]), f"trial {trial}: byte {at} of the index, bit {bit}"
+            noticed += result is None
+        index[at] ^= bit
+    assert noticed > 100
+    assert {key: reader.get(key) for key in keys} == known
+    publisher.close()
+
+
+def test_a_node_that_starts_on_damaged_segments_gives_the_right_bytes_or_none(tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    generations = Generations()
+    for trial in range(40):
+        folder = tmp_path / f"node{trial % 4}"
+        folder.mkdir(exist_ok=True)
+        with serving(folder, 1 << 20, ephemeral=False) as server:
+            connection = connect(server)
+            known = publish_some(connection, generations, rng, 30)
+            index_path, data_path, _ = server.objects_paths(0)
+            connection.close()
+        damage(Path(index_path), rng, 3)
+        damage(Path(data_path), rng, 10)
+        with serving(folder, 1 << 20, ephemeral=False) as server:
+            connection, reader = connect(server), read_objects(server)
+            for key, expected in known.items():
+                check_one(connection, reader, key, expected)
+            connection.close()
+
+
+def damage(path: Path, rng: random.Random, count: int) -> None:
+    """Flip bits where something lies."""
+    memory = map_file(str(path))
+    used = [at for at in range(0, len(memory), 64) if any(memory[at : at + 64])]
+    for _ in range(count):
+        at = rng.choice(used) + rng.randrange(64)
+        memory[at] ^= 1 << rng.randrange(8)
+    memory.close()
+
+
+def check_one(connection: Connection, reader: ObjectReader, key: bytes, expected: tuple[bytes, int]) -> None:
+    with contextlib.suppress(ChecksumError):
+        reply = connection.exchange(Op.GET, key, soon())
+        nothing = reply.status in (Status.MISSING, Status.DELETED)
+        assert nothing or (reply.payload, reply.generation) == expected
+    with contextlib.suppress(ChecksumError):
+        assert reader.get(key) in (None, expected)
+
+
+def test_a_store_behind_a_wire_that_flips_bits_gives_the_right_bytes_or_a_typed_error() -> None:
+    rng = random.Random(SEED)
+    with Forge() as forge, contextlib.ExitStack() as stack:
+        nodes = [forge.node() for _ in range(3)]
+        proxies = [stack.enter_context(FlippingProxy(node.address, f"{SEED} {node.name}")) for node in nodes]
+        store = stack.enter_context(
+            Store(*[proxy.address for proxy in proxies], replicas=2, timeout=2.0, transport="tcp")
+        )
+        allowed: dict[str, set[bytes | None]] = {f"key {number}": {None} for number in range(20)}
+        reads = errors = 0
+        for _ in range(600):
+            key = rng.choice(sorted(allowed))
+            try:
+                if rng.random() < 0.4:
+                    value = rng.randbytes(rng.choice([10, 1000, 20_000]))
+                    allowed[key].add(value)
+                    store.put(key, value)
+                    allowed[key] = {value}
+                else:
+                    result = store.get(key)
+                    assert result in allowed[key]
+                    reads += result is not None
+            except (NodeError, ChecksumError):
+                errors += 1
+        assert sum(proxy.flips for proxy in proxies) > 20
+        assert reads > errors > 0
+
+
+def test_flipping_is_undone_by_flipping_again() -> None:
+    assert flipped(b"ab", [0, 15]) == b"`\xe2"
+    assert flipped(flipped(b"ab", [3, 9]), [3, 9]) == b"ab"

@@ -1,0 +1,19 @@
+"""A replica that slept through an overwrite or a deletion: never the old bytes, never the deleted key."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.stale import run_iterations
+
+SEED = 4
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_a_stopped_replica_still_has_is_never_read_after_a_newer_write_was_confirmed(part: int) -> None:
+    account = run_iterations(100, SEED + part)
+    print(f"seed {SEED + part}: {account}")
+    assert account.iterations == 100
+    # A machine under load may let some writes time out; if most do, nothing was tested.
+    assert account.confirmed > account.refused
+    assert min(account.values, account.misses, account.errors, account.whole) > 0

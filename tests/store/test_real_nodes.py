@@ -1,0 +1,164 @@
+"""The store on processes that are nodes, over sockets and through mapped memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from farpool import AsyncStore, NodeError, NodeTimeoutError, Store
+from farpool.testing.nodes import RunningNode, running_node
+
+LARGE = bytes(range(256)) * 4096
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[RunningNode]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(running_node()) for _ in range(3)]
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("value", [b"", b"value", LARGE], ids=["empty", "small", "large"])
+def test_what_was_put_is_read_in_each_way(
+    nodes: list[RunningNode], transport: str, replicas: int, value: bytes
+) -> None:
+    addresses = [node.address for node in nodes]
+    with Store(*addresses, replicas=replicas, transport=transport, timeout=20) as store:  # type: ignore[arg-type]
+        store.put("k", b"old")
+        generation = store.put("k", value, ttl=1000)
+        buffer = bytearray(len(value))
+        for _ in range(2):
+            assert store.get("k") == value
+            assert store.get_into("k", buffer) == len(value)
+            assert buffer == value
+        with store.pin("k") as pin:
+            assert pin.view == value
+            assert pin.generation == generation
+            assert pin.is_mapped == (transport == "mapped")
+            pin.verify()
+        info = store.stat("k")
+        assert info is not None
+        assert (info.nbytes, info.generation, info.pins) == (len(value), generation, 0)
+        assert info.expires is not None
+        assert store.touch("k", None)
+        assert list(store.keys()) == [b"k"]
+        assert store.delete("k")
+        assert not store.delete("k")
+        assert store.get("k") is None
+        with pytest.raises(KeyError):
+            store.pin("k")
+        assert [status.breaker for status in store.nodes()] == ["closed"] * 3
+        assert store.reconcile() == 0
+
+
+def test_batches_do_as_single_calls_do(nodes: list[RunningNode], transport: str) -> None:
+    addresses = [node.address for node in nodes]
+    with Store(*addresses, replicas=2, transport=transport, timeout=20) as store:  # type: ignore[arg-type]
+        values = {f"key{number}": LARGE[: number * 300] for number in range(200)}
+        assert len(set(store.put_many(values))) == 200
+        assert store.get_many([*values, "none"]) == [*values.values(), None]
+        buffers = [bytearray(len(value)) for value in values.values()]
+        assert store.get_into_many(zip(values, buffers, strict=True)) == [len(value) for value in values.values()]
+        assert [bytes(buffer) for buffer in buffers] == list(values.values())
+        assert {key.decode() for key in store.keys("key1")} == {key for key in values if key.startswith("key1")}
+        assert store.delete_many(values) == [True] * 200
+        assert list(store.keys()) == []
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_key_that_comes_twice_in_a_batch_keeps_the_last_value(
+    nodes: list[RunningNode], transport: str, replicas: int
+) -> None:
+    addresses = [node.address for node in nodes]
+    with Store(*addresses, replicas=replicas, transport=transport, timeout=20) as store:  # type: ignore[arg-type]
+        store.get("twice")  # maps what can be mapped
+        first, _, last = store.put_many([("twice", LARGE), ("once", LARGE), ("twice", b"last")])
+        assert store.get("twice") == b"last"
+        assert first < last
+
+
+def test_a_stopped_replica_does_not_hold_up_the_others_and_is_brought_up_to_date() -> None:
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(running_node()) for _ in range(3)]
+        store = stack.enter_context(Store(*(node.address for node in nodes), replicas=2, timeout=2))
+        keys = [f"{number}" for number in range(20)]
+        store.put_many((key, b"old") for key in keys)
+        nodes[0].stop()
+        store.put_many((key, b"new") for key in keys[:10])
+        assert all(store.delete_many(keys[10:]))
+        assert store.get_many(keys) == [b"new"] * 10 + [None] * 10
+        nodes[0].cont()
+        deadline = time.monotonic() + 30
+        while any(status.stats is None or status.stats["tombstones"] for status in store.nodes()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        nodes[1].kill()
+        assert [value for value in store.get_many(keys[10:]) if value is not None] == []
+        assert store.get_many(keys[:10]) == [b"new"] * 10
+
+
+def test_a_single_node_that_stops_is_an_error_within_the_deadline_and_then_at_once() -> None:
+    with running_node() as node, Store(node.address, timeout=0.5, transport="tcp") as store:
+        store.put("k", b"v")
+        node.stop()
+        before = time.monotonic()
+        with pytest.raises(NodeTimeoutError, match=node.address):
+            store.get("k")
+        assert time.monotonic() - before < 5
+        with pytest.raises(NodeError, match="is not asked: it has been failing for"):
+            store.get("k")
+        node.cont()
+        deadline = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(NodeError):
+                assert store.get("k") == b"v"
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        store.put("k", b"w")
+        assert store.get("k") == b"w"
+
+
+def test_a_node_that_was_restarted_has_its_objects(transport: str) -> None:
+    with running_node() as node, Store(node.address, transport=transport, timeout=10) as store:  # type: ignore[arg-type]
+        store.put("k", LARGE)
+        assert store.get("k") == LARGE
+        node.kill()
+        node.restart()
+        assert store.get("k") == LARGE
+        store.put("k", b"new")
+        assert store.get("k") == b"new"
+
+
+def test_coroutines_do_as_calls_do_and_cancelling_them_breaks_nothing(nodes: list[RunningNode]) -> None:
+    async def main() -> None:
+        async with AsyncStore(*(node.address for node in nodes), replicas=2, timeout=20) as store:
+            await asyncio.gather(*(store.put(f"{number}", b"%d" % number) for number in range(50)))
+            assert await store.get_many([f"{number}" for number in range(50)]) == [b"%d" % n for n in range(50)]
+            buffer = bytearray(2)
+            assert await store.get_into("42", buffer) == 2
+            assert buffer == b"42"
+            async with store.pin("7") as pin:
+                assert pin.view == b"7"
+            calls = [asyncio.create_task(store.put("shared", LARGE)) for _ in range(30)]
+            await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            assert any(isinstance(end, asyncio.CancelledError) for end in ended)
+            await store.put("shared", b"last")
+            assert await store.get("shared") == b"last"
+            assert {key async for key in store.keys("4")} == {b"4", *(b"4%d" % number for number in range(10))}
+            assert all(await store.delete_many([f"{number}" for number in range(50)]))
+            assert await store.delete("shared")
+
+    asyncio.run(main())
