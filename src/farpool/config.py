@@ -12,7 +12,7 @@ from farpool.checks import require_type
 from farpool.config_layers import CONFIG_VARIABLE, Layer, environment_layer, named_layer, stacked, toml_layer
 from farpool.errors import ConfigError
 from farpool.sizes import format_size, parse_size
-from farpool.tiers import DramSpec, NvmeSpec, Tier, TierSpec, tier_spec
+from farpool.tiers import DramSpec, NvmeSpec, RemoteSpec, Tier, TierSpec, tier_spec
 
 __all__ = ["PoolConfig"]
 
@@ -93,6 +93,7 @@ class PoolConfig:
         tiers: Sequence[Tier | TierSpec | Mapping[str, object]] | None = None,
         *,
         dram: int | str | None = None,
+        remote: str | Sequence[str] | None = None,
         nvme: int | str | None = None,
         device: str = "cpu",
         prefetch: bool = True,
@@ -108,25 +109,27 @@ class PoolConfig:
         tiers : sequence of Tier, TierSpec or mapping, optional
             Lower tiers from fast to slow; a mapping has the keys of a tier in a TOML file.
         dram, nvme : int or str, optional
-            Shorthand for ``tiers=[DramSpec(size=dram), NvmeSpec(size=nvme)]``; the file lies in the folder for
-            temporary files.
+        remote : str or sequence of str, optional
+            Shorthand for ``tiers=[DramSpec(size=dram), RemoteSpec(nodes=remote), NvmeSpec(size=nvme)]``; the remote
+            tier takes what the nodes have free, the file lies in the folder for temporary files.
 
         Raises
         ------
         ConfigError
             Something does not parse or does not go together; names the setting.
         """
-        if tiers is not None and (dram is not None or nvme is not None):
+        if tiers is not None and (dram is not None or remote is not None or nvme is not None):
             raise ConfigError(
-                "tiers= and the shorthand dram=/nvme= exclude each other; give the tiers in one way", setting="tiers"
+                "tiers= and the shorthand dram=/remote=/nvme= exclude each other; give the tiers in one way",
+                setting="tiers",
             )
         lower: list[TierSpec | Tier] = []
         if tiers is not None:
             lower = _lower_tiers(tiers)
-        for name, size, spec in (("dram", dram, DramSpec), ("nvme", nvme, NvmeSpec)):
-            if size is not None:
+        for name, value in (("dram", dram), ("remote", remote), ("nvme", nvme)):
+            if value is not None:
                 try:
-                    lower.append(spec(size=parse_size(size, name)))
+                    lower.append(_short_form(name, value))
                 except ConfigError as error:
                     raise ConfigError(str(error), setting=name) from None
         return cls(parse_size(fast, "fast"), tuple(lower), device, prefetch, timeout, debug)
@@ -230,6 +233,14 @@ def _given(settings: dict[str, Any]) -> Layer:
                 f"{name} is {value!r}, but there is no such setting; expected one of {', '.join(declared)}"
             )
     return Layer(settings)
+
+
+def _short_form(name: str, value: Any) -> TierSpec:
+    """The tier that a shorthand stands for."""
+    if name == "remote":
+        return RemoteSpec(nodes=require_type(value, Sequence[str] | str, name))
+    size = parse_size(value, name)
+    return DramSpec(size=size) if name == "dram" else NvmeSpec(size=size)
 
 
 def _lower_tiers(tiers: object) -> list[TierSpec | Tier]:

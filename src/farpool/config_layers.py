@@ -17,7 +17,7 @@ _PREFIX = "FARPOOL_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 """Names the TOML file."""
 _TABLE = "pool"
-_TIERS = ("tiers", "dram", "nvme")
+_TIERS = ("tiers", "dram", "remote", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ def environment_layer(environment: Mapping[str, str], declared: Mapping[str, obj
 def stacked(layers: Sequence[Layer]) -> Layer:
     """The settings of several layers; a later one wins.
 
-    What makes the lower tiers (``tiers``, ``dram``, ``nvme``) is one setting: a layer that gives any of it replaces all
-    that the layers before it said about tiers.
+    What makes the lower tiers (``tiers``, ``dram``, ``remote``, ``nvme``) is one setting: a layer that gives any of it
+    replaces all that the layers before it said about tiers.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

@@ -35,6 +35,8 @@ class Pool(BlockPool):
         that has to leave the fast tier goes to the first one with room.
     dram, nvme : int or str, optional
         Shorthand for such tiers; the file lies in the folder for temporary files.
+    remote : str or sequence of str, optional
+        Shorthand for a `Remote` on these nodes, with the memory that they have free, between the other two.
     device : str, optional
         ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
     prefetch : bool, optional
@@ -63,6 +65,7 @@ class Pool(BlockPool):
         tiers: Sequence[Tier | TierSpec | Mapping[str, object]] | None = None,
         *,
         dram: int | str | None = None,
+        remote: str | Sequence[str] | None = None,
         nvme: int | str | None = None,
         device: str | None = None,
         prefetch: bool | None = None,
@@ -73,6 +76,7 @@ class Pool(BlockPool):
             "fast": fast,
             "tiers": tiers,
             "dram": dram,
+            "remote": remote,
             "nvme": nvme,
             "device": device,
             "prefetch": prefetch,

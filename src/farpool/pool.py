@@ -34,7 +34,7 @@ from farpool.space import TierSpace
 from farpool.stats import Stats
 from farpool.storage import Dropped, Storage, cut
 from farpool.tape_file import TapeWriter
-from farpool.tiers import Extent, HasPort, Tier, Verified
+from farpool.tiers import Extent, HasPort, Tier, Verified, Verifies
 from farpool.tiers.safetensors import SafetensorsFile
 from farpool.traffic import Traffic
 from farpool.use import Use, runs_of
@@ -589,7 +589,7 @@ class BlockPool:
 
 def _guarded(tier: Tier) -> Tier:
     """Bytes that leave the process are checksummed."""
-    if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verified):
+    if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verifies):
         return Verified(tier)
     return tier
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import farpool
+from farpool.testing.nodes import running_node
 from tests.models.zoo import ZOO, build, weight_bytes
 
 STEPS = 3
@@ -119,3 +120,26 @@ def test_weights_gradients_and_moments_at_one_sixth_train_to_the_same_bits(name:
         live = {c.name: c.live for c in pool.stats().classes}
         assert live["optimizer"] >= 2 * sum(p.nbytes for p in model.parameters())
         farpool.restore(model)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[str]]:
+    with running_node(ephemeral=True) as a, running_node(ephemeral=True) as b:
+        yield [a.address, b.address]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mapped"])
+@pytest.mark.parametrize("name", ZOO)
+def test_training_is_equal_with_memory_of_other_processes_below(name: str, transport: str, nodes: list[str]) -> None:
+    expected = plain_run(name, "adamw", "foreach")
+    model, batch = build(name)
+    with farpool.Pool(weight_bytes(model), [farpool.Remote(*nodes, size="64MiB", transport=transport)]) as pool:
+        farpool.offload(model, pool)
+        losses = train(model, batch, OPTIMIZERS["adamw"](model.parameters(), **FORMS["foreach"]))
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected.losses, strict=True))
+        for parameter, weight in zip(model.parameters(), expected.weights, strict=True):
+            assert torch.equal(pool.materialize(parameter), weight)
+        assert pool.stats().evictions > 100
+        farpool.restore(model)
+        for parameter, weight in zip(model.parameters(), expected.weights, strict=True):
+            assert torch.equal(parameter, weight)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from farpool import ConfigError, Dram, Nvme, Pool, PoolConfig, Throttled, Traced, Verified
-from farpool.tiers import DramSpec, NvmeSpec, ThrottledSpec, TracedSpec
+from farpool import ConfigError, Dram, Nvme, Pool, PoolConfig, Remote, Throttled, Traced, Verified
+from farpool.tiers import DramSpec, NvmeSpec, RemoteSpec, ThrottledSpec, TracedSpec
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FAST", "DRAM", "NVME", "DEVICE", "PREFETCH", "TIMEOUT", "DEBUG", "CONFIG"):
+    for name in ("FAST", "DRAM", "REMOTE", "NVME", "DEVICE", "PREFETCH", "TIMEOUT", "DEBUG", "CONFIG"):
         monkeypatch.delenv(f"FARPOOL_{name}", raising=False)
 
 
@@ -88,6 +88,55 @@ def test_tiers_in_a_file_equal_those_in_the_program(tmp_path: Path) -> None:
     assert isinstance(second.inner.inner, Nvme)
     assert second.inner.inner.path == str(tmp_path / "far.pool")
     assert (second.info.name, second.info.read_bandwidth, second.info.latency) == ("disk", 2e9, 1e-3)
+
+
+def test_remote_tiers_in_a_file_equal_those_in_the_program(tmp_path: Path) -> None:
+    file = PoolConfig.from_toml(
+        toml(
+            tmp_path,
+            """
+            [pool]
+            fast = "1MiB"
+
+            [[pool.tiers]]
+            kind = "remote"
+            nodes = ["A:7471", "tcp://b:7471"]
+            size = "6MiB"
+            key = "trainer:0123456789abcdef"
+            timeout = 2
+            transport = "tcp"
+            throttled = { latency = 0.001 }
+            """,
+        )
+    )
+    spec = RemoteSpec(
+        nodes="tcp://a:7471, b:7471",
+        size=6 * MIB,
+        key="trainer:0123456789abcdef",
+        timeout=2.0,
+        transport="tcp",
+        throttled=ThrottledSpec(latency=1e-3),
+    )
+    assert file == PoolConfig.make(MIB, [spec])
+    assert hash(file) == hash(PoolConfig.make(MIB, [spec]))
+    assert "0123456789abcdef" not in repr(file)
+    (tier,) = file.make_tiers()
+    assert isinstance(tier, Throttled)
+    assert isinstance(tier.inner, Remote)
+    assert tier.inner.nodes == ("tcp://a:7471", "tcp://b:7471")
+    assert (tier.info.name, tier.info.capacity) == ("remote", 6 * MIB)
+
+
+def test_the_short_form_of_a_remote_tier_is_equal_in_three_ways(tmp_path: Path) -> None:
+    expected = PoolConfig.make(MIB, [DramSpec(size=MIB), RemoteSpec(nodes=("tcp://a:1", "tcp://b:2"))])
+    assert PoolConfig.make(MIB, dram=MIB, remote=["a:1", "b:2"]) == expected
+    assert PoolConfig.make(MIB, dram=MIB, remote="tcp://a:1,b:2") == expected
+    lines = '[pool]\nfast = "1MiB"\ndram = "1MiB"\nremote = '
+    assert PoolConfig.from_toml(toml(tmp_path, lines + '"a:1, b:2"\n')) == expected
+    assert PoolConfig.from_toml(toml(tmp_path, lines + '["a:1", "b:2"]\n')) == expected
+    variables = {"FARPOOL_FAST": "1MiB", "FARPOOL_DRAM": "1MiB", "FARPOOL_REMOTE": "a:1,b:2"}
+    assert PoolConfig.from_environment(variables) == expected
+    assert expected.replace(nvme=MIB).tiers == (NvmeSpec(size=MIB),)
 
 
 def test_a_pool_from_a_file_works_and_can_be_made_twice(tmp_path: Path) -> None:
@@ -221,6 +270,13 @@ WRONG_TIERS = {
         r"tiers\[0\].throttled: read_bandwidth is 'fast', expected",
     ),
     "a negative latency": ('kind = "dram"\nsize = 64\nthrottled = {latency = -1}', r"tiers\[0\]: latency is -1.0"),
+    "no nodes": ('kind = "remote"', r"tiers\[0\].nodes is missing, expected size, .*nodes"),
+    "no address of a node": ('kind = "remote"\nnodes = ["x"]', r"tiers\[0\]: nodes of remote is 'x', expected an add"),
+    "nodes of another type": ('kind = "remote"\nnodes = 3', r"tiers\[0\].nodes is 3, expected `str \| array`"),
+    "an unknown transport": (
+        'kind = "remote"\nnodes = "a:1"\ntransport = "pigeon"',
+        r"tiers\[0\].transport is 'pigeon', ",
+    ),
     "a trace without a path": ('kind = "dram"\nsize = 64\ntraced = {}', r"tiers\[0\].traced.path is missing"),
 }
 WRONG = WRONG_FILES | {
@@ -248,6 +304,7 @@ WRONG_VARIABLES = {
     "FARPOOL_FAST": ("much", "fast is 'much', expected"),
     "FARPOOL_DRAM": ("1", "capacity of dram is 1 bytes"),
     "FARPOOL_NVME": ("-1MiB", "nvme is '-1MiB', expected"),
+    "FARPOOL_REMOTE": ("there", "nodes of remote is 'there', expected an address"),
     "FARPOOL_DEVICE": ("tpu", "device: 'tpu' is not known"),
     "FARPOOL_PREFETCH": ("perhaps", "FARPOOL_PREFETCH is 'perhaps', expected `bool`"),
     "FARPOOL_TIMEOUT": ("1 minute", "FARPOOL_TIMEOUT is '1 minute', expected `float`"),

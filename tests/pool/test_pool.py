@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import farpool
-from farpool import Dram, Event, Faulty, Nvme, Pool, Verified
+from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, Verified
 from farpool.engine import Mode
 from farpool.storage import Storage
+from farpool.testing.nodes import running_node
 from farpool.use import Use
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -42,12 +44,20 @@ def content(seed: int, nbytes: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-@pytest.fixture(params=["dram", "nvme", "both"])
-def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Pool:
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[str]]:
+    with running_node(ephemeral=True) as a, running_node(ephemeral=True) as b:
+        yield [a.address, b.address]
+
+
+@pytest.fixture(params=["dram", "nvme", "both", "tcp", "mapped"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path, nodes: list[str]) -> Iterator[Pool]:
     tiers = {
         "dram": lambda: [Dram("4MiB")],
         "nvme": lambda: [Nvme(tmp_path / "far.pool", "4MiB")],
         "both": lambda: [Dram("512KiB"), Nvme(tmp_path / "far.pool", "4MiB")],
+        "tcp": lambda: [Remote(*nodes, size="4MiB", transport="tcp")],
+        "mapped": lambda: [Remote(*nodes, size="4MiB", transport="mapped")],
     }[request.param]()
     with Pool("256KiB", tiers, timeout=20) as pool:
         yield pool

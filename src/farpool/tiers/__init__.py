@@ -1,12 +1,13 @@
 """Tiers: the kinds of memory that hold bytes, and the behaviours that wrap them."""
 
-from farpool.tiers.base import Extent, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Transfer
+from farpool.tiers.base import Extent, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Transfer, Verifies
 from farpool.tiers.dram import Dram
 from farpool.tiers.faulty import Fault, Faulty
 from farpool.tiers.nvme import Nvme
+from farpool.tiers.remote import Remote
 from farpool.tiers.safetensors import SafetensorsFile
 from farpool.tiers.safetensors_header import TensorEntry
-from farpool.tiers.spec import DramSpec, NvmeSpec, ThrottledSpec, TierSpec, TracedSpec, tier_spec
+from farpool.tiers.spec import DramSpec, NvmeSpec, RemoteSpec, ThrottledSpec, TierSpec, TracedSpec, tier_spec
 from farpool.tiers.throttled import Throttled
 from farpool.tiers.traced import Traced, TraceRecord
 from farpool.tiers.verified import Verified
@@ -22,6 +23,8 @@ __all__ = [
     "Mapped",
     "Nvme",
     "NvmeSpec",
+    "Remote",
+    "RemoteSpec",
     "SafetensorsFile",
     "TensorEntry",
     "Throttled",
@@ -34,5 +37,6 @@ __all__ = [
     "TracedSpec",
     "Transfer",
     "Verified",
+    "Verifies",
     "tier_spec",
 ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from farpool._native import Port
 
-__all__ = ["Extent", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Transfer"]
+__all__ = ["Extent", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Transfer", "Verifies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,4 +209,14 @@ class Mapped(Protocol):
         TierError
             The tier is not open.
         """
+        ...
+
+
+@runtime_checkable
+class Verifies(Protocol):
+    """A tier that compares what it reads with what was written; a pool puts no `Verified` round it."""
+
+    @property
+    def tracked(self) -> int:
+        """Number of extents with a checksum."""
         ...

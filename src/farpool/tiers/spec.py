@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from farpool.checks import require_type
@@ -19,11 +19,13 @@ from farpool.sizes import parse_rate, parse_size
 from farpool.tiers.base import Tier
 from farpool.tiers.dram import Dram
 from farpool.tiers.nvme import Nvme
+from farpool.tiers.remote import Remote, node_addresses
 from farpool.tiers.throttled import Throttled
 from farpool.tiers.traced import Traced
 from farpool.tiers.verified import Verified
+from farpool.transport.channel import Transport
 
-__all__ = ["DramSpec", "NvmeSpec", "ThrottledSpec", "TierSpec", "TracedSpec", "tier_spec"]
+__all__ = ["DramSpec", "NvmeSpec", "RemoteSpec", "ThrottledSpec", "TierSpec", "TracedSpec", "tier_spec"]
 
 _Spec = TypeVar("_Spec")
 
@@ -68,8 +70,8 @@ class TierSpec(ABC):
 
     Attributes
     ----------
-    size : int or str
-        Its capacity; bytes once the spec is made.
+    size : int, str or None
+        Its capacity; bytes once the spec is made. Only a tier that can ask what there is may go without.
     name : str
         Its name; that of the kind unless given.
     throttled : ThrottledSpec, optional
@@ -87,7 +89,7 @@ class TierSpec(ABC):
 
     kind: ClassVar[str]
 
-    size: int | str
+    size: int | str | None
     name: str = ""
     throttled: ThrottledSpec | None = None
     traced: TracedSpec | None = None
@@ -96,7 +98,8 @@ class TierSpec(ABC):
     def __post_init__(self) -> None:
         name = self.name or self.kind
         _normalize(self, "name", name)
-        _normalize(self, "size", parse_size(self.size, f"size of {name}"))
+        if self.size is not None:
+            _normalize(self, "size", parse_size(self.size, f"size of {name}"))
         self.make()  # constructing a tier checks its arguments and nothing else
 
     @abstractmethod
@@ -119,6 +122,8 @@ class DramSpec(TierSpec):
 
     kind: ClassVar[str] = "dram"
 
+    size: int | str
+
     def make_bare(self) -> Tier:
         return Dram(self.size, self.name)
 
@@ -140,6 +145,7 @@ class NvmeSpec(TierSpec):
 
     kind: ClassVar[str] = "nvme"
 
+    size: int | str
     path: str | None = None
     direct: bool | None = None
     ring: bool = True
@@ -153,7 +159,50 @@ class NvmeSpec(TierSpec):
         return Nvme(self.path or _temporary_path(), self.size, self.name, direct=self.direct, ring=self.ring)
 
 
-_KINDS: dict[str, type[TierSpec]] = {spec.kind: spec for spec in (DramSpec, NvmeSpec)}
+@dataclass(frozen=True, kw_only=True)
+class RemoteSpec(TierSpec):
+    """Memory of other processes and hosts: a `Remote`.
+
+    Attributes
+    ----------
+    nodes : sequence of str or str
+        Their addresses, or one text with commas between them; a tuple of full addresses once the spec is made.
+    size : int, str or None
+        As in `Remote`: None takes what the nodes have free.
+    key : str, optional
+        As in `Remote`; not shown in the spec's text.
+    timeout : float
+        As in `Remote`.
+    transport : str
+        As in `Remote`.
+    """
+
+    kind: ClassVar[str] = "remote"
+
+    nodes: Sequence[str] | str
+    size: int | str | None = None
+    key: str | None = field(default=None, repr=False)
+    timeout: float = 5.0
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        nodes = [node.strip() for node in self.nodes.split(",")] if isinstance(self.nodes, str) else self.nodes
+        addresses = node_addresses(nodes, self.name or self.kind)
+        _normalize(self, "nodes", tuple(str(address) for address in addresses))
+        super().__post_init__()
+
+    def make_bare(self) -> Tier:
+        return Remote(
+            *self.nodes,
+            size=self.size,
+            name=self.name,
+            key=self.key,
+            timeout=self.timeout,
+            transport=self.transport,
+        )
+
+
+_KINDS: dict[str, type[TierSpec]] = {spec.kind: spec for spec in (DramSpec, NvmeSpec, RemoteSpec)}
 _WRAPPERS: dict[str, type[ThrottledSpec | TracedSpec]] = {"throttled": ThrottledSpec, "traced": TracedSpec}
 
 
@@ -193,12 +242,12 @@ def _filled(spec: type[_Spec], settings: Mapping[str, Any], what: str) -> _Spec:
     known = fields(spec)  # type: ignore[arg-type]  # specs are dataclasses
     values: dict[str, Any] = {}
     for name, value in settings.items():
-        if name not in {field.name for field in known}:
+        if name not in {setting.name for setting in known}:
             raise ConfigError(f"{what}.{name} is {value!r}, but there is no such setting; expected {_names(spec)}")
         values[name] = value if name in _WRAPPERS else require_type(value, declared[name], f"{what}.{name}")
-    for field in known:
-        if field.default is MISSING and field.name not in values:
-            raise ConfigError(f"{what}.{field.name} is missing, expected {_names(spec)}")
+    for setting in known:
+        if setting.default is MISSING and setting.name not in values:
+            raise ConfigError(f"{what}.{setting.name} is missing, expected {_names(spec)}")
     try:
         return spec(**values)
     except ConfigError as error:
@@ -206,7 +255,7 @@ def _filled(spec: type[_Spec], settings: Mapping[str, Any], what: str) -> _Spec:
 
 
 def _names(spec: type[object]) -> str:
-    return ", ".join(field.name for field in fields(spec))  # type: ignore[arg-type]  # specs are dataclasses
+    return ", ".join(setting.name for setting in fields(spec))  # type: ignore[arg-type]  # specs are dataclasses
 
 
 def _normalize(spec: object, name: str, value: object) -> None:

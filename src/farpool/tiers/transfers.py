@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from farpool._native import Queue, buffer_address
-from farpool.errors import TierError, TierTimeoutError
+from farpool.errors import NodeError, NodeTimeoutError, TierError, TierTimeoutError
 from farpool.tiers.base import Extent, Transfer
 from farpool.tiers.buffers import require_buffer
 
@@ -141,9 +141,18 @@ class PortTransfers:
     def _hand_out(self) -> None:
         for completion in self._queue.poll():
             transfer = self._under_way.pop(completion.id)
-            transfer.error = completion.error
+            transfer.error = self._failure(completion.error)
             if completion.cancelled:
                 transfer.error = TierError(f"{self._name}: the {transfer.what} was dropped at close", tier=self._name)
             transfer.view.release()
             transfer.complete = True
         self._changed.notify_all()
+
+    def _failure(self, error: BaseException | None) -> BaseException | None:
+        """What a node did to the transfer is the tier's failure."""
+        if not isinstance(error, NodeError):
+            return error
+        kind = TierTimeoutError if isinstance(error, NodeTimeoutError) else TierError
+        failure = kind(f"{self._name}: {error}", tier=self._name)
+        failure.__cause__ = error
+        return failure
