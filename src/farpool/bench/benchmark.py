@@ -13,7 +13,7 @@ from farpool.errors import ConfigError
 
 __all__ = ["NAMES", "Benchmark", "Progress", "Settings", "check_device", "load", "title_of"]
 
-NAMES = ("streaming", "training", "prefetch", "nvme", "overhead", "growth")
+NAMES = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "remote")
 """In the order in which reports show them. Each is a module of this package and a command."""
 
 Progress = Callable[[str, int, int], None]

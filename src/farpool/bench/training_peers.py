@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,11 +14,10 @@ import torch
 from farpool.bench.peer import Peer, measured, missing
 from farpool.bench.stack import Stack
 from farpool.bench.trainer import LEARNING_RATE, Trainer
+from farpool.bench.worker import Worker
 
 __all__ = ["Candidate", "open_candidates"]
 
-_PATIENCE = 300.0
-"""Seconds for an answer: DeepSpeed compiles parts of itself when it first runs."""
 _GPU_ONLY = "needs a GPU: it keeps the optimizer's state in page-locked or managed memory beside CUDA memory"
 _NO_LINK = "not comparable: host and device are the same memory here, it moves nothing over the link"
 
@@ -114,58 +109,18 @@ def _deepspeed(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> Candidat
     if importlib.util.find_spec("deepspeed") is None:
         return Candidate(name, None, "the package 'deepspeed' is not installed")
     name = f"DeepSpeed {version('deepspeed')} ZeRO-Offload"
-    worker = _Worker([str(len(plain.blocks)), str(plain.width), str(inputs.shape[1]), inputs.device.type])
+    arguments = [str(len(plain.blocks)), str(plain.width), str(inputs.shape[1]), inputs.device.type]
+    worker = Worker("farpool.bench.deepspeed_worker", arguments)
     stack.callback(worker.close)
     try:
         worker.start()
     except (OSError, ValueError) as error:
         return Candidate(name, None, str(error))
-    if inputs.device.type == "cpu":
-        return Candidate(name, worker.step, _NO_LINK, comparable=False)
-    return Candidate(name, worker.step)
 
-
-class _Worker:
-    """The process that runs DeepSpeed, which takes over much of the process it is in."""
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "farpool.bench.deepspeed_worker", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-
-    def start(self) -> None:
-        """Wait until it is ready."""
-        self._answer("ready")
-
-    def step(self) -> float:
+    def step() -> float:
         """Seconds of a step, after an untimed one."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        return float(self._answer("seconds"))
+        return float(worker.ask("step", "seconds"))
 
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-    def _answer(self, word: str) -> str:
-        """What follows `word` in the next line that begins with it."""
-        assert self._process.stdout is not None
-        watchdog = threading.Timer(_PATIENCE, self._process.kill)
-        watchdog.start()
-        try:
-            for line in self._process.stdout:
-                if line.split(" ", 1)[0].strip() == word:
-                    return line.removeprefix(word).strip()
-        finally:
-            watchdog.cancel()
-        self._errors.seek(0)
-        lines = self._errors.read().splitlines()
-        raise ValueError(f"its process ended: {lines[-1] if lines else 'no message'}")
+    if inputs.device.type == "cpu":
+        return Candidate(name, step, _NO_LINK, comparable=False)
+    return Candidate(name, step)

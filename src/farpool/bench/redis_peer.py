@@ -1,0 +1,128 @@
+"""Redis, as far as it is installed here: a server of its own on loopback, without persistence."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from farpool.bench.ring import Ring, seconds_each
+from farpool.errors import FarpoolError
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+__all__ = ["RedisPeer", "find_redis", "free_port"]
+
+_PATIENCE = 20.0
+_MISSING = "redis-server is not installed; on Debian or Ubuntu: apt-get install redis-server"
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody uses at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def find_redis() -> tuple[str | None, str]:
+    """The name of this Redis with its versions; else None and what to do about that."""
+    path = shutil.which("redis-server")
+    if path is None:
+        return None, _MISSING
+    try:
+        client = f"redis-py {version('redis')}, hiredis {version('hiredis')}"
+    except PackageNotFoundError as error:
+        return None, f"the package {error.name!r} is not installed; pip install redis hiredis"
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_PATIENCE, check=False).stdout
+    number = next((word.removeprefix("v=") for word in said.split() if word.startswith("v=")), "")
+    return f"Redis {number}, {client}", ""
+
+
+class RedisPeer:
+    """A server and two clients: over TCP, and over a UNIX socket."""
+
+    def __init__(self) -> None:
+        import redis
+
+        self._folder = tempfile.TemporaryDirectory(prefix="farpool-")
+        path = str(Path(self._folder.name, "redis.sock"))
+        port = free_port()
+        options = {
+            "port": str(port),
+            "bind": "127.0.0.1",
+            "unixsocket": path,
+            "save": "",
+            "appendonly": "no",
+            "daemonize": "no",
+            "dir": self._folder.name,
+            "maxmemory": "0",
+        }
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        self._server = subprocess.Popen(["redis-server", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._tcp: Redis = redis.Redis(host="127.0.0.1", port=port)
+        self._unix: Redis = redis.Redis(unix_socket_path=path)
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                self._tcp.ping()
+                self._unix.ping()
+                return
+            except redis.ConnectionError as error:
+                if time.monotonic() > end or self._server.poll() is not None:
+                    self.close()
+                    raise FarpoolError(f"redis-server did not start on 127.0.0.1:{port}: {error}") from error
+            time.sleep(0.02)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def works(self, ring: Ring, write: bool, seconds: float) -> list[Callable[[], float]]:
+        """What takes a sample over TCP and over the UNIX socket, in seconds for one object."""
+        for key, payload in zip(ring.keys, ring.payloads, strict=True):
+            self._tcp.set(key, payload)
+        work = _set if write else _get
+        return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix)]
+
+    def close(self) -> None:
+        """End the server."""
+        self._tcp.close()
+        self._unix.close()
+        self._server.kill()
+        self._server.wait()
+        self._folder.cleanup()
+
+
+def _get(client: Redis, ring: Ring, seconds: float) -> float:
+    found: list[object] = []
+
+    def work() -> None:
+        found[:] = [client.get(key) for key in ring.keys]
+
+    taken = seconds_each(work, len(ring), seconds)
+    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
+    return taken
+
+
+def _set(client: Redis, ring: Ring, seconds: float) -> float:
+    for key in ring.keys:
+        client.set(key, b"")
+
+    def work() -> None:
+        for key, payload in zip(ring.keys, ring.payloads, strict=True):
+            client.set(key, payload)
+
+    taken = seconds_each(work, len(ring), seconds)
+    found = [client.get(key) for key in ring.keys]
+    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
+    return taken

@@ -1,0 +1,259 @@
+"""The comparisons of the benchmark of remote memory: nodes, peers, and what is timed beside what."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from farpool.bench import remote_works as works
+from farpool.bench.measure import in_turn
+from farpool.bench.mooncake_peer import MooncakePeer, find_mooncake
+from farpool.bench.race import Entrant, Race, hold
+from farpool.bench.redis_peer import RedisPeer, find_redis
+from farpool.bench.remote_index import Crowd, Index, connect_many, grow
+from farpool.bench.ring import Ring
+from farpool.bench.sockets import Sockets, build_sockets
+from farpool.errors import FarpoolError
+from farpool.sizes import format_size
+from farpool.store import Store
+from farpool.store.lane import WINDOW, WINDOW_BYTES
+from farpool.testing.nodes import RunningNode, running_node
+from farpool.transport.channel import SPIN_SECONDS
+
+if TYPE_CHECKING:
+    from farpool.bench.benchmark import Progress
+    from farpool.bench.remote import Settings
+
+__all__ = ["Bench", "Peers", "View"]
+
+_SMALL_NODE = 16 << 20
+_TCP: Final = "tcp"
+_MAPPED: Final = "mapped"
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What was compared with, by name and version; None with the reason where it does not run here."""
+
+    sockets: str | None
+    sockets_reason: str
+    redis: str | None
+    redis_reason: str
+    mooncake: str | None
+    mooncake_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Objects looked at where they lie.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of an object.
+    seconds : tuple of float
+        To pin an object, read a byte and let go of it, of each round.
+    sent : int
+        Bytes that the node sent for each of them: two frames, and nothing of the object.
+    """
+
+    nbytes: int
+    seconds: tuple[float, ...]
+    sent: int
+
+
+class Bench:
+    """The nodes and peers of a run, open as long as it is."""
+
+    def __init__(self, settings: Settings, progress: Progress) -> None:
+        self._settings = settings
+        self._progress = progress
+        self._stack = ExitStack()
+        try:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
+            self._sockets, sockets_reason = build_sockets(folder)
+            redis, redis_reason = find_redis()
+            mooncake, mooncake_reason = find_mooncake()
+            name = None if self._sockets is None else "C sockets"
+            self.peers = Peers(name, sockets_reason, redis, redis_reason, mooncake, mooncake_reason)
+            self._node, self._tcp, self._mapped = self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def transfers(self) -> tuple[Race, ...]:
+        """Large objects over TCP, many at a time, against sockets."""
+        races = []
+        for nbytes, count in self._settings.transfers:
+            ring = Ring(nbytes, count)
+            works.publish(self._tcp, ring)
+            for write in (False, True):
+                ours = partial(works.put if write else works.get_into, self._tcp, ring, count, self._settings.seconds)
+                what = "put_many" if write else "get_into_many"
+                window = max(1, min(WINDOW, WINDOW_BYTES // nbytes))  # as a store's
+                races.append(self._against_sockets(what, ring, write, (count, window), ours, (False, True)))
+        return tuple(races)
+
+    def latency(self) -> tuple[Race, ...]:
+        """Small objects over TCP, one at a time: both sides spinning (farpool as by default), and both blocking."""
+        races = []
+        ring = Ring(*self._settings.small)
+        for spin, what in ((SPIN_SECONDS, "get_into, spinning"), (0.0, "get_into, blocking")):
+            with (
+                running_node(dram=str(_SMALL_NODE), spin=spin) as node,
+                Store(node.address, transport=_TCP, spin=spin) as store,
+            ):
+                works.publish(store, ring)
+                ours = partial(works.get_into, store, ring, 1, self._settings.seconds)
+                races.append(self._against_sockets(what, ring, False, (1, 1), ours, (spin > 0,)))
+        return tuple(races)
+
+    def mapped(self) -> tuple[Race, ...]:
+        """Copies out of mapped memory: large ones against memcpy, small ones alone."""
+        settings = self._settings
+        large, small = Ring(*settings.mapped), Ring(*settings.small)
+        for ring in (large, small):
+            works.publish(self._mapped, ring)
+        source = mmap.mmap(-1, large.nbytes * len(large))  # shared memory, as a node's
+        copy = partial(works.memcpy, memoryview(source), large, settings.seconds)
+        reads = [partial(works.get_into, self._mapped, ring, 1, settings.seconds) for ring in (large, small)]
+        as_bytes = partial(works.get, self._mapped, small, settings.seconds)
+        return (
+            self._hold("get_into", large, 1, _MAPPED, reads[0], [Entrant("memcpy", copy)]),
+            self._hold("get_into", small, 1, _MAPPED, reads[1], []),
+            self._hold("get", small, 1, _MAPPED, as_bytes, []),
+        )
+
+    def view(self) -> View:
+        """Pinned objects of mapped memory."""
+        ring = Ring(*self._settings.mapped)
+        works.publish(self._mapped, ring)
+        look = partial(works.view, self._mapped, ring, self._settings.seconds)
+        step = f"view {format_size(ring.nbytes)}, mapped"
+        (seconds,) = in_turn([look], self._settings.rounds, step, self._progress)
+        before = works.counters(self._mapped)["bytes_out"]
+        works.look(self._mapped, ring)
+        sent = works.counters(self._mapped)["bytes_out"] - before
+        return View(ring.nbytes, seconds, round(sent / len(ring)))
+
+    def redis(self) -> tuple[Race, ...]:
+        """Gets and sets beside Redis; ours is what a store does by itself on the node's host: mapped."""
+        settings = self._settings
+        races = []
+        with ExitStack() as stack:
+            peer, reason = _opened(stack, RedisPeer, self.peers.redis, self.peers.redis_reason)
+            for nbytes, count in settings.redis:
+                ring = Ring(nbytes, count)
+                works.publish(self._mapped, ring)
+                for write in (False, True):
+                    ours = [
+                        partial(works.put, store, ring, 1, settings.seconds)
+                        if write
+                        else partial(works.get, store, ring, settings.seconds)
+                        for store in (self._mapped, self._tcp)
+                    ]
+                    theirs = peer.works(ring, write, settings.seconds) if peer else [None, None]
+                    others = [
+                        Entrant("farpool, TCP", ours[1]),
+                        Entrant("Redis, TCP", theirs[0], reason),
+                        Entrant("Redis, UNIX socket", theirs[1], reason),
+                    ]
+                    races.append(self._hold("put" if write else "get", ring, 1, _MAPPED, ours[0], others))
+        return tuple(races)
+
+    def mooncake(self) -> tuple[Race, ...]:
+        """Puts and gets beside Mooncake, both over TCP."""
+        settings = self._settings
+        races = []
+        with ExitStack() as stack:
+            lent = 4 * max(nbytes * count for nbytes, count in settings.mooncake)
+            make = partial(MooncakePeer, max(lent, 64 << 20))
+            peer, reason = _opened(stack, make, self.peers.mooncake, self.peers.mooncake_reason)
+            for nbytes, count in settings.mooncake:
+                ring = Ring(nbytes, count)
+                works.publish(self._tcp, ring)
+                for write in (False, True):
+                    for batch in (1, settings.batch):
+                        theirs = (
+                            partial(peer.seconds_each, write, nbytes, count, batch, settings.seconds) if peer else None
+                        )
+                        ours = partial(works.put if write else works.get_into, self._tcp, ring, batch, settings.seconds)
+                        what = ("put" if write else "get_into") + ("_many" if batch > 1 else "")
+                        races.append(self._hold(what, ring, batch, _TCP, ours, [Entrant("Mooncake", theirs, reason)]))
+        return tuple(races)
+
+    def index(self) -> Index:
+        """Ever more objects on a node of their own."""
+        settings = self._settings
+        return grow(settings.objects, settings.rounds, settings.gets, self._progress)
+
+    def crowd(self) -> Crowd:
+        """Many connections to one node."""
+        return connect_many(self._node, self._settings.connections, self._progress)
+
+    def _open(self) -> tuple[RunningNode, Store, Store]:
+        shapes = (*self._settings.transfers, *self._settings.redis, *self._settings.mooncake)
+        room = 4 * sum(nbytes * count for nbytes, count in shapes)
+        node = self._stack.enter_context(running_node(dram=str(room)))
+        tcp = self._stack.enter_context(Store(node.address, transport=_TCP))
+        mapped = self._stack.enter_context(Store(node.address, transport=_MAPPED))
+        return node, tcp, mapped
+
+    def _hold(
+        self, what: str, ring: Ring, batch: int, way: str, ours: Callable[[], float], others: list[Entrant]
+    ) -> Race:
+        step = f"{what} {format_size(ring.nbytes)}, {way}"
+        return hold(what, ring.nbytes, batch, way, ours, others, self._settings.rounds, step, self._progress)
+
+    def _against_sockets(
+        self,
+        what: str,
+        ring: Ring,
+        write: bool,
+        shape: tuple[int, int],
+        ours: Callable[[], float],
+        modes: Sequence[bool],
+    ) -> Race:
+        """Beside a client of the reference program in each of the modes: spinning or not.
+
+        The shape says how many objects a call of ours moves, and how many requests the sockets have under way.
+        """
+        batch, window = shape
+        seconds = self._settings.seconds
+
+        def start() -> Sockets:
+            assert self._sockets is not None
+            return Sockets(self._sockets, ring.nbytes, len(ring))
+
+        with ExitStack() as stack:
+            sockets, reason = _opened(stack, start, self.peers.sockets, self.peers.sockets_reason)
+            others = []
+            for spin in modes:
+                work = partial(sockets.seconds_each, write, window, seconds, spin=spin) if sockets else None
+                others.append(Entrant(f"sockets, {'spinning' if spin else 'blocking'}", work, reason))
+            return self._hold(what, ring, batch, _TCP, ours, others)
+
+
+_PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
+
+
+def _opened(stack: ExitStack, make: Callable[[], _PeerT], name: str | None, reason: str) -> tuple[_PeerT | None, str]:
+    """The peer if it is installed and starts; else None and why."""
+    if name is None:
+        return None, reason
+    try:
+        return stack.enter_context(make()), ""
+    except FarpoolError as error:
+        return None, str(error)

@@ -1,0 +1,83 @@
+"""The tables of the benchmark of remote memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from farpool.bench.race import Race
+from farpool.sizes import format_size
+
+if TYPE_CHECKING:
+    from farpool.bench.remote import Outcome
+
+__all__ = ["table"]
+
+
+def table(outcome: Outcome) -> Group:
+    """Each comparison, then views, many objects and many connections."""
+    peers = outcome.peers
+    named = (
+        ("sockets", peers.sockets, peers.sockets_reason),
+        ("Redis", peers.redis, peers.redis_reason),
+        ("Mooncake", peers.mooncake, peers.mooncake_reason),
+    )
+    compared = "; ".join(name or f"{short} not compared: {reason}" for short, name, reason in named)
+    view = outcome.view
+    index = outcome.index
+    crowd = outcome.crowd
+    objects = Table(title="One object among many, µs for a get of 64 bytes")
+    for name in ("objects", "mapped", "tcp"):
+        objects.add_column(name, justify="right")
+    for point in index.points:
+        objects.add_row(f"{point.objects:,}", _micros(point.mapped), _micros(point.tcp))
+    return Group(
+        _races("Large objects over TCP; ratio: of the sockets' rate", outcome.transfers),
+        _races("Small objects over TCP, one at a time; ratio: of the sockets' rate", outcome.latency),
+        _races("Mapped memory; ratio: of the rate of memcpy", outcome.mapped),
+        Text(
+            f"pinned view of {format_size(view.nbytes)}: {_micros(view.seconds)} µs to pin, look and let go; "
+            f"the node sent {view.sent:,} bytes for it"
+        ),
+        _races("Beside Redis; ratio: how many times as fast farpool is, mapped", outcome.redis),
+        _races("Beside Mooncake Store; ratio: how many times as fast farpool is", outcome.mooncake),
+        Text(f"peers: {compared}"),
+        objects,
+        Text(
+            f"index: {index.index_bytes:.0f} bytes an object; the node's resident set grew by "
+            f"{index.resident_bytes:.0f} bytes an object beside its key of {index.key} bytes and its payload"
+        ),
+        Text(
+            f"{crowd.connections:,} connections to one node: {crowd.open_seconds * 1e6:.0f} µs to open one, "
+            f"{crowd.answer_seconds * 1e6:.0f} µs for an answer on each in turn"
+        ),
+    )
+
+
+def _races(title: str, races: Sequence[Race]) -> Table:
+    made = Table(title=title)
+    for name in ("", "size", "way", "µs", "GB/s", "beside", "µs", "ratio"):
+        made.add_column(name, justify="right" if name in ("size", "µs", "GB/s", "ratio") else "left")
+    for race in races:
+        rate = race.nbytes / statistics.median(race.ours) / 1e9
+        what = race.what if race.batch == 1 else f"{race.what} ×{race.batch}"
+        ours = (what, format_size(race.nbytes), race.way, _micros(race.ours), f"{rate:.2f}")
+        if not race.others:
+            made.add_row(*ours, "-", "-", "-")
+        for place, other in enumerate(race.others):
+            first = ours if place == 0 else ("",) * len(ours)
+            if other.seconds is None or other.ratio is None:
+                made.add_row(*first, other.name, "-", "-")
+            else:
+                made.add_row(*first, other.name, _micros(other.seconds), f"{other.ratio:.2f}")
+    return made
+
+
+def _micros(seconds: Sequence[float]) -> str:
+    median = statistics.median(seconds) * 1e6
+    return f"{median:.1f}" if median < 100 else f"{median:,.0f}"

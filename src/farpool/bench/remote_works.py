@@ -1,0 +1,113 @@
+"""What the benchmark of remote memory does with farpool: each takes a sample, in seconds for one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from farpool.bench.ring import Ring, seconds_each
+from farpool.errors import FarpoolError
+from farpool.store import Store
+
+__all__ = ["counters", "get", "get_into", "look", "memcpy", "publish", "put", "view"]
+
+
+def counters(store: Store) -> dict[str, Any]:
+    """What the store's one node has counted."""
+    (node,) = store.nodes()
+    if node.stats is None:
+        raise FarpoolError(f"the node {node.node} does not say what it has counted: {node.error}")
+    return node.stats
+
+
+def publish(store: Store, ring: Ring) -> None:
+    """Have the ring's objects in the store."""
+    store.put_many(list(zip(ring.keys, ring.payloads, strict=True)))
+
+
+def get(store: Store, ring: Ring, seconds: float) -> float:
+    """One by one, as bytes."""
+    found: list[bytes | None] = []
+
+    def work() -> None:
+        found[:] = [store.get(key) for key in ring.keys]
+
+    taken = seconds_each(work, len(ring), seconds)
+    ring.check("farpool", found)
+    return taken
+
+
+def get_into(store: Store, ring: Ring, batch: int, seconds: float) -> float:
+    """Into the ring's buffers, one by one (batch 1) or in calls with as many."""
+    ring.wipe()
+    taken = seconds_each(_reading(store, ring, batch), len(ring), seconds)
+    ring.check("farpool")
+    return taken
+
+
+def put(store: Store, ring: Ring, batch: int, seconds: float) -> float:
+    """The ring's objects, over those that were put before; read back at the end."""
+    pairs = list(zip(ring.keys, ring.payloads, strict=True))
+    parts = [pairs[at : at + batch] for at in range(0, len(pairs), batch)]
+    for key in ring.keys:
+        store.put(key, b"")
+
+    def one_by_one() -> None:
+        for key, payload in pairs:
+            store.put(key, payload)
+
+    def together() -> None:
+        for part in parts:
+            store.put_many(part)
+
+    taken = seconds_each(one_by_one if batch == 1 else together, len(ring), seconds)
+    ring.wipe()
+    _reading(store, ring, len(ring))()
+    ring.check("farpool")
+    return taken
+
+
+def view(store: Store, ring: Ring, seconds: float) -> float:
+    """Pin and look at each object where it lies, without a copy, and let go of it."""
+    return seconds_each(partial(look, store, ring), len(ring), seconds)
+
+
+def look(store: Store, ring: Ring) -> None:
+    """View each of the objects once."""
+    for key, payload in zip(ring.keys, ring.payloads, strict=True):
+        with store.pin(key) as pinned:
+            if pinned.view[-1] != payload[-1] or not pinned.is_mapped:
+                raise FarpoolError(f"farpool: the pinned object {key!r} is not the one that was put, or not mapped")
+
+
+def memcpy(source: memoryview, ring: Ring, seconds: float) -> float:
+    """The ring's payloads, which lie in `source` one after another, into its buffers."""
+    parts = [source[at : at + ring.nbytes] for at in range(0, len(ring) * ring.nbytes, ring.nbytes)]
+    for part, payload in zip(parts, ring.payloads, strict=True):
+        part[:] = payload
+    pairs = list(zip(ring.buffers, parts, strict=True))
+
+    def work() -> None:
+        for buffer, part in pairs:
+            buffer[:] = part
+
+    ring.wipe()
+    taken = seconds_each(work, len(ring), seconds)
+    ring.check("memcpy")
+    return taken
+
+
+def _reading(store: Store, ring: Ring, batch: int) -> Callable[[], object]:
+    pairs = list(zip(ring.keys, ring.buffers, strict=True))
+    parts = [pairs[at : at + batch] for at in range(0, len(pairs), batch)]
+
+    def one_by_one() -> None:
+        for key, buffer in pairs:
+            store.get_into(key, buffer)
+
+    def together() -> None:
+        for part in parts:
+            store.get_into_many(part)
+
+    return one_by_one if batch == 1 else together

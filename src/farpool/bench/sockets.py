@@ -1,0 +1,87 @@
+"""Plain C sockets over TCP loopback: the limit of what a network transport can reach on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Self
+
+from farpool.errors import FarpoolError
+
+__all__ = ["Sockets", "build_sockets"]
+
+_SOURCE = Path(__file__).with_name("sockets.c")
+_TIMEOUT = 60.0
+_MISSING = "no C compiler is installed; on Debian or Ubuntu: apt-get install gcc libc6-dev"
+
+
+def build_sockets(folder: Path) -> tuple[Path | None, str]:
+    """Compile the reference program into `folder`; without a compiler None and what to do about that."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None, _MISSING
+    program = folder / "sockets"
+    command = [compiler, "-O2", "-std=gnu11", "-o", str(program), str(_SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    if done.returncode != 0:
+        return None, f"{compiler} failed: {' '.join(done.stderr.split())[:300]}"
+    return program, ""
+
+
+class Sockets:
+    """A server with objects of one size, in a process of its own.
+
+    Parameters
+    ----------
+    program : Path
+        Of `build_sockets`.
+    nbytes, ring : int
+        Bytes of an object; how many there are.
+    """
+
+    def __init__(self, program: Path, nbytes: int, ring: int) -> None:
+        self._program = str(program)
+        self._sizes = [str(nbytes), str(ring)]
+        self._server = subprocess.Popen([self._program, "serve", *self._sizes], stdout=subprocess.PIPE, text=True)
+        assert self._server.stdout is not None
+        self._port = self._server.stdout.readline().strip()
+        if not self._port:
+            self.close()
+            raise FarpoolError("the reference program for sockets could not listen on a port of 127.0.0.1")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def seconds_each(self, write: bool, window: int, seconds: float, *, spin: bool) -> float:
+        """Seconds for one object, from a client in a process of its own. It compares the bytes at the end.
+
+        Parameters
+        ----------
+        window : int
+            Requests without an answer.
+        seconds : float
+            How long to go on.
+        spin : bool
+            Both sides ask again and again instead of going to sleep.
+
+        Raises
+        ------
+        FarpoolError
+            The client failed; the message has what it said.
+        """
+        what = [self._port, *self._sizes, str(window), repr(seconds), "spin" if spin else "block"]
+        command = [self._program, "put" if write else "get", *what]
+        timeout = _TIMEOUT + 10 * seconds
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        if done.returncode != 0:
+            raise FarpoolError(f"the reference program for sockets failed: {' '.join(done.stderr.split())[:300]}")
+        return float(done.stdout)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.kill()
+        self._server.communicate()

@@ -1,0 +1,85 @@
+"""A process of its own for a peer that takes over much of the process it is in: a question a line, an answer a line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+
+__all__ = ["Worker"]
+
+_PATIENCE = 300.0
+"""Seconds for an answer: some peers compile parts of themselves when they first run."""
+
+
+class Worker:
+    """A Python module that runs in a process of its own.
+
+    Parameters
+    ----------
+    module : str
+        Prints ``ready``, then a line for each line on its standard input, until that ends.
+    arguments : sequence of str
+        Of its command line.
+    environment : mapping of str to str
+        Variables beside those of this process.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def start(self) -> None:
+        """Wait until it is ready.
+
+        Raises
+        ------
+        ValueError
+            It has ended; the message has its last words.
+        """
+        self._answer("ready")
+
+    def ask(self, question: str, word: str) -> str:
+        """What follows `word` in the next line that begins with it.
+
+        Raises
+        ------
+        OSError
+            It has ended before.
+        ValueError
+            It has ended instead of answering; the message has its last words.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.flush()
+        return self._answer(word)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _answer(self, word: str) -> str:
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(_PATIENCE, self._process.kill)
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.split(" ", 1)[0].strip() == word:
+                    return line.removeprefix(word).strip()
+        finally:
+            watchdog.cancel()
+        self._errors.seek(0)
+        lines = self._errors.read().splitlines()
+        raise ValueError(f"its process ended: {lines[-1] if lines else 'no message'}")
