@@ -86,7 +86,53 @@ def prefetch() -> list[str]:
     return [f"| prefetching against demand fetching, five kinds of programs | {of_demand} |"]
 
 
-@pytest.mark.parametrize("rows", [demo, streaming, training, overhead, nvme, growth, prefetch])
+def remote() -> list[str]:
+    outcome = result("remote")
+    rows = []
+    for race in outcome["transfers"]:
+        ours = statistics.median(race["ours"])
+        limit = min(statistics.median(other["seconds"]) for other in race["others"])
+        ratio = min(other["ratio"] for other in race["others"])
+        what = {"get_into_many": "get", "put_many": "put"}[race["what"]]
+        rate, most = (race["nbytes"] / seconds / 1e9 for seconds in (ours, limit))
+        rows.append(
+            f"| {what} {race['nbytes'] >> 20} MiB, TCP | {rate:.1f} GB/s | C sockets {most:.1f} GB/s | {ratio:.2f} |"
+        )
+    for race in outcome["latency"]:
+        [other] = race["others"]
+        ours, theirs = (statistics.median(seconds) * 1e6 for seconds in (race["ours"], other["seconds"]))
+        mode = race["what"].partition(", ")[2]
+        rows.append(
+            f"| get 4 KiB, TCP, {mode} | {ours:.0f} µs | C {other['name']} {theirs:.0f} µs | {other['ratio']:.2f} |"
+        )
+    large, _, small = outcome["mapped"]
+    rate = large["nbytes"] / statistics.median(large["ours"]) / 1e9
+    [memcpy] = large["others"]
+    rows.append(f"| get 1 MiB, mapped, verified | {rate:.0f} GB/s | memcpy | {memcpy['ratio']:.2f} |")
+    rows.append(f"| get 4 KiB, mapped, verified | {statistics.median(small['ours']) * 1e6:.1f} µs | | |")
+    for race in outcome["redis"]:
+        by_name = {other["name"]: other["ratio"] for other in race["others"]}
+        size = f"{race['nbytes'] >> 10} KiB" if race["nbytes"] < 1 << 20 else f"{race['nbytes'] >> 20} MiB"
+        over_tcp = by_name["Redis, TCP"] / by_name["farpool, TCP"]
+        rows.append(f"| Redis, {race['what']} {size} | {by_name['Redis, TCP']:.1f} | {over_tcp:.1f} |")
+    for race in outcome["mooncake"]:
+        [other] = race["others"]
+        what = race["what"].replace("_into", "").replace("_many", "")
+        batch = "" if race["batch"] == 1 else f", {race['batch']} at once"
+        rows.append(f"| Mooncake Store, {what} {race['nbytes'] >> 20} MiB{batch} | | {other['ratio']:.1f} |")
+    index = outcome["index"]
+    first, last = index["points"][0], index["points"][-1]
+    among = f"{first['objects']:,} and {last['objects']:,}"
+    micro = [statistics.median(point[way]) * 1e6 for way in ("mapped", "tcp") for point in (first, last)]
+    return [
+        *rows,
+        f"| memory of an object beside key and payload, of {last['objects']:,} | {index['resident_bytes']:.0f} bytes |",
+        f"| get among {among} objects, mapped | {micro[0]:.1f} and {micro[1]:.1f} µs |",
+        f"| get among {among} objects, TCP | {micro[2]:.1f} and {micro[3]:.1f} µs |",
+    ]
+
+
+@pytest.mark.parametrize("rows", [remote, demo, streaming, training, overhead, nvme, growth, prefetch])
 def test_the_readme_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
     readme = (ROOT / "README.md").read_text()
     for row in rows():

@@ -6,24 +6,28 @@ that the pool records.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from farpool import Dram, Nvme, Pool, offload, restore
+from farpool import Dram, Nvme, Pool, Remote, offload, restore
 from farpool.demo.corpus import Passage, folder_passages, library_passages, pick
 from farpool.demo.figures import Counts, Timing, counts_between
 from farpool.demo.model import Batch, Embedder, load_embedder
+from farpool.demo.nodes import bytes_sent, lending
 from farpool.demo.settings import Settings
+from farpool.demo.start_up import StartUp, compare_starts
 from farpool.errors import ConfigError
 from farpool.events import Event
 from farpool.observe.timeline import Mark, check_drawable, draw_timeline
 from farpool.sizes import parse_size
+from farpool.tiers import Tier
 
 __all__ = ["Answer", "Outcome", "run"]
 
@@ -31,6 +35,9 @@ BATCH = 32
 ANSWERS = 5
 _DRAWN = 2
 """Batches in the picture."""
+_NODES = 2
+_SLACK = 64 << 20
+"""Bytes that a node lends beyond what lies in it: indexes, and rounding to stripes."""
 MODEL = "all-MiniLM-L6-v2"
 
 Progress = Callable[[str, int, int], None]
@@ -63,6 +70,10 @@ class Outcome:
         Paged over plain: median over the batches, the first left out.
     first, rest : Counts
         What the pool did during the first batch and during all the others.
+    nodes : tuple of str
+        Where the lower tier was; none unless it was remote.
+    start_up : StartUp or None
+        The second act; None unless the lower tier was remote.
     unpaged_peak : int or None
         The most bytes beside the pool, which the budget does not count: activations, the interpreter; None if unknown.
     """
@@ -80,6 +91,8 @@ class Outcome:
     relative_throughput: float
     first: Counts
     rest: Counts
+    nodes: tuple[str, ...]
+    start_up: StartUp | None
     unpaged_peak: int | None
     question: str
     answers: tuple[Answer, ...]
@@ -109,6 +122,8 @@ def run(settings: Settings, progress: Progress) -> Outcome:
         raise ConfigError("--question is empty; ask something")
     if settings.texts < 1:
         raise ConfigError(f"--texts {settings.texts}: at least 1 is needed")
+    if settings.starts < 1:
+        raise ConfigError(f"--starts {settings.starts}: at least 1 is needed")
     if settings.timeline:
         check_drawable(settings.timeline)
     progress("Reading text", 0, 1)
@@ -130,27 +145,28 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     expected_question = reference.embed(question)
 
     events: list[Event] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="farpool-", dir=_disk()) as folder,
-        Pool(fast=budget, tiers=[Dram(dram), Nvme(Path(folder, "pool"), nvme)]) as pool,
-    ):
-        offload(
-            embedder.module, pool, progress=lambda done, total: progress("Moving the weights to the pool", done, total)
-        )
-        before = pool.stats()
-        after_first = before
+    with _lower(settings, dram, nvme, weight_bytes) as lower:
+        with Pool(fast=budget, tiers=lower.tiers) as pool:
+            offload(
+                embedder.module,
+                pool,
+                progress=lambda done, total: progress("Moving the weights to the pool", done, total),
+            )
+            before = pool.stats()
+            after_first = before
 
-        def first_batch_done() -> None:
-            nonlocal after_first
-            after_first = pool.stats()
+            def first_batch_done() -> None:
+                nonlocal after_first
+                after_first = pool.stats()
 
-        pairs = _embed_in_turn(reference, embedder, batches, progress, first_batch_done)
-        after = pool.stats()
-        embedded_question = embedder.embed(question)
-        if settings.timeline:
-            _draw_stretch(settings.timeline, pool, embedder, batches, events, budget, weight_bytes, progress)
-        peak = pool.stats().fast.peak
-        restore(embedder.module)
+            pairs = _embed_in_turn(reference, embedder, batches, progress, first_batch_done)
+            after = pool.stats()
+            embedded_question = embedder.embed(question)
+            if settings.timeline:
+                _draw_stretch(settings.timeline, pool, embedder, batches, events, budget, weight_bytes, progress)
+            peak = pool.stats().fast.peak
+            restore(embedder.module)
+        start_up = _second_act(settings, lower.nodes[0], passages, reference, progress) if lower.nodes else None
     equal = torch.equal(pairs.plain, pairs.paged) and torch.equal(expected_question, embedded_question)
     plain, paged = timing_of(batches, pairs.plain_seconds), timing_of(batches, pairs.paged_seconds)
     embeddings = pairs.paged
@@ -164,12 +180,14 @@ def run(settings: Settings, progress: Progress) -> Outcome:
         weight_bytes=weight_bytes,
         budget_bytes=budget,
         peak_bytes=peak,
-        tiers={"dram": dram, "nvme": nvme},
+        tiers={tier.name: tier.capacity for tier in after.tiers},
         plain=plain,
         paged=paged,
         relative_throughput=pairs.median_ratio(),
         first=counts_between(before, after_first),
         rest=counts_between(after_first, after),
+        nodes=lower.nodes,
+        start_up=start_up,
         unpaged_peak=after.unpaged_peak,
         question=settings.question,
         answers=tuple(
@@ -198,6 +216,47 @@ def share_of(size: str, whole: int, option: str) -> int:
     if nbytes < 1:
         raise ConfigError(f"{option} {size!r}: must be more than nothing")
     return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Lower:
+    """What lies below the fast tier, and the nodes that lend it."""
+
+    tiers: list[Tier]
+    nodes: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Iterator[_Lower]:
+    """DRAM and a file, or as many bytes on nodes that run for as long as the context."""
+    if settings.remote:
+        share = (dram + nvme) // _NODES
+        with lending(_NODES, share + weight_bytes + _SLACK) as nodes:
+            # Mapping is left to the second act: here the nodes are used as if they were other hosts.
+            yield _Lower([Remote(*nodes, size=dram + nvme, transport="tcp")], nodes)
+    else:
+        with tempfile.TemporaryDirectory(prefix="farpool-", dir=_disk()) as folder:
+            yield _Lower([Dram(dram), Nvme(Path(folder, "pool"), nvme)])
+
+
+def _second_act(
+    settings: Settings, node: str, passages: Sequence[Passage], reference: Embedder, progress: Progress
+) -> StartUp:
+    """Processes that start with weights from a node, and what the model gives in this one."""
+    texts = [settings.question, *(passage.text for passage in passages)][:BATCH]
+    expected = torch.empty(len(texts), reference.width)
+    for batch in reference.batches(texts, BATCH):
+        expected[list(batch.rows)] = reference.embed(batch)
+    return compare_starts(
+        node,
+        texts,
+        expected.numpy().tobytes(),
+        batch=BATCH,
+        threads=torch.get_num_threads(),
+        processes=settings.starts,
+        sent=lambda: bytes_sent(node),
+        progress=lambda done, total: progress("Starting processes", done, total),
+    )
 
 
 def _passages(settings: Settings, progress: Progress) -> list[Passage]:

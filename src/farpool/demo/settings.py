@@ -25,6 +25,11 @@ class Settings:
         Number of passages at most.
     timeline : Path or None
         Where to draw the timeline; None for nowhere.
+    remote : bool
+        Whether the lower tier is memory of two nodes, which the demo starts, instead of DRAM and NVMe; then also the
+        second act, in which processes start with weights that another one has published.
+    starts : int
+        Processes that start in either way in the second act.
     """
 
     budget: str = "25%"
@@ -34,3 +39,5 @@ class Settings:
     docs: Path | None = None
     texts: int = 512
     timeline: Path | None = None
+    remote: bool = False
+    starts: int = 3
