@@ -358,6 +358,29 @@ def test_a_closed_channel_says_so_and_ends_its_connections(node: Node) -> None:
             act(soon())
 
 
+@pytest.mark.parametrize("at", [1, 2, 3], ids=["first contact", "contact over the UNIX socket", "data"])
+def test_a_channel_that_is_closed_while_it_makes_contact_leaves_nothing_open(node: Node, at: int) -> None:
+    sockets = []
+
+    def dial_and_close(address: Address, purpose: Any, **options: Any) -> Dialled:
+        dialled = dial(address, purpose, **options)
+        sockets.append(dialled.socket)
+        if len(sockets) == at:
+            channel.close()
+        return dialled
+
+    channel = channel_to(node, dial=dial_and_close)
+    if at < 3:
+        with pytest.raises(NodeError, match="was closed"):
+            channel.attach(soon())
+    else:
+        with channel.connection(soon()) as connection:
+            pass
+        assert connection.broken
+    assert [connected.fileno() for connected in sockets] == [-1] * max(at, 2)
+    eventually(lambda: node.stats()["connections"] == 0)
+
+
 def test_a_forked_child_has_connections_and_a_session_of_its_own(node: Node) -> None:
     with closing(channel_to(node)) as channel:
         put(channel, b"key", b"parent")

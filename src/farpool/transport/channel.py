@@ -190,10 +190,12 @@ class Channel:
 
     def give(self, connection: Connection) -> None:
         """Take a connection back, whatever state it is in."""
-        if self._closed or connection.broken or connection.unanswered:
+        if connection.broken or connection.unanswered:
             connection.close()
-        else:
-            self._idle.append(connection)
+            return
+        self._idle.append(connection)
+        if self._closed:  # asked after, as `close` may have been between
+            self._close_idle()
 
     def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
         """Have the node do something; as `Control.call`."""
@@ -243,17 +245,23 @@ class Channel:
         )
 
     def close(self) -> None:
-        """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped."""
+        """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped.
+
+        Does not wait for a contact that another thread is making, which ends with `NodeError` and closes what it opened.
+        """
         self._closed = True
-        while self._idle:
-            with contextlib.suppress(IndexError):
-                self._idle.pop().close()
+        self._close_idle()
         control, self._control = self._control, None
         self.reader = None
         if control is not None:
             control.close()
         if self.one_sided is not None:
             self.one_sided.close()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._idle.pop().close()
 
     def _forget_all(self) -> None:
         """As new. Also in a forked child, where every connection is the parent's and must not be shut down."""
@@ -287,8 +295,7 @@ class Channel:
         return self._dial(self._data_address, "data", key=self._key, session=self._session, deadline=deadline)
 
     def _contact(self, deadline: float) -> Control:
-        if self._closed:
-            raise NodeError(f"{self.name}: this channel was closed", node=self.name)
+        self._refuse_if_closed()
         if self._control is not None:
             if not self._control.is_closed and not _has_hung_up(self._control_socket):
                 return self._control
@@ -300,8 +307,16 @@ class Channel:
         self.welcome = dialled.welcome
         self._session = dialled.welcome.session
         self._control_socket = dialled.socket
-        self._control = Control(dialled)
-        return self._control
+        self._control = control = Control(dialled)
+        if self._closed:  # asked after, as `close` has not seen this one
+            control.close()
+            self._control = None
+        self._refuse_if_closed()
+        return control
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise NodeError(f"{self.name}: this channel was closed", node=self.name)
 
     def _dial_control(self, address: Address, deadline: float) -> Dialled:
         return self._dial(address, "control", key=self._key, session=self._session, deadline=deadline)
