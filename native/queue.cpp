@@ -1,7 +1,6 @@
 #include "queue.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <tuple>
 
 #include "clock.hpp"
+#include "signals_blocked.hpp"
 
 namespace farpool {
 
@@ -90,17 +90,10 @@ void QueueCore::require_open() const {
 void QueueCore::start_worker(Lane& lane) {
     lane.workers.reserve(lane.workers.size() + 1);
     auto worker = std::make_unique<Worker>();
-    // Signals belong to the main thread: a handler must not run here.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
+    {
+        const SignalsBlocked blocked;
         worker->thread = std::thread([self = shared_from_this(), &lane, &worker = *worker] { self->work(lane, worker); });
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     const std::string name = std::string("farpool-") + (lane.direction == Direction::read ? "rd" : "wr") + "-" +
                              std::to_string(lanes_.size() % 100);  // the kernel keeps 15 characters
     pthread_setname_np(worker->thread.native_handle(), name.c_str());

@@ -1,7 +1,6 @@
 #include "wire/connection.hpp"
 
 #include <poll.h>
-#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -15,28 +14,15 @@
 
 #include "clock.hpp"
 #include "crc32c.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "relax.hpp"
+#include "wire/payload_sum.hpp"
 
 namespace farpool {
 
 namespace {
 
 constexpr std::size_t chunk_nbytes = std::size_t{256} << 10;  // checksummed while it is in the cache
-// What is summed up before it is sent, still being in the cache then, and in what pieces more than that is sent. Smaller pieces
-// would wake the node more often, which costs more than the cache saves.
-constexpr std::size_t piece_nbytes = std::size_t{1} << 20;
-constexpr unsigned spins_per_yield = 8;                       // the node may need this very core to answer
-
-void relax() noexcept {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
+constexpr std::size_t tail_nbytes = std::size_t{64} << 10;    // goes out together with the checksum that follows it
 
 std::string hex(std::uint32_t value) {
     char text[11];
@@ -139,9 +125,7 @@ void Connection::send(const Request& request, double deadline) {
     FrameHeader header = make_header(request.op);
     header.request = ++requests_;
     header.payload_nbytes = request.nbytes;
-    // A large payload is summed up piece by piece, right after each piece was sent: it is in the cache then. Of the last piece
-    // the checksum is needed before, so that both go out together.
-    const bool follows = request.nbytes > piece_nbytes;
+    const bool follows = request.nbytes >= PayloadSum::worth_it;
     header.payload_crc = follows ? 0 : crc32c(request.payload, request.nbytes);
     header.flags = follows ? checksum_follows : 0;
     header.generation = request.generation;
@@ -156,18 +140,14 @@ void Connection::send(const Request& request, double deadline) {
         first[2].iov_len = request.nbytes;
         return push(first, 3, deadline);
     }
-    std::uint32_t crc = 0;
-    std::size_t done = 0;
-    for (; request.nbytes - done > piece_nbytes && !half_open_; done += piece_nbytes) {
-        first[2] = {payload + done, piece_nbytes};
-        done == 0 ? push(first, 3, deadline) : push(first + 2, 1, deadline);
-        crc = crc32c(payload + done, piece_nbytes, crc);
-    }
-    const std::size_t rest = request.nbytes - done;
-    crc = crc32c(payload + done, rest, crc);
-    iovec last[4] = {first[0], first[1], {payload + done, rest}, {&crc, sizeof crc}};
+    PayloadSum sum(payload, request.nbytes);
+    const std::size_t first_nbytes = request.nbytes - tail_nbytes;
+    first[2].iov_len = first_nbytes;
+    push(first, 3, deadline);
     if (!half_open_) {
-        done == 0 ? push(last, 4, deadline) : push(last + 2, 2, deadline);
+        std::uint32_t crc = sum.finish();
+        iovec last[2] = {{payload + first_nbytes, tail_nbytes}, {&crc, sizeof crc}};
+        push(last, 2, deadline);
     }
 }
 
@@ -213,10 +193,8 @@ void Connection::rest(double& spin_until, unsigned attempt, short events, double
     }
     if (now >= spin_until) {
         wait(events, deadline, what);
-    } else if (attempt % spins_per_yield == 0) {
-        sched_yield();
     } else {
-        relax();
+        relax(attempt);
     }
 }
 

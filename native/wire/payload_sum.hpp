@@ -1,0 +1,40 @@
+// The checksum of a payload, computed by a second thread of the process while the caller sends it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace farpool {
+
+class Summer;
+
+// The memory must not change or go away while one of these lives.
+class PayloadSum {
+public:
+    // Below this, waking a thread costs about as much as it saves.
+    static constexpr std::size_t worth_it = std::size_t{256} << 10;
+
+    PayloadSum(const void* data, std::size_t nbytes) noexcept;
+    ~PayloadSum();
+    PayloadSum(const PayloadSum&) = delete;
+    PayloadSum& operator=(const PayloadSum&) = delete;
+
+    // Computes what the other thread has not got to.
+    std::uint32_t finish() noexcept;
+
+private:
+    friend class Summer;
+    void work() noexcept;
+    void part() noexcept;
+
+    const std::byte* const data_;
+    const std::size_t nbytes_;
+    std::size_t done_ = 0;  // this and the next: the other thread's from when it takes the payload until it has left
+    std::uint32_t crc_ = 0;
+    Summer* summer_ = nullptr;  // that may have it
+    std::atomic<bool> enough_ = false;
+    std::atomic<bool> left_ = false;
+};
+
+}  // namespace farpool
