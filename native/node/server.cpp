@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "node/hold.hpp"
+#include "wire/loopback.hpp"
 
 namespace farpool {
 
@@ -181,6 +182,7 @@ void Server::adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uin
         errno = stopped_ ? ESHUTDOWN : errno;
         fail("taking a connection over");
     }
+    bound_loopback_sending(fd);
     auto peer = std::make_unique<Peer>();
     peer->socket = std::move(socket);
     peer->serial = ++serials_;

@@ -15,6 +15,7 @@
 #include "clock.hpp"
 #include "crc32c.hpp"
 #include "relax.hpp"
+#include "wire/loopback.hpp"
 #include "wire/payload_sum.hpp"
 
 namespace farpool {
@@ -35,7 +36,9 @@ std::string op_name(Op op) { return "operation " + std::to_string(static_cast<un
 }  // namespace
 
 Connection::Connection(int fd, std::string node, const Settings& settings)
-    : fd_(fd), node_(std::move(node)), settings_(settings), look_ahead_(buffer_.size()) {}
+    : fd_(fd), node_(std::move(node)), settings_(settings), look_ahead_(buffer_.size()) {
+    bound_loopback_sending(fd_);
+}
 
 Connection::~Connection() { close(); }
 

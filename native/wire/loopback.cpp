@@ -1,0 +1,37 @@
+#include "wire/loopback.hpp"
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+namespace farpool {
+
+namespace {
+
+// The kernel grants twice as much, for what it keeps beside the bytes: together the cache of a core (L2) as it is common. Of
+// 128 KiB to 8 MiB the fastest in both directions; the buffer for receiving is best left to the kernel.
+constexpr int sending_nbytes = 512 << 10;
+
+bool is_loopback(const sockaddr_storage& address) noexcept {
+    if (address.ss_family == AF_INET) {
+        const in_addr& host = reinterpret_cast<const sockaddr_in&>(address).sin_addr;
+        return ntohl(host.s_addr) >> 24 == IN_LOOPBACKNET;
+    }
+    if (address.ss_family == AF_INET6) {
+        const in6_addr& host = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+        return IN6_IS_ADDR_LOOPBACK(&host) || (IN6_IS_ADDR_V4MAPPED(&host) && host.s6_addr[12] == IN_LOOPBACKNET);
+    }
+    return false;
+}
+
+}  // namespace
+
+void bound_loopback_sending(int fd) noexcept {
+    sockaddr_storage peer{};
+    socklen_t length = sizeof peer;
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0 && is_loopback(peer)) {
+        // Where it is refused, the connection works as well, only slower.
+        static_cast<void>(setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &sending_nbytes, sizeof sending_nbytes));
+    }
+}
+
+}  // namespace farpool
