@@ -9,11 +9,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from farpool.errors import ChecksumError, NodeError, NodeTimeoutError, ProtocolError
 from farpool.transport.frames import Op
+from tests.forking import in_forked_child
 from tests.transport.fake_node import NAME, Request, Script, connected, frame, read_request, soon
 
 MIB = 1 << 20
@@ -51,6 +54,42 @@ def test_a_request_arrives_as_it_was_made() -> None:
     first, second = seen
     assert first == Request(Op.PUT, 1, b"a key", payload, 1 << 63, 5, 7, 1, whole=True)
     assert second == Request(Op.PING, 2, b"", b"", 0, 0, 7, 1, whole=True)
+
+
+SUMMED_BESIDE = 256 << 10
+"""From here on a second thread sums a payload up while it is sent."""
+
+
+def send_payloads(sizes: list[int]) -> None:
+    """Send payloads of these sizes; fails if one does not arrive as it was, with the right checksum."""
+    expected = [content(nbytes) for nbytes in sizes]
+    seen: list[tuple[bool, bool]] = []
+
+    def answer(request: Request) -> bytes:
+        seen.append((request.whole, request.payload == expected[len(seen)]))
+        return frame(request.op, request.number)
+
+    with connected(answering(answer)) as connection:
+        for payload in expected:
+            connection.exchange(Op.PUT, b"key", soon(), payload=payload)
+    assert seen == [(True, True)] * len(sizes)
+
+
+def test_payloads_of_any_size_are_sent_with_their_checksum() -> None:
+    around = [SUMMED_BESIDE - 1, SUMMED_BESIDE, SUMMED_BESIDE + 1, SUMMED_BESIDE + 65537]
+    send_payloads([*SIZES[1:], *around, 5 * MIB + 7, *around])
+
+
+def test_threads_that_send_at_once_do_not_mix_their_checksums_up() -> None:
+    sizes = [[MIB + 17 * number + 5 * turn for turn in range(8)] for number in range(6)]
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        list(threads.map(send_payloads, sizes))
+
+
+def test_a_forked_child_sends_payloads_with_their_checksum_too() -> None:
+    send_payloads([MIB, MIB + 1])
+    in_forked_child(partial(send_payloads, [MIB, MIB + 1, MIB + 2]))
+    send_payloads([MIB + 3])
 
 
 @pytest.mark.parametrize("spin", [0.0, 0.001])
