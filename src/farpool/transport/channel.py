@@ -247,7 +247,7 @@ class Channel:
     def close(self) -> None:
         """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped.
 
-        Does not wait for a contact that another thread is making, which ends with `NodeError` and closes what it opened.
+        Does not wait for a contact that another thread is making: that ends with `NodeError` and closes what it opened.
         """
         self._closed = True
         self._close_idle()
