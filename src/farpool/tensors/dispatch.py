@@ -19,7 +19,7 @@ from farpool.tensors.compute import compute
 from farpool.tensors.lazy import lazy_bits, run
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.schema import Signature, signature_of
-from farpool.tensors.viewing import change_geometry, view
+from farpool.tensors.viewing import change_geometry, needs_gradient, view
 
 __all__ = ["Rule", "dispatch", "family_rule", "rule"]
 
@@ -109,7 +109,9 @@ def _rebind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[signature_of(func).view_of]
-    return view(func, args, kwargs, source) if type(source) is PagedTensor else compute(func, args, kwargs)
+    if type(source) is not PagedTensor:
+        return compute(func, args, kwargs)
+    return view(func, args, kwargs, source, requires_grad=needs_gradient(source))
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
