@@ -30,8 +30,10 @@ class Allocation:
 
     Attributes
     ----------
+    storages : int
+        How many live.
     live : dict of str to int
-        Bytes of the live storages, by class.
+        Their bytes, by class.
     written : int
         Bytes of those whose only home is the pool.
     made : dict of int to Made
@@ -40,6 +42,7 @@ class Allocation:
 
     def __init__(self, engine: Engine, sizes: Cut, recorder: Recorder) -> None:
         self.sizes = sizes
+        self.storages = 0
         self.live: dict[str, int] = {}
         self.written = 0
         self.made: dict[int, Made] = {}
@@ -60,6 +63,7 @@ class Allocation:
         name : str
             Of the storage, for recordings.
         """
+        self.storages += 1
         self.live[cls] = self.live.get(cls, 0) + nbytes
         self.written += nbytes
         if nbytes == 0:
@@ -71,6 +75,7 @@ class Allocation:
 
     def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int, *, name: str = "") -> Blocks:
         """Blocks whose clean copy is `nbytes` bytes at `offset` of a source; small ones share, in file order."""
+        self.storages += 1
         self.live[cls] = self.live.get(cls, 0) + nbytes
         if nbytes == 0:
             return Blocks(-1, 0, 0, 0, False, True)
@@ -114,6 +119,7 @@ class Allocation:
 
     def drop(self, dropped: Dropped) -> None:
         """A storage is not referred to any more."""
+        self.storages -= 1
         self.live[dropped.cls] -= dropped.nbytes
         if not dropped.adopted:
             self.written -= dropped.nbytes

@@ -16,7 +16,10 @@ from farpool.engine import ALIGNMENT
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "block_bytes", "cut"]
+__all__ = ["CLASSES", "BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "block_bytes", "cut"]
+
+CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", "expert", "bytes")
+"""Classes that blocks may have."""
 
 _PARTS = 16
 """A block is at most this fraction of the fast tier, so that several operands and what comes next fit beside each

@@ -157,7 +157,7 @@ def test_a_block_that_is_moved_while_an_access_holds_it_is_found(pool: Planted) 
 def test_bytes_that_come_back_changed_from_below_are_found(pool: Planted) -> None:
     storage = pool.put()
     others = [pool.put() for _ in range(30)]
-    (tier,) = pool._tiers
+    (tier,) = pool._lower.tiers
     blocks = pool.engine.blocks
     assert blocks.tier[storage.first] == 0
     assert blocks.place[storage.first] < 0

@@ -1,0 +1,116 @@
+"""The budget of the fast tier, changed while the tier is in use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from farpool.allocation import Allocation
+from farpool.engine import Engine, NoRoomError
+from farpool.errors import BudgetError, TierTimeoutError
+from farpool.faults import no_room
+from farpool.ledger import Ledger
+from farpool.sizes import format_size
+from farpool.storage import cut
+from farpool.tiers import Tier
+from farpool.tiers.device import HostArena
+from farpool.traffic import Traffic
+
+if TYPE_CHECKING:
+    from farpool.debug import Watch
+    from farpool.executor.cuda import CudaArena
+
+__all__ = ["Budget"]
+
+
+class Budget:
+    """Makes the fast tier larger or smaller. Its methods are called with the pool's lock held, and nobody inside.
+
+    Parameters
+    ----------
+    ledger : Ledger
+        Where the arena's bytes are booked.
+    tiers : sequence of Tier
+        The lower ones, which take what has to leave.
+    timeout : float
+        Seconds to wait at most until it has left.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        arena: HostArena | CudaArena,
+        allocation: Allocation,
+        traffic: Traffic,
+        ledger: Ledger,
+        tiers: Sequence[Tier],
+        timeout: float,
+    ) -> None:
+        self._engine = engine
+        self._arena = arena
+        self._allocation = allocation
+        self._traffic = traffic
+        self._ledger = ledger
+        self._tiers = tiers
+        self._timeout = timeout
+
+    def change(self, budget: int, watch: Watch | None) -> None:
+        """Change it to so many bytes.
+
+        Parameters
+        ----------
+        watch : Watch, optional
+            Debug mode, which looks at memory before it is given back.
+
+        Raises
+        ------
+        BudgetError
+            A block that there is already is larger.
+        PoolFullError, TierTimeoutError
+            What has to leave cannot; the budget is as it was.
+        """
+        before = self._engine.arena.capacity
+        if budget < before:
+            self._check_blocks_fit(budget)
+            self._shrink(budget)
+            if watch is not None:
+                watch.follow(())  # while the memory beyond is still there
+        self._arena.resize(budget)
+        if budget > before:
+            self._engine.resize(budget)
+        change = {"requested": abs(budget - before)}
+        change["reserved"] = change["touched"] = change["requested"]
+        book = self._ledger.add if budget > before else self._ledger.subtract
+        book("fast", "arena", **change)
+        self._allocation.sizes = cut(budget, self._allocation.sizes.alignment, self._arena.alignment)
+
+    def _shrink(self, budget: int) -> None:
+        """Have everything leave the part of the arena that is to go."""
+        before = self._engine.arena.capacity
+        deadline = time.monotonic() + self._timeout
+        try:
+            while not self._engine.resize(budget):
+                self._traffic.start()
+                if time.monotonic() >= deadline:
+                    raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
+                self._traffic.wait_a_little(deadline)
+        except BaseException as error:
+            self._engine.resize(before)
+            self._traffic.start()
+            if isinstance(error, NoRoomError):
+                raise no_room(error, "resize", self._tiers) from None
+            raise
+
+    def _check_blocks_fit(self, budget: int) -> None:
+        """Blocks keep the size with which they were cut."""
+        blocks = self._engine.blocks
+        largest = max((blocks.size[block] for block in blocks.used()), default=0)
+        if largest > budget:
+            raise BudgetError(
+                f"resize: there is a block of {format_size(largest)}, cut for the budget that the pool was made with; "
+                f"{format_size(budget)} are too small for it",
+                op="resize",
+                needed=largest,
+                budget=self._engine.arena.capacity,
+            )

@@ -1,0 +1,78 @@
+"""The lower tiers of a pool, opened together and closed together, and the files that it reads from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from farpool import _native
+from farpool.engine import Engine
+from farpool.tiers import HasPort, Tier, Verified, Verifies
+from farpool.tiers.safetensors import SafetensorsFile
+
+__all__ = ["LowerTiers"]
+
+
+class LowerTiers:
+    """Tiers and source files, numbered as the engine numbers them: first the tiers, then the files as they come.
+
+    Parameters
+    ----------
+    tiers : iterable of Tier
+        From fast to slow. They are opened; if one cannot be, those opened before it are closed again.
+
+    Attributes
+    ----------
+    tiers : list of Tier
+        Those whose bytes leave the process are checksummed.
+    ports : list of Port
+        The native ends of tiers and files.
+    names : list of str
+        Of tiers and files.
+    """
+
+    def __init__(self, tiers: Iterable[Tier]) -> None:
+        self.tiers = [_guarded(tier) for tier in tiers]
+        self.ports: list[_native.Port] = []
+        self.names = [tier.info.name for tier in self.tiers]
+        self._sources: dict[int, int] = {}
+        self._held: list[SafetensorsFile] = []
+        opened: list[Tier] = []
+        try:
+            for tier in self.tiers:
+                tier.open()
+                opened.append(tier)
+                self.ports.append(tier.port if isinstance(tier, HasPort) else _native.PythonPort(tier))
+        except BaseException:
+            for tier in reversed(opened):
+                tier.close()
+            raise
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of all tiers together."""
+        return sum(tier.info.capacity for tier in self.tiers)
+
+    def number_of(self, source: SafetensorsFile, engine: Engine) -> int:
+        """The engine's number of a file, which is opened and made known to it the first time."""
+        index = self._sources.get(id(source))
+        if index is None:
+            source.open()
+            index = self._sources[id(source)] = engine.add_source()
+            self._held.append(source)
+            self.ports.append(source.port)
+            self.names.append(source.info.name)
+        return index
+
+    def close(self) -> None:
+        """Close tiers and files. Nothing may be under way."""
+        for tier in reversed(self.tiers):
+            tier.close()
+        for source in self._held:
+            source.close()
+
+
+def _guarded(tier: Tier) -> Tier:
+    """Bytes that leave the process are checksummed."""
+    if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verifies):
+        return Verified(tier)
+    return tier

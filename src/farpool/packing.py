@@ -1,0 +1,90 @@
+"""Packs small storages beside what is used next to them, which is known when they are first used.
+
+Storages that are filled long before, in another order, lie in shared blocks beside what came next to them then. At its
+first use such a *loose* storage gets another place, in the order of first uses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from farpool.allocation import USED, Allocation
+from farpool.engine import Mode, Move
+from farpool.errors import BudgetError, PoolFullError, TierError
+from farpool.executor.base import Executor
+from farpool.storage import Storage
+from farpool.use import Use
+
+if TYPE_CHECKING:
+    from farpool.accesses import Access
+
+__all__ = ["Packing"]
+
+_SLICE = 0.1
+"""Seconds after which a thread that waits for another looks again."""
+
+
+class Packing:
+    """Gives loose storages their places. It is called without the pool's lock and takes it by itself.
+
+    Parameters
+    ----------
+    lock : threading.Condition
+        The pool's lock.
+    acquire, release : callable
+        Pin operands and let them go, as the pool does, but loose ones where they are. Without the lock.
+    check_open : callable
+        Raises if the pool has been closed.
+    """
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        executor: Executor,
+        lock: threading.Condition,
+        acquire: Callable[[Sequence[Use], str], Access],
+        release: Callable[[Access], None],
+        check_open: Callable[[], None],
+    ) -> None:
+        self._allocation = allocation
+        self._executor = executor
+        self._lock = lock
+        self._acquire = acquire
+        self._release = release
+        self._check_open = check_open
+        self._under_way: set[int] = set()
+        """Storages that a thread is packing; others wait for it."""
+
+    def pack(self, storage: Storage, op: str) -> None:
+        """Pack a loose storage, or wait for the thread that does. Where that fails, it stays where it is."""
+        self._check_open()  # before the lock: in the child of a fork, its holder may be gone
+        with self._lock:
+            while storage.loose and id(storage) in self._under_way:
+                self._lock.wait(_SLICE)  # whoever packs it gives up after the timeout
+                self._check_open()
+            if not storage.loose:
+                return
+            self._check_open()
+            self._under_way.add(id(storage))
+        try:
+            with self._lock:
+                blocks = self._allocation.allocate(storage.nbytes, storage.cls, 0, USED, name=storage.name)
+            packed = Storage(storage.pool, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
+            access = self._acquire(
+                [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
+            )
+            with self._lock:
+                source, target = access.offsets
+                self._executor.start([Move(source, target, storage.nbytes)])
+                storage.first, packed.first = packed.first, storage.first
+                storage.offset, packed.offset = packed.offset, storage.offset
+            self._release(access)
+        except (BudgetError, PoolFullError, TierError):
+            pass  # it stays where it is; the op itself may do without what packing needed
+        finally:
+            with self._lock:
+                storage.loose = False
+                self._under_way.discard(id(storage))
+                self._lock.notify_all()
