@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from farpool._native import ExtentAllocator
 from farpool.engine import Engine, Mode, Run, Transfer
-from farpool.engine.engine import Access
+from farpool.engine.line import Access
 from farpool.executor.checked import CheckedExecutor, Span
 from farpool.executor.virtual import Link, VirtualExecutor
 

@@ -1,8 +1,7 @@
 """The engine: a deterministic state machine over blocks.
 
-An access is granted when each of its runs lies contiguous in the arena, whole and pinned, all at once. Accesses that
-cannot be granted at once stand in line, and only the head of the line may make room: so two threads never take each
-other's operands away in turn, and each op that fits alone gets its turn.
+An access is granted when each of its runs lies contiguous in the arena, whole and pinned, all at once. What cannot be
+granted as it is asked for stands in line (`farpool.engine.line`).
 
 The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
 `completed` or `failed`. It holds one lock around the engine.
@@ -11,48 +10,17 @@ The caller passes what `take_commands` returns to an executor, in order, and rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from farpool.engine.arena import ALIGNMENT, ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
+from farpool.engine.line import Access, Line, TooLargeError
 from farpool.engine.lookahead import LookAhead
 from farpool.engine.messages import Mode, Move, Piece, Run, Space, Transfer
 from farpool.engine.placement import Placement
 from farpool.engine.residency import Counters, NoRoomError
 from farpool.engine.tape import Tape
 
-__all__ = ["Access", "Engine", "TooLargeError"]
-
-
-_NONE: frozenset[int] = frozenset()
-_ATTEMPTS = 3
-"""A scattered run that finds no room beside its parts has them leave first and comes back at the next attempt."""
-
-
-class TooLargeError(Exception):
-    """The runs of one access together exceed the arena. ``args``: bytes needed."""
-
-
-@dataclass(slots=True, eq=False)
-class Access:
-    """One op's wish for its operands, and the answer."""
-
-    runs: tuple[Run, ...]
-    places: tuple[int, ...] = ()
-    """Arena offset of each run; valid while granted."""
-    granted: bool = False
-    error: BaseException | None = None
-    """Why it will not be granted. Nothing is pinned then."""
-    under_way: bool = False
-    """All that it waits for is being transferred."""
-    _blocks: frozenset[int] | None = None
-
-    @property
-    def blocks(self) -> frozenset[int]:
-        """The blocks of all runs; made when first asked for, as accesses that are granted at once need none."""
-        if self._blocks is None:
-            self._blocks = frozenset(b for run in self.runs for b in range(run.first, run.first + run.count))
-        return self._blocks
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -87,7 +55,9 @@ class Engine:
         self.tape = tape if tape is not None else Tape()
         self._residency = Placement(capacity, spaces, classes, alignment)
         self._look_ahead = LookAhead(self.tape, self._residency, fetch=prefetch)
-        self._line: list[Access] = []
+        self._line = Line(self._residency)
+        self._waiting = self._line.accesses
+        """The same list as the line's; the hot path asks whether it is empty."""
         self._now = 0.0
         self._granted_at = 0.0
         """When an access was last granted: since then the program computes."""
@@ -145,7 +115,7 @@ class Engine:
         members = range(first, first + count)
         if any(residency.blocks.pins[b] or b in residency.moving for b in members):
             return False
-        if any(not access.blocks.isdisjoint(members) for access in self._line):
+        if any(not access.blocks.isdisjoint(members) for access in self._waiting):
             return False
         for block in members:
             residency.forget(block)
@@ -180,7 +150,7 @@ class Engine:
         TooLargeError
             They do not fit into the arena together; nothing was changed.
         """
-        places = None if self._line or self._residency.stuck else self._places_of(runs)
+        places = None if self._waiting or self._residency.stuck else self._places_of(runs)
         needed = 0 if places is not None else sum(self._residency.run_bytes(run) for run in runs)
         if needed > self.arena.capacity:
             raise TooLargeError(needed)
@@ -194,16 +164,16 @@ class Engine:
         for index, run in enumerate(runs):
             self._note(run, busy, first=index == 0)
         self._look_ahead.pins(needed)
-        if self._residency.stuck and not self._line:
+        if self._residency.stuck and not self._waiting:
             self._residency.unstick()
-        self._line.append(access)
+        self._waiting.append(access)
         self._serve()
         return access
 
     def _busy_until(self, now: float) -> float:
         """Seconds since the latest grant, in which the program computed and transfers could run."""
         busy = 0.0
-        if not self._line and now > self._granted_at:
+        if not self._waiting and now > self._granted_at:
             busy = now - self._granted_at
             self._residency.computing.note(self._granted_at, now)
         self._now = self._granted_at = now
@@ -314,7 +284,7 @@ class Engine:
                     insert(block, next_use[block])
         if not go_on:
             return
-        if self._line:
+        if self._waiting:
             self._serve()
         elif not self._resizing and self._look_ahead.due(freed=True):
             self._look_ahead.advance()
@@ -323,70 +293,17 @@ class Engine:
         """Give up waiting, or what was granted meanwhile. What is under way goes on."""
         if access.granted:
             self.release(access)
-        elif access in self._line:
-            self._line.remove(access)
-            for block in access.blocks & self._residency.faults.keys():
-                if not any(block in other.blocks for other in self._line):
-                    del self._residency.faults[block]
+        elif access in self._waiting:
+            self._line.leave(access)
             self._serve()
 
     def _serve(self) -> None:
         """Grant what can be granted, in line; then look ahead."""
-        blocked = False
-        for access in tuple(self._line):
-            if self._ready(access) or (not blocked and self._make_ready(access)):
-                self._grant(access)
-            elif access.error is None:
-                blocked = True
-                continue
-            self._line.remove(access)
-        if not self._resizing and all(access.under_way for access in self._line):
-            first, *others = (access.blocks for access in self._line) if self._line else (_NONE,)
-            self._look_ahead.advance(first.union(*others) if others else first)
-
-    def _ready(self, access: Access) -> bool:
-        places = []
-        for run in access.runs:
-            place = self._residency.place_of(run)
-            # A rescued block is resident while it is still being written back: its bytes must not change under the
-            # write.
-            if place == NOWHERE or (run.mode != Mode.READ and not self._residency.settled(run)):
-                return False
-            places.append(place)
-        access.places = tuple(places)
-        return True
-
-    def _grant(self, access: Access) -> None:
-        for run in access.runs:
-            self._residency.pin(run)
-        access.granted = True
-        self._granted_at = self._now
-
-    def _make_ready(self, access: Access) -> bool:
-        """Do what can be done now for the head of the line; True if that was all it needed."""
-        residency = self._residency
-        failed = sorted(access.blocks & residency.faults.keys()) if residency.faults else ()
-        if failed:
-            errors = [residency.faults.pop(block) for block in failed]
-            access.error = errors[0]
-            return False
-        try:
-            rows = [run for run in access.runs if run.table >= 0]
-            if len(rows) > 1:
-                residency.bring_rows(rows, access.blocks)
-            access.under_way = False
-            for _ in range(_ATTEMPTS):
-                brought = [residency.bring(run, access.blocks) for run in access.runs]
-                if all(brought) or residency.moving:
-                    break
-        except NoRoomError as error:
-            access.error = residency.unstick() or error
-            return False
-        access.under_way = all(brought)
-        if not all(brought) and not residency.moving and not residency.pinned():
-            access.error = residency.unstick() or TooLargeError(sum(residency.run_bytes(run) for run in access.runs))
-            return False
-        return self._ready(access)
+        line = self._line
+        if line.serve():
+            self._granted_at = self._now
+        if not self._resizing and line.under_way:
+            self._look_ahead.advance(line.blocks)
 
     # ---- transfers ----------------------------------------------------------------------------------------------
 
@@ -402,13 +319,13 @@ class Engine:
 
     def completed(self, transfer: int, start: float = 0.0, end: float = 0.0) -> None:
         """A transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`."""
-        if not self._line:  # the program computes, and has done so since the latest grant
+        if not self._waiting:  # the program computes, and has done so since the latest grant
             self._residency.computing.note(self._granted_at, end)
         self._residency.completed(transfer, start, end)
 
     def failed(self, transfer: int, error: BaseException) -> None:
         """A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody."""
-        self._residency.failed(transfer, error, lambda block: any(block in access.blocks for access in self._line))
+        self._residency.failed(transfer, error, self._line.wants)
         self._look_ahead.retreat()
 
     def proceed(self, now: float = 0.0) -> None:
