@@ -10,25 +10,30 @@ constexpr std::uint64_t most_fetched = std::uint64_t{16} << 20;
 
 }  // namespace
 
-void Server::fetch(Peer& peer, const Found& found) {
+void Server::fetch(Peer& peer, const Found& found, std::string_view key) {
     reply(peer, Status::done, found.generation);
     Reply& answer = peer.replies.back();
-    answer.held_object = found.offset;
-    peer.objects->hold(found);
-    // What is asked for a second time comes back into memory; a pin needs it there.
-    const bool promote = found.visited || static_cast<Op>(peer.header.op) == Op::pin;
-    const Fetch fetch{peer.socket.fd(),  peer.serial,      ++tickets_,   peer.tenant, found.offset,
-                      found.generation, found.nbytes, found.block, promote};
-    answer.header.payload_nbytes = found.nbytes;
-    answer.header.payload_crc = found.crc;
+    const Fetch fetch = expect(peer, answer, found, key);
     if (found.aside != nullptr) {
         answer.aside = found.aside;
         complete(peer, answer, fetch, true);
         return;
     }
-    answer.ticket = fetch.ticket;
     peer.waiting.push_back(fetch);
     start_fetches(peer);
+}
+
+// The payload of this reply is to come from the file.
+Fetch Server::expect(Peer& peer, Reply& answer, const Found& found, std::string_view key) {
+    peer.objects->hold(found);
+    answer.held_object = found.offset;
+    answer.header.generation = found.generation;
+    answer.header.payload_nbytes = found.nbytes;
+    answer.header.payload_crc = found.crc;
+    answer.ticket = ++tickets_;
+    // What is asked for a second time comes back into memory; a pin needs it there.
+    const bool promote = found.visited || static_cast<Op>(answer.header.op) == Op::pin;
+    return {peer.socket.fd(), peer.serial, answer.ticket, std::string(key), found.offset, found.nbytes, found.block, promote};
 }
 
 void Server::start_fetches(Peer& peer) {
@@ -40,13 +45,27 @@ void Server::start_fetches(Peer& peer) {
         peer.waiting.pop_front();
         for (Reply& answer : peer.replies) {
             if (answer.ticket == fetch.ticket) {
-                answer.aside = std::make_shared<Aside>(fetch.nbytes);
-                answer.fetched = fetch.nbytes;
-                peer.fetching += fetch.nbytes;
-                fetches_.emplace(shelf_->read(fetch.block, answer.aside), fetch);
+                start_fetch(peer, answer, fetch);
             }
         }
     }
+}
+
+void Server::start_fetch(Peer& peer, Reply& answer, const Fetch& fetch) {
+    const Place place{peer.tenant, fetch.offset};
+    auto reading = readings_.find(place);
+    if (reading == readings_.end()) {
+        auto into = std::make_shared<Aside>(fetch.nbytes);
+        reading = readings_.emplace(place, Reading{answer.header.generation, into, {}}).first;
+        Found found{};
+        found.offset = fetch.offset;
+        peer.objects->hold(found);  // its blocks stay its own until they have been read, also if the connection is closed
+        jobs_.emplace(shelf_->read(fetch.block, into), place);
+    }
+    reading->second.waiting.push_back(fetch);
+    answer.aside = reading->second.into;
+    answer.fetched = fetch.nbytes;
+    peer.fetching += fetch.nbytes;
 }
 
 void Server::finish_jobs() {
@@ -65,25 +84,39 @@ void Server::finish_jobs() {
 }
 
 void Server::fetched(std::uint64_t job, bool ok) {
-    const auto found = fetches_.find(job);
-    const Fetch fetch = found->second;
-    fetches_.erase(found);
+    const Place place = jobs_.extract(job).mapped();
+    const Reading reading = std::move(readings_.extract(place).mapped());
+    Objects& objects = *objects_.at(place.first);
     if (!ok) {
         note("lost", 0, "an object could not be read from the file " + settings_.shelf);
-        objects_.at(fetch.tenant)->lose(fetch.offset, fetch.generation);
+        objects.lose(place.second, reading.generation);
     }
-    const auto peer = peers_.find(fetch.fd);
-    if (peer == peers_.end() || peer->second->serial != fetch.serial || peer->second->dead) {
-        return;
-    }
-    for (Reply& answer : peer->second->replies) {
-        if (answer.ticket == fetch.ticket) {
-            complete(*peer->second, answer, fetch, ok);
+    objects.drop(place.second);
+    for (const Fetch& fetch : reading.waiting) {
+        const auto found = peers_.find(fetch.fd);
+        if (found == peers_.end() || found->second->serial != fetch.serial || found->second->dead) {
+            continue;
+        }
+        Peer& peer = *found->second;
+        try {
+            deliver(peer, fetch, ok);
+        } catch (const std::exception& error) {
+            note("error", peer.session, error.what());
+            close_peer(peer);
         }
     }
-    flush(*peer->second);
-    if (!peer->second->dead) {
-        watch(*peer->second);
+}
+
+void Server::deliver(Peer& peer, const Fetch& fetch, bool ok) {
+    for (Reply& answer : peer.replies) {
+        if (answer.ticket == fetch.ticket) {
+            complete(peer, answer, fetch, ok);
+            break;
+        }
+    }
+    flush(peer);
+    if (!peer.dead) {
+        watch(peer);
     }
 }
 
@@ -91,7 +124,7 @@ void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
     answer.ticket = 0;
     const bool pins = static_cast<Op>(answer.header.op) == Op::pin;
     const std::optional<Found> promoted =
-        ok && fetch.promote ? peer.objects->promote(fetch.offset, fetch.generation, *answer.aside) : std::nullopt;
+        ok && fetch.promote ? peer.objects->promote(fetch.offset, answer.header.generation, *answer.aside) : std::nullopt;
     if (ok && !pins) {
         answer.payload = answer.aside->data();
         seal(answer.header, nullptr, 0);
@@ -103,10 +136,32 @@ void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
     let_go(peer, answer);
     if (promoted) {
         pin(peer, *promoted, answer);
-        return;
+    } else if (pins) {
+        pin_again(peer, answer, fetch);
+    } else {
+        answer.header.status = static_cast<std::uint16_t>(Status::missing);
+        seal(answer.header, nullptr, 0);
     }
-    answer.header.status = static_cast<std::uint16_t>(ok ? Status::full : Status::missing);
-    seal(answer.header, nullptr, 0);
+}
+
+// The object did not come back into memory for this pin. Another request may have brought it there, or changed it.
+void Server::pin_again(Peer& peer, Reply& answer, const Fetch& fetch) {
+    const Found found = peer.objects->find(fetch.key, true);
+    answer.header.generation = found.generation;
+    if (found.status == Status::done && !found.shelved) {
+        pin(peer, found, answer);
+    } else if (found.status == Status::done && found.offset != fetch.offset) {
+        const Fetch again = expect(peer, answer, found, fetch.key);
+        if (found.aside != nullptr) {
+            answer.aside = found.aside;
+            complete(peer, answer, again, true);
+        } else {
+            start_fetch(peer, answer, again);  // not behind others: theirs may be the replies that wait for this one to go
+        }
+    } else {
+        answer.header.status = static_cast<std::uint16_t>(found.status == Status::done ? Status::full : found.status);
+        seal(answer.header, nullptr, 0);
+    }
 }
 
 }  // namespace farpool

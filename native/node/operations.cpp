@@ -170,7 +170,7 @@ void Server::answer_get(Peer& peer) {
     }
     ++counts_.hits;
     if (found.shelved) {
-        return fetch(peer, found);
+        return fetch(peer, found, key);
     }
     reply(peer, Status::done, found.generation);
     Reply& answer = peer.replies.back();
@@ -250,7 +250,7 @@ void Server::answer_pin(Peer& peer) {
         return reply(peer, found.status, found.generation);
     }
     if (found.shelved) {
-        return fetch(peer, found);
+        return fetch(peer, found, key);
     }
     reply(peer, Status::done, found.generation);
     pin(peer, found, peer.replies.back());

@@ -31,14 +31,13 @@ struct Reply {
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
 };
 
-// A read from the file, for a reply of a connection.
+// What a reply of a connection wants from the file.
 struct Fetch {
     int fd;
     std::uint64_t serial;  // of the connection: descriptors are used again
     std::uint64_t ticket;  // of the reply
-    std::uint32_t tenant;
+    std::string key;
     std::uint64_t offset;
-    std::uint64_t generation;
     std::uint64_t nbytes;
     std::uint32_t block;
     bool promote;

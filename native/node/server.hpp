@@ -77,11 +77,18 @@ public:
     bool step(int milliseconds);
 
 private:
-    using Place = std::pair<std::uint32_t, std::uint64_t>;  // tenant, offset of a payload in the data segment
+    using Place = std::pair<std::uint32_t, std::uint64_t>;  // tenant, offset in the data segment: of a payload unless said
 
     struct Pinned {
         std::uint64_t extent;  // offset
         std::uint64_t generation;
+    };
+
+    // An object that is being read from the file, once for all who want it.
+    struct Reading {
+        std::uint64_t generation;
+        std::shared_ptr<Aside> into;
+        std::vector<Fetch> waiting;
     };
 
     struct Preparing {
@@ -117,9 +124,13 @@ private:
     void answer_stat(Peer& peer);
     void answer_pin(Peer& peer);
     void pin(Peer& peer, const Found& found, Reply& answer);
-    void fetch(Peer& peer, const Found& found);
+    void pin_again(Peer& peer, Reply& answer, const Fetch& fetch);
+    void fetch(Peer& peer, const Found& found, std::string_view key);
+    Fetch expect(Peer& peer, Reply& answer, const Found& found, std::string_view key);
     void start_fetches(Peer& peer);
+    void start_fetch(Peer& peer, Reply& answer, const Fetch& fetch);
     void fetched(std::uint64_t job, bool ok);
+    void deliver(Peer& peer, const Fetch& fetch, bool ok);
     void finish_jobs();
     void answer_unpin(Peer& peer);
     void answer_prepare(Peer& peer);
@@ -157,7 +168,8 @@ private:
     Leases leases_;
     std::unique_ptr<Shelf> shelf_;
     std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
-    std::unordered_map<std::uint64_t, Fetch> fetches_;  // by job
+    std::map<Place, Reading> readings_;              // by the extent, which is held meanwhile
+    std::unordered_map<std::uint64_t, Place> jobs_;  // what they read
     std::uint64_t serials_ = 0;
     std::uint64_t tickets_ = 0;
     std::unordered_map<std::uint64_t, Session> sessions_;
