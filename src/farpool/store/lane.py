@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from farpool.errors import ChecksumError, FarpoolError, NodeError
+from farpool.store.deadline import share_of
 from farpool.store.member import ONCE, Member, may_be_stale
 from farpool.store.messages import Answer, BusyError, Reply, Request
 from farpool.transport.frames import Op, Status
@@ -245,8 +246,7 @@ class Lane(Generic[OwnerT]):
         self._waiting.appendleft(item)
 
     def _until(self, request: Request) -> float:
-        now = time.monotonic()
-        return self._deadline if request.last else now + max(0.0, self._deadline - now) / 2
+        return share_of(self._deadline, last=request.last)
 
     def _lose(self, error: NodeError) -> Iterator[tuple[OwnerT, Answer]]:
         """The connection has failed: once everything goes out again on a new one, then it is given up."""

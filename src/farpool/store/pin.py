@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from farpool._native import buffer_address, crc32c
 from farpool.errors import ChecksumError, NodeError
 from farpool.store.core import Core
+from farpool.store.deadline import share_of
 from farpool.store.reading import find, read
 from farpool.transport.frames import Op, Status
 
@@ -126,10 +127,12 @@ class _Place:
         self._member = member
         self._offset = offset
 
-    def release(self, generation: int) -> None:
+    def release(self, generation: int, deadline: float | None = None) -> None:
+        """Let the object go by the deadline, that of a call that begins now unless given."""
+        until = self._core.deadline() if deadline is None else deadline
         # A node that cannot be reached frees the pin with the session.
         with contextlib.suppress(NodeError):
-            self._member.exchange(Op.UNPIN, _UNPIN.pack(self._offset), self._core.deadline(), generation)
+            self._member.exchange(Op.UNPIN, _UNPIN.pack(self._offset), until, generation)
 
 
 def pin(core: Core, key: bytes) -> Pin | None:
@@ -141,8 +144,10 @@ def pin(core: Core, key: bytes) -> Pin | None:
         if found is None:
             return None
         nodes, newest = found.nodes, found.generation
-    for node in nodes:
-        pinned = _pin_at(core, core.members[node], key, newest, deadline)
+    for rank, node in enumerate(nodes, 1):
+        # The others of the group can be read, if nothing else: only where there are none it may take all the time.
+        until = share_of(deadline, last=rank == len(group.nodes))
+        pinned = _pin_at(core, core.members[node], key, newest, until)
         if pinned is not None:
             return pinned
     reply = core.run(read(key, group, core.names, core.unconfirmed), deadline)
@@ -164,6 +169,6 @@ def _pin_at(core: Core, member: Member, key: bytes, newest: int, deadline: float
     place = _Place(core, member, offset)
     # New contact may have been made in between, with other files.
     if reply.generation < newest or member.channel.reader is not reader:
-        place.release(reply.generation)
+        place.release(reply.generation, deadline)
         return None
     return Pin(key, reply.generation, reader.view(offset, nbytes), crc, place)
