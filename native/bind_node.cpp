@@ -127,9 +127,10 @@ void bind_node(nb::module_& m) {
                     nb::gil_scoped_release release;
                     paths = self.objects_paths(tenant);
                 }
-                return nb::make_tuple(paths.index, paths.data, paths.visited);
+                return nb::make_tuple(paths.index, paths.data);
             },
             nb::arg("tenant"))
+        .def("objects_visited", &Server::objects_visited, nb::arg("tenant"), Released())
         .def(
             "list",
             [](Server& self, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix, std::size_t limit) {

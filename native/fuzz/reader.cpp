@@ -107,13 +107,18 @@ void try_connection(Dice& dice) {
 
 void damage(Dice& dice, Objects& objects) {
     const Objects::Paths& paths = objects.paths();
-    const std::string& path = dice.one_in(2) ? paths.data : dice.one_in(8) ? paths.visited : paths.index;
+    if (dice.one_in(16)) {
+        const std::string marks = dice.bytes(64);
+        require(pwrite(objects.visited().fd(), marks.data(), marks.size(), segment_header_nbytes) == 64, "no marks were made");
+        return;
+    }
+    const std::string& path = dice.one_in(2) ? paths.data : paths.index;
     const File file(open(path.c_str(), O_RDWR | O_CLOEXEC));
     const std::uint64_t nbytes = std::filesystem::file_size(path);
     const Mapping memory(file.fd(), nbytes, true);
     if (path == paths.data) {
         dice.flip(memory.data() + segment_header_nbytes, std::min<std::uint64_t>(nbytes - segment_header_nbytes, 1 << 15), 40);
-    } else if (path == paths.index) {
+    } else {
         SegmentHeader& header = *memory.at<SegmentHeader>(0);
         switch (dice.below(4)) {
             case 0: header.level_and_split.store(dice.any()); break;
@@ -121,8 +126,6 @@ void damage(Dice& dice, Objects& objects) {
             case 2: memory.at<std::atomic<std::uint32_t>>(header.buckets_at)[dice.below(1024)] = static_cast<std::uint32_t>(dice.any()); break;
             default: dice.flip(memory.data() + header.slots_at, 60 * sizeof(IndexSlot), 200);
         }
-    } else {
-        dice.flip(memory.data() + segment_header_nbytes, 64, 64);
     }
 }
 
@@ -146,8 +149,7 @@ void try_segment(Dice& dice, const std::string& folder) {
     }
     const File index(open(objects.paths().index.c_str(), O_RDONLY | O_CLOEXEC));
     const File data(open(objects.paths().data.c_str(), O_RDONLY | O_CLOEXEC));
-    const File visited(open(objects.paths().visited.c_str(), O_RDWR | O_CLOEXEC));
-    const ObjectReader reader(index.fd(), data.fd(), visited.fd(), "node", false);
+    const ObjectReader reader(index.fd(), data.fd(), objects.visited().fd(), "node", false);
     for (int round = 0; round < 30; ++round) {
         for (const auto& [key, payload] : published) {
             try {

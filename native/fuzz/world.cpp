@@ -136,8 +136,8 @@ Mapping& World::memory_of(std::uint32_t tenant) {
 void World::scribble() {
     const std::uint32_t tenant = 1 + static_cast<std::uint32_t>(dice_.below(3));
     if (tenant != chaos) {
-        const std::string path = server_->objects_paths(tenant).visited;
-        const File file(open(path.c_str(), O_RDWR | O_CLOEXEC));
+        const File file(server_->objects_visited(tenant));
+        require(ftruncate(file.fd(), static_cast<off_t>(dice_.below(1 << 20))) != 0, "the marks of visits were cut off");
         const std::string marks = dice_.bytes(64);
         static_cast<void>(!pwrite(file.fd(), marks.data(), marks.size(),
                                   static_cast<off_t>(segment_header_nbytes + dice_.below(capacity_ / unit_nbytes) / 2)));

@@ -1,6 +1,7 @@
 #include "node/files.hpp"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -19,6 +20,18 @@ namespace {
 
 constexpr std::uint64_t page_nbytes = 4096;
 
+// Backs the header with memory, maps the file and writes the header.
+void begin_segment(Segment& segment, const SegmentHeader& settings, const std::string& name) {
+    if (!back(segment, 0, segment_header_nbytes)) {
+        errno = ENOSPC;
+        fail(name);
+    }
+    segment.memory = Mapping(segment.file.fd(), segment_header_nbytes + settings.capacity, true);
+    SegmentHeader& header = segment.header();
+    std::memcpy(static_cast<void*>(&header), &settings, offsetof(SegmentHeader, level_and_split));
+    seal(header);
+}
+
 }  // namespace
 
 File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
@@ -34,28 +47,39 @@ File::~File() {
     }
 }
 
+int File::duplicate() const {
+    const int copy = fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) {
+        fail("passing a file on");
+    }
+    return copy;
+}
+
 Segment make_segment(const std::string& path, const SegmentHeader& settings) {
     const std::string fresh = path + unfinished_suffix;
     File file(open(fresh.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
     if (file.fd() < 0) {
         fail(fresh);
     }
-    const std::uint64_t nbytes = segment_header_nbytes + settings.capacity;
-    if (ftruncate(file.fd(), static_cast<off_t>(nbytes)) != 0) {
+    if (ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0) {
         fail(fresh);
     }
     Segment segment{path, std::move(file), {}};
-    if (!back(segment, 0, segment_header_nbytes)) {
-        errno = ENOSPC;
-        fail(fresh);
-    }
-    segment.memory = Mapping(segment.file.fd(), nbytes, true);
-    SegmentHeader& header = segment.header();
-    std::memcpy(static_cast<void*>(&header), &settings, offsetof(SegmentHeader, level_and_split));
-    seal(header);
+    begin_segment(segment, settings, fresh);
     if (rename(fresh.c_str(), path.c_str()) != 0) {
         fail(path);
     }
+    return segment;
+}
+
+Segment make_shared_segment(const std::string& name, const SegmentHeader& settings) {
+    File file(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (file.fd() < 0 || ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0 ||
+        fcntl(file.fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        fail(name);
+    }
+    Segment segment{name, std::move(file), {}};
+    begin_segment(segment, settings, name);
     return segment;
 }
 

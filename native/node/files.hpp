@@ -17,6 +17,8 @@ public:
     File& operator=(File&& other) noexcept;
     ~File();
     int fd() const noexcept { return fd_; }
+    // Another descriptor of the same file, the caller's. Throws std::system_error.
+    int duplicate() const;
 
 private:
     int fd_ = -1;
@@ -38,6 +40,9 @@ struct Segment {
 
 // A new file that replaces one of the same name only when it is complete; sparse. Throws std::system_error.
 Segment make_segment(const std::string& path, const SegmentHeader& settings);
+// One that no file system knows: it lives as long as somebody has it open or mapped, and nobody can change its length, so that
+// it can be given to programs that do not trust each other. `name` is what the system shows for it. Throws std::system_error.
+Segment make_shared_segment(const std::string& name, const SegmentHeader& settings);
 // An existing one; throws std::runtime_error, which says what is wrong with it, or std::system_error.
 Segment open_segment(const std::string& path, SegmentKind kind);
 // Has the system back the range with memory, so that no later access to it can fail; false where there is not enough.

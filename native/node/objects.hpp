@@ -79,7 +79,7 @@ public:
     static std::optional<std::uint32_t> tenant_of(const std::string& file_name);
 
     struct Paths {
-        std::string index, data, visited;
+        std::string index, data;
     };
 
     // Adopts what lies in the folder unless `fresh`; files that do not fit together are removed, and `note` says why.
@@ -134,6 +134,8 @@ public:
     std::uint64_t overhead() const noexcept;
     std::uint64_t capacity() const noexcept { return data_.nbytes(); }
     const Paths& paths() const noexcept { return paths_; }
+    // The marks of visits: memory that has no name. The descriptor stays this object's.
+    const File& visited() const noexcept { return visited_.file; }
     void retire() { index_->set_retired(true); }
     void remove_files();
 
@@ -168,6 +170,7 @@ private:
     };
 
     void open(std::uint64_t capacity, bool fresh, std::string& note);
+    void make_visited();
     bool fits(const ObjectHeader& header, const Index::Entry& entry) const;
     void count(std::uint32_t slot, const ObjectHeader& header);
     void discount(std::uint32_t slot);

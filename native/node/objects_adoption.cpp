@@ -12,8 +12,9 @@ namespace farpool {
 Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget, Shelf* shelf, bool fresh, std::string& note)
     : tenant_(tenant), budget_(budget), shelf_(shelf) {
     const std::string stem = folder + "/objects-" + std::to_string(tenant);
-    paths_ = {stem + ".index", stem + ".data", stem + ".visited"};
+    paths_ = {stem + ".index", stem + ".data"};
     open(budget.limit / unit_nbytes * unit_nbytes, fresh, note);
+    make_visited();
     sieve_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
     lower_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
     space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(capacity() / unit_nbytes));
@@ -64,14 +65,12 @@ void Objects::open(std::uint64_t capacity, bool fresh, std::string& note) {
         // Whoever has an old index mapped learns that it is no longer served, whatever becomes of it.
         index_ = std::make_unique<Index>(open_segment(paths_.index, SegmentKind::index));
         data_ = open_segment(paths_.data, SegmentKind::objects);
-        visited_ = open_segment(paths_.visited, SegmentKind::visited);
         const SegmentHeader& header = index_->segment().header();
-        const bool together = std::memcmp(header.id, data_.header().id, sizeof header.id) == 0 &&
-                              std::memcmp(header.id, visited_.header().id, sizeof header.id) == 0;
+        const bool together = std::memcmp(header.id, data_.header().id, sizeof header.id) == 0;
         SegmentHeader expected{};
         Index::lay_out(expected, capacity);
         const bool alike = data_.nbytes() == capacity && index_->segment().nbytes() == expected.capacity &&
-                           header.slot_limit == expected.slot_limit && visited_.nbytes() == expected.slot_limit;
+                           header.slot_limit == expected.slot_limit;
         if (!fresh && together && alike && header.tenant == tenant_) {
             return;
         }
@@ -92,12 +91,18 @@ void Objects::open(std::uint64_t capacity, bool fresh, std::string& note) {
     header.capacity = capacity;
     data_ = make_segment(paths_.data, header);
     Index::lay_out(header, capacity);
-    const std::uint64_t index_nbytes = std::exchange(header.capacity, header.slot_limit);
-    header.kind = static_cast<std::uint32_t>(SegmentKind::visited);
-    visited_ = make_segment(paths_.visited, header);
-    header.kind = static_cast<std::uint32_t>(SegmentKind::index);
-    header.capacity = index_nbytes;
     index_ = std::make_unique<Index>(make_segment(paths_.index, header));
+}
+
+// The marks of an earlier start are not missed. Every reader may write them, so they lie where no reader can cut them off.
+void Objects::make_visited() {
+    const SegmentHeader& index = index_->segment().header();
+    SegmentHeader header{};
+    std::memcpy(header.id, index.id, sizeof header.id);
+    header.tenant = tenant_;
+    header.kind = static_cast<std::uint32_t>(SegmentKind::visited);
+    header.capacity = index.slot_limit;
+    visited_ = make_shared_segment("farpool-objects-" + std::to_string(tenant_) + "-visited", header);
 }
 
 std::optional<std::uint32_t> Objects::tenant_of(const std::string& file_name) {
@@ -116,7 +121,6 @@ void Objects::remove_files() {
     index_->set_retired(true);
     remove_file(paths_.index);
     remove_file(paths_.data);
-    remove_file(paths_.visited);
 }
 
 // Whether a header that an earlier start has left is whole and its payload is where the slot says.

@@ -70,7 +70,9 @@ Server::Server(Settings settings)
     }
     for (const auto& path : found) {
         const std::string name = path.filename().string();
-        if ((name.starts_with("objects-") || name.starts_with("lease-")) && name.ends_with(unfinished_suffix)) {
+        const bool unfinished = name.ends_with(unfinished_suffix) && (name.starts_with("objects-") || name.starts_with("lease-"));
+        const bool outdated = name.ends_with(".visited") && name.starts_with("objects-");  // an earlier farpool had a file for them
+        if (unfinished || outdated) {
             remove_file(path.string());
         } else if (const auto tenant = Objects::tenant_of(name)) {
             objects_of(*tenant);
@@ -223,6 +225,11 @@ Objects& Server::objects_of(std::uint32_t tenant) {
 Objects::Paths Server::objects_paths(std::uint32_t tenant) {
     const Hold hold(mutex_);
     return objects_of(tenant).paths();
+}
+
+int Server::objects_visited(std::uint32_t tenant) {
+    const Hold hold(mutex_);
+    return objects_of(tenant).visited().duplicate();
 }
 
 std::vector<Listed> Server::list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit,

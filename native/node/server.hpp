@@ -68,6 +68,7 @@ public:
     std::vector<std::pair<std::uint64_t, std::uint64_t>> leases(std::uint64_t session);
     std::string lease_path(std::uint64_t session, std::uint64_t lease);  // empty where there is none
     Objects::Paths objects_paths(std::uint32_t tenant);
+    int objects_visited(std::uint32_t tenant);  // a descriptor of the marks of visits, the caller's
     std::vector<Listed> list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit,
                              bool tombstones);
     Stats stats();

@@ -343,8 +343,10 @@ class NodeServer:
         """KeyError if the session has no such lease."""
     def leases(self, session: int) -> list[tuple[int, int]]: ...
     def lease_path(self, session: int, lease: int) -> str: ...
-    def objects_paths(self, tenant: int) -> tuple[str, str, str]:
-        """Files of the index, the data and the marks of visits."""
+    def objects_paths(self, tenant: int) -> tuple[str, str]:
+        """Files of the index and the data."""
+    def objects_visited(self, tenant: int) -> int:
+        """A descriptor, the caller's, of the marks of visits: memory that has no name."""
     def list(
         self, tenant: int, after: bytes, prefix: bytes, limit: int
     ) -> builtins.list[tuple[bytes, int, int, int, int]]:

@@ -195,7 +195,7 @@ def test_a_node_that_starts_on_damaged_segments_gives_the_right_bytes_or_none(tm
         with serving(folder, 1 << 20, ephemeral=False) as server:
             connection = connect(server)
             known = publish_some(connection, generations, rng, 30)
-            index_path, data_path, _ = server.objects_paths(0)
+            index_path, data_path = server.objects_paths(0)
             connection.close()
         damage(Path(index_path), rng, 3)
         damage(Path(data_path), rng, 10)

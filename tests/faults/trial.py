@@ -136,4 +136,4 @@ def nothing_is_held(nodes: list[ForgedNode], key: str | None = None) -> None:
         assert len(os.listdir(f"/proc/{node.pid}/fd")) < 40
         node.kill()
         kinds = {path.suffix for path in node.folder.iterdir()}
-        assert kinds == {".data", ".index", ".visited", ".lock", ""}
+        assert kinds == {".data", ".index", ".lock", ""}

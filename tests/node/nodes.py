@@ -86,11 +86,11 @@ class Peer:
 
 @contextmanager
 def reader(server: _native.NodeServer, tenant: int = 0, *, writable: bool = False) -> Iterator[_native.ObjectReader]:
-    index, data, visited = server.objects_paths(tenant)
+    index, data = server.objects_paths(tenant)
     files = [
         os.open(index, os.O_RDONLY),
         os.open(data, os.O_RDWR if writable else os.O_RDONLY),
-        os.open(visited, os.O_RDWR),
+        server.objects_visited(tenant),
     ]
     try:
         yield _native.ObjectReader(files[0], files[1], files[2], "node", writable=writable)

@@ -108,7 +108,7 @@ def test_another_capacity_forgets_with_a_reason(tmp_path: Path) -> None:
         assert reply.generation >= number - (3_000_000 << 12)
 
 
-@pytest.mark.parametrize("suffix", ["index", "data", "visited"])
+@pytest.mark.parametrize("suffix", ["index", "data"])
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import struct
 import threading
 import time
@@ -63,11 +64,12 @@ def write(server: _native.NodeServer, seconds: float, seed: int) -> None:
 def test_a_reader_of_mapped_memory_sees_whole_objects_of_rising_generations_or_none(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    with node(tmp_path, 64 << 10) as server:  # room for about half of them
-        readers = [
-            context.Process(target=read, args=(server.objects_paths(0), SECONDS, results), daemon=True)
-            for _ in range(3)
-        ]
+    with (
+        node(tmp_path, 64 << 10) as server,
+        os.fdopen(server.objects_visited(0)) as visited,
+    ):  # room for about half of them
+        paths = (*server.objects_paths(0), f"/proc/{os.getpid()}/fd/{visited.fileno()}")
+        readers = [context.Process(target=read, args=(paths, SECONDS, results), daemon=True) for _ in range(3)]
         for process in readers:
             process.start()
         writers = [threading.Thread(target=write, args=(server, 2 * SECONDS, seed)) for seed in range(2)]

@@ -76,8 +76,18 @@ def opened(paths: tuple[str, ...] | list[str]) -> Iterator[list[int]]:
             os.close(file)
 
 
+@contextmanager
+def object_files(server: NodeServer, tenant: int = 0) -> Iterator[list[str]]:
+    """Paths by which the files of a tenant's objects can be opened."""
+    visited = server.objects_visited(tenant)
+    try:
+        yield [*server.objects_paths(tenant), f"/proc/self/fd/{visited}"]
+    finally:
+        os.close(visited)
+
+
 def read_objects(server: NodeServer, tenant: int = 0, *, writable: bool = False) -> ObjectReader:
-    with opened(server.objects_paths(tenant)) as (index, data, visited):
+    with object_files(server, tenant) as paths, opened(paths) as (index, data, visited):
         return ObjectReader(index, data, visited, NAME, writable=writable)
 
 

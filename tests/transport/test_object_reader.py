@@ -23,6 +23,7 @@ from tests.transport.live_node import (
     connect,
     delete,
     map_file,
+    object_files,
     opened,
     put,
     read_objects,
@@ -114,7 +115,8 @@ def test_a_buffer_that_is_too_small_is_refused_and_untouched(server: NodeServer,
 def test_reading_marks_the_object_as_visited(server: NodeServer, publisher: Connection) -> None:
     reader = read_objects(server)
     put(publisher, b"key", b"bytes", next_generation())
-    marks = map_file(server.objects_paths(0)[2])
+    with object_files(server) as paths:
+        marks = map_file(paths[2])
     marks[HEADER_BYTES:] = bytes(len(marks) - HEADER_BYTES)
     assert reader.get(b"another") is None
     assert sum(marks[HEADER_BYTES:]) == 0
@@ -283,7 +285,7 @@ def test_what_is_written_into_a_prepared_extent_can_be_published(server: NodeSer
         assert reader.get(key) == (payload, generation)
 
 
-def damaged(paths: tuple[str, str, str], which: int, change: tuple[int, bytes] | None, folder: Path) -> list[str]:
+def damaged(paths: list[str], which: int, change: tuple[int, bytes] | None, folder: Path) -> list[str]:
     copies = []
     for number, path in enumerate(paths):
         copy = folder / f"copy-{number}"
@@ -310,18 +312,19 @@ def damaged(paths: tuple[str, str, str], which: int, change: tuple[int, bytes] |
 def test_files_that_are_not_those_of_a_node_are_refused_by_name(
     server: NodeServer, tmp_path: Path, which: int, change: tuple[int, bytes] | None, text: str
 ) -> None:
-    paths = damaged(server.objects_paths(0), which, change, tmp_path)
+    with object_files(server) as originals:
+        paths = damaged(originals, which, change, tmp_path)
     names = ("index", "data", "visited")
     with opened(paths) as files, pytest.raises(ProtocolError, match=f"{names[which]} file of its objects.*{text}"):
         ObjectReader(*files, NAME, writable=False)
 
 
 def test_files_of_another_kind_or_of_two_tenants_are_refused(server: NodeServer) -> None:
-    index, data, visited = server.objects_paths(0)
-    with opened([index, visited, data]) as files, pytest.raises(ProtocolError, match="another kind"):
-        ObjectReader(*files, NAME, writable=False)
-    mixed = [index, server.objects_paths(1)[1], visited]
-    with opened(mixed) as files, pytest.raises(ProtocolError, match="do not belong together"):
-        ObjectReader(*files, NAME, writable=False)
+    with object_files(server) as (index, data, visited), object_files(server, 1) as (_, other_data, other_visited):
+        with opened([index, visited, data]) as files, pytest.raises(ProtocolError, match="another kind"):
+            ObjectReader(*files, NAME, writable=False)
+        for mixed in ([index, other_data, visited], [index, data, other_visited]):
+            with opened(mixed) as files, pytest.raises(ProtocolError, match="do not belong together"):
+                ObjectReader(*files, NAME, writable=False)
     with pytest.raises(NodeError, match="Bad file descriptor"):
         ObjectReader(-1, -1, -1, NAME, writable=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -16,8 +17,8 @@ from farpool.transport.handshake import Accepted
 
 __all__ = ["Call", "PassedFile", "make_call", "open_files", "parse_call"]
 
-PassedFile = tuple[str, int]
-"""Path, and the mode to open it with."""
+PassedFile = Callable[[], int]
+"""Opens a file that is to be passed; the descriptor is the caller's."""
 
 MOST_LISTED = 128
 """A list of the longest keys fits into a frame's meta, also with the few more that the data loop may give."""
@@ -167,11 +168,15 @@ def make_call(
             result = {"leases": server.leases(client.session)}
         case AttachObjects():
             writable = bool(client.rights & Right.PUBLISH)
-            index, data, visited = server.objects_paths(client.tenant)
-            files = [(index, os.O_RDONLY), (data, os.O_RDWR if writable else os.O_RDONLY), (visited, os.O_RDWR)]
+            index, data = server.objects_paths(client.tenant)
+            files = [
+                partial(_open, index, os.O_RDONLY),
+                partial(_open, data, os.O_RDWR if writable else os.O_RDONLY),
+                partial(server.objects_visited, client.tenant),
+            ]
             result = {"writable": writable}
         case AttachLease():
-            files = [(server.lease_path(client.session, call.lease), os.O_RDWR)]
+            files = [partial(_open, server.lease_path(client.session, call.lease), os.O_RDWR)]
             result = {}
         case NixlMetadata():
             result = _exposed(call.lease, client, server, exposures)
@@ -196,13 +201,17 @@ def open_files(files: list[PassedFile]) -> list[int]:
     """File descriptors of these files; all or none."""
     opened: list[int] = []
     try:
-        for path, mode in files:
-            opened.append(os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW))
+        for open_one in files:
+            opened.append(open_one())
     except OSError:
         for file in opened:
             os.close(file)
         raise
     return opened
+
+
+def _open(path: str, mode: int) -> int:
+    return os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _next(keys: list[bytes], limit: int) -> bytes:

@@ -1,0 +1,228 @@
+"""The marks of visits: memory that every reader may write and none can cut off."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from farpool import NodeError, Store
+from farpool._native import NodeServer
+from farpool.testing.nodes import RunningNode, running_node
+from farpool.transport.address import Address, parse_address
+from farpool.transport.channel import Channel
+from farpool.transport.control import Control
+from farpool.transport.dial import dial
+from farpool.transport.frames import Op, Status
+from tests.node.nodes import PATIENCE, Peer, generation, node, reader
+
+HEADER = 4096
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+# Reads an object again and again; says when it has begun, and at the end how often it did.
+READER = """
+import sys, time
+from farpool import Store
+with Store(sys.argv[1], transport="mapped", timeout=20) as store:
+    count = 0
+    print("ready", flush=True)
+    end = time.monotonic() + float(sys.argv[2])
+    while time.monotonic() < end:
+        for n in range(50):
+            assert store.get(f"key {n}") == b"value" * 100
+            count += 1
+    print(count, flush=True)
+"""
+
+
+@contextmanager
+def visited(server: NodeServer, tenant: int = 0) -> Iterator[int]:
+    file = server.objects_visited(tenant)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def attached(running: RunningNode) -> Iterator[list[int]]:
+    """The three files of a tenant's objects, as a program gets them."""
+    control = Control(
+        dial(Address("unix", path=running.ready["socket"]), "control", deadline=time.monotonic() + PATIENCE)
+    )
+    _, files = control.call_with_files("attach_objects", time.monotonic() + PATIENCE)
+    try:
+        yield files
+    finally:
+        for file in files:
+            os.close(file)
+        control.close()
+
+
+def marked(file: int) -> int:
+    """How many objects have been read since the hand came by."""
+    return sum(os.pread(file, os.fstat(file).st_size - HEADER, HEADER))
+
+
+def backed(file: int) -> int:
+    return os.fstat(file).st_blocks * 512
+
+
+def header_id(path: str | int) -> bytes:
+    with open(path, "rb", closefd=isinstance(path, str)) as file:
+        return os.pread(file.fileno(), 16, 32)
+
+
+def test_the_marks_lie_in_no_file_and_nobody_can_change_their_length(tmp_path: Path) -> None:
+    with node(tmp_path) as server, visited(server) as file:
+        Peer(server).published(b"key", b"value")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["objects-0.data", "objects-0.index"]
+        assert fcntl.fcntl(file, fcntl.F_GET_SEALS) == SEALS
+        size = os.fstat(file).st_size
+        for nbytes in (0, size - 1, size + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(file, nbytes)
+        with pytest.raises(PermissionError):
+            os.posix_fallocate(file, 0, size + 4096)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert os.fstat(file).st_size == size
+        assert not os.get_inheritable(file)
+
+
+def test_a_reader_that_would_cut_the_marks_off_does_not_end_another_one() -> None:
+    with running_node() as running, Store(running.address, transport="mapped", timeout=20) as store:
+        store.put_many({f"key {n}": b"value" * 100 for n in range(50)})
+        other = subprocess.Popen(
+            [sys.executable, "-c", READER, running.address, "1.5"], stdout=subprocess.PIPE, text=True
+        )
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "ready\n"
+            with attached(running) as (_, _, file):
+                for _ in range(100):
+                    with pytest.raises(PermissionError):
+                        os.ftruncate(file, 0)
+                    os.pwrite(file, bytes(1000), HEADER)  # it may forget visits, no more
+                    time.sleep(0.005)
+                assert int(other.stdout.readline()) > 0
+                assert other.wait(PATIENCE) == 0
+                assert marked(file) == 50
+        finally:
+            other.kill()
+            other.wait(PATIENCE)
+            other.stdout.close()
+
+
+def test_the_marks_are_backed_as_the_index_grows_and_decide_who_stays(tmp_path: Path) -> None:
+    count = 70_000  # more than are backed at once
+    with node(tmp_path, 8 << 20) as server, visited(server) as file, reader(server) as mapped:
+        assert HEADER + 65_536 <= backed(file) < HEADER + 2 * 65_536
+        fill(server, 0, count)
+        assert backed(file) >= HEADER + count
+        assert backed(file) < os.fstat(file).st_size
+        for number in range(100):
+            assert mapped.get(b"%d" % number) is not None
+        assert marked(file) == 100
+        fill(server, count, 150_000 - count)
+        assert server.stats()["evictions"] > 1000
+        # The oldest, which would have gone first; those behind them have.
+        assert all(mapped.get(b"%d" % number) is not None for number in range(100))
+        assert all(mapped.get(b"%d" % number) is None for number in range(100, 1000))
+    with node(tmp_path, 8 << 20) as server, visited(server) as file, reader(server) as mapped:
+        adopted = server.stats()["adopted"]
+        assert adopted > count
+        assert marked(file) == 0
+        assert backed(file) >= HEADER + adopted
+        assert mapped.get(b"149999") is not None
+        assert marked(file) == 1
+
+
+def fill(server: NodeServer, first: int, count: int) -> None:
+    """Publish small objects, many requests at a time."""
+    connection, deadline = Peer(server).connection, time.monotonic() + 3 * PATIENCE
+    for begin in range(first, first + count, 100):
+        batch = range(begin, begin + 100)
+        for number in batch:
+            connection.send(
+                Op.PUT, struct.pack("<Q", 0) + b"%d" % number, deadline, generation=generation(), payload=b""
+            )
+        for _ in batch:
+            assert connection.receive(deadline).status == Status.DONE
+    connection.close()
+
+
+def test_a_restarted_node_has_new_marks_and_the_old_ones_stay_whole_for_who_has_them(tmp_path: Path) -> None:
+    with node(tmp_path) as server, visited(server) as old, reader(server) as mapped:
+        Peer(server).published(b"key", b"value")
+        assert mapped.get(b"key") is not None
+        assert marked(old) == 1
+        server.stop()
+        with node(tmp_path) as again, visited(again) as new, reader(again) as anew:
+            assert again.stats()["adopted"] == 1
+            assert os.fstat(new).st_ino != os.fstat(old).st_ino
+            assert header_id(new) == header_id(old) == header_id(again.objects_paths(0)[0])
+            assert marked(new) == 0
+            assert mapped.get(b"key") is not None
+            assert (marked(old), marked(new)) == (1, 0)
+            assert anew.get(b"key") is not None
+            assert marked(new) == 1
+
+
+def test_a_program_marks_what_it_reads_in_the_memory_of_a_restarted_node() -> None:
+    with running_node() as running, Store(running.address, transport="mapped", timeout=20) as store:
+        store.put("key", b"value")
+        assert store.get("key") == b"value"
+        with attached(running) as files:
+            assert marked(files[2]) == 1
+        running.restart()
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            assert store.get("key") == b"value"
+            with attached(running) as files:
+                if marked(files[2]) == 1:
+                    break
+            assert time.monotonic() < deadline
+        store.get("key")
+        mapped = store.pin("key")
+        assert mapped.is_mapped
+        mapped.release()
+
+
+def test_what_an_earlier_farpool_left_of_the_marks_is_removed(tmp_path: Path) -> None:
+    for name in ("objects-0.visited", "objects-0.visited.new", "objects-3.visited"):
+        (tmp_path / name).write_bytes(bytes(8192))
+    (tmp_path / "of somebody else.visited").write_bytes(b"")
+    with node(tmp_path) as server:
+        Peer(server).published(b"key", b"value")
+    with node(tmp_path) as server:
+        assert Peer(server).get(b"key").payload == b"value"
+        assert server.events() == []
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["objects-0.data", "objects-0.index", "of somebody else.visited"]
+
+
+def test_passing_the_files_or_refusing_to_leaves_none_open_in_the_node() -> None:
+    with running_node() as running:
+        with attached(running):
+            pass
+        before = len(os.listdir(f"/proc/{running.pid}/fd"))
+        channel = Channel(parse_address(running.address), transport="tcp")
+        for _ in range(20):
+            with attached(running):
+                pass
+            with pytest.raises(NodeError, match="UNIX socket"):
+                channel.call("attach_objects", time.monotonic() + PATIENCE)
+        channel.close()
+        deadline = time.monotonic() + PATIENCE
+        while len(os.listdir(f"/proc/{running.pid}/fd")) > before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
