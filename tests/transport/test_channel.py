@@ -17,6 +17,7 @@ from farpool._native import Memory, RemotePort
 from farpool.errors import AccessDeniedError, LeaseLostError, NodeError, NodeFullError, NodeTimeoutError
 from farpool.node import Node
 from farpool.testing.nodes import running_node
+from farpool.transport import channel as channel_module
 from farpool.transport.access import AccessKey, Grant
 from farpool.transport.address import Address, parse_address
 from farpool.transport.channel import Channel, Transport
@@ -379,6 +380,43 @@ def test_a_channel_that_is_closed_while_it_makes_contact_leaves_nothing_open(nod
         assert connection.broken
     assert [connected.fileno() for connected in sockets] == [-1] * max(at, 2)
     eventually(lambda: node.stats()["connections"] == 0)
+
+
+@pytest.mark.parametrize("step", ["before the look", "in the look", "after the look"])
+def test_a_channel_that_is_closed_while_its_contact_is_looked_at_is_a_node_error(
+    node: Node, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    channel = channel_to(node, transport="tcp")
+    channel.connect(soon())
+    has_hung_up = channel_module._has_hung_up
+
+    def close_and_look(connected: socket.socket | None) -> bool:
+        if step == "before the look":
+            channel.close()
+        if step == "in the look":
+            connected = ClosedWhileAsked(channel, connected)
+        gone = has_hung_up(connected)
+        if step == "after the look":
+            channel.close()
+        return gone
+
+    monkeypatch.setattr(channel_module, "_has_hung_up", close_and_look)
+    with pytest.raises(NodeError, match="was closed"):
+        channel.call("stats", soon())
+
+
+class ClosedWhileAsked:
+    """A channel's socket; as if another thread closed the channel once its descriptor was told."""
+
+    def __init__(self, channel: Channel, connected: socket.socket | None) -> None:
+        assert connected is not None
+        self._channel = channel
+        self._connected = connected
+
+    def fileno(self) -> int:
+        descriptor = self._connected.fileno()
+        self._channel.close()
+        return descriptor
 
 
 def test_a_forked_child_has_connections_and_a_session_of_its_own(node: Node) -> None:

@@ -296,10 +296,11 @@ class Channel:
 
     def _contact(self, deadline: float) -> Control:
         self._refuse_if_closed()
-        if self._control is not None:
-            if not self._control.is_closed and not _has_hung_up(self._control_socket):
-                return self._control
-            self._control.close()
+        control = self._control  # taken once, as `close` may drop it at any moment
+        if control is not None:
+            if not control.is_closed and not _has_hung_up(self._control_socket):
+                return control
+            control.close()
             self._control = self.reader = None
         dialled = self._dial_control(self._address, deadline)
         if self._transport not in ("tcp", "nixl"):
@@ -367,10 +368,11 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 def _has_hung_up(connected: socket.socket | None) -> bool:
     """Whether the node ended the connection. Reads nothing: another thread may be waiting for a reply on it."""
-    if connected is None or connected.fileno() < 0:
+    descriptor = -1 if connected is None else connected.fileno()  # read once: another thread may close it
+    if descriptor < 0:
         return True
     asked = select.poll()
-    asked.register(connected, select.POLLRDHUP)
+    asked.register(descriptor, select.POLLRDHUP)
     return bool(asked.poll(0))
 
 
