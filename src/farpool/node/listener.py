@@ -14,6 +14,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from farpool._native import NodeServer
 from farpool.errors import NodeError
@@ -105,14 +106,28 @@ class Listener:
         while True:
             await places.acquire()
             try:
-                connection, _ = await self._loop.sock_accept(listening)
+                connection = await self._accepted(listening)
             except OSError as error:
                 # Out of descriptors, most likely: the listening socket stays readable, so wait instead of spinning.
                 places.release()
                 log("cannot accept", level=logging.ERROR, reason=str(error))
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
-                tasks.create_task(self._meet(connection, places))
+                meeting = tasks.create_task(self._meet(connection, places))
+                # Also where it is cancelled before its first step, which then never comes.
+                meeting.add_done_callback(partial(_close, connection))
+
+    async def _accepted(self, listening: socket.socket) -> socket.socket:
+        """As `sock_accept` of the loop, which drops what it has accepted when it is cancelled just then."""
+        while True:
+            with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return listening.accept()[0]
+            readable = asyncio.Event()
+            self._loop.add_reader(listening, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                self._loop.remove_reader(listening)
 
     async def _meet(self, connection: socket.socket, places: asyncio.Semaphore) -> None:
         """Serve one connection; whatever goes wrong with it stays with it."""
@@ -176,6 +191,10 @@ class Listener:
 
 class _Stopped(Exception):  # noqa: N818 - it is no error
     """Ends the task group with everything in it."""
+
+
+def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:
+    connection.close()
 
 
 def _set_options(connection: socket.socket) -> None:
