@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -401,6 +402,30 @@ def test_a_view_made_in_inference_mode_of_a_normal_tensor_is_a_normal_tensor(nam
         view = view if isinstance(view, torch.Tensor) else view[0]
         assert type(view) is PagedTensor
         assert not view.is_inference()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", [name for name in (*VIEWS, *MANY_VIEWS) if not name.startswith(("unsafe", "lift"))])
+def test_a_view_requires_a_gradient_where_a_plain_one_does(name: str, mode: Callable[[], Any], evil: EvilPool) -> None:
+    function = {**VIEWS, **MANY_VIEWS}[name]
+    required = []
+    for tensor in (VALUES.clone().requires_grad_(), paged(evil).requires_grad_()):
+        with mode():
+            views = function(tensor)
+            required.append([view.requires_grad for view in ([views] if isinstance(views, torch.Tensor) else views)])
+    assert required[1] == required[0]
+
+
+def test_a_product_takes_the_same_kernel_in_inference_mode(evil: EvilPool) -> None:
+    # A batch whose strides do not let it be one matrix is made one only for a weight that requires a gradient.
+    inputs = torch.randn(3, 2, 5).transpose(0, 1)
+    for requires_grad, kernel in ((True, "aten.mm"), (False, "aten.bmm")):
+        weight = torch.randn(4, 5).requires_grad_(requires_grad)
+        other = paged(evil, weight.detach()).requires_grad_(requires_grad)
+        with torch.inference_mode():
+            evil.ops.clear()
+            assert_same(torch.nn.functional.linear(inputs, other), torch.nn.functional.linear(inputs, weight))
+            assert [name for name in evil.ops if name in ("aten.mm", "aten.bmm")] == [kernel]
 
 
 def test_complex_results_inside_composed_operations_keep_their_conjugation(evil: EvilPool) -> None:

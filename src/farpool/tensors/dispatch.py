@@ -19,7 +19,7 @@ from farpool.tensors.compute import compute
 from farpool.tensors.lazy import lazy_bits, run
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.schema import Signature, signature_of
-from farpool.tensors.viewing import change_geometry, needs_gradient, view
+from farpool.tensors.viewing import change_geometry, view
 
 __all__ = ["Rule", "dispatch", "family_rule", "rule"]
 
@@ -31,6 +31,8 @@ _families: dict[str, Rule] = {}
 _handlers: dict[Any, Rule] = {}
 """What an overload that was seen before is handled by."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
+_views = torch._C.DispatchKey.ADInplaceOrView
+_SetExclude = torch._C._SetExcludeDispatchKeyGuard
 
 
 def rule(*overloads: Any) -> Callable[[Rule], Rule]:
@@ -99,6 +101,11 @@ def _general(signature: Signature) -> Rule:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_inference_mode_enabled() and not signature_of(func).marks_views:
+        # A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
+        # matrices looks at that and picks another kernel, with other bits.
+        with _SetExclude(_views, False):
+            return run(func._op_dk, (_composite, *args), kwargs)
     return run(func._op_dk, (_composite, *args), kwargs)
 
 
@@ -109,9 +116,7 @@ def _rebind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[signature_of(func).view_of]
-    if type(source) is not PagedTensor:
-        return compute(func, args, kwargs)
-    return view(func, args, kwargs, source, requires_grad=needs_gradient(source))
+    return view(func, args, kwargs, source) if type(source) is PagedTensor else compute(func, args, kwargs)
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

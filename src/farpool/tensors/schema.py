@@ -40,6 +40,8 @@ class Signature:
         Changes the geometry of its first argument in place.
     composite : bool
         Made of other operations: these are dispatched instead.
+    marks_views : bool
+        Its results are marked as views by whoever called it, and must not be before.
     writes : frozenset of int
         Positions of arguments that are written in place.
     outputs : frozenset of str
@@ -55,6 +57,7 @@ class Signature:
     view_of: int
     metadata: bool
     composite: bool
+    marks_views: bool
     writes: frozenset[int]
     outputs: frozenset[str]
     simple: bool
@@ -106,6 +109,7 @@ def signature_of(func: Any) -> Signature:
         view_of=view_of,
         metadata=torch.Tag.inplace_view in func.tags,
         composite=_is_composite(func.name()),
+        marks_views=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView"),
         writes=frozenset(writes),
         outputs=frozenset(outputs),
         simple=namespace == "aten"

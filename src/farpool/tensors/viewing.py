@@ -13,7 +13,7 @@ from farpool.tensors.lazy import lazy_bits
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.schema import signature_of
 
-__all__ = ["change_geometry", "check_open", "needs_gradient", "view", "view_like"]
+__all__ = ["change_geometry", "check_open", "view", "view_like"]
 
 
 def _on_meta(value: Any) -> Any:
@@ -55,18 +55,7 @@ def _key(func: Any, args: tuple[Any, ...]) -> Any:
     return (func, *[tuple(value) if type(value) is list else value for value in args[1:]])
 
 
-def needs_gradient(source: PagedTensor) -> bool:
-    """Whether a view made now has to say by itself that it requires a gradient, as its source does.
-
-    Elsewhere autograd says it. Under inference mode autograd takes no part, and views of tensors from outside keep
-    theirs; what multiplies matrices looks at it and picks another kernel, with other bits.
-    """
-    return source.requires_grad and torch.is_inference_mode_enabled()
-
-
-def view(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: PagedTensor, *, requires_grad: bool = False
-) -> Any:
+def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: PagedTensor) -> Any:
     """Run an operation whose results view `source`."""
     if source._storage.pool.closed:
         check_open(source)
@@ -85,13 +74,8 @@ def view(
         if key is not None:
             footprint.remember_view(key, found)
     if type(found) is Footprint:
-        return _over(found, requires_grad)
-    return [_over(one, requires_grad) for one in found]  # type: ignore[union-attr]
-
-
-def _over(footprint: Footprint, requires_grad: bool) -> PagedTensor:
-    differentiable = footprint.dtype.is_floating_point or footprint.dtype.is_complex
-    return PagedTensor.over(footprint, requires_grad=requires_grad and differentiable)
+        return PagedTensor.over(found)
+    return [PagedTensor.over(one) for one in found]  # type: ignore[union-attr]
 
 
 def change_geometry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,19 +9,13 @@ import torch
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.viewing import needs_gradient, view
+from farpool.tensors.viewing import view
 
 _aten = torch.ops.aten
 
 
-@rule(_aten.alias.default, _aten.lift.default, _aten.lift_fresh.default)
+@rule(_aten.detach.default, _aten.alias.default, _aten.lift.default, _aten.lift_fresh.default)
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
-    source: PagedTensor = args[0]
-    return PagedTensor.over(source._footprint, requires_grad=needs_gradient(source))
-
-
-@rule(_aten.detach.default)
-def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
     source: PagedTensor = args[0]
     return PagedTensor.over(source._footprint)
 
