@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 from farpool.engine.arena import ALIGNMENT, ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
+from farpool.engine.copies import NoRoomError
 from farpool.engine.line import Access, Line, TooLargeError
 from farpool.engine.lookahead import LookAhead
 from farpool.engine.messages import Mode, Move, Piece, Run, Space, Transfer
 from farpool.engine.placement import Placement
-from farpool.engine.residency import Counters, NoRoomError
+from farpool.engine.residency import Counters
 from farpool.engine.tape import Tape
 
 __all__ = ["Engine"]
@@ -90,8 +91,7 @@ class Engine:
 
     def add_source(self) -> int:
         """Make known another read-only source; returns its index among the tiers."""
-        self._residency.spaces.append(None)
-        return len(self._residency.spaces) - 1
+        return self._residency.copies.add_source()
 
     def create(self, sizes: list[int], cls: str = "bytes") -> int:
         """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
@@ -99,7 +99,7 @@ class Engine:
 
     def adopt(self, block: int, piece: Piece) -> None:
         """Part of this absent block's clean copy lies in a source; ``piece.place`` is relative to the block."""
-        self._residency.sources.setdefault(block, []).append(piece)
+        self._residency.copies.adopt(block, piece)
 
     def can_adopt(self, block: int) -> bool:
         """Whether the block is absent and its content, if any, is a source's."""
@@ -205,7 +205,7 @@ class Engine:
         residency, look_ahead, record = self._residency, self._look_ahead, self.tape.record
         blocks, evictable = residency.blocks, residency.evictable
         pins, dirty, last_use, next_use = blocks.pins, blocks.dirty, blocks.last_use, blocks.next_use
-        expected = residency.expects_use
+        expected, has_copy = residency.expects_use, residency.copies.has
         total = 0
         for run in runs:
             first, count = run.first, run.count
@@ -223,7 +223,7 @@ class Engine:
                     evictable.remove(block)
                 pins[block] += 1
                 # A dirty block has no source any more and is not hollow: there is nothing to change.
-                if not dirty[block] and (run.mode != Mode.READ or not residency.has_copy(block)):
+                if not dirty[block] and (run.mode != Mode.READ or not has_copy(block)):
                     residency.soil(block)
         counters = residency.counters
         counters.accesses += len(runs)
@@ -244,7 +244,7 @@ class Engine:
         if run.table >= 0:
             key = self.tape.record_table(blocks.name[run.table], busy if first else 0.0)
         else:
-            created = blocks.state[run.first] == State.ABSENT and not residency.has_copy(run.first)
+            created = blocks.state[run.first] == State.ABSENT and not residency.copies.has(run.first)
             nbytes = residency.run_bytes(run)
             key = self.tape.record(blocks.name[run.first], run.count, nbytes, created, busy if first else 0.0)
             key = self._look_ahead.noted(run, key, nbytes)

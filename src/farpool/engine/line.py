@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from farpool.engine.blocks import NOWHERE
+from farpool.engine.copies import NoRoomError
 from farpool.engine.messages import Mode, Run
 from farpool.engine.placement import Placement
-from farpool.engine.residency import NoRoomError
 
 __all__ = ["Access", "Line", "TooLargeError"]
 

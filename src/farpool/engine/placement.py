@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farpool.engine.blocks import NOWHERE, State
+from farpool.engine.copies import NoRoomError
 from farpool.engine.messages import Mode, Move, Run
-from farpool.engine.residency import NoRoomError, Residency
+from farpool.engine.residency import Residency
 from farpool.engine.tape import SPARE, coming_use
 
 __all__ = ["Placement"]

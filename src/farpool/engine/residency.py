@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from farpool._native import NextUse
 from farpool.engine.arena import ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable, State
+from farpool.engine.copies import Copies, NoRoomError
 from farpool.engine.credit import Busy, Credit, Rate
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
 from farpool.engine.tape import NEVER, coming_use
 
-__all__ = ["Counters", "NoRoomError", "Residency"]
-
-
-class NoRoomError(Exception):
-    """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""
+__all__ = ["Counters", "Residency"]
 
 
 @dataclass(slots=True)
@@ -65,7 +62,7 @@ class Residency:
     def __init__(self, capacity: int, spaces: Sequence[Space | None], classes: tuple[str, ...], alignment: int) -> None:
         self.blocks = BlockTable(classes)
         self.arena = ArenaMap(capacity, alignment)
-        self.spaces = list(spaces)
+        self.copies = Copies(self.blocks, self.arena, spaces, self._may_lose_copy)
         self.counters = Counters()
         self.commands: list[Transfer | Move] = []
         self.raised: list[int] = []
@@ -73,15 +70,12 @@ class Residency:
         self.transfers: dict[int, Transfer] = {}
         self.moving: dict[int, int] = {}
         """The transfer under way for a block."""
-        self.sources: dict[int, list[Piece]] = {}
-        """Clean copies in read-only sources; `Piece.place` is relative to the block's start."""
         self.evictable = NextUse()
         self.stuck: dict[int, BaseException] = {}
         self.faults: dict[int, BaseException] = {}
         """Blocks whose last fetch failed while somebody waited for it, who takes the error."""
         self.shunned: set[int] = set()
         """Blocks whose last prefetch failed: left alone until they are accessed."""
-        self._barred: dict[int, set[int]] = {}
         self.hollow: set[int] = set()
         self._prefetched: set[int] = set()
         self.ahead_bytes = 0
@@ -105,9 +99,6 @@ class Residency:
         if run.count == 1:
             return self.arena.rounded(size[run.first])
         return sum(self.arena.rounded(size[b]) for b in range(run.first, run.first + run.count))
-
-    def has_copy(self, block: int) -> bool:
-        return self.blocks.tier[block] != NOWHERE or block in self.sources
 
     def place_of(self, run: Run) -> int:
         """Arena offset of a run that is resident and contiguous, else NOWHERE."""
@@ -141,13 +132,13 @@ class Residency:
             if not blocks.pins[block]:
                 self.evictable.remove(block)
             blocks.pins[block] += 1
-            if run.mode != Mode.READ or not self.has_copy(block):
+            if run.mode != Mode.READ or not self.copies.has(block):
                 self.soil(block)
 
     def soil(self, block: int) -> None:
         """The block's bytes are not those of its copy any more."""
         self.blocks.dirty[block] = 1
-        self.sources.pop(block, None)
+        self.copies.sources.pop(block, None)
         self.hollow.discard(block)
 
     def enter(self, block: int) -> None:
@@ -195,13 +186,11 @@ class Residency:
         self.faults.pop(block, None)
         place, size = blocks.place[block], blocks.size[block]
         pieces: tuple[Piece, ...] = ()
-        if self.has_copy(block):
+        if self.copies.has(block):
             if mode == Mode.OVERWRITE:
                 self.hollow.add(block)
-            elif block in self.sources:
-                pieces = tuple(piece._replace(place=place + piece.place) for piece in self.sources[block])
             else:
-                pieces = (Piece(blocks.tier[block], blocks.copy[block], place, size),)
+                pieces = self.copies.pieces(block, place)
         if pieces and use is None:
             self.counters.demand_fetches += 1
         elif pieces:
@@ -253,7 +242,6 @@ class Residency:
             No lower tier takes it; it stays.
         """
         blocks = self.blocks
-        size = blocks.size[block]
         self.lost = min(self.lost, coming_use(blocks.next_use[block]))
         if block in self.moving:  # rescued before, and its write-back still runs: let it leave after all
             self._write_out(block, self.moving[block])
@@ -262,42 +250,16 @@ class Residency:
             self.leave(block)
             self.counters.evictions += 1
             return
-        if blocks.tier[block] == NOWHERE:
-            tier, offset = self._reserve(block, size)
-            blocks.tier[block], blocks.copy[block] = tier, offset
-        piece = Piece(blocks.tier[block], blocks.copy[block], blocks.place[block], size)
+        self.copies.reserve(block)
+        piece = self.copies.extent(block, blocks.place[block])
         number = self._start(Kind.WRITE_BACK, block, (piece,), (), demand=False)
         self.counters.write_backs += 1
         self._write_out(block, number)
 
-    def _reserve(self, block: int, size: int) -> tuple[int, int]:
-        for tier, space in enumerate(self.spaces):
-            if space is None or tier in self._barred.get(block, ()):
-                continue
-            offset = space.reserve(size, self.blocks.class_of(block))
-            while offset is None and self._give_way(tier, size):
-                offset = space.reserve(size, self.blocks.class_of(block))
-            if offset is not None:
-                return tier, offset
-        raise NoRoomError(block, size)
-
-    def _give_way(self, tier: int, size: int) -> bool:
-        """In a full tier, drop the copy of a block that is resident anyway: a stale one, else a clean one."""
-        blocks = self.blocks
-        found = NOWHERE
-        for block in self.arena.owners():
-            if blocks.tier[block] == tier and blocks.size[block] >= size and block not in self.hollow:
-                if blocks.state[block] != State.RESIDENT or block in self.moving:
-                    continue
-                if found == NOWHERE or blocks.dirty[block]:
-                    found = block
-                if blocks.dirty[block]:
-                    break
-        if found == NOWHERE:
-            return False
-        self._drop_copy(found)
-        blocks.dirty[found] = 1
-        return True
+    def _may_lose_copy(self, block: int) -> bool:
+        """Whether the block's content is safe here, so that it can do without its copy."""
+        resident = self.blocks.state[block] == State.RESIDENT
+        return resident and block not in self.moving and block not in self.hollow
 
     def _write_out(self, block: int, number: int) -> None:
         """Promise the block's range to others, who wait for the write."""
@@ -334,22 +296,12 @@ class Residency:
         blocks = self.blocks
         if blocks.state[block] == State.RESIDENT:
             self.leave(block)
-        self._drop_copy(block)
+        self.copies.drop(block)
+        self.copies.unbar(block)
         self._not_ahead(block)
-        self._barred.pop(block, None)
         self.stuck.pop(block, None)
         self.faults.pop(block, None)
         self.shunned.discard(block)
-
-    def _drop_copy(self, block: int) -> None:
-        blocks = self.blocks
-        self.sources.pop(block, None)
-        tier = blocks.tier[block]
-        if tier != NOWHERE:
-            space = self.spaces[tier]
-            assert space is not None
-            space.free(blocks.copy[block], blocks.size[block], blocks.class_of(block))
-            blocks.tier[block] = blocks.copy[block] = NOWHERE
 
     # ---- completions --------------------------------------------------------------------------------------------
 
@@ -371,7 +323,7 @@ class Residency:
                     self.credit.fetched(blocks.size[block], computing, writing, ahead=not transfer.demand)
             return
         self.writing.note(start, end)
-        self._barred.pop(block, None)
+        self.copies.unbar(block)
         blocks.dirty[block] = 0
         self.arena.remove_hazard(number)
         if blocks.state[block] == State.WRITING_BACK:
@@ -408,14 +360,7 @@ class Residency:
             if not self.arena.take(block, blocks.place[block], blocks.size[block]):
                 raise AssertionError(f"block {block}: its range was given away before its write-back had completed")
             blocks.state[block] = State.RESIDENT
-        tier = transfer.pieces[0].tier
-        space = self.spaces[tier]
-        assert space is not None
-        space.free(blocks.copy[block], blocks.size[block], blocks.class_of(block))
-        blocks.tier[block] = blocks.copy[block] = NOWHERE
-        barred = self._barred.setdefault(block, set())
-        barred.add(tier)
-        if all(space is None or index in barred for index, space in enumerate(self.spaces)):
+        if not self.copies.bar(block):
             self.evictable.remove(block)
             self.stuck[block] = error
         elif not blocks.pins[block]:
@@ -436,7 +381,7 @@ class Residency:
         error = next(iter(self.stuck.values()), None)
         stuck, self.stuck = self.stuck, {}
         for block in stuck:
-            self._barred.pop(block, None)
+            self.copies.unbar(block)
             if self.blocks.state[block] == State.RESIDENT and not self.blocks.pins[block]:
                 self.enter(block)
         return error
