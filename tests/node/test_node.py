@@ -119,6 +119,20 @@ def test_a_restarted_node_has_port_name_and_leases_as_before() -> None:
             assert again.call("leases", soon()) == {"leases": [[lease, 1 << 20]]}
 
 
+def test_a_node_of_a_test_keeps_its_port_while_it_does_not_run() -> None:
+    with running_node("1MiB") as node:
+        address = node.address
+        node.kill()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        with pytest.raises(ConnectionError):
+            dial(parse_address(address), "data", deadline=soon())
+        node.start()
+        assert node.address == address
+        with control(node) as calls:
+            assert calls.call("stats", soon())["capacity"] == 1 << 20
+
+
 def test_an_ephemeral_node_leaves_nothing_and_takes_nothing_over() -> None:
     with running_node() as node:
         with control(node) as calls:
@@ -161,11 +175,10 @@ def test_more_memory_than_there_is_is_refused_before_anything_is_made(tmp_path: 
 def test_what_a_node_left_behind_counts_as_room_for_its_next_start(tmp_path: Path) -> None:
     folder = tmp_path / "n"
     folder.mkdir(mode=0o700)
-    state = os.statvfs(folder)
-    free = state.f_bavail * state.f_frsize
     with (folder / "lease-1.data").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 64 << 20)
-    Folder(folder).check(free - (16 << 20))  # more than is free now, less than was
+        os.posix_fallocate(file.fileno(), 0, 128 << 20)
+    state = os.statvfs(folder)  # now, as others use the file system, too
+    Folder(folder).check(state.f_bavail * state.f_frsize + (64 << 20))
 
 
 def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:

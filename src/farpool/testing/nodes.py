@@ -7,6 +7,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ class RunningNode:
     options : sequence of str
         Options of the command, without ``--listen``, ``--folder``, ``--name`` and ``--json``.
     listen : str
-        ``HOST:PORT``; later starts use the port that the first one got.
+        ``HOST:PORT``; port 0 is one that is free and stays this node's until `close`, also while it does not run.
     environment : mapping, optional
         Environment variables that the process has besides those of this one.
     timeout : float
@@ -67,6 +68,7 @@ class RunningNode:
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._port: socket.socket | None = None
 
     @property
     def pid(self) -> int:
@@ -83,8 +85,9 @@ class RunningNode:
         """Start the process and wait until it is ready; RuntimeError with its log if it ends or takes too long."""
         if self._process is not None:
             raise RuntimeError(f"the node at {self.address} runs already")
+        if self._listen.endswith(":0"):
+            self._port, self._listen = _reserved(self._listen)
         command = [sys.executable, "-c", _PROGRAM, "node", "--listen", self._listen, "--folder", str(self.folder)]
-        # The same name at each start, as the port is known to the second one only.
         command += ["--name", self.folder.name, "--json", *self._options]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **self._environment}
@@ -95,7 +98,6 @@ class RunningNode:
             self.kill()
             raise
         self.address = self.ready["address"]
-        self._listen = self.address.removeprefix("tcp://")
 
     def kill(self) -> None:
         """End the process with SIGKILL. Nothing happens if there is none."""
@@ -142,9 +144,11 @@ class RunningNode:
         self.start()
 
     def close(self) -> None:
-        """End the process and remove the folder. Idempotent."""
+        """End the process, remove the folder and give the port back. Idempotent."""
         self.kill()
         self._log.close()
+        if self._port is not None:
+            self._port.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -229,6 +233,26 @@ def running_node(
         node.close()
 
 
+def _reserved(listen: str) -> tuple[socket.socket, str]:
+    """A socket that keeps a free port from others, and ``HOST:PORT`` with it.
+
+    Both it and the node share their addresses and only the node listens: then the node gets the port, but nobody who
+    asks for any free one.
+    """
+    host = listen.rpartition(":")[0]
+    family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+    port = socket.socket(family, kind)
+    try:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(target)
+    except BaseException:
+        port.close()
+        raise
+    return port, f"{host}:{port.getsockname()[1]}"
+
+
 def _state(stat: Path) -> str:
-    """A thread's state, one letter: what stands behind its name, which may contain anything."""
-    return stat.read_text().rpartition(")")[2].split()[0]
+    """A thread's state, one letter: what stands behind its name, which may contain anything. "T" for one that ends."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return stat.read_text().rpartition(")")[2].split()[0]
+    return "T"
