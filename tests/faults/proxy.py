@@ -45,7 +45,11 @@ class FlippingProxy:
 
     def _accept(self) -> None:
         client, _ = self._listening.accept()
-        node = socket.create_connection((self._target.host, self._target.port), timeout=10)
+        try:
+            node = socket.create_connection((self._target.host, self._target.port), timeout=10)
+        except OSError:
+            client.close()
+            return
         for one, other in ((client, node), (node, client)):
             one.settimeout(10)
             self._others[one] = other

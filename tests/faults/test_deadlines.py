@@ -71,7 +71,7 @@ def test_several_nodes_that_are_stopped_share_one_deadline(replicas: int) -> Non
         lambda store: store.get(KEYS[0]),
         lambda store: store.delete(KEYS[0]),
     ]
-    timeout, slack = 2.0, 1.5
+    timeout, slack = 3.0, 2.8  # less than a second deadline
     with Forge() as forge, contextlib.ExitStack() as stack:
         nodes = [forge.node() for _ in range(3)]
         addresses = [node.address for node in nodes]
@@ -131,11 +131,10 @@ def test_a_node_that_is_stopped_in_the_handshake_is_a_timeout(node: ForgedNode) 
 
 def test_the_breaker_opens_and_names_the_cause_and_closes_when_the_node_is_back(node: ForgedNode) -> None:
     with Store(node.address, timeout=TIMEOUT, transport="tcp") as store:
-        store.put("key", b"value")
+        persist(lambda: store.put("key", b"value"))
         node.stop()
         timed_out(node, lambda: store.get("key"))
-        with pytest.raises(NodeError, match=f"{node.address} is not asked.* did not answer"):
-            store.get("key")
+        not_asked(node, lambda: store.get("key"))
         [status] = store.nodes()
         assert status.breaker == "open"
         assert status.failing > 0
@@ -143,6 +142,17 @@ def test_the_breaker_opens_and_names_the_cause_and_closes_when_the_node_is_back(
         node.cont()
         assert persist(lambda: store.get("key")) == b"value"
         assert store.nodes()[0].breaker == "closed"
+
+
+def not_asked(node: ForgedNode, act: Callable[[], object]) -> None:
+    """The breaker is open. Where this process was so slow that it was a probe, it stays open for longer."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with pytest.raises(NodeError, match=f"{node.address}.* did not answer") as caught:
+            act()
+        if f"{node.address} is not asked" in str(caught.value):
+            return
+        assert time.monotonic() < deadline
 
 
 def persist(act: Callable[[], object]) -> object:
@@ -180,7 +190,7 @@ def test_a_node_that_is_stopped_in_the_middle_of_a_large_object_is_a_timeout(nod
 def interrupted(node: ForgedNode, value: bytes | None, after: float) -> object:
     """What comes of putting a value, or of getting one, while the node is stopped and goes on after the deadline."""
     with Store(node.address, timeout=TIMEOUT, transport="tcp") as store:
-        store.stat("key")
+        persist(lambda: store.stat("key"))
         buffer = bytearray(LARGE)
         outcome: list[object] = []
         act = (lambda: store.get_into("key", buffer)) if value is None else (lambda: store.put("key", value))
@@ -208,7 +218,7 @@ def attempted(act: Callable[[], object]) -> object:
 
 def test_a_node_that_comes_back_does_not_get_all_writes_at_once(node: ForgedNode) -> None:
     with Store(node.address, timeout=TIMEOUT, transport="tcp") as store, counting(node) as puts:
-        store.put("key", b"value")
+        persist(lambda: store.put("key", b"value"))
         node.stop()
         timed_out(node, lambda: store.get("key"))
         node.cont()
