@@ -16,7 +16,7 @@ from farpool.errors import ChecksumError
 from farpool.store import Store
 from farpool.testing.nodes import running_node
 from farpool.transport.frames import Op, Status
-from tests.node.nodes import Peer, node, reader
+from tests.node.nodes import Peer, node, reader, until
 
 MIB = 1 << 20
 
@@ -157,7 +157,8 @@ def test_a_killed_node_adopts_what_is_in_the_file(transport: str, file: Path) ->
     ):
         for key, value in values.items():
             store.put(key, value)
-        time.sleep(0.5)  # what is still on its way to the file when the node is killed is lost
+        # What is still on its way to the file when the node is killed is lost; until then it is held like a pin.
+        until(lambda: not any(info.pins for info in store.objects()), "the file was not written")
         process.kill()
         process.start()
         assert [store.get(key) for key in values] == list(values.values())
@@ -174,9 +175,8 @@ def test_a_damaged_file_is_found(tmp_path: Path, file: Path) -> None:
         for key, value in values.items():
             peer.put(key, value)
         deadline = time.monotonic() + 30
-        while running.stats()["nvme_used"] == 0:
-            assert time.monotonic() < deadline
-        time.sleep(0.5)
+        assert running.stats()["nvme_used"] > 0
+        until(lambda: not any(pins for *_, pins in running.list(0, b"", b"", 128)), "the file was not written")
         descriptor = os.open(file, os.O_WRONLY)
         nbytes = os.fstat(descriptor).st_size
         for offset in range(4096, nbytes, 4096):

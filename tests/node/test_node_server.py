@@ -86,11 +86,25 @@ def test_an_expired_object_is_missing_and_its_generation_stays_known(server: _na
     assert peer.put(b"swept", b"payload", at=swept).status == Status.STALE
 
 
+def milliseconds() -> int:
+    return int(time.time() * 1000)
+
+
+def expiry_of(peer: Peer, key: bytes) -> int:
+    _, expiry, _, _ = struct.unpack("<QQII", peer.ask(Op.STAT, key).meta)
+    return int(expiry)
+
+
 def test_touch_moves_the_expiry(peer: Peer) -> None:
-    number = peer.published(b"key", b"payload", expiry=int(time.time() * 1000) + 50)
+    number = peer.published(b"key", b"payload", expiry=milliseconds() + 3_600_000)
     assert peer.ask(Op.TOUCH, struct.pack("<Q", 0) + b"key").generation == number
-    time.sleep(0.07)
+    assert expiry_of(peer, b"key") == 0
+    later = milliseconds() + 7_200_000
+    assert peer.ask(Op.TOUCH, struct.pack("<Q", later) + b"key").generation == number
+    assert expiry_of(peer, b"key") == later
     assert peer.get(b"key").payload == b"payload"
+    assert peer.ask(Op.TOUCH, struct.pack("<Q", milliseconds()) + b"key").generation == number
+    assert peer.get(b"key").status == Status.MISSING
     assert peer.ask(Op.TOUCH, struct.pack("<Q", 0) + b"other").status == Status.MISSING
 
 
