@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import subprocess
@@ -244,7 +245,11 @@ def test_a_port_and_its_tier_in_a_circle_are_collected() -> None:
 
 
 def thread_names() -> list[str]:
-    return [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return names
 
 
 def test_threads_have_names(queue: Queue, memory: Memory) -> None:

@@ -223,7 +223,7 @@ def test_a_tier_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> Non
     with pytest.raises(farpool.ConfigError):
         Pool("1MiB", [Nvme(first, "1MiB", name="a"), Nvme(tmp_path / "no" / "second.pool", "1MiB", name="b")])
     assert not first.exists()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what earlier tests left may be gone by now
 
 
 def test_a_corrupted_block_is_a_typed_error_with_tier_and_block() -> None:

@@ -358,7 +358,7 @@ def test_a_tier_that_is_full_on_purpose_is_a_typed_error_and_works_when_it_has_r
 
 
 def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_closed() -> None:
-    tier = Faulty(Dram("1MiB"), script={}, stall_seconds=5.0)
+    tier = Faulty(Dram("1MiB"), script={}, stall_seconds=60.0)
     started = time.monotonic()
     with Pool("32KiB", [tier], timeout=0.5) as pool:
         tensor = pool.from_tensor(randn(4000))
@@ -368,4 +368,4 @@ def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_clos
             tensor.sum()
         assert caught.value.tier == "dram"
         check_accounts(pool)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 50

@@ -313,7 +313,7 @@ def test_a_restarted_node_still_has_what_was_written(node: RunningNode, transpor
 
 
 def test_memory_outlives_a_restart_also_when_the_program_is_busy_with_other_things() -> None:
-    with running_node(grace=2.0) as node, Remote(node.address, size=MIB, transport="tcp") as tier:
+    with running_node(grace=3.0) as node, Remote(node.address, size=MIB, transport="tcp") as tier:
         extent, data = put(tier, 1000)
         node.restart()
         time.sleep(4.0)  # longer than the grace
@@ -338,7 +338,7 @@ def test_what_an_ephemeral_node_has_forgotten_is_an_error_that_says_so() -> None
 
 
 def test_a_stopped_node_is_an_error_with_its_name_within_the_deadline(node: RunningNode) -> None:
-    with Remote(node.address, size=8 * MIB, transport="tcp", timeout=0.5) as tier:
+    with Remote(node.address, size=8 * MIB, transport="tcp", timeout=1) as tier:
         extent, data = put(tier, 2 * MIB)
         with node.suspended():
             begin = time.monotonic()
@@ -351,13 +351,13 @@ def test_a_stopped_node_is_an_error_with_its_name_within_the_deadline(node: Runn
 
 
 def test_mapped_memory_needs_no_answer_of_a_stopped_node(node: RunningNode) -> None:
-    with Remote(node.address, size=MIB, transport="mapped", timeout=0.5) as tier, node.suspended():
+    with Remote(node.address, size=MIB, transport="mapped", timeout=1) as tier, node.suspended():
         extent, data = put(tier, 1000)
         assert get(tier, extent) == data
 
 
 def test_closing_does_not_wait_long_for_a_node_that_is_gone(node: RunningNode) -> None:
-    tier = Remote(node.address, size=MIB, timeout=0.5)
+    tier = Remote(node.address, size=MIB, timeout=1)
     tier.open()
     with node.suspended():
         begin = time.monotonic()
@@ -387,7 +387,7 @@ def test_a_node_killed_during_transfers_gives_typed_errors_and_no_wrong_byte(
                 failures.append(error)
                 return
 
-    with Remote(pair[0], node.address, size=32 * MIB, transport="tcp", timeout=2) as tier:
+    with Remote(pair[0], node.address, size=32 * MIB, transport="tcp", timeout=10) as tier:
         kept, content = put(tier, 4 * MIB, seed)
         threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(3)]
         for thread in threads:
@@ -410,7 +410,7 @@ def test_a_node_killed_during_transfers_gives_typed_errors_and_no_wrong_byte(
 
 
 def test_a_pool_names_tier_node_and_block_and_goes_on_when_the_node_is_back(node: RunningNode) -> None:
-    with Pool("256KiB", [Remote(node.address, size="8MiB", transport="tcp", timeout=1)], timeout=20) as pool:
+    with Pool("256KiB", [Remote(node.address, size="8MiB", transport="tcp", timeout=10)], timeout=20) as pool:
         tensors = [pool.full((1 << 15,), float(number)) for number in range(16)]  # 128 KiB each
         assert all(tensor.sum() == number << 15 for number, tensor in enumerate(tensors))
         node.kill()

@@ -225,7 +225,7 @@ def test_readers_of_objects_that_are_overwritten_and_evicted_see_whole_ones_only
         publisher = threading.Thread(target=publish)
         publisher.start()
         hits = 0
-        until = soon(30)
+        until = soon(60)
         try:
             while (hits < 3000 or len(published) < 300) and time.monotonic() < until:
                 for key in keys:
