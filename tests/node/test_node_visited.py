@@ -27,18 +27,18 @@ from tests.node.nodes import PATIENCE, Peer, generation, node, reader
 HEADER = 4096
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-# Reads an object again and again; says when it has begun, and at the end how often it did.
+# Reads objects over and over until its input has ended, and once more. Says that it has begun, then how often.
 READER = """
-import sys, time
+import select, sys, time
 from farpool import Store
 with Store(sys.argv[1], transport="mapped", timeout=20) as store:
-    count = 0
     print("ready", flush=True)
-    end = time.monotonic() + float(sys.argv[2])
-    while time.monotonic() < end:
+    count, told, limit = 0, False, time.monotonic() + 60
+    while not told and time.monotonic() < limit:
+        told = bool(select.select([sys.stdin], [], [], 0)[0])
         for n in range(50):
             assert store.get(f"key {n}") == b"value" * 100
-            count += 1
+        count += 1
     print(count, flush=True)
 """
 
@@ -102,8 +102,9 @@ def test_a_reader_that_would_cut_the_marks_off_does_not_end_another_one() -> Non
     with running_node() as running, Store(running.address, transport="mapped", timeout=20) as store:
         store.put_many({f"key {n}": b"value" * 100 for n in range(50)})
         other = subprocess.Popen(
-            [sys.executable, "-c", READER, running.address, "1.5"], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", READER, running.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        assert other.stdin is not None
         assert other.stdout is not None
         try:
             assert other.stdout.readline() == "ready\n"
@@ -113,6 +114,7 @@ def test_a_reader_that_would_cut_the_marks_off_does_not_end_another_one() -> Non
                         os.ftruncate(file, 0)
                     os.pwrite(file, bytes(1000), HEADER)  # it may forget visits, no more
                     time.sleep(0.005)
+                other.stdin.close()
                 assert int(other.stdout.readline()) > 0
                 assert other.wait(PATIENCE) == 0
                 assert marked(file) == 50
