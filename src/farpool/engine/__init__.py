@@ -5,8 +5,8 @@ calls give the same transfers, always; so a run can be replayed from its seed, a
 """
 
 from farpool.engine.arena import ALIGNMENT
+from farpool.engine.backing import NoRoomError
 from farpool.engine.blocks import NOWHERE, State
-from farpool.engine.copies import NoRoomError
 from farpool.engine.engine import Engine
 from farpool.engine.line import Access, TooLargeError
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer

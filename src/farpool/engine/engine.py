@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farpool.engine.arena import ALIGNMENT, ArenaMap
+from farpool.engine.backing import NoRoomError
 from farpool.engine.blocks import NOWHERE, BlockTable, State
-from farpool.engine.copies import NoRoomError
 from farpool.engine.line import Access, Line, TooLargeError
 from farpool.engine.lookahead import LookAhead
 from farpool.engine.messages import Mode, Move, Piece, Run, Space, Transfer
@@ -91,7 +91,7 @@ class Engine:
 
     def add_source(self) -> int:
         """Make known another read-only source; returns its index among the tiers."""
-        return self._residency.copies.add_source()
+        return self._residency.backing.add_source()
 
     def create(self, sizes: list[int], cls: str = "bytes") -> int:
         """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
@@ -99,7 +99,7 @@ class Engine:
 
     def adopt(self, block: int, piece: Piece) -> None:
         """Part of this absent block's clean copy lies in a source; ``piece.place`` is relative to the block."""
-        self._residency.copies.adopt(block, piece)
+        self._residency.backing.adopt(block, piece)
 
     def can_adopt(self, block: int) -> bool:
         """Whether the block is absent and its content, if any, is a source's."""
@@ -205,7 +205,7 @@ class Engine:
         residency, look_ahead, record = self._residency, self._look_ahead, self.tape.record
         blocks, evictable = residency.blocks, residency.evictable
         pins, dirty, last_use, next_use = blocks.pins, blocks.dirty, blocks.last_use, blocks.next_use
-        expected, has_copy = residency.expects_use, residency.copies.has
+        expected, has_copy = residency.expects_use, residency.backing.has
         total = 0
         for run in runs:
             first, count = run.first, run.count
@@ -244,7 +244,7 @@ class Engine:
         if run.table >= 0:
             key = self.tape.record_table(blocks.name[run.table], busy if first else 0.0)
         else:
-            created = blocks.state[run.first] == State.ABSENT and not residency.copies.has(run.first)
+            created = blocks.state[run.first] == State.ABSENT and not residency.backing.has(run.first)
             nbytes = residency.run_bytes(run)
             key = self.tape.record(blocks.name[run.first], run.count, nbytes, created, busy if first else 0.0)
             key = self._look_ahead.noted(run, key, nbytes)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from farpool.engine.backing import NoRoomError
 from farpool.engine.blocks import NOWHERE
-from farpool.engine.copies import NoRoomError
 from farpool.engine.messages import Mode, Run
 from farpool.engine.placement import Placement
 

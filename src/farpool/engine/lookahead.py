@@ -269,7 +269,7 @@ class LookAhead:
         residency, blocks = self._residency, self._residency.blocks
         for name in self._strides.coming(_STRIDES_AHEAD):
             block = blocks.named(name) if name >= 0 else NOWHERE
-            if block == NOWHERE or not residency.copies.has(block):
+            if block == NOWHERE or not residency.backing.has(block):
                 return
             if blocks.state[block] != State.ABSENT or block in residency.shunned:
                 continue

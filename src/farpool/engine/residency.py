@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from farpool._native import NextUse
 from farpool.engine.arena import ArenaMap
+from farpool.engine.backing import Backing, NoRoomError
 from farpool.engine.blocks import NOWHERE, BlockTable, State
-from farpool.engine.copies import Copies, NoRoomError
 from farpool.engine.credit import Busy, Credit, Rate
 from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
 from farpool.engine.tape import NEVER, coming_use
@@ -62,7 +62,7 @@ class Residency:
     def __init__(self, capacity: int, spaces: Sequence[Space | None], classes: tuple[str, ...], alignment: int) -> None:
         self.blocks = BlockTable(classes)
         self.arena = ArenaMap(capacity, alignment)
-        self.copies = Copies(self.blocks, self.arena, spaces, self._may_lose_copy)
+        self.backing = Backing(self.blocks, self.arena, spaces, self._may_lose_copy)
         self.counters = Counters()
         self.commands: list[Transfer | Move] = []
         self.raised: list[int] = []
@@ -132,13 +132,13 @@ class Residency:
             if not blocks.pins[block]:
                 self.evictable.remove(block)
             blocks.pins[block] += 1
-            if run.mode != Mode.READ or not self.copies.has(block):
+            if run.mode != Mode.READ or not self.backing.has(block):
                 self.soil(block)
 
     def soil(self, block: int) -> None:
         """The block's bytes are not those of its copy any more."""
         self.blocks.dirty[block] = 1
-        self.copies.sources.pop(block, None)
+        self.backing.sources.pop(block, None)
         self.hollow.discard(block)
 
     def enter(self, block: int) -> None:
@@ -186,11 +186,11 @@ class Residency:
         self.faults.pop(block, None)
         place, size = blocks.place[block], blocks.size[block]
         pieces: tuple[Piece, ...] = ()
-        if self.copies.has(block):
+        if self.backing.has(block):
             if mode == Mode.OVERWRITE:
                 self.hollow.add(block)
             else:
-                pieces = self.copies.pieces(block, place)
+                pieces = self.backing.pieces(block, place)
         if pieces and use is None:
             self.counters.demand_fetches += 1
         elif pieces:
@@ -250,8 +250,8 @@ class Residency:
             self.leave(block)
             self.counters.evictions += 1
             return
-        self.copies.reserve(block)
-        piece = self.copies.extent(block, blocks.place[block])
+        self.backing.reserve(block)
+        piece = self.backing.extent(block, blocks.place[block])
         number = self._start(Kind.WRITE_BACK, block, (piece,), (), demand=False)
         self.counters.write_backs += 1
         self._write_out(block, number)
@@ -296,8 +296,8 @@ class Residency:
         blocks = self.blocks
         if blocks.state[block] == State.RESIDENT:
             self.leave(block)
-        self.copies.drop(block)
-        self.copies.unbar(block)
+        self.backing.drop(block)
+        self.backing.unbar(block)
         self._not_ahead(block)
         self.stuck.pop(block, None)
         self.faults.pop(block, None)
@@ -323,7 +323,7 @@ class Residency:
                     self.credit.fetched(blocks.size[block], computing, writing, ahead=not transfer.demand)
             return
         self.writing.note(start, end)
-        self.copies.unbar(block)
+        self.backing.unbar(block)
         blocks.dirty[block] = 0
         self.arena.remove_hazard(number)
         if blocks.state[block] == State.WRITING_BACK:
@@ -360,7 +360,7 @@ class Residency:
             if not self.arena.take(block, blocks.place[block], blocks.size[block]):
                 raise AssertionError(f"block {block}: its range was given away before its write-back had completed")
             blocks.state[block] = State.RESIDENT
-        if not self.copies.bar(block):
+        if not self.backing.bar(block):
             self.evictable.remove(block)
             self.stuck[block] = error
         elif not blocks.pins[block]:
@@ -381,7 +381,7 @@ class Residency:
         error = next(iter(self.stuck.values()), None)
         stuck, self.stuck = self.stuck, {}
         for block in stuck:
-            self.copies.unbar(block)
+            self.backing.unbar(block)
             if self.blocks.state[block] == State.RESIDENT and not self.blocks.pins[block]:
                 self.enter(block)
         return error

@@ -1,4 +1,4 @@
-"""Copies: where below the arena the bytes of blocks lie, in tiers or in sources, and room for them.
+"""Backing: where below the arena the bytes of blocks lie, in tiers or in sources, and room for them.
 
 Placement below is static: a block that has to leave goes to the first tier with room and keeps its place there.
 """
@@ -11,14 +11,14 @@ from farpool.engine.arena import ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable
 from farpool.engine.messages import Piece, Space
 
-__all__ = ["Copies", "NoRoomError"]
+__all__ = ["Backing", "NoRoomError"]
 
 
 class NoRoomError(Exception):
     """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""
 
 
-class Copies:
+class Backing:
     """The copies of blocks; a block has one in a tier, or some of its parts in sources, or none.
 
     Parameters
