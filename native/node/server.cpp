@@ -30,7 +30,8 @@ constexpr auto tick_period = std::chrono::seconds(1);
 }  // namespace
 
 Server::Server(Settings settings)
-    : settings_(std::move(settings)),
+    : owner_(getpid()),
+      settings_(std::move(settings)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       alarm_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       budget_{settings_.capacity},
@@ -80,13 +81,25 @@ Server::Server(Settings settings)
     }
 }
 
-Server::~Server() { stop(); }
+Server::~Server() {
+    if (!ours()) {  // whoever destroys them waits for threads that are not in this process
+        static_cast<void>(new std::thread(std::move(thread_)));
+        static_cast<void>(shelf_.release());
+        return;
+    }
+    stop();
+}
+
+bool Server::ours() const noexcept { return getpid() == owner_; }
 
 void Server::start() {
     thread_ = std::thread([this] { run(); });
 }
 
 void Server::stop() {
+    if (!ours()) {
+        return;
+    }
     stopping_ = true;
     wake();
     if (thread_.joinable()) {
@@ -161,7 +174,11 @@ bool Server::step(int milliseconds) {
             guarded([this] { finish_jobs(); });
             continue;
         }
-        Peer& peer = *peers_.at(found.data.fd);
+        const auto known = peers_.find(found.data.fd);
+        if (known == peers_.end()) {
+            continue;
+        }
+        Peer& peer = *known->second;
         try {
             service(peer, found.events);
         } catch (const std::exception& error) {
@@ -340,7 +357,9 @@ void Server::close_peer(Peer& peer) {
 
 void Server::reap() {
     for (const int fd : closed_) {
-        peers_.erase(fd);  // closes it, and the kernel forgets it
+        // Closing it is not enough: a process that forked off may have the socket, too.
+        epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, fd, nullptr);
+        peers_.erase(fd);
     }
     closed_.clear();
 }

@@ -4,6 +4,8 @@
 // state, and the loop holds it while it works on what epoll has given it, never while it waits.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -57,6 +59,7 @@ public:
     Server& operator=(const Server&) = delete;
 
     void start();
+    // Idempotent. Nothing happens in a process that forked off the one that made it: the threads are not there.
     void stop();
     // Takes the socket over; it is non-blocking from now on.
     void adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights);
@@ -160,7 +163,9 @@ private:
     void note(std::string kind, std::uint64_t session, std::string text);
     Objects& objects_of(std::uint32_t tenant);
     void wake();
+    bool ours() const noexcept;
 
+    const pid_t owner_;
     Settings settings_;
     File epoll_;
     File alarm_;
