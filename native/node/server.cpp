@@ -85,6 +85,7 @@ Server::~Server() {
     if (!ours()) {  // whoever destroys them waits for threads that are not in this process
         static_cast<void>(new std::thread(std::move(thread_)));
         static_cast<void>(shelf_.release());
+        static_cast<void>(freeing_.release());
         return;
     }
     stop();
@@ -105,6 +106,7 @@ void Server::stop() {
     if (thread_.joinable()) {
         thread_.join();
     }
+    freeing_->finish();
     const Hold hold(mutex_);
     if (stopped_) {
         return;

@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "node/freeing.hpp"
 #include "node/leases.hpp"
 #include "node/objects.hpp"
 #include "node/peer.hpp"
@@ -172,6 +173,7 @@ private:
     Budget budget_;
     std::uint64_t lent_ = 0;
     Leases leases_;
+    std::unique_ptr<Freeing> freeing_ = std::make_unique<Freeing>();
     std::unique_ptr<Shelf> shelf_;
     std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
     std::map<Place, Reading> readings_;              // by the extent, which is held meanwhile
