@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::uint64_t most_aside = std::uint64_t{64} << 20;  // bytes on their way to the file
 constexpr int thread_count = 4;
+constexpr unsigned most_reads_ahead = 8;  // of a write that waits
 
 [[noreturn]] void fail(const std::string& path) { throw std::system_error(errno, std::generic_category(), path); }
 
@@ -132,8 +133,7 @@ std::uint64_t Shelf::submit(Job job) {
     job.number = ++jobs_;
     {
         const std::lock_guard lock(mutex_);
-        // Somebody waits for what is read, nobody for what is written.
-        job.write ? queue_.push_back(std::move(job)) : queue_.push_front(std::move(job));
+        (job.write ? writes_ : reads_).push_back(std::move(job));
     }
     ready_.notify_one();
     return jobs_;
@@ -150,15 +150,24 @@ std::vector<Shelf::Done> Shelf::done() {
     return results;
 }
 
+// Somebody waits for what is read, nobody for what is written. But what waits to be written keeps others from leaving memory.
+Shelf::Job Shelf::next() {
+    const bool write = reads_.empty() || (!writes_.empty() && reads_ahead_ >= most_reads_ahead);
+    reads_ahead_ = write ? 0 : reads_ahead_ + 1;
+    std::deque<Job>& queue = write ? writes_ : reads_;
+    Job job = std::move(queue.front());
+    queue.pop_front();
+    return job;
+}
+
 void Shelf::work() {
     std::unique_lock lock(mutex_);
     for (;;) {
-        ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-        if (queue_.empty()) {
+        ready_.wait(lock, [this] { return closing_ || !reads_.empty() || !writes_.empty(); });
+        if (reads_.empty() && writes_.empty()) {
             return;  // closing: what was on its way has been written
         }
-        const Job job = std::move(queue_.front());
-        queue_.pop_front();
+        const Job job = next();
         lock.unlock();
         const bool ok = transfer(job);
         lock.lock();
