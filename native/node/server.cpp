@@ -151,16 +151,6 @@ void Server::run() {
     }
 }
 
-// What fails for want of memory must not end the node.
-template <typename Work>
-void Server::guarded(Work work) {
-    try {
-        work();
-    } catch (const std::exception& error) {
-        note("error", 0, error.what());
-    }
-}
-
 bool Server::step(int milliseconds) {
     std::array<epoll_event, 64> ready{};
     const int count = epoll_wait(epoll_.fd(), ready.data(), static_cast<int>(ready.size()), milliseconds);

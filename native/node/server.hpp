@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -155,8 +156,15 @@ private:
     void close_peer(Peer& peer);
     void reap();
     void tick();
+    // What fails for want of memory must not end the node.
     template <typename Work>
-    void guarded(Work work);
+    void guarded(Work work) {
+        try {
+            work();
+        } catch (const std::exception& error) {
+            note("error", 0, error.what());
+        }
+    }
     void end_preparation(const Place& place, const Preparing& preparing);
     void abort_left_alone(Session& session);
     void free_session(std::uint64_t id, Session& session);

@@ -142,6 +142,7 @@ std::uint64_t Shelf::submit(Job job) {
 std::vector<Shelf::Done> Shelf::done() {
     std::vector<Done> results;
     const std::lock_guard lock(mutex_);
+    results.reserve(done_.size());  // what fails does so before anything is counted
     for (const auto& [result, written] : done_) {
         writing_ -= written;
         results.push_back(result);
