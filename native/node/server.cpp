@@ -215,6 +215,10 @@ void Server::adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uin
 }
 
 Objects& Server::objects_of(std::uint32_t tenant) {
+    if (stopped_ && !objects_.contains(tenant)) {  // nobody would remove its files
+        errno = ESHUTDOWN;
+        fail("making files for a tenant");
+    }
     std::unique_ptr<Objects>& objects = objects_[tenant];
     if (objects == nullptr) {
         std::string text;

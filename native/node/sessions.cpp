@@ -58,6 +58,10 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
         throw;
     }
     const Hold hold(mutex_);
+    if (stopped_) {  // nobody would remove it, or learn of it
+        take_lease_back(*lease);
+        return 0;
+    }
     leases_.add(lease);
     Session& owner = sessions_[session];
     if (owner.connections == 0) {
