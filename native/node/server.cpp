@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "node/hold.hpp"
+#include "signals_blocked.hpp"
 #include "wire/loopback.hpp"
 
 namespace farpool {
@@ -94,6 +95,7 @@ Server::~Server() {
 bool Server::ours() const noexcept { return getpid() == owner_; }
 
 void Server::start() {
+    const SignalsBlocked blocked;
     thread_ = std::thread([this] { run(); });
 }
 

@@ -13,6 +13,8 @@
 #include <system_error>
 #include <utility>
 
+#include "signals_blocked.hpp"
+
 namespace farpool {
 
 namespace {
@@ -87,6 +89,7 @@ Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::fun
         }
     }
     id_ = header.lease;
+    const SignalsBlocked blocked;
     for (int thread = 0; thread < thread_count; ++thread) {
         threads_.emplace_back([this] { work(); });
     }

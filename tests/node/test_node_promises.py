@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 import struct
 import tempfile
 import threading
@@ -161,3 +163,14 @@ def test_what_an_ephemeral_node_is_asked_to_lend_while_it_stops_leaves_no_file()
         asking.join(PATIENCE)
         assert not asking.is_alive()
         assert list(Path(folder).iterdir()) == []
+
+
+def test_the_threads_of_a_node_take_no_signals(tmp_path: Path) -> None:
+    tasks = Path("/proc/self/task")
+    before = {task.name for task in tasks.iterdir()}
+    with node(tmp_path, nvme=str(tmp_path / "far.nvme"), nvme_capacity=MIB):
+        threads = [task for task in tasks.iterdir() if task.name not in before]
+        assert len(threads) == 5  # the loop, and four for the file
+        for thread in threads:
+            (blocked,) = re.findall(r"SigBlk:\s*(\w+)", (thread / "status").read_text())
+            assert int(blocked, 16) & 1 << signal.SIGTERM - 1
