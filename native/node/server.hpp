@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -105,6 +106,7 @@ private:
     };
 
     struct Session {
+        using Promise = std::pair<const Place, Preparing>;
         std::size_t connections = 0;
         Clock::time_point empty_since;
         std::multimap<Place, Pinned> pins;
@@ -146,6 +148,8 @@ private:
     void reply(Peer& peer, Status status, std::uint64_t generation = 0, std::string meta = {});
     void drop_payload(Peer& peer, Status status, std::uint64_t generation = 0, std::string text = {});
     bool may(Peer& peer, std::uint32_t right);
+    std::string_view key_or_refuse(Peer& peer, std::uint32_t right, std::size_t offset = 0, const char* expected = "a key");
+    const Session::Promise* prepared_or_refuse(Peer& peer);
     std::uint64_t reclaimable() const;
     void bad_frame(Peer& peer, const char* what);
     void flush(Peer& peer);
