@@ -75,13 +75,16 @@ void bind_node(nb::module_& m) {
             "lend",
             [](Server& self, std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) {
                 std::uint64_t lease = 0;
+                Server::Stats stats;
                 {
                     nb::gil_scoped_release release;
                     lease = self.lend(session, tenant, nbytes);
+                    if (lease == 0) {
+                        stats = self.stats();
+                    }
                 }
                 if (lease == 0) {
                     const nb::object error = nb::module_::import_("farpool.errors").attr("NodeFullError");
-                    const Server::Stats stats = self.stats();
                     PyErr_SetString(error.ptr(), ("the node cannot lend " + std::to_string(nbytes) + " bytes: it has " +
                                                   std::to_string(stats.capacity) + ", of which " +
                                                   std::to_string(stats.lent) + " are lent and the rest may be pinned")
@@ -161,8 +164,13 @@ void bind_node(nb::module_& m) {
                  return as_dict(stats);
              })
         .def("events", [](Server& self) {
+            std::vector<Server::Event> events;
+            {
+                nb::gil_scoped_release release;
+                events = self.events();
+            }
             nb::list found;
-            for (const Server::Event& event : self.events()) {
+            for (const Server::Event& event : events) {
                 found.append(nb::make_tuple(event.kind, event.session, event.text));
             }
             return found;

@@ -73,22 +73,27 @@ void Server::finish_jobs() {
         return;
     }
     for (const Shelf::Done& done : shelf_->done()) {
-        bool known = false;
-        for (const auto& [tenant, objects] : objects_) {
-            known = known || objects->written(done.job, done.ok);
-        }
-        if (!known) {
-            fetched(done.job, done.ok);
-        }
+        guarded([&] {  // each by itself: what one holds must not stay held because another failed
+            bool known = false;
+            for (const auto& [tenant, objects] : objects_) {
+                known = known || objects->written(done.job, done.ok);
+            }
+            if (!known) {
+                fetched(done.job, done.ok);
+            }
+        });
     }
 }
 
 void Server::fetched(std::uint64_t job, bool ok) {
-    const Place place = jobs_.extract(job).mapped();
+    const auto known = jobs_.extract(job);
+    if (known.empty()) {
+        return;
+    }
+    const Place place = known.mapped();
     const Reading reading = std::move(readings_.extract(place).mapped());
     Objects& objects = *objects_.at(place.first);
     if (!ok) {
-        note("lost", 0, "an object could not be read from the file " + settings_.shelf);
         objects.lose(place.second, reading.generation);
     }
     objects.drop(place.second);
@@ -104,6 +109,9 @@ void Server::fetched(std::uint64_t job, bool ok) {
             note("error", peer.session, error.what());
             close_peer(peer);
         }
+    }
+    if (!ok) {
+        note("lost", 0, "an object could not be read from the file " + settings_.shelf);
     }
 }
 

@@ -124,11 +124,6 @@ std::uint64_t random_word() {
     return word;
 }
 
-std::uint64_t now_milliseconds() {
-    using namespace std::chrono;
-    return static_cast<std::uint64_t>(duration_cast<milliseconds>(system_clock::now().time_since_epoch()).count());
-}
-
 std::uint64_t now_generation() {
     using namespace std::chrono;
     return static_cast<std::uint64_t>(duration_cast<microseconds>(system_clock::now().time_since_epoch()).count()) << 12;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "clock.hpp"
 #include "wire/segment.hpp"
 
 namespace farpool {
@@ -52,7 +53,6 @@ void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes)
 void remove_file(const std::string& path) noexcept;
 
 std::uint64_t random_word();
-std::uint64_t now_milliseconds();   // since 1970
-std::uint64_t now_generation();     // what a clock of now would choose
+std::uint64_t now_generation();  // what a clock of now would choose
 
 }  // namespace farpool

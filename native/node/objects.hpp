@@ -166,7 +166,6 @@ private:
     struct Writing {
         std::uint64_t offset;
         std::uint64_t generation;
-        std::shared_ptr<Aside> payload;
     };
 
     void open(std::uint64_t capacity, bool fresh, std::string& note);
@@ -218,6 +217,7 @@ private:
     std::unique_ptr<Sieve> sieve_;  // of what lies in memory
     std::unique_ptr<Sieve> lower_;  // of what lies in the file
     std::unordered_map<std::uint64_t, Writing> writing_;  // by job
+    std::unordered_map<std::uint64_t, std::shared_ptr<Aside>> leaving_;  // the payloads of those, by the extent's offset
     std::unique_ptr<FreeSpace> space_;
     std::unordered_map<std::uint64_t, Preparation> preparations_;
     std::unordered_map<std::uint64_t, Held> held_;

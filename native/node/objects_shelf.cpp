@@ -84,7 +84,8 @@ bool Objects::demote(std::uint32_t slot) {
     found.slot = moved;
     found.offset = offset;
     hold(found);  // until it has been written, its blocks belong to the writer
-    writing_.emplace(shelf_->write(*block, aside), Writing{offset, entry.generation, aside});
+    leaving_.insert_or_assign(offset, aside);
+    writing_.emplace(shelf_->write(*block, aside), Writing{offset, entry.generation});
     return true;
 }
 
@@ -93,8 +94,9 @@ bool Objects::written(std::uint64_t job, bool ok) {
     if (found == writing_.end()) {
         return false;
     }
-    const Writing writing = std::move(found->second);
+    const Writing writing = found->second;
     writing_.erase(found);
+    leaving_.erase(writing.offset);
     const std::uint32_t slot = slot_at(writing.offset, writing.generation);
     if (slot != Index::none) {
         if (ok) {

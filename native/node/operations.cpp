@@ -106,6 +106,18 @@ bool Server::may(Peer& peer, std::uint32_t right) {
     return false;
 }
 
+// The key that the request ends with; empty where it has been refused: without the right, or because there is no such key.
+std::string_view Server::key_or_refuse(Peer& peer, std::uint32_t right, std::size_t offset, const char* expected) {
+    if (!may(peer, right)) {
+        return {};
+    }
+    const std::string_view key = key_after(peer.meta, offset);
+    if (key.empty()) {
+        reply(peer, Status::bad_request, 0, std::string("expected ") + expected + " of 1 to 256 bytes");
+    }
+    return key;
+}
+
 void Server::answer(Peer& peer) {
     switch (static_cast<Op>(peer.header.op)) {
         case Op::get: return answer_get(peer);
@@ -156,12 +168,9 @@ void Server::finish_put(Peer& peer) {
 }
 
 void Server::answer_get(Peer& peer) {
-    const std::string_view key = key_after(peer.meta, 0);
-    if (!may(peer, rights::read)) {
-        return;
-    }
+    const std::string_view key = key_or_refuse(peer, rights::read);
     if (key.empty()) {
-        return reply(peer, Status::bad_request, 0, "expected a key of 1 to 256 bytes");
+        return;
     }
     ++counts_.gets;
     const Found found = peer.objects->find(key, true);
@@ -185,12 +194,9 @@ void Server::answer_get(Peer& peer) {
 }
 
 void Server::answer_stat(Peer& peer) {
-    const std::string_view key = key_after(peer.meta, 0);
-    if (!may(peer, rights::read)) {
-        return;
-    }
+    const std::string_view key = key_or_refuse(peer, rights::read);
     if (key.empty()) {
-        return reply(peer, Status::bad_request, 0, "expected a key of 1 to 256 bytes");
+        return;
     }
     const Found found = peer.objects->find(key, false);
     reply(peer, found.status, found.generation,
@@ -198,12 +204,9 @@ void Server::answer_stat(Peer& peer) {
 }
 
 void Server::answer_delete(Peer& peer) {
-    const std::string_view key = key_after(peer.meta, 0);
-    if (!may(peer, rights::publish)) {
-        return;
-    }
+    const std::string_view key = key_or_refuse(peer, rights::publish);
     if (key.empty()) {
-        return reply(peer, Status::bad_request, 0, "expected a key of 1 to 256 bytes");
+        return;
     }
     const Outcome outcome = peer.objects->remove(key, peer.header.generation);
     counts_.deletes += outcome.status == Status::done ? 1 : 0;
@@ -211,36 +214,27 @@ void Server::answer_delete(Peer& peer) {
 }
 
 void Server::answer_touch(Peer& peer) {
-    const std::string_view key = key_after(peer.meta, sizeof(std::uint64_t));
-    if (!may(peer, rights::publish)) {
-        return;
-    }
+    const std::string_view key = key_or_refuse(peer, rights::publish, sizeof(std::uint64_t), "an expiry and a key");
     if (key.empty()) {
-        return reply(peer, Status::bad_request, 0, "expected an expiry and a key of 1 to 256 bytes");
+        return;
     }
     const Outcome outcome = peer.objects->touch(key, number_at<std::uint64_t>(peer.meta, 0));
     reply(peer, outcome.status, outcome.generation);
 }
 
 void Server::answer_forget(Peer& peer) {
-    const std::string_view key = key_after(peer.meta, 0);
-    if (!may(peer, rights::publish)) {
-        return;
-    }
+    const std::string_view key = key_or_refuse(peer, rights::publish);
     if (key.empty()) {
-        return reply(peer, Status::bad_request, 0, "expected a key of 1 to 256 bytes");
+        return;
     }
     const Outcome outcome = peer.objects->forget(key, peer.header.generation);
     reply(peer, outcome.status, outcome.generation);
 }
 
 void Server::answer_pin(Peer& peer) {
-    const std::string_view key = key_after(peer.meta, 0);
-    if (!may(peer, rights::read)) {
-        return;
-    }
+    const std::string_view key = key_or_refuse(peer, rights::read);
     if (key.empty()) {
-        return reply(peer, Status::bad_request, 0, "expected a key of 1 to 256 bytes");
+        return;
     }
     if (sessions_[peer.session].pins.size() >= largest_pins) {
         return reply(peer, Status::full, 0, "expected at most " + std::to_string(largest_pins) + " pins of one session");
@@ -283,12 +277,9 @@ void Server::answer_unpin(Peer& peer) {
 
 void Server::answer_prepare(Peer& peer) {
     constexpr std::size_t fixed = 2 * sizeof(std::uint64_t);
-    const std::string_view key = key_after(peer.meta, fixed);
-    if (!may(peer, rights::publish)) {
-        return;
-    }
+    const std::string_view key = key_or_refuse(peer, rights::publish, fixed, "a length, an expiry and a key");
     if (key.empty()) {
-        return reply(peer, Status::bad_request, 0, "expected a length, an expiry and a key of 1 to 256 bytes");
+        return;
     }
     const Prepared prepared =
         peer.objects->prepare(key, number_at<std::uint64_t>(peer.meta, 0),
@@ -302,19 +293,29 @@ void Server::answer_prepare(Peer& peer) {
     reply(peer, Status::done, prepared.generation, packed(prepared.payload));
 }
 
+// What the session has prepared where the request says; null where it has been refused: there is none of that generation.
+const Server::Session::Promise* Server::prepared_or_refuse(Peer& peer) {
+    const auto& prepared = sessions_[peer.session].prepared;
+    const auto found = prepared.find(Place{peer.tenant, number_at<std::uint64_t>(peer.meta, 0)});
+    if (found == prepared.end() || found->second.generation != peer.header.generation) {
+        reply(peer, Status::unknown);
+        return nullptr;
+    }
+    return &*found;
+}
+
 void Server::answer_commit(Peer& peer) {
     if (peer.meta.size() != 2 * sizeof(std::uint64_t)) {
         return reply(peer, Status::bad_request, 0, "expected an offset and a checksum");
     }
-    auto& prepared = sessions_[peer.session].prepared;
-    const auto found = prepared.find(Place{peer.tenant, number_at<std::uint64_t>(peer.meta, 0)});
-    if (found == prepared.end() || found->second.generation != peer.header.generation) {
-        return reply(peer, Status::unknown);
+    const Session::Promise* found = prepared_or_refuse(peer);
+    if (found == nullptr) {
+        return;
     }
     peer.objects->count_lent_out(-1);
     const Outcome outcome = peer.objects->commit(found->second.extent, peer.header.generation,
                                                  number_at<std::uint32_t>(peer.meta, sizeof(std::uint64_t)));
-    prepared.erase(found);
+    sessions_[peer.session].prepared.erase(found->first);
     counts_.puts += outcome.status == Status::done ? 1 : 0;
     reply(peer, outcome.status, outcome.generation);
 }
@@ -323,13 +324,12 @@ void Server::answer_abort(Peer& peer) {
     if (peer.meta.size() != sizeof(std::uint64_t)) {
         return reply(peer, Status::bad_request, 0, "expected the offset of a prepared payload");
     }
-    auto& prepared = sessions_[peer.session].prepared;
-    const auto found = prepared.find(Place{peer.tenant, number_at<std::uint64_t>(peer.meta, 0)});
-    if (found == prepared.end() || found->second.generation != peer.header.generation) {
-        return reply(peer, Status::unknown);
+    const Session::Promise* found = prepared_or_refuse(peer);
+    if (found == nullptr) {
+        return;
     }
     end_preparation(found->first, found->second);
-    prepared.erase(found);
+    sessions_[peer.session].prepared.erase(found->first);
     reply(peer, Status::done);
 }
 

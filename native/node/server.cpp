@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "node/hold.hpp"
+#include "signals_blocked.hpp"
 #include "wire/loopback.hpp"
 
 namespace farpool {
@@ -30,7 +31,8 @@ constexpr auto tick_period = std::chrono::seconds(1);
 }  // namespace
 
 Server::Server(Settings settings)
-    : settings_(std::move(settings)),
+    : owner_(getpid()),
+      settings_(std::move(settings)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       alarm_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       budget_{settings_.capacity},
@@ -80,18 +82,33 @@ Server::Server(Settings settings)
     }
 }
 
-Server::~Server() { stop(); }
+Server::~Server() {
+    if (!ours()) {  // whoever destroys them waits for threads that are not in this process
+        static_cast<void>(new std::thread(std::move(thread_)));
+        static_cast<void>(shelf_.release());
+        static_cast<void>(freeing_.release());
+        return;
+    }
+    stop();
+}
+
+bool Server::ours() const noexcept { return getpid() == owner_; }
 
 void Server::start() {
+    const SignalsBlocked blocked;
     thread_ = std::thread([this] { run(); });
 }
 
 void Server::stop() {
+    if (!ours()) {
+        return;
+    }
     stopping_ = true;
     wake();
     if (thread_.joinable()) {
         thread_.join();
     }
+    freeing_->finish();
     const Hold hold(mutex_);
     if (stopped_) {
         return;
@@ -136,16 +153,6 @@ void Server::run() {
     }
 }
 
-// What fails for want of memory must not end the node.
-template <typename Work>
-void Server::guarded(Work work) {
-    try {
-        work();
-    } catch (const std::exception& error) {
-        note("error", 0, error.what());
-    }
-}
-
 bool Server::step(int milliseconds) {
     std::array<epoll_event, 64> ready{};
     const int count = epoll_wait(epoll_.fd(), ready.data(), static_cast<int>(ready.size()), milliseconds);
@@ -161,7 +168,11 @@ bool Server::step(int milliseconds) {
             guarded([this] { finish_jobs(); });
             continue;
         }
-        Peer& peer = *peers_.at(found.data.fd);
+        const auto known = peers_.find(found.data.fd);
+        if (known == peers_.end()) {
+            continue;
+        }
+        Peer& peer = *known->second;
         try {
             service(peer, found.events);
         } catch (const std::exception& error) {
@@ -206,6 +217,10 @@ void Server::adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uin
 }
 
 Objects& Server::objects_of(std::uint32_t tenant) {
+    if (stopped_ && !objects_.contains(tenant)) {  // nobody would remove its files
+        errno = ESHUTDOWN;
+        fail("making files for a tenant");
+    }
     std::unique_ptr<Objects>& objects = objects_[tenant];
     if (objects == nullptr) {
         std::string text;
@@ -340,7 +355,9 @@ void Server::close_peer(Peer& peer) {
 
 void Server::reap() {
     for (const int fd : closed_) {
-        peers_.erase(fd);  // closes it, and the kernel forgets it
+        // Closing it is not enough: a process that forked off may have the socket, too.
+        epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, fd, nullptr);
+        peers_.erase(fd);
     }
     closed_.clear();
 }

@@ -4,17 +4,22 @@
 // state, and the loop holds it while it works on what epoll has given it, never while it waits.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "node/freeing.hpp"
 #include "node/leases.hpp"
 #include "node/objects.hpp"
 #include "node/peer.hpp"
@@ -57,6 +62,7 @@ public:
     Server& operator=(const Server&) = delete;
 
     void start();
+    // Idempotent. Nothing happens in a process that forked off the one that made it: the threads are not there.
     void stop();
     // Takes the socket over; it is non-blocking from now on.
     void adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights);
@@ -100,6 +106,7 @@ private:
     };
 
     struct Session {
+        using Promise = std::pair<const Place, Preparing>;
         std::size_t connections = 0;
         Clock::time_point empty_since;
         std::multimap<Place, Pinned> pins;
@@ -141,6 +148,8 @@ private:
     void reply(Peer& peer, Status status, std::uint64_t generation = 0, std::string meta = {});
     void drop_payload(Peer& peer, Status status, std::uint64_t generation = 0, std::string text = {});
     bool may(Peer& peer, std::uint32_t right);
+    std::string_view key_or_refuse(Peer& peer, std::uint32_t right, std::size_t offset = 0, const char* expected = "a key");
+    const Session::Promise* prepared_or_refuse(Peer& peer);
     std::uint64_t reclaimable() const;
     void bad_frame(Peer& peer, const char* what);
     void flush(Peer& peer);
@@ -151,8 +160,15 @@ private:
     void close_peer(Peer& peer);
     void reap();
     void tick();
+    // What fails for want of memory must not end the node.
     template <typename Work>
-    void guarded(Work work);
+    void guarded(Work work) {
+        try {
+            work();
+        } catch (const std::exception& error) {
+            note("error", 0, error.what());
+        }
+    }
     void end_preparation(const Place& place, const Preparing& preparing);
     void abort_left_alone(Session& session);
     void free_session(std::uint64_t id, Session& session);
@@ -160,13 +176,16 @@ private:
     void note(std::string kind, std::uint64_t session, std::string text);
     Objects& objects_of(std::uint32_t tenant);
     void wake();
+    bool ours() const noexcept;
 
+    const pid_t owner_;
     Settings settings_;
     File epoll_;
     File alarm_;
     Budget budget_;
     std::uint64_t lent_ = 0;
     Leases leases_;
+    std::unique_ptr<Freeing> freeing_ = std::make_unique<Freeing>();
     std::unique_ptr<Shelf> shelf_;
     std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
     std::map<Place, Reading> readings_;              // by the extent, which is held meanwhile

@@ -58,6 +58,10 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
         throw;
     }
     const Hold hold(mutex_);
+    if (stopped_) {  // nobody would remove it, or learn of it
+        take_lease_back(*lease);
+        return 0;
+    }
     leases_.add(lease);
     Session& owner = sessions_[session];
     if (owner.connections == 0) {
@@ -73,8 +77,9 @@ void Server::take_lease_back(const Lease& lease) {
 }
 
 bool Server::release(std::uint64_t session, std::uint64_t lease) {
+    std::shared_ptr<Lease> found;  // its memory is freed when the loop goes on: for gigabytes that takes seconds
     const Hold hold(mutex_);
-    const std::shared_ptr<Lease> found = leases_.find(session, lease);
+    found = leases_.find(session, lease);
     if (found == nullptr) {
         return false;
     }
@@ -124,9 +129,10 @@ void Server::free_session(std::uint64_t id, Session& session) {
     for (const auto& [place, preparing] : session.prepared) {
         end_preparation(place, preparing);
     }
-    const auto leases = leases_.of(id);
-    for (const auto& lease : leases) {
+    auto leases = leases_.of(id);
+    for (auto& lease : leases) {
         take_lease_back(*lease);
+        freeing_->let_go(std::move(lease));
     }
     if (!session.pins.empty() || !session.prepared.empty() || !leases.empty()) {
         note("freed", id, "a session that has gone held " + std::to_string(session.pins.size()) + " pins, " +

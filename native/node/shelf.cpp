@@ -13,12 +13,15 @@
 #include <system_error>
 #include <utility>
 
+#include "signals_blocked.hpp"
+
 namespace farpool {
 
 namespace {
 
 constexpr std::uint64_t most_aside = std::uint64_t{64} << 20;  // bytes on their way to the file
 constexpr int thread_count = 4;
+constexpr unsigned most_reads_ahead = 8;  // of a write that waits
 
 [[noreturn]] void fail(const std::string& path) { throw std::system_error(errno, std::generic_category(), path); }
 
@@ -86,6 +89,7 @@ Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::fun
         }
     }
     id_ = header.lease;
+    const SignalsBlocked blocked;
     for (int thread = 0; thread < thread_count; ++thread) {
         threads_.emplace_back([this] { work(); });
     }
@@ -132,8 +136,7 @@ std::uint64_t Shelf::submit(Job job) {
     job.number = ++jobs_;
     {
         const std::lock_guard lock(mutex_);
-        // Somebody waits for what is read, nobody for what is written.
-        job.write ? queue_.push_back(std::move(job)) : queue_.push_front(std::move(job));
+        (job.write ? writes_ : reads_).push_back(std::move(job));
     }
     ready_.notify_one();
     return jobs_;
@@ -142,6 +145,7 @@ std::uint64_t Shelf::submit(Job job) {
 std::vector<Shelf::Done> Shelf::done() {
     std::vector<Done> results;
     const std::lock_guard lock(mutex_);
+    results.reserve(done_.size());  // what fails does so before anything is counted
     for (const auto& [result, written] : done_) {
         writing_ -= written;
         results.push_back(result);
@@ -150,15 +154,24 @@ std::vector<Shelf::Done> Shelf::done() {
     return results;
 }
 
+// Somebody waits for what is read, nobody for what is written. But what waits to be written keeps others from leaving memory.
+Shelf::Job Shelf::next() {
+    const bool write = reads_.empty() || (!writes_.empty() && reads_ahead_ >= most_reads_ahead);
+    reads_ahead_ = write ? 0 : reads_ahead_ + 1;
+    std::deque<Job>& queue = write ? writes_ : reads_;
+    Job job = std::move(queue.front());
+    queue.pop_front();
+    return job;
+}
+
 void Shelf::work() {
     std::unique_lock lock(mutex_);
     for (;;) {
-        ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-        if (queue_.empty()) {
+        ready_.wait(lock, [this] { return closing_ || !reads_.empty() || !writes_.empty(); });
+        if (reads_.empty() && writes_.empty()) {
             return;  // closing: what was on its way has been written
         }
-        const Job job = std::move(queue_.front());
-        queue_.pop_front();
+        const Job job = next();
         lock.unlock();
         const bool ok = transfer(job);
         lock.lock();

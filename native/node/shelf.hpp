@@ -82,6 +82,7 @@ private:
     };
 
     std::uint64_t submit(Job job);
+    Job next();
     void work();
     bool transfer(const Job& job) const;
 
@@ -94,7 +95,9 @@ private:
     std::uint64_t writing_ = 0;  // bytes
     std::mutex mutex_;           // guards what follows
     std::condition_variable ready_;
-    std::deque<Job> queue_;
+    std::deque<Job> reads_;
+    std::deque<Job> writes_;
+    unsigned reads_ahead_ = 0;  // since a write had its turn
     std::vector<std::pair<Done, std::uint64_t>> done_;  // with the bytes that were written
     bool closing_ = false;
     std::vector<std::thread> threads_;

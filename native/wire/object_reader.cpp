@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "clock.hpp"
 #include "crc32c.hpp"
 #include "error.hpp"
 #include "wire/frame.hpp"
@@ -22,12 +23,6 @@ namespace {
 // A chain is two or three slots long. One that the node changes while it is walked may lead anywhere, so there is an end.
 constexpr unsigned longest_chain = 1024;
 constexpr std::int64_t looking_period_ms = 10;
-
-std::uint64_t now_ms() noexcept {
-    timespec now{};
-    clock_gettime(CLOCK_REALTIME, &now);
-    return static_cast<std::uint64_t>(now.tv_sec) * 1000 + static_cast<std::uint64_t>(now.tv_nsec) / 1000000;
-}
 
 const char* kind_name(SegmentKind kind) {
     return kind == SegmentKind::index ? "index" : kind == SegmentKind::objects ? "data" : "visited";
@@ -168,7 +163,7 @@ std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) cons
         if (key_of(seen.header) != key) {
             continue;
         }
-        if (seen.header.flags != 0 || (expiry != 0 && expiry <= now_ms())) {
+        if (seen.header.flags != 0 || (expiry != 0 && expiry <= now_milliseconds())) {
             return std::nullopt;
         }
         const std::atomic_ref visited(visited_.at<unsigned char>(segment_header_nbytes)[number]);

@@ -13,7 +13,7 @@ namespace farpool {
 
 namespace {
 
-constexpr std::size_t window = 16;  // pieces asked for and not yet answered, for each node
+constexpr std::size_t window = 16;  // pieces asked for and not yet answered, altogether, times the nodes over the wire
 
 }  // namespace
 
@@ -124,9 +124,12 @@ RemotePort::RemotePort(std::string name, std::vector<RemoteEnd> ends, std::uint6
 RemotePort::~RemotePort() = default;
 
 unsigned RemotePort::concurrency() const noexcept {
-    const bool wired =
-        std::any_of(nodes_.begin(), nodes_.end(), [](const auto& node) { return node->end.memory == nullptr; });
-    return wired ? 4 : 1;
+    return wired_nodes() > 0 ? 4 : 1;
+}
+
+std::size_t RemotePort::wired_nodes() const noexcept {
+    return static_cast<std::size_t>(
+        std::count_if(nodes_.begin(), nodes_.end(), [](const auto& node) { return node->end.memory == nullptr; }));
 }
 
 double RemotePort::deadline() const noexcept { return monotonic_seconds() + timeout_; }
@@ -193,9 +196,10 @@ void RemotePort::attempt(Op op, const std::vector<Piece>& pieces, std::vector<Bo
             wired.push_back(&piece);
         }
     }
+    const std::size_t most_unanswered = window * wired_nodes();
     std::size_t sent = 0;
     const auto send_more = [&](std::size_t received) {
-        for (; sent < wired.size() && sent - received < window * nodes_.size(); ++sent) {
+        for (; sent < wired.size() && sent - received < most_unanswered; ++sent) {
             Borrowed& one = borrowed[wired[sent]->node];
             one.open(deadline());
             send(op, *wired[sent], *one);

@@ -42,6 +42,7 @@ private:
     struct Piece;
     class Borrowed;
 
+    std::size_t wired_nodes() const noexcept;
     std::vector<Piece> cut(std::uint64_t offset, std::byte* memory, std::size_t nbytes) const;
     void transfer(Op op, std::uint64_t offset, std::byte* memory, std::size_t nbytes);
     void attempt(Op op, const std::vector<Piece>& pieces, std::vector<Borrowed>& borrowed);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "crc32c.hpp"
+#include "wire/frame.hpp"
 
 namespace farpool {
 
@@ -42,7 +43,7 @@ const char* segment_fault(const SegmentHeader& header, std::uint64_t file_nbytes
 
 bool is_whole(const ObjectHeader& header, std::uint64_t extent_nbytes, bool with_payload) noexcept {
     if (extent_nbytes < unit_nbytes || std::memcmp(header.magic, object_magic, sizeof object_magic) != 0 ||
-        header.key_nbytes == 0 || header.key_nbytes > 256 || payload_at(header.key_nbytes) > extent_nbytes ||
+        header.key_nbytes == 0 || header.key_nbytes > largest_key || payload_at(header.key_nbytes) > extent_nbytes ||
         (with_payload && header.nbytes > extent_nbytes - payload_at(header.key_nbytes))) {
         return false;
     }

@@ -11,7 +11,8 @@ import pytest
 
 from farpool import _native
 from farpool.transport.frames import Op, Right, Status, pack_frame
-from tests.node.nodes import ALL, PATIENCE, Peer, generation, node, until
+from tests.forking import in_forked_child
+from tests.node.nodes import ALL, PATIENCE, Peer, generation, node, reader, until
 
 
 def raw(server: _native.NodeServer, session: int = 7) -> socket.socket:
@@ -160,3 +161,38 @@ def test_rights_are_those_of_the_connection_and_not_of_the_session(tmp_path: Pat
     with node(tmp_path) as server:
         Peer(server).published(b"key", b"payload")
         assert Peer(server, rights=Right.READ).put(b"key", b"other").status == Status.DENIED
+
+
+def test_a_closed_connection_whose_socket_lives_on_in_another_process_ends_no_node(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        ours, theirs = socket.socketpair()
+        with theirs.dup(), ours:  # as a fork has it, or a subprocess before its exec
+            server.adopt(theirs.detach(), 7, 0, ALL)
+            ours.sendall(b"x" * 64)  # no frame
+            until(lambda: server.stats()["connections"] == 0, "the connection was not closed")
+            ours.sendall(b"more")
+            peer = Peer(server)
+            assert peer.ask(Op.PING).status == Status.DONE
+            assert server.stats()["connections"] == 1
+
+
+def test_a_forked_child_can_drop_its_copy_of_a_node(tmp_path: Path) -> None:
+    file = str(tmp_path / "far.nvme")
+    servers = [_native.NodeServer(str(tmp_path), 64 << 20, ephemeral=True, nvme=file, nvme_capacity=1 << 20)]
+    servers[0].start()
+    try:
+        peer = Peer(servers[0])
+
+        def child() -> None:
+            servers[0].stop()
+            servers.clear()
+
+        peer.published(b"key", b"payload")
+        with reader(servers[0]) as mapped:
+            in_forked_child(child)
+            assert mapped.get(b"key") is not None
+        assert peer.get(b"key").payload == b"payload"
+        with reader(servers[0]):  # the files are still there
+            pass
+    finally:
+        servers[0].stop()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import select
 import socket
 import time
 from contextlib import AbstractContextManager
@@ -15,8 +17,8 @@ from farpool import _native
 from farpool.errors import ChecksumError
 from farpool.store import Store
 from farpool.testing.nodes import running_node
-from farpool.transport.frames import Op, Status
-from tests.node.nodes import Peer, node, reader, until
+from farpool.transport.frames import Op, Status, pack_frame
+from tests.node.nodes import ALL, Peer, node, reader, until
 
 MIB = 1 << 20
 
@@ -137,6 +139,33 @@ def test_a_file_that_has_changed_hands_is_not_read(tmp_path: Path, file: Path) -
         # Having lost them, the node does not vouch for anything older.
         assert all(replies[key].generation >= generations[key] for key in missing)
         assert all(reply.payload == values[key] for key, reply in replies.items() if key not in missing)
+
+
+def test_what_is_asked_for_first_is_read_from_the_file_first(tmp_path: Path, file: Path) -> None:
+    count = 60
+    with server(tmp_path / "n", file, memory=16 * MIB, nvme=64 * MIB) as running:
+        peer = Peer(running)
+        for number in range(100):
+            peer.published(b"%d" % number, bytes(MIB // 2))
+    with server(tmp_path / "n", file, memory=16 * MIB, nvme=64 * MIB) as running, contextlib.ExitStack() as undo:
+        assert running.stats()["nvme_objects"] > count
+        answers = undo.enter_context(select.epoll())
+        asking = []
+        for number in range(count):
+            ours, theirs = socket.socketpair()
+            undo.enter_context(ours)
+            running.adopt(theirs.detach(), number + 1, 0, ALL)
+            answers.register(ours, select.EPOLLIN | select.EPOLLONESHOT)
+            asking.append(ours)
+        for number, ours in enumerate(asking):
+            ours.sendall(pack_frame(Op.GET, b"%d" % number))
+        places = {ours.fileno(): number for number, ours in enumerate(asking)}
+        order: list[int] = []
+        while len(order) < count:
+            found = answers.poll(20)
+            assert found, f"{len(order)} answers came"
+            order += [places[fd] for fd, _ in found]
+    assert sum(order[: count // 2]) < sum(order[count // 2 :])
 
 
 def test_two_nodes_do_not_share_a_file(tmp_path: Path, file: Path) -> None:

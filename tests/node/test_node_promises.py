@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import signal
 import struct
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
-from farpool.errors import NodeError
+from farpool.errors import NodeError, NodeFullError
 from farpool.store import Store
 from farpool.testing.nodes import running_node
 from farpool.transport.frames import Op, Status
-from tests.node.nodes import Peer, generation, node, reader, until
+from tests.node.nodes import PATIENCE, Peer, generation, node, reader, until
 
 MIB = 1 << 20
 
@@ -131,3 +136,41 @@ def test_a_pin_of_a_node_that_is_gone_can_be_let_go() -> None:
             store.put("other", b"value")
         pin.release()
         store.close()
+
+
+def test_an_ephemeral_node_that_has_stopped_makes_no_files(tmp_path: Path) -> None:
+    with node(tmp_path, ephemeral=True) as server:
+        server.objects_paths(0)
+    with pytest.raises(OSError, match="making files for a tenant"):
+        server.objects_paths(1)
+    with pytest.raises(OSError, match="making files for a tenant"):
+        server.list(2, b"", b"", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_ephemeral_node_is_asked_to_lend_while_it_stops_leaves_no_file() -> None:
+    nbytes = 512 * MIB  # whose backing takes longer than it takes to stop
+    with tempfile.TemporaryDirectory(prefix="farpool-test-", dir="/dev/shm") as folder:
+
+        def ask() -> None:
+            with contextlib.suppress(NodeFullError):
+                server.lend(7, 0, nbytes)
+
+        with node(Path(folder), nbytes, ephemeral=True) as server:
+            asking = threading.Thread(target=ask)
+            asking.start()
+            until(lambda: any(Path(folder).iterdir()), "nothing was lent")
+        asking.join(PATIENCE)
+        assert not asking.is_alive()
+        assert list(Path(folder).iterdir()) == []
+
+
+def test_the_threads_of_a_node_take_no_signals(tmp_path: Path) -> None:
+    tasks = Path("/proc/self/task")
+    before = {task.name for task in tasks.iterdir()}
+    with node(tmp_path, nvme=str(tmp_path / "far.nvme"), nvme_capacity=MIB):
+        threads = [task for task in tasks.iterdir() if task.name not in before]
+        assert len(threads) == 5  # the loop, and four for the file
+        for thread in threads:
+            (blocked,) = re.findall(r"SigBlk:\s*(\w+)", (thread / "status").read_text())
+            assert int(blocked, 16) & 1 << signal.SIGTERM - 1

@@ -67,6 +67,14 @@ def test_a_connection_is_blocking_and_sends_at_once() -> None:
             assert (dialled.node, dialled.welcome.node, dialled.credential) == (str(address), "n1", 0)
 
 
+def test_a_connection_to_a_host_that_went_away_without_a_word_ends() -> None:
+    # Even one that was ended at this side only and waits for the other, where nothing else has a time limit.
+    with answering() as address, reach(address).socket as connection:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probes = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in probes] == [15, 5, 3]
+
+
 def test_a_name_with_several_addresses_is_tried_until_one_answers() -> None:
     # Where localhost is ::1 as well, nothing listens there.
     with answering() as address:

@@ -21,6 +21,7 @@ from farpool.errors import NodeError
 from farpool.node.control import ControlService
 from farpool.node.logs import log
 from farpool.transport.handshake import Accepted, NodeHandshake
+from farpool.transport.tcp import set_options
 
 __all__ = ["Listener"]
 
@@ -30,8 +31,6 @@ _LINGER_BYTES = 1 << 20
 _MOST_UNPROVED = 256
 _RETRY_SECONDS = 0.1
 _EVENTS_SECONDS = 1.0
-# What a host that went away without a word leaves behind is found after half a minute.
-_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Listener:
@@ -156,7 +155,7 @@ class Listener:
         try:
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
                 if connection.family != socket.AF_UNIX:
-                    _set_options(connection)
+                    set_options(connection)
                 while handshake.accepted is None:
                     data = await self._loop.sock_recv(connection, handshake.needed)
                     if not data:
@@ -195,13 +194,6 @@ class _Stopped(Exception):  # noqa: N818 - it is no error
 
 def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:
     connection.close()
-
-
-def _set_options(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _peer(connection: socket.socket) -> str:

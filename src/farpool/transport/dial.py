@@ -14,6 +14,7 @@ from farpool.errors import NodeError, NodeTimeoutError
 from farpool.transport.access import AccessKey
 from farpool.transport.address import Address
 from farpool.transport.handshake import ClientHandshake, Purpose, Welcome
+from farpool.transport.tcp import set_options
 
 __all__ = ["Dialled", "dial", "remaining"]
 
@@ -117,7 +118,7 @@ def _connect(address: Address, deadline: float) -> socket.socket:
             # An address that swallows packets must not use up the time of those after it.
             _connect_one(connection, target, time.monotonic() + remaining(deadline) / left)
             if family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                set_options(connection)
         except BaseException as error:
             connection.close()
             if left == 1 or not isinstance(error, OSError):
