@@ -20,13 +20,18 @@ namespace {
 
 constexpr std::uint64_t page_nbytes = 4096;
 
+void map(Segment& segment, std::uint64_t nbytes) {
+    segment.memory = Mapping(segment.file.fd(), nbytes, true);
+    segment.guarded = GuardedRange(segment.memory.data(), nbytes);
+}
+
 // Backs the header with memory, maps the file and writes the header.
 void begin_segment(Segment& segment, const SegmentHeader& settings, const std::string& name) {
     if (!back(segment, 0, segment_header_nbytes)) {
         errno = ENOSPC;
         fail(name);
     }
-    segment.memory = Mapping(segment.file.fd(), segment_header_nbytes + settings.capacity, true);
+    map(segment, segment_header_nbytes + settings.capacity);
     SegmentHeader& header = segment.header();
     std::memcpy(static_cast<void*>(&header), &settings, offsetof(SegmentHeader, level_and_split));
     seal(header);
@@ -64,7 +69,7 @@ Segment make_segment(const std::string& path, const SegmentHeader& settings) {
     if (ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0) {
         fail(fresh);
     }
-    Segment segment{path, std::move(file), {}};
+    Segment segment{path, std::move(file), {}, {}};
     begin_segment(segment, settings, fresh);
     if (rename(fresh.c_str(), path.c_str()) != 0) {
         fail(path);
@@ -78,13 +83,13 @@ Segment make_shared_segment(const std::string& name, const SegmentHeader& settin
         fcntl(file.fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
         fail(name);
     }
-    Segment segment{name, std::move(file), {}};
+    Segment segment{name, std::move(file), {}, {}};
     begin_segment(segment, settings, name);
     return segment;
 }
 
 Segment open_segment(const std::string& path, SegmentKind kind) {
-    Segment segment{path, File(open(path.c_str(), O_RDWR | O_CLOEXEC)), {}};
+    Segment segment{path, File(open(path.c_str(), O_RDWR | O_CLOEXEC)), {}, {}};
     struct stat status {};
     if (segment.file.fd() < 0 || fstat(segment.file.fd(), &status) != 0) {
         fail(path);
@@ -93,7 +98,7 @@ Segment open_segment(const std::string& path, SegmentKind kind) {
     if (nbytes < segment_header_nbytes) {
         throw std::runtime_error(path + " is not a segment file");
     }
-    segment.memory = Mapping(segment.file.fd(), nbytes, true);
+    map(segment, nbytes);
     if (const char* fault = segment_fault(segment.header(), nbytes, kind)) {
         throw std::runtime_error(path + " " + fault);
     }

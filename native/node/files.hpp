@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "node/bus_guard.hpp"
 #include "wire/segment.hpp"
 
 namespace farpool {
@@ -31,6 +32,7 @@ struct Segment {
     std::string path;
     File file;
     Mapping memory;
+    GuardedRange guarded;  // goes before the mapping does
 
     SegmentHeader& header() const noexcept { return *memory.at<SegmentHeader>(0); }
     // What follows the header; its length by the mapping, as some clients may write the header.

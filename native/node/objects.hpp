@@ -192,7 +192,7 @@ private:
     void drop_knowledge(std::uint32_t slot);  // take_out, and the floor remembers
     // Moved to the file, or forgotten.
     void leave(std::uint32_t slot);
-    bool demote(std::uint32_t slot);
+    bool demote(std::uint32_t slot);  // whether the slot is empty now
     std::optional<std::uint32_t> alloc_blocks(std::uint32_t blocks);
     // The live slot of this very object; none where it has gone.
     std::uint32_t slot_at(std::uint64_t offset, std::uint64_t generation) const;

@@ -191,3 +191,16 @@ def test_a_client_that_cuts_its_files_off_does_not_end_the_node(tmp_path: Path) 
         server.stats()
         server.release(7, lease)
         assert other.get(b"key").payload == b"payload"
+
+
+def test_a_client_that_cuts_its_file_off_costs_the_node_no_mapping_for_each_look(tmp_path: Path) -> None:
+    with node(tmp_path, 16 << 20) as server:
+        peer = Peer(server)
+        keys = [b"%d" % number for number in range(1000)]
+        for key in keys:
+            peer.published(key, bytes(8000))
+        before = len(Path("/proc/self/maps").read_text().splitlines())
+        os.truncate(server.objects_paths(0)[1], 4096)
+        for key in keys[::-1] + keys:
+            assert peer.get(key).status == Status.MISSING
+        assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
