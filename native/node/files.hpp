@@ -49,7 +49,7 @@ Segment make_shared_segment(const std::string& name, const SegmentHeader& settin
 Segment open_segment(const std::string& path, SegmentKind kind);
 // Has the system back the range with memory, so that no later access to it can fail; false where there is not enough.
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
-// Gives whole pages of the range back to the system; they read as zero.
+// Gives whole pages of the range back to the system, where the file system knows holes. Their content is undefined from now on.
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
 void remove_file(const std::string& path) noexcept;
 

@@ -219,6 +219,10 @@ void Index::adopt(const std::function<bool(std::uint32_t)>& keep) {
         !back_to(slots_backed_, header_.slots_at + used * sizeof(IndexSlot))) {
         throw std::bad_alloc();
     }
+    // Discarded memory reads as zero only where the file system knows holes. Those behind get their content when they are split off.
+    for (std::uint64_t bucket = 0; bucket < std::uint64_t{1} << first_level; ++bucket) {
+        buckets_[bucket].store(0, std::memory_order_relaxed);
+    }
     header_.level_and_split.store(first_level << 32, std::memory_order_relaxed);
     spare_.clear();
     resting_ = none;

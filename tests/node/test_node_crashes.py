@@ -51,3 +51,21 @@ def test_a_node_killed_while_an_object_leaves_memory_still_knows_its_generation(
         reply = Peer(server).get(b"key")
         assert reply.status in (Status.DONE, Status.MISSING)
         assert reply.generation >= int(said[0])
+
+
+WITHOUT_HOLES = """
+no_holes(errno.EOPNOTSUPP)
+with node(folder) as server:
+    peer = Peer(server)
+    for number in range(3000):
+        peer.published(b"%d" % number, b"new")
+    print(sum(peer.get(b"%d" % number).payload == b"new" for number in range(3000)))
+"""
+
+
+def test_a_node_starts_again_where_the_file_system_makes_no_holes(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        peer = Peer(server)
+        for number in range(3000):
+            peer.published(b"%d" % number, b"old")
+    assert run(WITHOUT_HOLES, tmp_path) == (0, ["3000"])
