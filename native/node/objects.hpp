@@ -164,7 +164,6 @@ private:
         std::uint16_t tombstone : 1;
     };
     struct Writing {
-        std::uint64_t offset;
         std::uint64_t generation;
         std::shared_ptr<Aside> payload;
     };
@@ -217,7 +216,8 @@ private:
     Shelf* shelf_;
     std::unique_ptr<Sieve> sieve_;  // of what lies in memory
     std::unique_ptr<Sieve> lower_;  // of what lies in the file
-    std::unordered_map<std::uint64_t, Writing> writing_;  // by job
+    std::unordered_map<std::uint64_t, Writing> writing_;      // by the extent, which is held meanwhile
+    std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // the extents by job
     std::unique_ptr<FreeSpace> space_;
     std::unordered_map<std::uint64_t, Preparation> preparations_;
     std::unordered_map<std::uint64_t, Held> held_;

@@ -91,19 +91,21 @@ bool Objects::demote(std::uint32_t slot) {
         take_out(slot);
     }
     hold(found);  // until it has been written, its blocks belong to the writer
-    writing_.emplace(shelf_->write(*block, aside), Writing{offset, entry.generation, aside});
+    writing_.emplace(offset, Writing{entry.generation, aside});
+    writes_.emplace(shelf_->write(*block, aside), offset);
     ++counts_.demotions;
     return true;
 }
 
 bool Objects::written(std::uint64_t job, bool ok) {
-    const auto found = writing_.find(job);
-    if (found == writing_.end()) {
+    const auto found = writes_.find(job);
+    if (found == writes_.end()) {
         return false;
     }
-    const Writing writing = std::move(found->second);
-    writing_.erase(found);
-    const std::uint32_t slot = slot_at(writing.offset, writing.generation);
+    const std::uint64_t offset = found->second;
+    const std::uint32_t slot = slot_at(offset, writing_.at(offset).generation);
+    writes_.erase(found);
+    writing_.erase(offset);
     if (slot != Index::none) {
         if (ok) {
             index_->set_written(slot);
@@ -111,7 +113,7 @@ bool Objects::written(std::uint64_t job, bool ok) {
             drop_knowledge(slot);
         }
     }
-    drop(writing.offset);
+    drop(offset);
     return true;
 }
 
