@@ -28,7 +28,6 @@ void map(Segment& segment, std::uint64_t nbytes) {
 // Backs the header with memory, maps the file and writes the header.
 void begin_segment(Segment& segment, const SegmentHeader& settings, const std::string& name) {
     if (!back(segment, 0, segment_header_nbytes)) {
-        errno = ENOSPC;
         fail(name);
     }
     map(segment, segment_header_nbytes + settings.capacity);
@@ -60,20 +59,38 @@ int File::duplicate() const {
     return copy;
 }
 
-Segment make_segment(const std::string& path, const SegmentHeader& settings) {
+Segment draft_segment(const std::string& path, const SegmentHeader& settings) {
     const std::string fresh = path + unfinished_suffix;
     File file(open(fresh.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
     if (file.fd() < 0) {
         fail(fresh);
     }
-    if (ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0) {
-        fail(fresh);
+    try {
+        if (ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0) {
+            fail(fresh);
+        }
+        Segment segment{path, std::move(file), {}, {}};
+        begin_segment(segment, settings, fresh);
+        return segment;
+    } catch (...) {
+        remove_file(fresh);
+        throw;
     }
-    Segment segment{path, std::move(file), {}, {}};
-    begin_segment(segment, settings, fresh);
-    if (rename(fresh.c_str(), path.c_str()) != 0) {
-        fail(path);
+}
+
+void put_in_place(const Segment& draft) {
+    const std::string fresh = draft.path + unfinished_suffix;
+    if (rename(fresh.c_str(), draft.path.c_str()) != 0) {
+        const int code = errno;
+        remove_file(fresh);
+        errno = code;
+        fail(draft.path);
     }
+}
+
+Segment make_segment(const std::string& path, const SegmentHeader& settings) {
+    Segment segment = draft_segment(path, settings);
+    put_in_place(segment);
     return segment;
 }
 
@@ -106,7 +123,9 @@ Segment open_segment(const std::string& path, SegmentKind kind) {
 }
 
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
-    return posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes)) == 0;
+    const int code = posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+    errno = code != 0 ? code : errno;
+    return code == 0;
 }
 
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
