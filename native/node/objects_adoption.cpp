@@ -18,7 +18,6 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     sieve_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
     lower_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
     space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(capacity() / unit_nbytes));
-    backed_.resize((data_.memory.nbytes() + chunk_nbytes - 1) / chunk_nbytes);
     do {
         if (!back_visited(visited_backed_)) {
             throw std::bad_alloc();
@@ -27,6 +26,9 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     index_->adopt([this](std::uint32_t slot) { return adopt(slot); });
     if (index_->lent_out()) {
         leave_old_file();
+    } else {
+        forget_backing(true);
+        trim();  // what the holes of an earlier start have kept
     }
     index_->set_shelf(shelf_ == nullptr ? 0 : shelf_->id());
     counts_.adopted = index_->size();
@@ -47,6 +49,7 @@ void Objects::leave_old_file() {
     header.kind = static_cast<std::uint32_t>(SegmentKind::objects);
     header.capacity = capacity();
     const Segment old = std::exchange(data_, draft_segment(paths_.data, header));
+    forget_backing(false);
     for (std::uint32_t slot = 0; slot < index_->slots_used(); ++slot) {
         if (!index_->is_live(slot)) {
             continue;
@@ -170,7 +173,7 @@ bool Objects::adopt(std::uint32_t slot) {
         space_->free(first_unit, entry.units);
         return false;
     }
-    budget_.used += std::uint64_t{entry.units} * unit_nbytes;
+    take(entry.units);
     indexed_units_ += entry.units;
     count(slot, header);
     queue_of(entry).insert(slot);

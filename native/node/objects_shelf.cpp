@@ -74,7 +74,7 @@ bool Objects::demote(std::uint32_t slot) {
         first = space_->alloc_lowest(units);
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
-    budget_.used += std::uint64_t{units} * unit_nbytes;
+    take(units);
     if (!back_extent(offset, units)) {
         free_extent(offset, units);
         free_blocks(*block, blocks);
