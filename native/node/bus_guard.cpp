@@ -6,7 +6,10 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <iterator>
+#include <map>
 #include <mutex>
+#include <utility>
 
 namespace farpool {
 
@@ -17,12 +20,33 @@ std::once_flag installed;
 std::uintptr_t page_nbytes;
 struct sigaction before;
 
+// A look that fails is no surprise in the middle of anything: it stands in a thread that has a guard, which holds neither this mutex
+// nor one of the allocator's. So the handler may take it.
+std::mutex mutex;
+using Ranges = std::map<std::uintptr_t, std::uintptr_t>;  // where they begin and end
+Ranges& ranges = *new Ranges;                             // for threads that outlive the program's last line
+
+// Where the range that contains the page ends; the end of the page where none does.
+std::uintptr_t end_of(std::uintptr_t page) {
+    const auto above = ranges.upper_bound(page);
+    const std::uintptr_t end = above == ranges.begin() ? 0 : std::prev(above)->second;
+    return end > page ? end : page + page_nbytes;
+}
+
+// Zeros in place of everything from the page on: a file that was cut off ends somewhere before it. Page by page a process would
+// come to the most mappings that it may have.
+bool replace_from(std::uintptr_t page) {
+    const std::lock_guard lock(mutex);
+    void* const place = reinterpret_cast<void*>(page);
+    return mmap(place, end_of(page) - page, PROT_READ | PROT_WRITE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == place;
+}
+
 void on_bus_error(int signal, siginfo_t* info, void* context) {
     const int saved = errno;
     if (guards > 0 && info->si_code == BUS_ADRERR) {
         const auto page = reinterpret_cast<std::uintptr_t>(info->si_addr) / page_nbytes * page_nbytes;
-        void* const place = reinterpret_cast<void*>(page);
-        if (mmap(place, page_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == place) {
+        if (replace_from(page)) {
             errno = saved;
             return;
         }
@@ -52,5 +76,24 @@ BusGuard::BusGuard() noexcept {
 }
 
 BusGuard::~BusGuard() { --guards; }
+
+GuardedRange::GuardedRange(const void* begin, std::size_t nbytes) : begin_(reinterpret_cast<std::uintptr_t>(begin)) {
+    const std::lock_guard lock(mutex);
+    ranges[begin_] = begin_ + nbytes;
+}
+
+GuardedRange::GuardedRange(GuardedRange&& other) noexcept : begin_(std::exchange(other.begin_, 0)) {}
+
+GuardedRange& GuardedRange::operator=(GuardedRange&& other) noexcept {
+    std::swap(begin_, other.begin_);
+    return *this;
+}
+
+GuardedRange::~GuardedRange() {
+    if (begin_ != 0) {
+        const std::lock_guard lock(mutex);
+        ranges.erase(begin_);
+    }
+}
 
 }  // namespace farpool

@@ -20,13 +20,17 @@ namespace {
 
 constexpr std::uint64_t page_nbytes = 4096;
 
+void map(Segment& segment, std::uint64_t nbytes) {
+    segment.memory = Mapping(segment.file.fd(), nbytes, true);
+    segment.guarded = GuardedRange(segment.memory.data(), nbytes);
+}
+
 // Backs the header with memory, maps the file and writes the header.
 void begin_segment(Segment& segment, const SegmentHeader& settings, const std::string& name) {
     if (!back(segment, 0, segment_header_nbytes)) {
-        errno = ENOSPC;
         fail(name);
     }
-    segment.memory = Mapping(segment.file.fd(), segment_header_nbytes + settings.capacity, true);
+    map(segment, segment_header_nbytes + settings.capacity);
     SegmentHeader& header = segment.header();
     std::memcpy(static_cast<void*>(&header), &settings, offsetof(SegmentHeader, level_and_split));
     seal(header);
@@ -55,20 +59,38 @@ int File::duplicate() const {
     return copy;
 }
 
-Segment make_segment(const std::string& path, const SegmentHeader& settings) {
+Segment draft_segment(const std::string& path, const SegmentHeader& settings) {
     const std::string fresh = path + unfinished_suffix;
     File file(open(fresh.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
     if (file.fd() < 0) {
         fail(fresh);
     }
-    if (ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0) {
-        fail(fresh);
+    try {
+        if (ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0) {
+            fail(fresh);
+        }
+        Segment segment{path, std::move(file), {}, {}};
+        begin_segment(segment, settings, fresh);
+        return segment;
+    } catch (...) {
+        remove_file(fresh);
+        throw;
     }
-    Segment segment{path, std::move(file), {}};
-    begin_segment(segment, settings, fresh);
-    if (rename(fresh.c_str(), path.c_str()) != 0) {
-        fail(path);
+}
+
+void put_in_place(const Segment& draft) {
+    const std::string fresh = draft.path + unfinished_suffix;
+    if (rename(fresh.c_str(), draft.path.c_str()) != 0) {
+        const int code = errno;
+        remove_file(fresh);
+        errno = code;
+        fail(draft.path);
     }
+}
+
+Segment make_segment(const std::string& path, const SegmentHeader& settings) {
+    Segment segment = draft_segment(path, settings);
+    put_in_place(segment);
     return segment;
 }
 
@@ -78,13 +100,13 @@ Segment make_shared_segment(const std::string& name, const SegmentHeader& settin
         fcntl(file.fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
         fail(name);
     }
-    Segment segment{name, std::move(file), {}};
+    Segment segment{name, std::move(file), {}, {}};
     begin_segment(segment, settings, name);
     return segment;
 }
 
 Segment open_segment(const std::string& path, SegmentKind kind) {
-    Segment segment{path, File(open(path.c_str(), O_RDWR | O_CLOEXEC)), {}};
+    Segment segment{path, File(open(path.c_str(), O_RDWR | O_CLOEXEC)), {}, {}};
     struct stat status {};
     if (segment.file.fd() < 0 || fstat(segment.file.fd(), &status) != 0) {
         fail(path);
@@ -93,7 +115,7 @@ Segment open_segment(const std::string& path, SegmentKind kind) {
     if (nbytes < segment_header_nbytes) {
         throw std::runtime_error(path + " is not a segment file");
     }
-    segment.memory = Mapping(segment.file.fd(), nbytes, true);
+    map(segment, nbytes);
     if (const char* fault = segment_fault(segment.header(), nbytes, kind)) {
         throw std::runtime_error(path + " " + fault);
     }
@@ -101,7 +123,9 @@ Segment open_segment(const std::string& path, SegmentKind kind) {
 }
 
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
-    return posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes)) == 0;
+    const int code = posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+    errno = code != 0 ? code : errno;
+    return code == 0;
 }
 
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "clock.hpp"
+#include "node/bus_guard.hpp"
 #include "wire/segment.hpp"
 
 namespace farpool {
@@ -32,6 +33,7 @@ struct Segment {
     std::string path;
     File file;
     Mapping memory;
+    GuardedRange guarded;  // goes before the mapping does
 
     SegmentHeader& header() const noexcept { return *memory.at<SegmentHeader>(0); }
     // What follows the header; its length by the mapping, as some clients may write the header.
@@ -41,14 +43,17 @@ struct Segment {
 
 // A new file that replaces one of the same name only when it is complete; sparse. Throws std::system_error.
 Segment make_segment(const std::string& path, const SegmentHeader& settings);
+// The same in two steps: until the second one the file has another name, and what is called `path` is what it was.
+Segment draft_segment(const std::string& path, const SegmentHeader& settings);
+void put_in_place(const Segment& draft);
 // One that no file system knows: it lives as long as somebody has it open or mapped, and nobody can change its length, so that
 // it can be given to programs that do not trust each other. `name` is what the system shows for it. Throws std::system_error.
 Segment make_shared_segment(const std::string& name, const SegmentHeader& settings);
 // An existing one; throws std::runtime_error, which says what is wrong with it, or std::system_error.
 Segment open_segment(const std::string& path, SegmentKind kind);
-// Has the system back the range with memory, so that no later access to it can fail; false where there is not enough.
+// Has the system back the range with memory, so that no later access to it can fail; false, and errno says why, where it cannot.
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
-// Gives whole pages of the range back to the system; they read as zero.
+// Gives whole pages of the range back to the system, where the file system knows holes. Their content is undefined from now on.
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
 void remove_file(const std::string& path) noexcept;
 

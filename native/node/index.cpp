@@ -191,8 +191,10 @@ void Index::set_written(std::uint32_t number) noexcept {
 }
 
 void Index::set_shelf(std::uint64_t id) noexcept {
-    header_.session = id;
-    seal(header_);
+    if (header_.session != id) {  // a node that is killed in between leaves a header that does not fit
+        header_.session = id;
+        seal(header_);
+    }
 }
 
 void Index::set_expiry(std::uint32_t number, std::uint64_t expiry) noexcept {
@@ -218,6 +220,10 @@ void Index::adopt(const std::function<bool(std::uint32_t)>& keep) {
     if (!back_to(buckets_backed_, header_.buckets_at + (sizeof(std::uint32_t) << first_level)) ||
         !back_to(slots_backed_, header_.slots_at + used * sizeof(IndexSlot))) {
         throw std::bad_alloc();
+    }
+    // Discarded memory reads as zero only where the file system knows holes. Those behind get their content when they are split off.
+    for (std::uint64_t bucket = 0; bucket < std::uint64_t{1} << first_level; ++bucket) {
+        buckets_[bucket].store(0, std::memory_order_relaxed);
     }
     header_.level_and_split.store(first_level << 32, std::memory_order_relaxed);
     spare_.clear();

@@ -42,7 +42,11 @@ void Leases::adopt(std::vector<std::string>& notes) {
                 throw std::runtime_error(entry.path().string() + " says that it is another lease");
             }
             leases_.emplace(id, std::make_shared<Lease>(id, session, tenant, std::move(segment)));
-        } catch (const std::exception& error) {
+        } catch (const std::system_error& error) {
+            if (error.code() != std::errc::no_such_file_or_directory) {
+                throw;  // what cannot be opened now may be whole, and somebody's memory
+            }
+        } catch (const std::runtime_error& error) {  // damaged
             notes.emplace_back(std::string("removed ") + error.what());
             remove_file(entry.path().string());
         }
@@ -59,8 +63,9 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
     const std::string path = folder_ + "/" + file_name(header.lease);
     auto lease = std::make_shared<Lease>(header.lease, session, tenant, make_segment(path, header));
     if (!back(lease->segment, 0, segment_header_nbytes + nbytes)) {
+        const int code = errno;
         remove_file(path);
-        throw std::system_error(ENOSPC, std::generic_category(), path);
+        throw std::system_error(code, std::generic_category(), path);
     }
     return lease;
 }

@@ -81,8 +81,8 @@ Found Objects::find(std::string_view key, bool visit) {
     found.pins = held == held_.end() ? 0 : held->second.count;
     found.status = is_tombstone(slot) ? Status::deleted : Status::done;
     if ((entry.blocks & unwritten) != 0) {
-        const auto leaving = leaving_.find(entry.offset);
-        found.aside = leaving == leaving_.end() ? nullptr : leaving->second;
+        const auto writing = writing_.find(entry.offset);
+        found.aside = writing == writing_.end() ? nullptr : writing->second.payload;
     }
     if (visit) {
         found.visited = sieve_->visited(slot);

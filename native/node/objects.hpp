@@ -26,6 +26,10 @@ namespace farpool {
 struct Budget {
     std::uint64_t limit;
     std::uint64_t used = 0;
+    std::uint64_t objects = 0;  // of that
+    std::uint64_t backed = 0;   // memory that the system has given for objects, their holes included
+    // Memory that the system has given.
+    std::uint64_t taken() const noexcept { return used - objects + backed; }
     std::uint64_t left() const noexcept { return used < limit ? limit - used : 0; }
 };
 
@@ -115,7 +119,7 @@ public:
     // Bytes that evicting everything would free.
     std::uint64_t reclaimable() const noexcept { return (indexed_units_ - held_units_) * unit_nbytes; }
     // Bytes of memory that the system has given for payloads and headers.
-    std::uint64_t backed() const noexcept;
+    std::uint64_t backed() const noexcept { return backed_nbytes_; }
     // Looks at some slots for what has expired.
     void sweep(std::size_t slots);
     // Gives the memory of holes back to the system.
@@ -140,7 +144,7 @@ public:
     void remove_files();
 
 private:
-    // The data segment is backed by memory in steps of this.
+    // The data segment is backed by memory in steps of this, as long as the node has enough.
     static constexpr std::uint64_t chunk_nbytes = std::uint64_t{2} << 20;
 
     struct Preparation {
@@ -164,8 +168,8 @@ private:
         std::uint16_t tombstone : 1;
     };
     struct Writing {
-        std::uint64_t offset;
         std::uint64_t generation;
+        std::shared_ptr<Aside> payload;
     };
 
     void open(std::uint64_t capacity, bool fresh, std::string& note);
@@ -191,7 +195,7 @@ private:
     void drop_knowledge(std::uint32_t slot);  // take_out, and the floor remembers
     // Moved to the file, or forgotten.
     void leave(std::uint32_t slot);
-    bool demote(std::uint32_t slot);
+    bool demote(std::uint32_t slot);  // whether the slot is empty now
     std::optional<std::uint32_t> alloc_blocks(std::uint32_t blocks);
     // The live slot of this very object; none where it has gone.
     std::uint32_t slot_at(std::uint64_t offset, std::uint64_t generation) const;
@@ -205,6 +209,11 @@ private:
     bool is_tombstone(std::uint32_t slot) const;
     Outcome publish(std::uint64_t offset, const Preparation& what, std::uint32_t crc, std::uint16_t flags);
     bool back_extent(std::uint64_t offset, std::uint32_t units);
+    bool back_pages(std::uint64_t begin, std::uint64_t end);
+    std::uint64_t mark_pages(std::uint64_t begin, std::uint64_t end, bool backed);  // bytes that were not so before
+    void forget_backing(bool backed);
+    void take(std::uint32_t units);
+    void give(std::uint32_t units);
     bool back_visited(std::uint64_t slot);
 
     std::uint32_t tenant_;
@@ -216,14 +225,16 @@ private:
     Shelf* shelf_;
     std::unique_ptr<Sieve> sieve_;  // of what lies in memory
     std::unique_ptr<Sieve> lower_;  // of what lies in the file
-    std::unordered_map<std::uint64_t, Writing> writing_;  // by job
-    std::unordered_map<std::uint64_t, std::shared_ptr<Aside>> leaving_;  // the payloads of those, by the extent's offset
+    std::unordered_map<std::uint64_t, Writing> writing_;      // by the extent, which is held meanwhile
+    std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // the extents by job
     std::unique_ptr<FreeSpace> space_;
     std::unordered_map<std::uint64_t, Preparation> preparations_;
     std::unordered_map<std::uint64_t, Held> held_;
     std::vector<Shape> shapes_;            // by slot
     std::vector<std::uint8_t> free_units_;  // by slot: whole units behind the payload in its last block; empty without a file
-    std::vector<bool> backed_;  // by chunk of the data segment
+    std::vector<bool> backed_;  // by page of the data segment
+    std::uint64_t backed_nbytes_ = 0;
+    std::uint64_t trimmed_ = 0;  // backed bytes of the node after the last trim
     std::uint64_t visited_backed_ = 0;  // slots
     std::uint64_t indexed_units_ = 0;
     std::uint64_t held_units_ = 0;  // of those in the index that cannot be evicted

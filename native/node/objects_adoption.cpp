@@ -18,7 +18,6 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     sieve_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
     lower_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
     space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(capacity() / unit_nbytes));
-    backed_.resize((data_.memory.nbytes() + chunk_nbytes - 1) / chunk_nbytes);
     do {
         if (!back_visited(visited_backed_)) {
             throw std::bad_alloc();
@@ -27,6 +26,9 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     index_->adopt([this](std::uint32_t slot) { return adopt(slot); });
     if (index_->lent_out()) {
         leave_old_file();
+    } else {
+        forget_backing(true);
+        trim();  // what the holes of an earlier start have kept
     }
     index_->set_shelf(shelf_ == nullptr ? 0 : shelf_->id());
     counts_.adopted = index_->size();
@@ -38,14 +40,16 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
 Objects::~Objects() = default;
 
 // Programs of an earlier start may still read what they pinned, or write what they prepared. Nobody here knows who they are, so
-// they keep the old file, which lives as long as one of them has it mapped, and the objects move to a new one.
+// they keep the old file, which lives as long as one of them has it mapped, and the objects move to a new one. That takes the old
+// one's place when all are there: a node that is killed meanwhile begins again.
 void Objects::leave_old_file() {
     SegmentHeader header{};  // not the old file's: those programs can write it
     std::memcpy(header.id, index_->segment().header().id, sizeof header.id);
     header.tenant = tenant_;
     header.kind = static_cast<std::uint32_t>(SegmentKind::objects);
     header.capacity = capacity();
-    const Segment old = std::exchange(data_, make_segment(paths_.data, header));
+    const Segment old = std::exchange(data_, draft_segment(paths_.data, header));
+    forget_backing(false);
     for (std::uint32_t slot = 0; slot < index_->slots_used(); ++slot) {
         if (!index_->is_live(slot)) {
             continue;
@@ -57,6 +61,7 @@ void Objects::leave_old_file() {
             drop_knowledge(slot);
         }
     }
+    put_in_place(data_);
     index_->set_lent_out(false);
 }
 
@@ -78,7 +83,10 @@ void Objects::open(std::uint64_t capacity, bool fresh, std::string& note) {
             note = together ? "the objects of an earlier start are forgotten: it lent another amount of memory"
                             : "the objects of an earlier start are forgotten: their files do not belong together";
         }
-    } catch (const std::system_error&) {  // no earlier start
+    } catch (const std::system_error& error) {
+        if (error.code() != std::errc::no_such_file_or_directory) {
+            throw;  // what cannot be opened now may be whole
+        }  // no earlier start
     } catch (const std::runtime_error& error) {
         note = std::string("the objects of an earlier start are forgotten: ") + error.what();
     }
@@ -131,7 +139,8 @@ bool Objects::fits(const ObjectHeader& header, const Index::Entry& entry) const 
     }
     const bool written = (entry.blocks & unwritten) == 0;
     return shelf_ != nullptr && index_->shelf() == shelf_->id() && written && is_whole(header, nbytes, false) &&
-           units_for(header.key_nbytes, 0) == entry.units && header.nbytes > 0 && shelf_blocks(header.nbytes) == entry.blocks;
+           units_for(header.key_nbytes, 0) == entry.units && header.nbytes > 0 && header.nbytes <= shelf_->capacity() &&
+           shelf_blocks(header.nbytes) == entry.blocks;
 }
 
 // Whether the slot of an earlier start holds an object that is whole. The index is trusted as nobody else can write it; the
@@ -164,7 +173,7 @@ bool Objects::adopt(std::uint32_t slot) {
         space_->free(first_unit, entry.units);
         return false;
     }
-    budget_.used += std::uint64_t{entry.units} * unit_nbytes;
+    take(entry.units);
     indexed_units_ += entry.units;
     count(slot, header);
     queue_of(entry).insert(slot);

@@ -8,12 +8,26 @@ namespace farpool {
 namespace {
 
 constexpr std::uint64_t backing_slots = 65536;
+constexpr std::uint64_t page_nbytes = 4096;
+
+constexpr std::uint64_t down(std::uint64_t value, std::uint64_t step) { return value / step * step; }
+constexpr std::uint64_t up(std::uint64_t value, std::uint64_t step) { return down(value + step - 1, step); }
 
 }  // namespace
 
 void Objects::free_extent(std::uint64_t offset, std::uint32_t units) {
     space_->free(static_cast<std::int64_t>((offset - segment_header_nbytes) / unit_nbytes), units);
+    give(units);
+}
+
+void Objects::take(std::uint32_t units) {
+    budget_.used += std::uint64_t{units} * unit_nbytes;
+    budget_.objects += std::uint64_t{units} * unit_nbytes;
+}
+
+void Objects::give(std::uint32_t units) {
     budget_.used -= std::uint64_t{units} * unit_nbytes;
+    budget_.objects -= std::uint64_t{units} * unit_nbytes;
 }
 
 std::optional<std::uint64_t> Objects::alloc(std::uint32_t units) {
@@ -37,7 +51,7 @@ std::optional<std::uint64_t> Objects::alloc(std::uint32_t units) {
         first = space_->alloc(units);
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
-    budget_.used += nbytes;
+    take(units);
     if (!back_extent(offset, units)) {
         free_extent(offset, units);
         return std::nullopt;
@@ -125,31 +139,70 @@ void Objects::sweep(std::size_t slots) {
 void Objects::trim() {
     for (const auto& [units, first] : space_->holes()) {
         const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
-        const std::uint64_t nbytes = static_cast<std::uint64_t>(units) * unit_nbytes;
-        discard(data_, offset, nbytes);
-        for (std::uint64_t chunk = offset / chunk_nbytes; chunk <= (offset + nbytes - 1) / chunk_nbytes; ++chunk) {
-            backed_[chunk] = false;
+        const std::uint64_t begin = up(offset, page_nbytes);
+        const std::uint64_t hole_end = offset + static_cast<std::uint64_t>(units) * unit_nbytes;
+        const bool is_last = hole_end == data_.memory.nbytes();  // nothing shares its last page, which may be a part of one
+        const std::uint64_t end = is_last ? up(hole_end, page_nbytes) : down(hole_end, page_nbytes);
+        if (begin < end && mark_pages(begin, end, false) > 0) {
+            discard(data_, begin, end - begin);
         }
     }
+    trimmed_ = budget_.backed;
 }
 
+// Whole chunks, so that few calls of the system are needed; where that would be more than the node may take, what is free goes
+// back, and only the pages of the extent are backed.
 bool Objects::back_extent(std::uint64_t offset, std::uint32_t units) {
-    const std::uint64_t end = offset + std::uint64_t{units} * unit_nbytes;
-    for (std::uint64_t chunk = offset / chunk_nbytes; chunk <= (end - 1) / chunk_nbytes; ++chunk) {
-        if (!backed_[chunk]) {
-            const std::uint64_t begin = chunk * chunk_nbytes;
-            const std::uint64_t nbytes = std::min<std::uint64_t>(chunk_nbytes, data_.memory.nbytes() - begin);
-            if (!back(data_, begin, nbytes)) {
-                return false;
-            }
-            backed_[chunk] = true;
-        }
+    const std::uint64_t begin = down(offset, page_nbytes);
+    const std::uint64_t end = up(offset + std::uint64_t{units} * unit_nbytes, page_nbytes);
+    const auto first = backed_.begin() + static_cast<std::ptrdiff_t>(begin / page_nbytes);
+    const auto last = backed_.begin() + static_cast<std::ptrdiff_t>(end / page_nbytes);
+    if (std::find(first, last, false) == last) {
+        return true;
     }
+    const std::uint64_t chunks_begin = down(begin, chunk_nbytes);
+    const std::uint64_t chunks_end = std::min<std::uint64_t>(up(end, chunk_nbytes), backed_.size() * page_nbytes);
+    if (budget_.taken() + (chunks_end - chunks_begin) <= budget_.limit && back_pages(chunks_begin, chunks_end)) {
+        return true;
+    }
+    // A walk over all holes: not again before it is worth it.
+    if (budget_.taken() > budget_.limit && budget_.backed > trimmed_ + budget_.limit / 64) {
+        trim();
+    }
+    if (back_pages(begin, end)) {
+        return true;
+    }
+    trim();
+    return back_pages(begin, end);
+}
+
+bool Objects::back_pages(std::uint64_t begin, std::uint64_t end) {
+    end = std::min<std::uint64_t>(end, data_.memory.nbytes());
+    if (!back(data_, begin, end - begin)) {
+        return false;
+    }
+    mark_pages(begin, end, true);
     return true;
 }
 
-std::uint64_t Objects::backed() const noexcept {
-    return static_cast<std::uint64_t>(std::count(backed_.begin(), backed_.end(), true)) * chunk_nbytes;
+std::uint64_t Objects::mark_pages(std::uint64_t begin, std::uint64_t end, bool backed) {
+    std::uint64_t changed = 0;
+    for (std::uint64_t page = begin / page_nbytes; page < up(end, page_nbytes) / page_nbytes; ++page) {
+        changed += backed_[page] != backed ? page_nbytes : 0;
+        backed_[page] = backed;
+    }
+    backed_nbytes_ += backed ? changed : 0 - changed;
+    budget_.backed += backed ? changed : 0 - changed;
+    return changed;
+}
+
+// For a data segment of which nothing is known: all of it may be backed, or nothing is.
+void Objects::forget_backing(bool backed) {
+    const std::uint64_t pages = up(data_.memory.nbytes(), page_nbytes) / page_nbytes;
+    budget_.backed -= backed_nbytes_;
+    backed_.assign(pages, backed);
+    backed_nbytes_ = backed ? pages * page_nbytes : 0;
+    budget_.backed += backed_nbytes_;
 }
 
 }  // namespace farpool

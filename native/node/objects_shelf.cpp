@@ -6,9 +6,7 @@
 namespace farpool {
 
 void Objects::leave(std::uint32_t slot) {
-    if (demote(slot)) {
-        ++counts_.demotions;
-    } else {
+    if (!demote(slot)) {
         drop_knowledge(slot);
         ++counts_.evictions;
     }
@@ -43,7 +41,10 @@ std::uint32_t Objects::slot_at(std::uint64_t offset, std::uint64_t generation) c
     return entry.offset == offset && entry.generation == generation ? slot : Index::none;
 }
 
-// The header and the key stay in memory, in an extent of their own; the payload goes.
+// The header and the key stay in memory, in an extent of their own; the payload goes. False where nothing was changed.
+//
+// A node that is killed in between must not forget the generation: the new slot is there before the old one goes, and where there is
+// no room for both, the floor remembers.
 bool Objects::demote(std::uint32_t slot) {
     const Index::Entry entry = index_->at(slot);
     const ObjectHeader header = header_at(entry.offset);
@@ -56,48 +57,55 @@ bool Objects::demote(std::uint32_t slot) {
         return false;
     }
     const std::uint32_t blocks = shelf_blocks(nbytes);
+    auto aside = std::make_shared<Aside>(nbytes);
     const std::optional<std::uint32_t> block = alloc_blocks(blocks);
     if (!block) {
         return false;
     }
-    auto aside = std::make_shared<Aside>(nbytes);
     std::memcpy(aside->data(), at(entry.offset + payload_at(key.size())), nbytes);
     std::memset(aside->data() + nbytes, 0, aside->nbytes() - nbytes);
-    take_out(slot);
     const auto units = static_cast<std::uint32_t>(units_for(key.size(), 0));
-    // In what was freed just now, if nowhere else; at the bottom, so that they do not stand between large holes.
-    const std::int64_t first = space_->alloc_lowest(units);
+    // At the bottom, so that they do not stand between large holes.
+    std::int64_t first = space_->alloc_lowest(units);
+    const bool both = first >= 0;
+    if (!both) {
+        index_->raise_floor(entry.hash, entry.generation);
+        take_out(slot);
+        first = space_->alloc_lowest(units);
+    }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
-    budget_.used += std::uint64_t{units} * unit_nbytes;
+    take(units);
     if (!back_extent(offset, units)) {
         free_extent(offset, units);
         free_blocks(*block, blocks);
-        index_->raise_floor(entry.hash, entry.generation);
-        return true;
+        counts_.evictions += both ? 0 : 1;
+        return !both;
     }
     ObjectHeader kept{};
     kept.nbytes = nbytes;
     kept.payload_crc = header.payload_crc;
-    const std::uint32_t moved =
-        enter(kept, key, {entry.generation, offset, entry.expiry, entry.hash, units, *block, blocks | unwritten});
     Found found{};
-    found.slot = moved;
+    found.slot = enter(kept, key, {entry.generation, offset, entry.expiry, entry.hash, units, *block, blocks | unwritten});
     found.offset = offset;
+    if (both) {
+        take_out(slot);
+    }
     hold(found);  // until it has been written, its blocks belong to the writer
-    leaving_.insert_or_assign(offset, aside);
-    writing_.emplace(shelf_->write(*block, aside), Writing{offset, entry.generation});
+    writing_.emplace(offset, Writing{entry.generation, aside});
+    writes_.emplace(shelf_->write(*block, aside), offset);
+    ++counts_.demotions;
     return true;
 }
 
 bool Objects::written(std::uint64_t job, bool ok) {
-    const auto found = writing_.find(job);
-    if (found == writing_.end()) {
+    const auto found = writes_.find(job);
+    if (found == writes_.end()) {
         return false;
     }
-    const Writing writing = found->second;
-    writing_.erase(found);
-    leaving_.erase(writing.offset);
-    const std::uint32_t slot = slot_at(writing.offset, writing.generation);
+    const std::uint64_t offset = found->second;
+    const std::uint32_t slot = slot_at(offset, writing_.at(offset).generation);
+    writes_.erase(found);
+    writing_.erase(offset);
     if (slot != Index::none) {
         if (ok) {
             index_->set_written(slot);
@@ -105,7 +113,7 @@ bool Objects::written(std::uint64_t job, bool ok) {
             drop_knowledge(slot);
         }
     }
-    drop(writing.offset);
+    drop(offset);
     return true;
 }
 

@@ -75,16 +75,14 @@ Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::fun
         header.capacity = capacity_;
         header.lease = random_word() | 1;
         seal(header);
-        const auto whole = static_cast<off_t>(segment_header_nbytes + capacity_);
-        if (ftruncate(file_.fd(), whole) != 0) {
+        // The header first: a node that is killed in between leaves a file of a node, and the size is right only when all is there.
+        if (ftruncate(file_.fd(), 0) != 0 ||
+            pwrite(file_.fd(), page.data(), segment_header_nbytes, 0) != static_cast<ssize_t>(segment_header_nbytes)) {
             fail(path);
         }
-        if (const int code = posix_fallocate(file_.fd(), 0, whole); code != 0) {
+        if (const int code = posix_fallocate(file_.fd(), 0, static_cast<off_t>(segment_header_nbytes + capacity_)); code != 0) {
             static_cast<void>(!ftruncate(file_.fd(), 0));
             errno = code;
-            fail(path);
-        }
-        if (pwrite(file_.fd(), page.data(), segment_header_nbytes, 0) != static_cast<ssize_t>(segment_header_nbytes)) {
             fail(path);
         }
     }

@@ -191,3 +191,44 @@ def test_a_client_that_cuts_its_files_off_does_not_end_the_node(tmp_path: Path) 
         server.stats()
         server.release(7, lease)
         assert other.get(b"key").payload == b"payload"
+
+
+def test_a_client_that_cuts_its_file_off_costs_the_node_no_mapping_for_each_look(tmp_path: Path) -> None:
+    with node(tmp_path, 16 << 20) as server:
+        peer = Peer(server)
+        keys = [b"%d" % number for number in range(1000)]
+        for key in keys:
+            peer.published(key, bytes(8000))
+        before = len(Path("/proc/self/maps").read_text().splitlines())
+        os.truncate(server.objects_paths(0)[1], 4096)
+        for key in keys[::-1] + keys:
+            assert peer.get(key).status == Status.MISSING
+        assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
+
+
+def taken(folder: Path) -> int:
+    """Memory that the system has given for a node's objects and leases."""
+    return sum(file.stat().st_blocks * 512 for file in folder.glob("*.data"))
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(60, 256 * KIB), (400, 36 * KIB)])
+def test_a_node_takes_no_more_memory_than_it_lends(tmp_path: Path, count: int, nbytes: int) -> None:
+    capacity = 16 << 20
+    most = capacity + capacity // 8  # a page that a live object shares with a hole stays
+    keys = [b"%d" % number for number in range(count)]
+    with node(tmp_path, capacity) as server:
+        peer = Peer(server)
+        for key in keys:
+            peer.published(key, bytes(nbytes))
+    with node(tmp_path, capacity) as server:  # what an earlier start has left counts as well
+        assert server.stats()["adopted"] == count
+        peer = Peer(server)
+        for key in keys[::2]:  # so that what goes lies between what stays
+            peer.get(key)
+        server.lend(7, 0, 8 << 20)
+        assert taken(tmp_path) <= most
+        for number in range(3000):
+            peer.published(b"new-%d" % number, bytes(20_000 + number % 7000))
+            assert number % 100 or taken(tmp_path) <= most
+        server.lend(7, 0, 6 << 20)
+        assert taken(tmp_path) <= most

@@ -1,0 +1,134 @@
+"""What a node that was killed at the worst moment, or refused by the system, leaves to the next start."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from farpool.transport.frames import Status
+from tests.node.nodes import Peer, node
+
+MIB = 1 << 20
+BEGIN = """
+import errno, os, struct, sys
+from pathlib import Path
+from farpool.transport.frames import Op
+from tests.node.nodes import Peer, generation, node
+from tests.node.syscalls import no_holes, no_more_backing
+folder = Path(sys.argv[1])
+"""
+
+
+def run(program: str, folder: Path) -> tuple[int, list[str]]:
+    """A program's exit status and what it said, line by line."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + program, folder], stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+# The object lies behind a hole without memory. What stays in memory of it goes into the hole, which needs memory first.
+DEMOTED = """
+with node(folder / "n", 16 << 20, nvme=str(folder / "nvme"), nvme_capacity=16 << 20) as server:
+    peer = Peer(server)
+    at = generation()
+    below = peer.prepare(b"below", 5 << 20, at)
+    print(peer.published(b"key", bytes(5 << 20)), flush=True)
+    peer.ask(Op.ABORT, struct.pack("<Q", below), generation=at)
+    server.release(7, server.lend(7, 0, 8 << 20))
+    no_more_backing(None)
+    server.lend(7, 0, 15 << 20)
+"""
+
+
+def test_a_node_killed_while_an_object_leaves_memory_still_knows_its_generation(tmp_path: Path) -> None:
+    (tmp_path / "n").mkdir()
+    status, said = run(DEMOTED, tmp_path)
+    assert status == -signal.SIGSYS
+    with node(tmp_path / "n", 16 * MIB, nvme=str(tmp_path / "nvme"), nvme_capacity=16 * MIB) as server:
+        reply = Peer(server).get(b"key")
+        assert reply.status in (Status.DONE, Status.MISSING)
+        assert reply.generation >= int(said[0])
+
+
+WITHOUT_HOLES = """
+no_holes(errno.EOPNOTSUPP)
+with node(folder) as server:
+    peer = Peer(server)
+    for number in range(3000):
+        peer.published(b"%d" % number, b"new")
+    print(sum(peer.get(b"%d" % number).payload == b"new" for number in range(3000)))
+"""
+
+
+def test_a_node_starts_again_where_the_file_system_makes_no_holes(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        peer = Peer(server)
+        for number in range(3000):
+            peer.published(b"%d" % number, b"old")
+    assert run(WITHOUT_HOLES, tmp_path) == (0, ["3000"])
+
+
+def test_a_node_killed_while_its_objects_move_to_a_new_file_has_them_all(tmp_path: Path) -> None:
+    with node(tmp_path, 16 * MIB) as server:
+        peer = Peer(server)
+        for number in range(8):
+            peer.published(b"%d" % number, bytes(MIB))
+        peer.pin(b"0")  # so that the objects move at the next start
+    assert (
+        run(f"no_more_backing(None, at_least={MIB})\nwith node(folder, 16 << 20): pass", tmp_path)[0] == -signal.SIGSYS
+    )
+    with node(tmp_path, 16 * MIB) as server:
+        peer = Peer(server)
+        assert [peer.get(b"%d" % number).payload for number in range(8)] == [bytes(MIB)] * 8
+
+
+# Each start comes to another file before it has no descriptor left.
+FEW_FILES = """
+import resource
+most = len(os.listdir("/proc/self/fd")) + 32
+for limit in range(3, most):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, 4096))
+    try:
+        with node(folder) as server:
+            assert server.events() == []
+    except OSError as error:
+        assert error.errno == errno.EMFILE, error
+        print("refused")
+"""
+
+
+def test_a_start_without_descriptors_fails_and_forgets_nothing(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        Peer(server).published(b"key", b"value")
+        leases = sorted(server.lend(7, 0, 4096) for _ in range(8))
+    status, said = run(FEW_FILES, tmp_path)
+    assert status == 0
+    assert len(said) > 8
+    with node(tmp_path) as server:
+        assert sorted(lease for lease, _ in server.leases(7)) == leases
+        assert Peer(server).get(b"key").payload == b"value"
+
+
+REFUSED = """
+with node(folder) as server:
+    no_more_backing(errno.EDQUOT)
+    try:
+        server.lend(7, 0, 4096)
+    except OSError as error:
+        print(error.errno == errno.EDQUOT, sorted(path.name for path in folder.iterdir()))
+"""
+
+
+def test_a_lease_that_the_system_refuses_says_why_and_leaves_no_file(tmp_path: Path) -> None:
+    assert run(REFUSED, tmp_path) == (0, ["True []"])
+
+
+def test_a_node_killed_while_its_file_is_made_makes_it_anew(tmp_path: Path) -> None:
+    (tmp_path / "n").mkdir()
+    begin = "with node(folder / 'n', nvme=str(folder / 'nvme'), nvme_capacity=8 << 20): pass"
+    assert run(f"no_more_backing(None)\n{begin}", tmp_path)[0] == -signal.SIGSYS
+    for _ in range(2):
+        assert run(begin, tmp_path)[0] == 0
