@@ -225,6 +225,7 @@ class FakeConnection:
         self._node = channel.node
         self._contact = channel.node.contact
         self._replies: list[FakeReply | None] = []
+        self._prepared: set[tuple[int, int]] = set()
         self.broken = False
 
     @property
@@ -243,7 +244,9 @@ class FakeConnection:
             self._node.backlog.append((op, meta, generation, data))
             self._replies.append(None)
         else:
+            before = set(self._node.memory.prepared)
             self._replies.append(self._node.serve(op, meta, generation, data))
+            self._prepared |= set(self._node.memory.prepared) - before
 
     def receive(self, deadline: float, into: memoryview | None = None) -> FakeReply:
         reply = self._replies.pop(0)
@@ -274,6 +277,8 @@ class FakeConnection:
 
     def close(self) -> None:
         self.broken = True
+        for place in self._prepared:
+            self._node.memory.prepared.pop(place, None)
 
 
 class FakeChannel:

@@ -20,7 +20,7 @@ from farpool.errors import (
 )
 from farpool.store import Store
 from farpool.transport.frames import Op
-from tests.store.fake_nodes import FakeNode, channel_of, core_of, store_over
+from tests.store.fake_nodes import FakeConnection, FakeNode, channel_of, core_of, store_over
 
 LARGE = bytes(range(256)) * 257  # goes through mapped memory
 
@@ -386,6 +386,36 @@ def test_what_was_prepared_is_given_back_if_it_cannot_be_written() -> None:
             store.put("large", LARGE)
         assert not node.memory.prepared
         assert store.get("large") is None
+
+
+@pytest.mark.parametrize("at", ["write", "commit"])
+def test_what_was_prepared_is_given_back_if_the_program_is_interrupted(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = fakes(1, mapped=True)[0]
+    with store_over(node) as store:
+        store.put("contact", b"")
+        reader = channel_of(store, node).reader
+        assert reader is not None
+
+        def interrupt(*_: object, **__: object) -> int:
+            raise KeyboardInterrupt
+
+        send = FakeConnection.send
+
+        def interrupt_commit(self: FakeConnection, op: int, *args: object, **kwargs: object) -> None:
+            if op == Op.COMMIT:
+                raise KeyboardInterrupt
+            send(self, op, *args, **kwargs)  # type: ignore[arg-type]
+
+        if at == "write":
+            monkeypatch.setattr(reader, "write", interrupt)
+        else:
+            monkeypatch.setattr(FakeConnection, "send", interrupt_commit)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("large", LARGE)
+        assert not node.memory.prepared
+        monkeypatch.undo()
+        store.put("large", LARGE)
+        assert store.get("large") == LARGE
 
 
 def test_touch_changes_the_expiry_of_all_copies(shape: tuple[int, int]) -> None:

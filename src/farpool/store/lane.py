@@ -102,6 +102,7 @@ class Lane(Generic[OwnerT]):
         self._deadline = deadline
         self._waiting: deque[_Item[OwnerT]] = deque()
         self._sent: deque[_Item[OwnerT]] = deque()
+        self._unended: set[_Item[OwnerT]] = set()
         self._nbytes = 0
         self._stack = ExitStack()
         self._connection: Connection | None = None
@@ -116,7 +117,9 @@ class Lane(Generic[OwnerT]):
     def add(self, owner: OwnerT, request: Request) -> None:
         """Put a request in line."""
         nbytes = 0 if request.payload is None else memoryview(request.payload).nbytes
-        self._waiting.append(_Item(owner, request, request.op, nbytes))
+        item = _Item(owner, request, request.op, nbytes)
+        self._unended.add(item)
+        self._waiting.append(item)
 
     def send(self) -> Iterator[tuple[OwnerT, Answer]]:
         """Send what the window allows; gives what is answered without the node's reply."""
@@ -165,10 +168,11 @@ class Lane(Generic[OwnerT]):
         yield from self._end(item, answer)
 
     def close(self) -> None:
-        """Give the connection back; one with replies outstanding is of no more use."""
-        if self._sent and self._connection is not None:
+        """Give the connection back; one on which something has not ended is of no more use."""
+        # What an interrupt has left may have been prepared, and only the end of its connection has the node free it.
+        if self._unended and self._connection is not None:
             self._connection.close()
-        for item in (*self._sent, *self._waiting):
+        for item in self._unended:
             self._give_back(item, False)
         self._stack.close()
 
@@ -269,6 +273,7 @@ class Lane(Generic[OwnerT]):
 
     def _end(self, item: _Item[OwnerT], answer: Answer) -> Iterator[tuple[OwnerT, Answer]]:
         self._give_back(item, not isinstance(answer, Exception) and answer.status == Status.DONE)
+        self._unended.discard(item)
         yield item.owner, item.failure or answer
 
     def _give_back(self, item: _Item[OwnerT], succeeded: bool) -> None:
