@@ -439,6 +439,9 @@ def test_touch_changes_the_expiry_of_all_copies(shape: tuple[int, int]) -> None:
     [
         (lambda store: store.get(""), "0 bytes, expected 1 to 256"),
         (lambda store: store.get("é" * 129), "258 bytes, expected 1 to 256"),
+        (lambda store: store.get("a\udcff"), r"the key 'a\\udcff' has a character that UTF-8 does not have, '\\udcff'"),
+        (lambda store: store.objects("x" * 257), "the prefix 'x+' has 257 bytes, expected 0 to 256"),
+        (lambda store: store.keys("\udcff"), "the prefix .* UTF-8"),
         (lambda store: store.put("k", b"", ttl=0), "ttl is 0, expected seconds above 0"),
         (lambda store: store.touch("k", float("nan")), "ttl is nan"),
     ],
@@ -452,6 +455,8 @@ def test_values_of_wrong_types_are_named() -> None:
     with store_over(*fakes(1)) as store:
         with pytest.raises(TypeError, match="a key is a str or bytes, this one is a int"):
             store.get(7)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a prefix is a str or bytes, this one is a int"):
+            store.objects(7)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             store.put("k", "text")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="not contiguous"):

@@ -13,7 +13,7 @@ from farpool.transport.frames import LARGEST_KEY
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["EXPIRY", "as_key", "as_payload", "as_target", "expiry_of"]
+__all__ = ["EXPIRY", "as_key", "as_payload", "as_prefix", "as_target", "expiry_of"]
 
 EXPIRY = struct.Struct("<Q")
 """Milliseconds since 1970, 0 for never."""
@@ -25,18 +25,34 @@ def as_key(key: str | bytes) -> bytes:
     Raises
     ------
     ConfigError
-        It has no bytes, or more than 256.
+        It has no bytes, more than 256, or characters that UTF-8 does not have.
     TypeError
         It is neither text nor bytes.
     """
-    if isinstance(key, str):
-        data = key.encode()
-    elif isinstance(key, bytes):
-        data = key
+    return _bytes_of(key, "key", 1)
+
+
+def as_prefix(prefix: str | bytes) -> bytes:
+    """What keys begin with, as bytes; errors as of `as_key`, but it may be empty."""
+    return _bytes_of(prefix, "prefix", 0)
+
+
+def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
+    if isinstance(text, str):
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the {what} {text!r} has a character that UTF-8 does not have, {text[error.start]!r}; expected text, or "
+                "bytes",
+                setting=what,
+            ) from None
+    elif isinstance(text, bytes):
+        data = text
     else:
-        raise TypeError(f"a key is a str or bytes, this one is a {type(key).__name__}: {key!r}")
-    if not 1 <= len(data) <= LARGEST_KEY:
-        raise ConfigError(f"the key {key!r} has {len(data)} bytes, expected 1 to {LARGEST_KEY}", setting="key")
+        raise TypeError(f"a {what} is a str or bytes, this one is a {type(text).__name__}: {text!r}")
+    if not fewest <= len(data) <= LARGEST_KEY:
+        raise ConfigError(f"the {what} {text!r} has {len(data)} bytes, expected {fewest} to {LARGEST_KEY}", setting=what)
     return data
 
 

@@ -137,11 +137,14 @@ class Member:
 
     def call(self, name: str, deadline: float, **arguments: object) -> dict[str, object]:
         """A control call."""
-        self.admit()
+        self.open(deadline)  # a refusal from here on is not one of the connection
         try:
             result = self.channel.call(name, deadline, **arguments)
         except NodeError as error:
-            self.failed(error)
+            if error.refused:
+                self.succeeded()
+            else:
+                self.failed(error)
             raise
         self.succeeded()
         return result

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 from farpool.errors import ConfigError, NodeError, StoreClosedError
-from farpool.store.arguments import EXPIRY, as_key, as_payload, as_target, expiry_of
+from farpool.store.arguments import EXPIRY, as_key, as_payload, as_prefix, as_target, expiry_of
 from farpool.store.batch import publish_many, read_many
 from farpool.store.core import Core, results
 from farpool.store.messages import ObjectInfo
@@ -279,8 +279,13 @@ class Store:
         """What is published under keys that begin with `prefix`, in no order.
 
         What is published, deleted or evicted meanwhile may be among them or not.
+
+        Raises
+        ------
+        ConfigError
+            The prefix has more than 256 bytes.
         """
-        return self._open().objects(prefix.encode() if isinstance(prefix, str) else prefix)
+        return self._open().objects(as_prefix(prefix))
 
     def keys(self, prefix: Key = "") -> Iterator[bytes]:
         """The keys of `objects`."""

@@ -40,7 +40,7 @@ def refusal(status: int, text: str, node: str) -> FarpoolError:
     message = f"{node}: {text}"
     if status == Status.CHECKSUM:
         return ChecksumError(message, tier=node)
-    return _ERRORS.get(status, NodeError)(message, node=node)
+    return _ERRORS.get(status, NodeError)(message, node=node, refused=True)
 
 
 def status_of(error: FarpoolError) -> Status:
