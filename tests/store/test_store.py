@@ -389,7 +389,7 @@ def test_what_was_prepared_is_given_back_if_it_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize("at", ["write", "commit"])
-def test_what_was_prepared_is_given_back_if_the_program_is_interrupted(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_prepared_is_given_back_after_an_interrupt(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     node = fakes(1, mapped=True)[0]
     with store_over(node) as store:
         store.put("contact", b"")
@@ -444,6 +444,8 @@ def test_touch_changes_the_expiry_of_all_copies(shape: tuple[int, int]) -> None:
         (lambda store: store.keys("\udcff"), "the prefix .* UTF-8"),
         (lambda store: store.put("k", b"", ttl=0), "ttl is 0, expected seconds above 0"),
         (lambda store: store.touch("k", float("nan")), "ttl is nan"),
+        (lambda store: store.touch("k", 1e18), r"ttl is 1e\+18, expected seconds above 0 and at most 1e\+16"),
+        (lambda store: store.put("k", b"", ttl=10**5000), "ttl is too large a number"),
     ],
 )
 def test_wrong_arguments_are_named(call: Callable[[Store], object], named: str) -> None:
@@ -471,6 +473,8 @@ def test_values_of_wrong_types_are_named() -> None:
         (("nonsense",), {}, "node is 'nonsense'"),
         (("a:1",), {"replicas": 2}, "replicas is 2, expected 1 to 1"),
         (("a:1",), {"timeout": 0}, "timeout is 0, expected seconds above 0"),
+        (("a:1",), {"timeout": 1e10}, "timeout is 10000000000.0, expected seconds above 0 and at most 1e\\+06"),
+        (("a:1",), {"timeout": 10**5000}, "timeout is too large a number"),
         (("a:1",), {"transport": "pigeon"}, "transport is 'pigeon'"),
     ],
 )

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 from farpool.errors import ConfigError, NodeError, StoreClosedError
-from farpool.store.arguments import EXPIRY, as_key, as_payload, as_prefix, as_target, expiry_of
+from farpool.store.arguments import EXPIRY, as_key, as_payload, as_prefix, as_target, as_timeout, expiry_of
 from farpool.store.batch import publish_many, read_many
 from farpool.store.core import Core, results
 from farpool.store.messages import ObjectInfo
@@ -78,7 +78,7 @@ class Store:
     key : AccessKey or str or None
         The access key, ``NAME:SECRET`` as text; None for that of the environment (``FARPOOL_KEY``), if any.
     timeout : float
-        Seconds that a call may take, connecting included.
+        Seconds that a call may take, connecting included; at most 1e6.
     transport : "auto", "mapped", "tcp" or "nixl"
         ``auto`` maps the memory of nodes on this host and uses TCP for others; ``nixl`` reads one-sided (docs/nixl.md).
     spin : float
@@ -118,9 +118,7 @@ class Store:
             raise ConfigError(
                 f"replicas is {replicas!r}, expected 1 to {len(channels)}, the number of nodes", setting="replicas"
             )
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ConfigError(f"timeout is {timeout!r}, expected seconds above 0", setting="timeout")
-        self._core: Core | None = Core(channels, replicas, float(timeout))
+        self._core: Core | None = Core(channels, replicas, as_timeout(timeout))
         self._why = "was closed"
         _STORES.add(self)
 
