@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import threading
@@ -18,7 +19,7 @@ from farpool.errors import (
     ReplicationError,
     StoreClosedError,
 )
-from farpool.store import Store
+from farpool.store import AsyncStore, Store
 from farpool.transport.frames import Op
 from tests.store.fake_nodes import FakeConnection, FakeNode, channel_of, core_of, store_over
 
@@ -355,6 +356,47 @@ def test_an_object_in_use_stays_pinned() -> None:
         assert node.memory.entries[b"k"].pins == 0
         with pytest.raises(ValueError, match="was released"):
             _ = pin.view
+
+
+def test_an_error_in_a_pins_block_is_not_hidden_by_what_it_still_holds() -> None:
+    node = fakes(1, mapped=True)[0]
+    with store_over(node) as store:
+        store.put("k", LARGE)
+        pin = store.pin("k")
+        array = memoryview(pin.view)
+        with pytest.raises(RuntimeError, match="the program's own") as caught, pin:
+            raise RuntimeError("the program's own")
+        assert "in use" in caught.value.__notes__[0]
+        array.release()
+        pin.release()
+        assert node.memory.entries[b"k"].pins == 0
+
+
+def test_a_coroutine_leaves_a_pins_block_as_a_call_does() -> None:
+    node = fakes(1, mapped=True)[0]
+
+    async def program() -> None:
+        store = AsyncStore.__new__(AsyncStore)
+        store._begin(store_over(node))
+        await store.put("k", LARGE)
+        arrays: list[memoryview] = []
+
+        async def fails() -> None:
+            async with store.pin("k") as pin:
+                arrays.append(memoryview(pin.view))
+                raise RuntimeError("the program's own")
+
+        with pytest.raises(RuntimeError, match="the program's own") as caught:
+            await fails()
+        assert "in use" in caught.value.__notes__[0]
+        arrays.clear()
+        async with store.pin("k") as pin:
+            await store.close()
+            assert pin.view == LARGE
+        with pytest.raises(ValueError, match="was released"):
+            _ = pin.view
+
+    asyncio.run(program())
 
 
 def test_large_values_are_written_into_mapped_memory_and_small_ones_sent() -> None:

@@ -107,7 +107,12 @@ class Pin:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        try:
+            self.release()
+        except BufferError as held:
+            if error is None:
+                raise
+            error.add_note(str(held))  # the traceback itself may hold what was made from the view
 
 
 def _shown(view: memoryview) -> Any:
