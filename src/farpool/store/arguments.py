@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import time
 from typing import TYPE_CHECKING
 
@@ -13,10 +12,8 @@ from farpool.transport.frames import LARGEST_KEY
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["EXPIRY", "as_key", "as_payload", "as_prefix", "as_target", "as_timeout", "expiry_of"]
+__all__ = ["as_key", "as_payload", "as_prefix", "as_target", "as_timeout", "expiry_of"]
 
-EXPIRY = struct.Struct("<Q")
-"""Milliseconds since 1970, 0 for never."""
 _LONGEST_TTL = 1e16
 """Seconds; about what the wire can say."""
 _LONGEST_TIMEOUT = 1e6

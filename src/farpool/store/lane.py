@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from farpool.errors import ChecksumError, FarpoolError, NodeError
 from farpool.store.deadline import share_of
 from farpool.store.member import ONCE, Member, may_be_stale
 from farpool.store.messages import Answer, BusyError, Reply, Request
-from farpool.transport.frames import Op, Status
+from farpool.transport.frames import COMMIT, OFFSET, Op, Status
 
 if TYPE_CHECKING:
     from farpool._native import Connection, ObjectReader
@@ -31,8 +30,6 @@ THROUGH_MEMORY = 64 << 10
 """Bytes above which a payload is written into mapped memory rather than sent."""
 _GRACE = 0.05
 """Seconds for a reply that came while another node was waited for."""
-_OFFSET = struct.Struct("<Q")
-_COMMIT = struct.Struct("<QII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +219,11 @@ class Lane(Generic[OwnerT]):
         if item.op == Op.PUT and item.nbytes > THROUGH_MEMORY and self._member.channel.reader is not None:
             item.op = Op.PREPARE
         if item.op == Op.PREPARE:
-            meta, payload = _OFFSET.pack(item.nbytes) + meta, None
+            meta, payload = OFFSET.pack(item.nbytes) + meta, None
         elif item.op == Op.COMMIT:
-            meta, payload = _COMMIT.pack(item.offset, item.crc, 0), None
+            meta, payload = COMMIT.pack(item.offset, item.crc, 0), None
         elif item.op == Op.ABORT:
-            meta, payload = _OFFSET.pack(item.offset), None
+            meta, payload = OFFSET.pack(item.offset), None
         item.until = self._until(request)
         connection.send(item.op, meta, item.until, generation=request.generation, payload=payload)
         self._sent.append(item)
@@ -235,7 +232,7 @@ class Lane(Generic[OwnerT]):
     def _fill(self, item: _Item[OwnerT], prepared: Reply) -> None:
         """Write a payload into the memory that was prepared for it, to be committed next."""
         reader, payload = self._member.channel.reader, item.request.payload
-        (item.offset,) = _OFFSET.unpack_from(prepared.meta)
+        (item.offset,) = OFFSET.unpack_from(prepared.meta)
         item.op = Op.ABORT
         try:
             if reader is None or payload is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from farpool.errors import AccessDeniedError, ChecksumError, NodeError, NodeTimeoutError, ProtocolError
@@ -203,17 +201,6 @@ class Member:
         with self._changed:
             self.breaker.end_write(succeeded)
             self._changed.notify_all()
-
-    @contextmanager
-    def write_slot(self, deadline: float) -> Iterator[None]:
-        """A slot for one write."""
-        self.wait_for_slot(deadline)
-        succeeded = False
-        try:
-            yield
-            succeeded = True
-        finally:
-            self.end_write(succeeded)
 
     def status(self) -> tuple[str, float, str]:
         """The breaker's state, for how many seconds the node has been failing, and the first error."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING
 from farpool.errors import ChecksumError, ReplicationError
 from farpool.store.messages import Group, ObjectInfo, Operation, Reply, Request
 from farpool.store.tally import Tally
-from farpool.transport.frames import Op
+from farpool.transport.frames import STATED, Op
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["Found", "find", "info_of", "read", "unreachable"]
-
-_STAT = struct.Struct("<QQII")
 
 Outdated = Callable[[bytes, int, list[int]], None]
 """Is told of a key, the generation of its tombstone, and the nodes that still have an older object."""
@@ -87,7 +84,7 @@ def find(
 
 def info_of(key: bytes, found: Found) -> ObjectInfo:
     """What a reply to ``stat`` says."""
-    nbytes, expiry, _, pins = _STAT.unpack(found.reply.meta)
+    nbytes, expiry, _, pins = STATED.unpack(found.reply.meta)
     return ObjectInfo(key, found.generation, nbytes, expiry / 1000 if expiry else None, pins)
 
 

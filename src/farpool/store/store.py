@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 from farpool.errors import ConfigError, NodeError, StoreClosedError
-from farpool.store.arguments import EXPIRY, as_key, as_payload, as_prefix, as_target, as_timeout, expiry_of
+from farpool.store.arguments import as_key, as_payload, as_prefix, as_target, as_timeout, expiry_of
 from farpool.store.batch import publish_many, read_many
 from farpool.store.core import Core, results
 from farpool.store.messages import ObjectInfo
@@ -23,7 +23,7 @@ from farpool.store.writing import publish, remove
 from farpool.transport.access import AccessKey, client_key
 from farpool.transport.address import parse_address
 from farpool.transport.channel import SPIN_SECONDS, Channel, Transport
-from farpool.transport.frames import Op
+from farpool.transport.frames import EXPIRY, Op
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from farpool.errors import AccessDeniedError, NodeError, ObjectTooLargeError, ReplicationError
-from farpool.store.arguments import EXPIRY
 from farpool.store.clock import GenerationClock
 from farpool.store.messages import Answer, BusyError, Group, Operation, Reply, Request
 from farpool.store.tally import Tally
-from farpool.transport.frames import Op, Status
+from farpool.transport.frames import EXPIRY, Op, Status
 from farpool.transport.refusals import refusal
 
 if TYPE_CHECKING:
