@@ -61,6 +61,7 @@ class FakeNode:
         self.up = True
         self.stopped = False
         self.full = False
+        self.denied: frozenset[Op] = frozenset()
         self.lose_replies = 0
         self.mapped = mapped
         self.largest = 1 << 30
@@ -101,6 +102,8 @@ class FakeNode:
 
     def serve(self, op: int, meta: bytes, generation: int, payload: bytes | None) -> FakeReply:
         self.served.append(Op(op))
+        if op in self.denied:
+            return FakeReply(Status.DENIED)
         match op:
             case Op.GET | Op.STAT | Op.PIN:
                 return self._find(op, meta)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from farpool.errors import (
+    AccessDeniedError,
     ChecksumError,
     ConfigError,
     NodeError,
@@ -289,6 +290,58 @@ def test_a_full_node_is_passed_over_and_named_if_there_is_no_other() -> None:
     nodes[0].full = True
     with store_over(nodes[0]) as single, pytest.raises(NodeFullError, match="no room"):
         single.put("k", b"v")
+
+
+READS = frozenset({Op.GET, Op.STAT, Op.PIN})
+WRITES = frozenset(Op) - READS
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)], indirect=True)
+def test_a_right_that_the_key_lacks_is_named(shape: tuple[int, int]) -> None:
+    nodes = fakes(shape[0])
+    with store_over(*nodes, replicas=shape[1]) as store:
+        reads: list[Callable[[], object]] = [lambda: store.get("k"), lambda: store.stat("k"), lambda: store.pin("k")]
+        writes: list[Callable[[], object]] = [
+            lambda: store.put("k", b"v"),
+            lambda: store.put_many({"k": b"v"}),
+            lambda: store.touch("k", 5),
+            lambda: store.delete("k"),
+        ]
+        for denied, right, calls in ((READS, "read", reads), (WRITES, "publish", writes)):
+            for node in nodes:
+                node.denied = denied
+            for call in calls:
+                with pytest.raises(AccessDeniedError, match=f"node.:7471: the access key lacks the right '{right}'"):
+                    call()
+
+
+def test_what_a_single_node_refuses_is_sent_once() -> None:
+    node = fakes(1)[0]
+    with store_over(node) as store:
+        node.largest = 3
+        with pytest.raises(ObjectTooLargeError, match=r"the object of 4 bytes \(4 B\) is larger than the node"):
+            store.put("k", b"four")
+        node.full = True
+        with pytest.raises(NodeFullError, match="no room"):
+            store.put("k", b"v")
+        node.denied = WRITES
+        with pytest.raises(AccessDeniedError):
+            store.put("k", b"v")
+    assert node.served == [Op.PUT] * 3
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (5, 3)], indirect=True)
+def test_a_key_that_may_only_publish_is_told_whether_it_has_deleted(shape: tuple[int, int]) -> None:
+    nodes = fakes(shape[0])
+    with store_over(*nodes, replicas=shape[1]) as store:
+        for node in nodes:
+            node.denied = READS
+        assert not store.delete("k")
+        store.put("k", b"v")
+        assert store.delete("k")
+        assert not store.delete("k")
+        store.put_many({"a": b"v"})
+        assert store.delete_many(["a", "b"]) == [True, False]
 
 
 def test_a_connection_that_broke_while_idle_is_made_anew(shape: tuple[int, int]) -> None:

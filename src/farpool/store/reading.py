@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farpool.errors import ChecksumError, ReplicationError
+from farpool.errors import AccessDeniedError, ChecksumError, ReplicationError
 from farpool.store.messages import Group, ObjectInfo, Operation, Reply, Request
 from farpool.store.tally import Tally
 from farpool.transport.frames import STATED, Op
@@ -42,7 +42,7 @@ class Found:
 def unreachable(key: bytes, tally: Tally, group: Group) -> Exception:
     """Why it cannot be known which object is the newest."""
     failures = list(tally.failures.values())
-    if len(group.nodes) == 1:
+    if len(group.nodes) == 1 or (failures and all(isinstance(failure, AccessDeniedError) for failure in failures)):
         return failures[0]
     reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
     return ReplicationError(
@@ -59,7 +59,7 @@ def find(
     With another `op` that says what the node knows (``touch``), all nodes are asked.
     """
     meta = key if meta is None else meta
-    tally = Tally(names)
+    tally = Tally(names, op)
     replies: dict[int, Reply] = {}
     waiting = list(group.nodes)
     wanted = group.quorum if op == Op.STAT else len(waiting)

@@ -212,7 +212,10 @@ class Store:
         return core.run(core.find(as_key(key)))
 
     def delete(self, key: Key) -> bool:
-        """Remove a key's value; whether there was one. Nodes that are away learn of it when they are back."""
+        """Remove a key's value; whether there was one. Nodes that are away learn of it when they are back.
+
+        With `replicas` and an access key that may not read: whether any node still had a copy, if only an outdated one.
+        """
         core, data = self._open(), as_key(key)
         return core.run(remove(data, core.group(data), core.names, core.clock, core.unconfirmed))
 
