@@ -17,6 +17,13 @@ from farpool.transport.frames import Op, Status
 __all__ = ["FakeChannel", "FakeNode", "store_over"]
 
 
+class Contact:
+    """What a node says when it is met; another one after each start."""
+
+    def __init__(self, node: str) -> None:
+        self.id = node.encode()
+
+
 @dataclass
 class FakeReply:
     status: int
@@ -69,7 +76,7 @@ class FakeNode:
         self.served: list[Op] = []
         self._floors = floors
         self._now = now
-        self.contact = object()
+        self.contact = Contact(self.name)
 
     def floor(self, key: bytes) -> int:
         return max(self.memory.base_floor, self.memory.floors.get(crc32c(key) % self._floors, 0))
@@ -87,7 +94,7 @@ class FakeNode:
         """As killed and started again; all connections break."""
         self.backlog.clear()
         self.up, self.stopped = True, False
-        self.contact = object()
+        self.contact = Contact(self.name)
         self.memory.prepared.clear()
         if forget:
             self.memory.retired = True
@@ -291,7 +298,7 @@ class FakeChannel:
         self.node = node
         self.name = node.name
         self.reader: FakeReader | None = None
-        self.welcome: object = None
+        self.welcome: Contact | None = None
         self.one_sided = None
         self.cut = False
         self._idle: list[FakeConnection] = []

@@ -578,6 +578,26 @@ def test_wrong_settings_are_named(nodes: tuple[str, ...], settings: dict[str, ob
         Store(*nodes, **settings)  # type: ignore[arg-type]
 
 
+def test_one_node_under_two_names_is_refused_where_copies_would_be_lost_together() -> None:
+    nodes = fakes(3)
+    nodes[2].contact.id = nodes[0].contact.id
+    calls: list[Callable[[Store], object]] = [
+        lambda store: store.put_many({f"{number}": b"v" for number in range(20)}),
+        lambda store: store.get_many([f"{number}" for number in range(20)]),
+        lambda store: list(store.keys()),
+        lambda store: store.nodes(),
+    ]
+    for call in calls:
+        with (
+            store_over(*nodes, replicas=2) as store,
+            pytest.raises(ConfigError, match="tcp://node[02]:7471 and tcp://node[02]:7471 are the same node"),
+        ):
+            call(store)
+    with store_over(*nodes) as store:
+        store.put("k", b"v")
+        assert store.get("k") == b"v"
+
+
 def test_a_closed_store_says_so_and_cannot_be_pickled() -> None:
     store = store_over(*fakes(1))
     with pytest.raises(TypeError, match="cannot be pickled"):

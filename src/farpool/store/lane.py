@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from farpool.errors import ChecksumError, FarpoolError, NodeError
+from farpool.errors import ChecksumError, ConfigError, FarpoolError, NodeError
 from farpool.store.deadline import share_of
 from farpool.store.member import ONCE, Member, may_be_stale
 from farpool.store.messages import Answer, BusyError, Reply, Request
@@ -137,6 +137,8 @@ class Lane(Generic[OwnerT]):
                     yield from self._lose(error)
                     continue
                 answer = error
+            except ConfigError:  # of the store itself, not of this request
+                raise
             except (FarpoolError, ValueError) as error:
                 answer = error
             if answer is not None:

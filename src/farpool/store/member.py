@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from farpool.errors import AccessDeniedError, ChecksumError, NodeError, NodeTimeoutError, ProtocolError
+from farpool.errors import AccessDeniedError, ChecksumError, ConfigError, NodeError, NodeTimeoutError, ProtocolError
 from farpool.store.messages import Reply
 from farpool.transport.breaker import Breaker, State
 from farpool.transport.frames import Op
@@ -40,6 +40,8 @@ class Member:
         The way to it.
     returned : callable
         Is called when the node has come back after a failure.
+    met : callable or None
+        Is called with this object at each new contact; may refuse the node with `ConfigError`.
 
     Attributes
     ----------
@@ -49,12 +51,15 @@ class Member:
         Ranks it for a key (rendezvous hashing); the same in every program.
     """
 
-    def __init__(self, channel: Channel, returned: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: Channel, returned: Callable[[], None], met: Callable[[Member], None] | None = None
+    ) -> None:
         self.channel = channel
         self.name = channel.name
         self.seed = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
         self.breaker = Breaker(self.seed)
         self._returned = returned
+        self._met = met
         self._error: Exception | None = None
         self._mapped_at: object = None
         self._changed = threading.Condition()
@@ -131,6 +136,12 @@ class Member:
     def _map(self, deadline: float) -> None:
         """Map the node's objects where that is possible; at each new contact, as the files may be others."""
         self.channel.attach(deadline)
+        if self._met is not None:
+            try:
+                self._met(self)
+            except ConfigError:
+                self.succeeded()  # the node itself is well
+                raise
         self._mapped_at = self.channel.welcome
 
     def call(self, name: str, deadline: float, **arguments: object) -> dict[str, object]:
