@@ -590,7 +590,7 @@ def test_one_node_under_two_names_is_refused_where_copies_would_be_lost_together
     for call in calls:
         with (
             store_over(*nodes, replicas=2) as store,
-            pytest.raises(ConfigError, match="tcp://node[02]:7471 and tcp://node[02]:7471 are the same node"),
+            pytest.raises(ConfigError, match=r"tcp://node[02]:7471 and tcp://node[02]:7471 are the same node"),
         ):
             call(store)
     with store_over(*nodes) as store:

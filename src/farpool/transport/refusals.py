@@ -60,10 +60,9 @@ def _known(status: int, op: Op | None, nbytes: int | None) -> str:
         case Status.TOO_LARGE:
             size = "" if nbytes is None else f" of {nbytes} bytes ({format_size(nbytes)})"
             return f"the object{size} is larger than the node"
-        case _ if status in iter(Status):
-            return Status(status).name.lower().replace("_", " ")
         case _:
-            return f"status {status}"
+            names = (one.name.lower().replace("_", " ") for one in Status if one == status)
+            return next(names, f"status {status}")
 
 
 def status_of(error: FarpoolError) -> Status:
