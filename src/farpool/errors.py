@@ -150,11 +150,14 @@ class NodeError(FarpoolError, ConnectionError):
     ----------
     node : str
         Its address, for example ``tcp://10.0.0.7:7471``.
+    refused : bool
+        The node is well and has answered that it does not do what was asked.
     """
 
-    def __init__(self, message: str, *, node: str = "") -> None:
+    def __init__(self, message: str, *, node: str = "", refused: bool = False) -> None:
         super().__init__(message)
         self.node = node
+        self.refused = refused
 
 
 class NodeTimeoutError(NodeError, TimeoutError):

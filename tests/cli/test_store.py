@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,12 +47,68 @@ def test_the_value_goes_to_stdout_as_it_is(node: RunningNode, tmp_path: Path) ->
     assert command("store", "get", "text", "--node", node.address, cwd=tmp_path).stdout == "two\nlines"
 
 
+def test_an_output_that_is_no_plain_file_is_written_to_and_stays_what_it_is(node: RunningNode, tmp_path: Path) -> None:
+    value = bytes(range(256)) * 1000
+    with Store(node.address) as store:
+        store.put("value", value)
+    os.mkfifo(tmp_path / "fifo")
+    read: list[bytes] = []
+    opened = os.open(tmp_path / "fifo", os.O_RDWR)  # so that no one waits for the other end
+    reader = threading.Thread(target=lambda: read.append(_read(opened, len(value))), daemon=True)
+    reader.start()
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "dangling").symlink_to("new")
+    for output in ("fifo", "link", "dangling"):
+        done = command("store", "get", "value", "-o", output, "--node", node.address, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "dangling").is_symlink()
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "new").read_bytes() == value
+    reader.join(60)
+    os.close(opened)
+    assert read == [value]
+    done = command("store", "get", "value", "-o", ".", "--node", node.address, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: . cannot be written: Is a directory\n")
+
+
+def _read(descriptor: int, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        data += os.read(descriptor, nbytes - len(data))
+    return data
+
+
+def test_a_far_expiry_and_a_key_that_is_no_text_can_be_listed_and_shown(node: RunningNode, tmp_path: Path) -> None:
+    key = b"odd/\x1b[31m\n\xff"
+    with Store(node.address) as store:
+        store.put(key, b"v", ttl=1e12)
+    options = ("--node", node.address)
+    (line,) = command("store", "ls", "odd/", *options, cwd=tmp_path).stdout.splitlines()
+    assert r"odd/\x1b[31m\n\xff  until 100" in line
+    assert line.endswith(" seconds after 1970")
+    shown = command("store", "stat", os.fsdecode(key), *options, cwd=tmp_path)
+    assert shown.stdout.startswith("key         odd/\\x1b[31m\\n\\xff\nbytes       1 (1 B)\n"), shown.stderr
+    assert command("store", "rm", os.fsdecode(key), *options, cwd=tmp_path).returncode == 0
+    gone = command("store", "rm", os.fsdecode(key), *options, cwd=tmp_path)
+    assert (gone.returncode, gone.stderr) == (1, "missing: odd/\\x1b[31m\\n\\xff\n")
+
+
+def test_an_ipv6_address_is_shown_whole(tmp_path: Path) -> None:
+    address = "tcp://[fe80::1]:1"
+    done = command("store", "stat", "--timeout", "1", "--node", address, cwd=tmp_path)
+    assert done.stdout.splitlines()[1].startswith(address)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (("ls",), "no node is named; expected --node tcp://HOST:PORT, or FARPOOL_NODES"),
         (("ls", "--node", "nonsense"), "node is 'nonsense'"),
         (("ls", "--node", "tcp://127.0.0.1:1"), "tcp://127.0.0.1:1"),
+        (("ls", "--timeout", "1e12", "--node", "tcp://127.0.0.1:1"), "timeout is 1000000000000.0"),
+        (("put", "k", "/dev/null", "--ttl", "1e30", "--node", "tcp://127.0.0.1:1"), "ttl is 1e+30"),
         (("put", "k", "none", "--node", "tcp://127.0.0.1:1"), "none cannot be read: No such file"),
     ],
 )

@@ -17,6 +17,13 @@ from farpool.transport.frames import Op, Status
 __all__ = ["FakeChannel", "FakeNode", "store_over"]
 
 
+class Contact:
+    """What a node says when it is met; another one after each start."""
+
+    def __init__(self, node: str) -> None:
+        self.id = node.encode()
+
+
 @dataclass
 class FakeReply:
     status: int
@@ -61,6 +68,7 @@ class FakeNode:
         self.up = True
         self.stopped = False
         self.full = False
+        self.denied: frozenset[Op] = frozenset()
         self.lose_replies = 0
         self.mapped = mapped
         self.largest = 1 << 30
@@ -68,7 +76,7 @@ class FakeNode:
         self.served: list[Op] = []
         self._floors = floors
         self._now = now
-        self.contact = object()
+        self.contact = Contact(self.name)
 
     def floor(self, key: bytes) -> int:
         return max(self.memory.base_floor, self.memory.floors.get(crc32c(key) % self._floors, 0))
@@ -86,7 +94,7 @@ class FakeNode:
         """As killed and started again; all connections break."""
         self.backlog.clear()
         self.up, self.stopped = True, False
-        self.contact = object()
+        self.contact = Contact(self.name)
         self.memory.prepared.clear()
         if forget:
             self.memory.retired = True
@@ -101,6 +109,8 @@ class FakeNode:
 
     def serve(self, op: int, meta: bytes, generation: int, payload: bytes | None) -> FakeReply:
         self.served.append(Op(op))
+        if op in self.denied:
+            return FakeReply(Status.DENIED)
         match op:
             case Op.GET | Op.STAT | Op.PIN:
                 return self._find(op, meta)
@@ -225,6 +235,7 @@ class FakeConnection:
         self._node = channel.node
         self._contact = channel.node.contact
         self._replies: list[FakeReply | None] = []
+        self._prepared: set[tuple[int, int]] = set()
         self.broken = False
 
     @property
@@ -243,7 +254,9 @@ class FakeConnection:
             self._node.backlog.append((op, meta, generation, data))
             self._replies.append(None)
         else:
+            before = set(self._node.memory.prepared)
             self._replies.append(self._node.serve(op, meta, generation, data))
+            self._prepared |= set(self._node.memory.prepared) - before
 
     def receive(self, deadline: float, into: memoryview | None = None) -> FakeReply:
         reply = self._replies.pop(0)
@@ -274,6 +287,8 @@ class FakeConnection:
 
     def close(self) -> None:
         self.broken = True
+        for place in self._prepared:
+            self._node.memory.prepared.pop(place, None)
 
 
 class FakeChannel:
@@ -283,7 +298,7 @@ class FakeChannel:
         self.node = node
         self.name = node.name
         self.reader: FakeReader | None = None
-        self.welcome: object = None
+        self.welcome: Contact | None = None
         self.one_sided = None
         self.cut = False
         self._idle: list[FakeConnection] = []

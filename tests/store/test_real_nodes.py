@@ -12,6 +12,7 @@ import pytest
 from farpool import AsyncStore, NodeError, NodeTimeoutError, Store
 from farpool.testing.nodes import RunningNode, running_node
 from tests.nodes import PATIENCE, eventually
+from tests.store.fake_nodes import core_of
 
 LARGE = bytes(range(256)) * 4096
 
@@ -173,3 +174,19 @@ def test_coroutines_do_as_calls_do_and_cancelling_them_breaks_nothing(nodes: lis
             assert await store.delete("shared")
 
     asyncio.run(main())
+
+
+def test_a_call_that_a_node_refuses_is_no_failure_of_the_node(nodes: list[RunningNode]) -> None:
+    with Store(nodes[0].address, timeout=20) as store:
+        store.put("k", b"v")
+        member = core_of(store).members[0]
+        with pytest.raises(NodeError, match="expected one of the calls") as caught:
+            member.call("nonsense", time.monotonic() + 20)
+        assert caught.value.refused
+        assert store.nodes()[0].breaker == "closed"
+        assert store.put("k", b"w")
+
+
+def test_a_node_is_known_to_be_mapped_before_anything_was_moved(nodes: list[RunningNode], transport: str) -> None:
+    with Store(nodes[0].address, transport=transport, timeout=20) as store:  # type: ignore[arg-type]
+        assert [status.mapped for status in store.nodes()] == [transport == "mapped"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from farpool.errors import (
+    AccessDeniedError,
     ChecksumError,
     ConfigError,
     NodeError,
@@ -18,9 +20,9 @@ from farpool.errors import (
     ReplicationError,
     StoreClosedError,
 )
-from farpool.store import Store
+from farpool.store import AsyncStore, Store
 from farpool.transport.frames import Op
-from tests.store.fake_nodes import FakeNode, channel_of, core_of, store_over
+from tests.store.fake_nodes import FakeConnection, FakeNode, channel_of, core_of, store_over
 
 LARGE = bytes(range(256)) * 257  # goes through mapped memory
 
@@ -290,6 +292,58 @@ def test_a_full_node_is_passed_over_and_named_if_there_is_no_other() -> None:
         single.put("k", b"v")
 
 
+READS = frozenset({Op.GET, Op.STAT, Op.PIN})
+WRITES = frozenset(Op) - READS
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)], indirect=True)
+def test_a_right_that_the_key_lacks_is_named(shape: tuple[int, int]) -> None:
+    nodes = fakes(shape[0])
+    with store_over(*nodes, replicas=shape[1]) as store:
+        reads: list[Callable[[], object]] = [lambda: store.get("k"), lambda: store.stat("k"), lambda: store.pin("k")]
+        writes: list[Callable[[], object]] = [
+            lambda: store.put("k", b"v"),
+            lambda: store.put_many({"k": b"v"}),
+            lambda: store.touch("k", 5),
+            lambda: store.delete("k"),
+        ]
+        for denied, right, calls in ((READS, "read", reads), (WRITES, "publish", writes)):
+            for node in nodes:
+                node.denied = denied
+            for call in calls:
+                with pytest.raises(AccessDeniedError, match=f"node.:7471: the access key lacks the right '{right}'"):
+                    call()
+
+
+def test_what_a_single_node_refuses_is_sent_once() -> None:
+    node = fakes(1)[0]
+    with store_over(node) as store:
+        node.largest = 3
+        with pytest.raises(ObjectTooLargeError, match=r"the object of 4 bytes \(4 B\) is larger than the node"):
+            store.put("k", b"four")
+        node.full = True
+        with pytest.raises(NodeFullError, match="no room"):
+            store.put("k", b"v")
+        node.denied = WRITES
+        with pytest.raises(AccessDeniedError):
+            store.put("k", b"v")
+    assert node.served == [Op.PUT] * 3
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (5, 3)], indirect=True)
+def test_a_key_that_may_only_publish_is_told_whether_it_has_deleted(shape: tuple[int, int]) -> None:
+    nodes = fakes(shape[0])
+    with store_over(*nodes, replicas=shape[1]) as store:
+        for node in nodes:
+            node.denied = READS
+        assert not store.delete("k")
+        store.put("k", b"v")
+        assert store.delete("k")
+        assert not store.delete("k")
+        store.put_many({"a": b"v"})
+        assert store.delete_many(["a", "b"]) == [True, False]
+
+
 def test_a_connection_that_broke_while_idle_is_made_anew(shape: tuple[int, int]) -> None:
     nodes = fakes(shape[0])
     calls: list[Callable[[Store], object]] = [
@@ -357,6 +411,47 @@ def test_an_object_in_use_stays_pinned() -> None:
             _ = pin.view
 
 
+def test_an_error_in_a_pins_block_is_not_hidden_by_what_it_still_holds() -> None:
+    node = fakes(1, mapped=True)[0]
+    with store_over(node) as store:
+        store.put("k", LARGE)
+        pin = store.pin("k")
+        array = memoryview(pin.view)
+        with pytest.raises(RuntimeError, match="the program's own") as caught, pin:
+            raise RuntimeError("the program's own")
+        assert "in use" in caught.value.__notes__[0]
+        array.release()
+        pin.release()
+        assert node.memory.entries[b"k"].pins == 0
+
+
+def test_a_coroutine_leaves_a_pins_block_as_a_call_does() -> None:
+    node = fakes(1, mapped=True)[0]
+
+    async def program() -> None:
+        store = AsyncStore.__new__(AsyncStore)
+        store._begin(store_over(node))
+        await store.put("k", LARGE)
+        arrays: list[memoryview] = []
+
+        async def fails() -> None:
+            async with store.pin("k") as pin:
+                arrays.append(memoryview(pin.view))
+                raise RuntimeError("the program's own")
+
+        with pytest.raises(RuntimeError, match="the program's own") as caught:
+            await fails()
+        assert "in use" in caught.value.__notes__[0]
+        arrays.clear()
+        async with store.pin("k") as pin:
+            await store.close()
+            assert pin.view == LARGE
+        with pytest.raises(ValueError, match="was released"):
+            _ = pin.view
+
+    asyncio.run(program())
+
+
 def test_large_values_are_written_into_mapped_memory_and_small_ones_sent() -> None:
     node = fakes(1, mapped=True)[0]
     with store_over(node) as store:
@@ -388,6 +483,36 @@ def test_what_was_prepared_is_given_back_if_it_cannot_be_written() -> None:
         assert store.get("large") is None
 
 
+@pytest.mark.parametrize("at", ["write", "commit"])
+def test_what_was_prepared_is_given_back_after_an_interrupt(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = fakes(1, mapped=True)[0]
+    with store_over(node) as store:
+        store.put("contact", b"")
+        reader = channel_of(store, node).reader
+        assert reader is not None
+
+        def interrupt(*_: object, **__: object) -> int:
+            raise KeyboardInterrupt
+
+        send = FakeConnection.send
+
+        def interrupt_commit(self: FakeConnection, op: int, *args: object, **kwargs: object) -> None:
+            if op == Op.COMMIT:
+                raise KeyboardInterrupt
+            send(self, op, *args, **kwargs)  # type: ignore[arg-type]
+
+        if at == "write":
+            monkeypatch.setattr(reader, "write", interrupt)
+        else:
+            monkeypatch.setattr(FakeConnection, "send", interrupt_commit)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("large", LARGE)
+        assert not node.memory.prepared
+        monkeypatch.undo()
+        store.put("large", LARGE)
+        assert store.get("large") == LARGE
+
+
 def test_touch_changes_the_expiry_of_all_copies(shape: tuple[int, int]) -> None:
     nodes = fakes(shape[0])
     with store_over(*nodes, replicas=shape[1]) as store:
@@ -409,8 +534,13 @@ def test_touch_changes_the_expiry_of_all_copies(shape: tuple[int, int]) -> None:
     [
         (lambda store: store.get(""), "0 bytes, expected 1 to 256"),
         (lambda store: store.get("é" * 129), "258 bytes, expected 1 to 256"),
+        (lambda store: store.get("a\udcff"), r"the key 'a\\udcff' has a character that UTF-8 does not have, '\\udcff'"),
+        (lambda store: store.objects("x" * 257), "the prefix 'x+' has 257 bytes, expected 0 to 256"),
+        (lambda store: store.keys("\udcff"), "the prefix .* UTF-8"),
         (lambda store: store.put("k", b"", ttl=0), "ttl is 0, expected seconds above 0"),
         (lambda store: store.touch("k", float("nan")), "ttl is nan"),
+        (lambda store: store.touch("k", 1e18), r"ttl is 1e\+18, expected seconds above 0 and at most 1e\+16"),
+        (lambda store: store.put("k", b"", ttl=10**5000), "ttl is too large a number"),
     ],
 )
 def test_wrong_arguments_are_named(call: Callable[[Store], object], named: str) -> None:
@@ -422,6 +552,8 @@ def test_values_of_wrong_types_are_named() -> None:
     with store_over(*fakes(1)) as store:
         with pytest.raises(TypeError, match="a key is a str or bytes, this one is a int"):
             store.get(7)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a prefix is a str or bytes, this one is a int"):
+            store.objects(7)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             store.put("k", "text")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="not contiguous"):
@@ -436,12 +568,34 @@ def test_values_of_wrong_types_are_named() -> None:
         (("nonsense",), {}, "node is 'nonsense'"),
         (("a:1",), {"replicas": 2}, "replicas is 2, expected 1 to 1"),
         (("a:1",), {"timeout": 0}, "timeout is 0, expected seconds above 0"),
+        (("a:1",), {"timeout": 1e10}, "timeout is 10000000000.0, expected seconds above 0 and at most 1e\\+06"),
+        (("a:1",), {"timeout": 10**5000}, "timeout is too large a number"),
         (("a:1",), {"transport": "pigeon"}, "transport is 'pigeon'"),
     ],
 )
 def test_wrong_settings_are_named(nodes: tuple[str, ...], settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Store(*nodes, **settings)  # type: ignore[arg-type]
+
+
+def test_one_node_under_two_names_is_refused_where_copies_would_be_lost_together() -> None:
+    nodes = fakes(3)
+    nodes[2].contact.id = nodes[0].contact.id
+    calls: list[Callable[[Store], object]] = [
+        lambda store: store.put_many({f"{number}": b"v" for number in range(20)}),
+        lambda store: store.get_many([f"{number}" for number in range(20)]),
+        lambda store: list(store.keys()),
+        lambda store: store.nodes(),
+    ]
+    for call in calls:
+        with (
+            store_over(*nodes, replicas=2) as store,
+            pytest.raises(ConfigError, match=r"tcp://node[02]:7471 and tcp://node[02]:7471 are the same node"),
+        ):
+            call(store)
+    with store_over(*nodes) as store:
+        store.put("k", b"v")
+        assert store.get("k") == b"v"
 
 
 def test_a_closed_store_says_so_and_cannot_be_pickled() -> None:

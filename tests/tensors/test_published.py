@@ -143,3 +143,48 @@ def test_what_is_not_there_or_no_tensors_is_refused_by_its_key(store: Store) -> 
 def test_a_sparse_tensor_is_refused_by_name(store: Store) -> None:
     with pytest.raises(UnsupportedError, match=r"'s' is torch\.sparse_coo"):
         farpool.publish_tensors(store, "sparse", {"s": torch.eye(3).to_sparse()})
+
+
+def test_what_is_no_tensor_or_has_no_elements_is_refused_by_name(store: Store) -> None:
+    with pytest.raises(UnsupportedError, match="'m' is on the meta device"):
+        farpool.publish_tensors(store, "none", {"m": torch.empty(3, device="meta")})
+    with pytest.raises(TypeError, match="'n' is a int, expected tensors"):
+        farpool.publish_tensors(store, "none", {"n": 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="3 is a Tensor, expected tensors under names that are text"):
+        farpool.publish_tensors(store, "none", {3: torch.ones(1)})  # type: ignore[dict-item]
+
+
+def published_as(table: bytes, *, version: int = 1, nbytes: int | None = None) -> bytes:
+    length = len(table) if nbytes is None else nbytes
+    return b"FPTENSOR" + version.to_bytes(4, "little") + length.to_bytes(4, "little") + table.ljust(240, b" ")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (published_as(b"[]", version=0), "has version 0, this farpool reads version 1"),
+        (published_as(b"[]", nbytes=1 << 31), "a table of 2147483648 bytes does not fit into an object of 256"),
+        (published_as(b"no JSON"), "its table: JSON is malformed"),
+        (published_as(b"\xff\xfe"), "its table: "),
+        (published_as(b'[["a","float32","3",0]]'), "its table: Expected `array`"),
+        (published_as(b'[["a","float32",[-1],0]]'), "its table: Expected `int` >= 0"),
+        (published_as(b'[["a","nothing",[1],0]]'), "'a' is of the type 'nothing'"),
+        (published_as(b'[["a","nn",[1],0]]'), "'a' is of the type 'nn'"),
+        (published_as(b'[["a","float32",[65],0]]'), r"'a' of shape \(65,\) does not lie in its 256 bytes at offset 0"),
+        (published_as(b'[["a","float32",[1],256]]'), "at offset 256"),
+        (published_as(b'[["a","float32",[1],1]]'), "at offset 1"),
+        (published_as(b'[["a","float32",[4611686018427387904,4611686018427387904,0],0]]'), "'a' of torch.float32"),
+        (published_as(b'[["a","quint4x2",[1],0]]'), "'a' is of the type 'quint4x2'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_content_that_was_not_published_as_tensors_is_refused_by_its_key(
+    store: Store, content: bytes, why: str
+) -> None:
+    store.put("foreign", content)
+    with pytest.raises(ConfigError, match=why) as caught:
+        farpool.map_tensors(store, "foreign")
+    assert "'foreign'" in str(caught.value)
+    info = store.stat("foreign")
+    assert info is not None
+    assert info.pins == 0

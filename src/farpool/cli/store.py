@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from stat import S_ISREG
+from typing import Annotated, BinaryIO
 
 import msgspec
 import typer
@@ -50,7 +51,8 @@ def _store(node: list[str] | None, replicas: int, timeout: float) -> Store:
 
 
 def _missing(key: str) -> typer.Exit:
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]missing:[/] {escape(key)}", highlight=False)
+    shown = escape(_shown(os.fsencode(key)))
+    Console(stderr=True, soft_wrap=True).print(f"[yellow]missing:[/] {shown}", highlight=False)
     return typer.Exit(1)
 
 
@@ -75,7 +77,7 @@ def put(
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
         progress("publish", 0, 1)
-        store.put(key, value, ttl=ttl)
+        store.put(os.fsencode(key), value, ttl=ttl)
         progress("publish", 1, 1)
 
 
@@ -92,7 +94,7 @@ def get(
     """Write an object to a file or to stdout; exit code 1 if there is none. A file is there whole or not at all."""
     with _store(node, replicas, timeout) as store, progress_bars() as progress:
         progress("get", 0, 1)
-        value = store.get(key)
+        value = store.get(os.fsencode(key))
         progress("get", 1, 1)
         if value is None:
             raise _missing(key)
@@ -107,20 +109,37 @@ def get(
 
 
 def _write(path: Path, value: bytes, progress: _Progress) -> None:
+    if _is_special(path):
+        with open(path, "wb") as file:
+            _fill(file, value, progress)
+        return
+    path = Path(os.path.realpath(path))  # a link stays one
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "wb") as file:
             umask = os.umask(0)
             os.umask(umask)
             os.fchmod(descriptor, 0o666 & ~umask)
-            for offset in range(0, len(value), _CHUNK):
-                file.write(memoryview(value)[offset : offset + _CHUNK])
-                progress("write", min(offset + _CHUNK, len(value)) >> 20, len(value) >> 20)
+            _fill(file, value, progress)
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something that no file may take the place of: a device, a FIFO, a folder."""
+    try:
+        return not S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _fill(file: BinaryIO, value: bytes, progress: _Progress) -> None:
+    for offset in range(0, len(value), _CHUNK):
+        file.write(memoryview(value)[offset : offset + _CHUNK])
+        progress("write", min(offset + _CHUNK, len(value)) >> 20, len(value) >> 20)
 
 
 @app.command()
@@ -133,12 +152,12 @@ def ls(
 ) -> None:
     """List objects: key, size, expiry; in no order."""
     with _store(node, replicas, timeout) as store:
-        for info in store.objects(prefix):
+        for info in store.objects(os.fsencode(prefix)):
             if json:
                 typer.echo(_encoded(info))
             else:
                 expires = "" if info.expires is None else f"  until {_time(info.expires)}"
-                typer.echo(f"{format_size(info.nbytes):>10}  {info.key.decode(errors='backslashreplace')}{expires}")
+                typer.echo(f"{format_size(info.nbytes):>10}  {_shown(info.key)}{expires}")
 
 
 @app.command()
@@ -163,10 +182,10 @@ def stat(
                     format_size(int(stats[name])) if name in stats else "" for name in ("object_bytes", "capacity")
                 ]
                 state = escape(status.error) if status.error else "mapped" if status.mapped else "reachable"
-                table.add_row(status.node, state, str(stats.get("objects", "")), *sizes)
+                table.add_row(escape(status.node), state, str(stats.get("objects", "")), *sizes)
             Console(soft_wrap=True).print(table, highlight=False)
             return
-        info = store.stat(key)
+        info = store.stat(os.fsencode(key))
         if info is None:
             raise _missing(key)
         if json:
@@ -174,7 +193,7 @@ def stat(
             return
         expires = "never" if info.expires is None else _time(info.expires)
         typer.echo(
-            f"key         {key}\nbytes       {info.nbytes} ({format_size(info.nbytes)})\n"
+            f"key         {_shown(info.key)}\nbytes       {info.nbytes} ({format_size(info.nbytes)})\n"
             f"generation  {info.generation}\nexpires     {expires}\npins        {info.pins}"
         )
 
@@ -183,7 +202,7 @@ def stat(
 def rm(key: Key, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
     """Delete an object; exit code 1 if there was none."""
     with _store(node, replicas, timeout) as store:
-        if not store.delete(key):
+        if not store.delete(os.fsencode(key)):
             raise _missing(key)
 
 
@@ -198,5 +217,14 @@ def _encoded(info: ObjectInfo) -> str:
     return msgspec.json.encode(fields).decode()
 
 
+def _shown(key: bytes) -> str:
+    """A key as text that a terminal shows and does not obey."""
+    text = key.decode(errors="backslashreplace")
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # a year that no calendar has
+        return f"{seconds:.0f} seconds after 1970"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import time
 from typing import TYPE_CHECKING
 
@@ -13,10 +12,12 @@ from farpool.transport.frames import LARGEST_KEY
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["EXPIRY", "as_key", "as_payload", "as_target", "expiry_of"]
+__all__ = ["as_key", "as_payload", "as_prefix", "as_target", "as_timeout", "expiry_of"]
 
-EXPIRY = struct.Struct("<Q")
-"""Milliseconds since 1970, 0 for never."""
+_LONGEST_TTL = 1e16
+"""Seconds; about what the wire can say."""
+_LONGEST_TIMEOUT = 1e6
+"""Seconds; the system takes its milliseconds as 32 bits."""
 
 
 def as_key(key: str | bytes) -> bytes:
@@ -25,18 +26,36 @@ def as_key(key: str | bytes) -> bytes:
     Raises
     ------
     ConfigError
-        It has no bytes, or more than 256.
+        It has no bytes, more than 256, or characters that UTF-8 does not have.
     TypeError
         It is neither text nor bytes.
     """
-    if isinstance(key, str):
-        data = key.encode()
-    elif isinstance(key, bytes):
-        data = key
+    return _bytes_of(key, "key", 1)
+
+
+def as_prefix(prefix: str | bytes) -> bytes:
+    """What keys begin with, as bytes; errors as of `as_key`, but it may be empty."""
+    return _bytes_of(prefix, "prefix", 0)
+
+
+def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
+    if isinstance(text, str):
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the {what} {text!r} has a character that UTF-8 does not have, {text[error.start]!r}; expected text "
+                "or bytes",
+                setting=what,
+            ) from None
+    elif isinstance(text, bytes):
+        data = text
     else:
-        raise TypeError(f"a key is a str or bytes, this one is a {type(key).__name__}: {key!r}")
-    if not 1 <= len(data) <= LARGEST_KEY:
-        raise ConfigError(f"the key {key!r} has {len(data)} bytes, expected 1 to {LARGEST_KEY}", setting="key")
+        raise TypeError(f"a {what} is a str or bytes, this one is a {type(text).__name__}: {text!r}")
+    if not fewest <= len(data) <= LARGEST_KEY:
+        raise ConfigError(
+            f"the {what} {text!r} has {len(data)} bytes, expected {fewest} to {LARGEST_KEY}", setting=what
+        )
     return data
 
 
@@ -79,10 +98,34 @@ def expiry_of(ttl: float | None) -> int:
     Raises
     ------
     ConfigError
-        The time is not a number of seconds above 0.
+        The time is not a number of seconds above 0 and at most 1e16.
     """
     if ttl is None:
         return 0
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not (math.isfinite(ttl) and ttl > 0):
-        raise ConfigError(f"ttl is {ttl!r}, expected seconds above 0, or None for no limit", setting="ttl")
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _LONGEST_TTL:
+        raise ConfigError(
+            f"ttl is {_brief(ttl)}, expected seconds above 0 and at most {_LONGEST_TTL:g}, or None for no limit",
+            setting="ttl",
+        )
     return math.ceil((time.time() + ttl) * 1000)
+
+
+def as_timeout(timeout: float) -> float:
+    """Seconds that a call may take.
+
+    Raises
+    ------
+    ConfigError
+        It is not a number of seconds above 0 and at most 1e6.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT:
+        raise ConfigError(
+            f"timeout is {_brief(timeout)}, expected seconds above 0 and at most {_LONGEST_TIMEOUT:g}",
+            setting="timeout",
+        )
+    return float(timeout)
+
+
+def _brief(value: object) -> str:
+    """A value for an error; whole numbers may have more digits than Python prints."""
+    return "too large a number" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)

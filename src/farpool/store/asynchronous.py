@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
+from farpool.errors import StoreClosedError
 from farpool.store.messages import ObjectInfo
 from farpool.store.pin import Pin
 from farpool.store.store import Key, NodeStatus, Store
@@ -104,8 +105,18 @@ class AsyncStore:
         held = await self._call(self._store.pin, key)
         try:
             yield held
-        finally:
-            await self._call(held.release)
+        except BaseException as error:
+            await self._leave(held, error)
+            raise
+        await self._leave(held, None)
+
+    async def _leave(self, held: Pin, error: BaseException | None) -> None:
+        """End the block of a pin, as `Pin.__exit__`."""
+        kind = None if error is None else type(error)
+        try:
+            await self._call(held.__exit__, kind, error, None)
+        except StoreClosedError:  # then nobody is asked, and it takes no time
+            held.__exit__(kind, error, None)
 
     async def put_many(
         self, items: Mapping[Key, Buffer] | Iterable[tuple[Key, Buffer]], *, ttl: float | None = None

@@ -12,14 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from farpool.errors import ChecksumError
-from farpool.store.arguments import EXPIRY
 from farpool.store.core import Core, results
 from farpool.store.lane import THROUGH_MEMORY
 from farpool.store.member import Member
 from farpool.store.reading import read
 from farpool.store.stream import Ask, stream
 from farpool.store.writing import publish
-from farpool.transport.frames import Op, Status
+from farpool.transport.frames import EXPIRY, Op, Status
 
 __all__ = ["publish_many", "read_many"]
 

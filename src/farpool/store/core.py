@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from farpool._native import rank
-from farpool.errors import NodeError, ReplicationError
+from farpool.errors import ConfigError, NodeError, ReplicationError
 from farpool.store.clock import GenerationClock
 from farpool.store.exchange import run, run_all
 from farpool.store.member import Member
@@ -45,7 +45,8 @@ class Core:
         self.upkeep = Upkeep(self.settle, self.reconcile)
         # A single copy leaves nothing to bring to a node that comes back.
         returned = self.upkeep.node_returned if copies > 1 else lambda: None
-        self.members = [Member(channel, returned) for channel in channels]
+        met = self._refuse_twice if copies > 1 else None
+        self.members = [Member(channel, returned, met) for channel in channels]
         self.names = tuple(member.name for member in self.members)
         self._seeds = [member.seed for member in self.members]
         self._width = min(len(self.members), 2 * copies - 1)
@@ -53,6 +54,16 @@ class Core:
         self._everywhere = Group(tuple(range(len(self.members))), copies)
         self._unconfirmed: dict[bytes, tuple[int, set[int]]] = {}
         self._lock = threading.Lock()
+
+    def _refuse_twice(self, member: Member) -> None:
+        """Two copies on one node would be lost together."""
+        welcome = member.channel.welcome
+        for other in self.members:
+            known = other.channel.welcome
+            if other is not member and welcome is not None and known is not None and known.id == welcome.id:
+                raise ConfigError(
+                    f"{other.name} and {member.name} are the same node; expected each once", setting="nodes"
+                )
 
     def deadline(self) -> float:
         """Of a call that begins now."""

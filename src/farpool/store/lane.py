@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from farpool.errors import ChecksumError, FarpoolError, NodeError
+from farpool.errors import ChecksumError, ConfigError, FarpoolError, NodeError
 from farpool.store.deadline import share_of
 from farpool.store.member import ONCE, Member, may_be_stale
 from farpool.store.messages import Answer, BusyError, Reply, Request
-from farpool.transport.frames import Op, Status
+from farpool.transport.frames import COMMIT, OFFSET, Op, Status
 
 if TYPE_CHECKING:
     from farpool._native import Connection, ObjectReader
@@ -31,8 +30,6 @@ THROUGH_MEMORY = 64 << 10
 """Bytes above which a payload is written into mapped memory rather than sent."""
 _GRACE = 0.05
 """Seconds for a reply that came while another node was waited for."""
-_OFFSET = struct.Struct("<Q")
-_COMMIT = struct.Struct("<QII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +99,7 @@ class Lane(Generic[OwnerT]):
         self._deadline = deadline
         self._waiting: deque[_Item[OwnerT]] = deque()
         self._sent: deque[_Item[OwnerT]] = deque()
+        self._unended: set[_Item[OwnerT]] = set()
         self._nbytes = 0
         self._stack = ExitStack()
         self._connection: Connection | None = None
@@ -116,7 +114,9 @@ class Lane(Generic[OwnerT]):
     def add(self, owner: OwnerT, request: Request) -> None:
         """Put a request in line."""
         nbytes = 0 if request.payload is None else memoryview(request.payload).nbytes
-        self._waiting.append(_Item(owner, request, request.op, nbytes))
+        item = _Item(owner, request, request.op, nbytes)
+        self._unended.add(item)
+        self._waiting.append(item)
 
     def send(self) -> Iterator[tuple[OwnerT, Answer]]:
         """Send what the window allows; gives what is answered without the node's reply."""
@@ -137,6 +137,8 @@ class Lane(Generic[OwnerT]):
                     yield from self._lose(error)
                     continue
                 answer = error
+            except ConfigError:  # of the store itself, not of this request
+                raise
             except (FarpoolError, ValueError) as error:
                 answer = error
             if answer is not None:
@@ -165,10 +167,11 @@ class Lane(Generic[OwnerT]):
         yield from self._end(item, answer)
 
     def close(self) -> None:
-        """Give the connection back; one with replies outstanding is of no more use."""
-        if self._sent and self._connection is not None:
+        """Give the connection back; one on which something has not ended is of no more use."""
+        # What an interrupt has left may have been prepared, and only the end of its connection has the node free it.
+        if self._unended and self._connection is not None:
             self._connection.close()
-        for item in (*self._sent, *self._waiting):
+        for item in self._unended:
             self._give_back(item, False)
         self._stack.close()
 
@@ -218,11 +221,11 @@ class Lane(Generic[OwnerT]):
         if item.op == Op.PUT and item.nbytes > THROUGH_MEMORY and self._member.channel.reader is not None:
             item.op = Op.PREPARE
         if item.op == Op.PREPARE:
-            meta, payload = _OFFSET.pack(item.nbytes) + meta, None
+            meta, payload = OFFSET.pack(item.nbytes) + meta, None
         elif item.op == Op.COMMIT:
-            meta, payload = _COMMIT.pack(item.offset, item.crc, 0), None
+            meta, payload = COMMIT.pack(item.offset, item.crc, 0), None
         elif item.op == Op.ABORT:
-            meta, payload = _OFFSET.pack(item.offset), None
+            meta, payload = OFFSET.pack(item.offset), None
         item.until = self._until(request)
         connection.send(item.op, meta, item.until, generation=request.generation, payload=payload)
         self._sent.append(item)
@@ -231,7 +234,7 @@ class Lane(Generic[OwnerT]):
     def _fill(self, item: _Item[OwnerT], prepared: Reply) -> None:
         """Write a payload into the memory that was prepared for it, to be committed next."""
         reader, payload = self._member.channel.reader, item.request.payload
-        (item.offset,) = _OFFSET.unpack_from(prepared.meta)
+        (item.offset,) = OFFSET.unpack_from(prepared.meta)
         item.op = Op.ABORT
         try:
             if reader is None or payload is None:
@@ -269,6 +272,7 @@ class Lane(Generic[OwnerT]):
 
     def _end(self, item: _Item[OwnerT], answer: Answer) -> Iterator[tuple[OwnerT, Answer]]:
         self._give_back(item, not isinstance(answer, Exception) and answer.status == Status.DONE)
+        self._unended.discard(item)
         yield item.owner, item.failure or answer
 
     def _give_back(self, item: _Item[OwnerT], succeeded: bool) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from farpool.errors import AccessDeniedError, ChecksumError, NodeError, NodeTimeoutError, ProtocolError
+from farpool.errors import AccessDeniedError, ChecksumError, ConfigError, NodeError, NodeTimeoutError, ProtocolError
 from farpool.store.messages import Reply
 from farpool.transport.breaker import Breaker, State
 from farpool.transport.frames import Op
@@ -42,6 +40,8 @@ class Member:
         The way to it.
     returned : callable
         Is called when the node has come back after a failure.
+    met : callable or None
+        Is called with this object at each new contact; may refuse the node with `ConfigError`.
 
     Attributes
     ----------
@@ -51,12 +51,15 @@ class Member:
         Ranks it for a key (rendezvous hashing); the same in every program.
     """
 
-    def __init__(self, channel: Channel, returned: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: Channel, returned: Callable[[], None], met: Callable[[Member], None] | None = None
+    ) -> None:
         self.channel = channel
         self.name = channel.name
         self.seed = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
         self.breaker = Breaker(self.seed)
         self._returned = returned
+        self._met = met
         self._error: Exception | None = None
         self._mapped_at: object = None
         self._changed = threading.Condition()
@@ -133,15 +136,24 @@ class Member:
     def _map(self, deadline: float) -> None:
         """Map the node's objects where that is possible; at each new contact, as the files may be others."""
         self.channel.attach(deadline)
+        if self._met is not None:
+            try:
+                self._met(self)
+            except ConfigError:
+                self.succeeded()  # the node itself is well
+                raise
         self._mapped_at = self.channel.welcome
 
     def call(self, name: str, deadline: float, **arguments: object) -> dict[str, object]:
         """A control call."""
-        self.admit()
+        self.open(deadline)  # a refusal from here on is not one of the connection
         try:
             result = self.channel.call(name, deadline, **arguments)
         except NodeError as error:
-            self.failed(error)
+            if error.refused:
+                self.succeeded()
+            else:
+                self.failed(error)
             raise
         self.succeeded()
         return result
@@ -200,17 +212,6 @@ class Member:
         with self._changed:
             self.breaker.end_write(succeeded)
             self._changed.notify_all()
-
-    @contextmanager
-    def write_slot(self, deadline: float) -> Iterator[None]:
-        """A slot for one write."""
-        self.wait_for_slot(deadline)
-        succeeded = False
-        try:
-            yield
-            succeeded = True
-        finally:
-            self.end_write(succeeded)
 
     def status(self) -> tuple[str, float, str]:
         """The breaker's state, for how many seconds the node has been failing, and the first error."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import struct
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,15 +13,12 @@ from farpool.errors import ChecksumError, NodeError
 from farpool.store.core import Core
 from farpool.store.deadline import share_of
 from farpool.store.reading import find, read
-from farpool.transport.frames import Op, Status
+from farpool.transport.frames import OFFSET, PLACE, Op, Status
 
 if TYPE_CHECKING:
     from farpool.store.member import Member
 
 __all__ = ["Pin", "pin"]
-
-_PLACE = struct.Struct("<QQII")
-_UNPIN = struct.Struct("<Q")
 
 
 class Pin:
@@ -107,7 +103,12 @@ class Pin:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        try:
+            self.release()
+        except BufferError as held:
+            if error is None:
+                raise
+            error.add_note(str(held))  # the traceback itself may hold what was made from the view
 
 
 def _shown(view: memoryview) -> Any:
@@ -132,7 +133,7 @@ class _Place:
         until = self._core.deadline() if deadline is None else deadline
         # A node that cannot be reached frees the pin with the session.
         with contextlib.suppress(NodeError):
-            self._member.exchange(Op.UNPIN, _UNPIN.pack(self._offset), until, generation)
+            self._member.exchange(Op.UNPIN, OFFSET.pack(self._offset), until, generation)
 
 
 def pin(core: Core, key: bytes) -> Pin | None:
@@ -165,7 +166,7 @@ def _pin_at(core: Core, member: Member, key: bytes, newest: int, deadline: float
         return None
     if reply.status != Status.DONE:
         return None
-    offset, nbytes, crc, _ = _PLACE.unpack(reply.meta)
+    offset, nbytes, crc, _ = PLACE.unpack(reply.meta)
     place = _Place(core, member, offset)
     # New contact may have been made in between, with other files.
     if reply.generation < newest or member.channel.reader is not reader:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farpool.errors import ChecksumError, ReplicationError
+from farpool.errors import AccessDeniedError, ChecksumError, ReplicationError
 from farpool.store.messages import Group, ObjectInfo, Operation, Reply, Request
 from farpool.store.tally import Tally
-from farpool.transport.frames import Op
+from farpool.transport.frames import STATED, Op
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["Found", "find", "info_of", "read", "unreachable"]
-
-_STAT = struct.Struct("<QQII")
 
 Outdated = Callable[[bytes, int, list[int]], None]
 """Is told of a key, the generation of its tombstone, and the nodes that still have an older object."""
@@ -45,7 +42,7 @@ class Found:
 def unreachable(key: bytes, tally: Tally, group: Group) -> Exception:
     """Why it cannot be known which object is the newest."""
     failures = list(tally.failures.values())
-    if len(group.nodes) == 1:
+    if len(group.nodes) == 1 or (failures and all(isinstance(failure, AccessDeniedError) for failure in failures)):
         return failures[0]
     reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
     return ReplicationError(
@@ -62,7 +59,7 @@ def find(
     With another `op` that says what the node knows (``touch``), all nodes are asked.
     """
     meta = key if meta is None else meta
-    tally = Tally(names)
+    tally = Tally(names, op)
     replies: dict[int, Reply] = {}
     waiting = list(group.nodes)
     wanted = group.quorum if op == Op.STAT else len(waiting)
@@ -87,7 +84,7 @@ def find(
 
 def info_of(key: bytes, found: Found) -> ObjectInfo:
     """What a reply to ``stat`` says."""
-    nbytes, expiry, _, pins = _STAT.unpack(found.reply.meta)
+    nbytes, expiry, _, pins = STATED.unpack(found.reply.meta)
     return ObjectInfo(key, found.generation, nbytes, expiry / 1000 if expiry else None, pins)
 
 

@@ -15,6 +15,8 @@ __all__ = ["get_single", "publish_single"]
 
 _GET, _PUT = Op.GET, Op.PUT
 _DONE, _STALE = int(Status.DONE), int(Status.STALE)
+_FINAL = (int(Status.FULL), int(Status.DENIED), int(Status.TOO_LARGE))
+"""What another attempt would end in as well."""
 _NOTHING = (int(Status.MISSING), int(Status.DELETED))
 
 
@@ -47,7 +49,7 @@ def get_single(core: Core, member: Member, key: bytes, into: memoryview | None =
         return reply.nbytes if into is not None else reply.payload or b""
     if status in _NOTHING:
         return None
-    raise refusal(status, reply.meta.decode(errors="replace") or f"status {status}", member.name)
+    raise refusal(status, reply.meta.decode(errors="replace"), member.name, _GET)
 
 
 def publish_single(core: Core, member: Member, meta: bytes, payload: memoryview) -> int | None:
@@ -61,4 +63,6 @@ def publish_single(core: Core, member: Member, meta: bytes, payload: memoryview)
         return generation
     if reply.status == _STALE:
         core.clock.observe(reply.generation)
+    elif reply.status in _FINAL:
+        raise refusal(reply.status, reply.meta.decode(errors="replace"), member.name, _PUT, payload.nbytes)
     return None

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 from farpool.errors import ConfigError, NodeError, StoreClosedError
-from farpool.store.arguments import EXPIRY, as_key, as_payload, as_target, expiry_of
+from farpool.store.arguments import as_key, as_payload, as_prefix, as_target, as_timeout, expiry_of
 from farpool.store.batch import publish_many, read_many
 from farpool.store.core import Core, results
 from farpool.store.messages import ObjectInfo
@@ -23,7 +23,7 @@ from farpool.store.writing import publish, remove
 from farpool.transport.access import AccessKey, client_key
 from farpool.transport.address import parse_address
 from farpool.transport.channel import SPIN_SECONDS, Channel, Transport
-from farpool.transport.frames import Op
+from farpool.transport.frames import EXPIRY, Op
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -78,7 +78,7 @@ class Store:
     key : AccessKey or str or None
         The access key, ``NAME:SECRET`` as text; None for that of the environment (``FARPOOL_KEY``), if any.
     timeout : float
-        Seconds that a call may take, connecting included.
+        Seconds that a call may take, connecting included; at most 1e6.
     transport : "auto", "mapped", "tcp" or "nixl"
         ``auto`` maps the memory of nodes on this host and uses TCP for others; ``nixl`` reads one-sided (docs/nixl.md).
     spin : float
@@ -118,9 +118,7 @@ class Store:
             raise ConfigError(
                 f"replicas is {replicas!r}, expected 1 to {len(channels)}, the number of nodes", setting="replicas"
             )
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ConfigError(f"timeout is {timeout!r}, expected seconds above 0", setting="timeout")
-        self._core: Core | None = Core(channels, replicas, float(timeout))
+        self._core: Core | None = Core(channels, replicas, as_timeout(timeout))
         self._why = "was closed"
         _STORES.add(self)
 
@@ -214,7 +212,10 @@ class Store:
         return core.run(core.find(as_key(key)))
 
     def delete(self, key: Key) -> bool:
-        """Remove a key's value; whether there was one. Nodes that are away learn of it when they are back."""
+        """Remove a key's value; whether there was one. Nodes that are away learn of it when they are back.
+
+        With `replicas` and an access key that may not read: whether any node still had a copy, if only an outdated one.
+        """
         core, data = self._open(), as_key(key)
         return core.run(remove(data, core.group(data), core.names, core.clock, core.unconfirmed))
 
@@ -279,8 +280,13 @@ class Store:
         """What is published under keys that begin with `prefix`, in no order.
 
         What is published, deleted or evicted meanwhile may be among them or not.
+
+        Raises
+        ------
+        ConfigError
+            The prefix has more than 256 bytes.
         """
-        return self._open().objects(prefix.encode() if isinstance(prefix, str) else prefix)
+        return self._open().objects(as_prefix(prefix))
 
     def keys(self, prefix: Key = "") -> Iterator[bytes]:
         """The keys of `objects`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from farpool.store.messages import Answer
-from farpool.transport.frames import Status
+from farpool.transport.frames import Op, Status
 from farpool.transport.refusals import refusal
 
 __all__ = ["Tally"]
@@ -30,6 +30,13 @@ class _Known:
 class Tally:
     """Collects answers to requests on one key.
 
+    Parameters
+    ----------
+    names : tuple of str
+        The nodes' addresses.
+    op : Op
+        What the nodes are asked for; named where they refuse it.
+
     Attributes
     ----------
     newest : int
@@ -40,8 +47,9 @@ class Tally:
         Why nodes could not be asked, by their number.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], op: Op = Op.STAT) -> None:
         self._names = names
+        self._op = op
         self._known: dict[int, _Known] = {}
         self.newest = 0
         self.deleted = False
@@ -54,8 +62,8 @@ class Tally:
             return False
         status, generation = answer.status, answer.generation
         if status not in (Status.DONE, Status.DELETED, Status.MISSING):
-            text = answer.meta.decode(errors="replace") or f"status {status}"
-            self.failures[node] = refusal(status, text, self._names[node])
+            said = answer.meta.decode(errors="replace")
+            self.failures[node] = refusal(status, said, self._names[node], self._op)
             return False
         self.failures.pop(node, None)
         self._known[node] = _Known(status, generation)

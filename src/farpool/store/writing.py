@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from farpool.errors import AccessDeniedError, NodeError, ObjectTooLargeError, ReplicationError
-from farpool.store.arguments import EXPIRY
 from farpool.store.clock import GenerationClock
-from farpool.store.messages import Answer, BusyError, Group, Operation, Reply, Request
+from farpool.store.messages import Answer, BusyError, Group, Operation, Request
 from farpool.store.tally import Tally
-from farpool.transport.frames import Op, Status
+from farpool.transport.frames import EXPIRY, Op, Status
 from farpool.transport.refusals import refusal
 
 if TYPE_CHECKING:
@@ -25,15 +24,10 @@ Unconfirmed = Callable[[bytes, int, list[int]], None]
 """Is told of a key, the generation of its deletion, and the nodes that have not confirmed it."""
 
 
-def _failure(answer: Answer, name: str) -> Exception:
+def _failure(answer: Answer, name: str, op: Op, nbytes: int | None = None) -> Exception:
     if isinstance(answer, Exception):
         return answer
-    return refusal(answer.status, answer.meta.decode(errors="replace") or _said(answer), name)
-
-
-def _said(reply: Reply) -> str:
-    known = {Status.FULL: "it has no room, also after evicting", Status.TOO_LARGE: "the object is larger than the node"}
-    return known.get(Status(reply.status), Status(reply.status).name.lower().replace("_", " "))
+    return refusal(answer.status, answer.meta.decode(errors="replace"), name, op, nbytes)
 
 
 def _too_few(key: bytes, what: str, confirmed: int, group: Group, failures: Iterable[Exception]) -> Exception:
@@ -74,7 +68,7 @@ def publish(
                 elif not isinstance(answer, Exception) and answer.status == Status.STALE:
                     newer = max(newer, answer.generation)
                 else:
-                    failures.append(_failure(answer, names[node]))
+                    failures.append(_failure(answer, names[node], Op.PUT, memoryview(payload).nbytes))
         if newer:
             clock.observe(newer)
             continue
@@ -103,6 +97,7 @@ def remove(
             tally.note(node, answer)
         # Once is enough: a later attempt meets what an earlier one has left.
         existed = existed or (tally.newest > 0 and not tally.deleted)
+        blind = bool(tally.failures) and not tally.answered
         answers = answers[len(before) : len(before) + len(nodes)]
         open_nodes: list[int] = []
         failures: list[Exception] = []
@@ -114,7 +109,8 @@ def remove(
                 newer = max(newer, answer.generation)
             else:
                 open_nodes.append(node)
-                failures.append(_failure(answer, names[node]))
+                failures.append(_failure(answer, names[node], Op.DELETE))
+        existed = existed or (blind and was > 0)
         if newer > generation or (newer and not alone):
             clock.observe(newer)
             continue

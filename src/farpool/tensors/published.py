@@ -12,7 +12,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
@@ -34,11 +34,14 @@ _ALIGNMENT = 64
 """That of torch's own memory: operands must be aligned alike, or other kernels compute other bits."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[_Count, ...]
+    offset: _Count
 
 
 def publish_tensors(
@@ -60,7 +63,9 @@ def publish_tensors(
     Raises
     ------
     UnsupportedError
-        One is not dense.
+        One is not dense, or has no elements to publish (``meta``).
+    TypeError
+        A name is no text, or what it names is no tensor.
     NodeError
         As of ``store.put``.
     """
@@ -97,7 +102,7 @@ def map_tensors(store: Store, key: str | bytes) -> dict[str, torch.Tensor]:
     ChecksumError
         The bytes are not those that were published.
     ConfigError
-        What is published there was not published by `publish_tensors`.
+        What is published there was not published by `publish_tensors`, or by a version that this one does not read.
     NodeError
         As of ``store.pin``.
     """
@@ -116,7 +121,7 @@ def map_tensors(store: Store, key: str | bytes) -> dict[str, torch.Tensor]:
         else:
             whole = torch.empty(pin.view.nbytes, dtype=torch.uint8).numpy().data
             whole[:] = pin.view
-        tensors = {entry.name: _over(whole, entry) for entry in entries}
+        tensors = {entry.name: _over(whole, pin.view.nbytes, entry, key) for entry in entries}
     except BaseException:
         pin.release()
         raise
@@ -132,7 +137,11 @@ _UNUSED: weakref.WeakKeyDictionary[Store, deque[Pin]] = weakref.WeakKeyDictionar
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, expected tensors under names that are text")
     plain = materialize(tensor) if isinstance(tensor, PagedTensor) else tensor.detach()
+    if plain.is_meta:
+        raise UnsupportedError(f"{name!r} is on the meta device: it has no elements that could be published")
     if plain.layout != torch.strided or plain.is_quantized:
         raise UnsupportedError(f"{name!r} is {plain.layout} and {plain.dtype}; only dense tensors can be published")
     return plain
@@ -157,16 +166,37 @@ def _entries(view: memoryview, key: str | bytes) -> list[_Entry]:
     if view.nbytes < _HEAD.size or bytes(view[:8]) != _MAGIC:
         raise ConfigError(f"the object {key!r} holds no tensors; farpool.publish_tensors publishes such", setting="key")
     _, version, nbytes = _HEAD.unpack_from(view)
-    if version > _VERSION:
+    if version != _VERSION:
         raise ConfigError(
-            f"the object {key!r} has version {version}, this farpool reads up to version {_VERSION}", setting="key"
+            f"the object {key!r} has version {version}, this farpool reads version {_VERSION}", setting="key"
         )
-    return msgspec.json.decode(view[_HEAD.size : _HEAD.size + nbytes], type=list[_Entry])
+    if nbytes > view.nbytes - _HEAD.size:
+        raise _damaged(key, f"a table of {nbytes} bytes does not fit into an object of {view.nbytes}")
+    try:
+        return msgspec.json.decode(bytes(view[_HEAD.size : _HEAD.size + nbytes]), type=list[_Entry])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _damaged(key, f"its table: {error}") from None
 
 
-def _over(whole: ctypes.Array[ctypes.c_ubyte] | memoryview, entry: _Entry) -> torch.Tensor:
-    dtype = getattr(torch, entry.dtype)
+def _over(
+    whole: ctypes.Array[ctypes.c_ubyte] | memoryview, nbytes: int, entry: _Entry, key: str | bytes
+) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype, None)
+    # A quantized type is none of a dense tensor, and torch crashes when it is given one over a buffer.
+    if not isinstance(dtype, torch.dtype) or entry.dtype.startswith("q"):
+        raise _damaged(key, f"{entry.name!r} is of the type {entry.dtype!r}, which no dense tensor of this torch has")
     count = math.prod(entry.shape)
-    if count == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(whole, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+    if entry.offset % _ALIGNMENT or (count and entry.offset + count * dtype.itemsize > nbytes):
+        raise _damaged(
+            key, f"{entry.name!r} of shape {entry.shape} does not lie in its {nbytes} bytes at offset {entry.offset}"
+        )
+    try:
+        if count == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(whole, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+    except (RuntimeError, ValueError) as error:
+        raise _damaged(key, f"{entry.name!r} of {dtype} and shape {entry.shape}: {error}") from None
+
+
+def _damaged(key: str | bytes, why: str) -> ConfigError:
+    return ConfigError(f"the object {key!r} was not published by farpool.publish_tensors: {why}", setting="key")

@@ -15,9 +15,14 @@ from farpool._native import crc32c
 from farpool.errors import ProtocolError
 
 __all__ = [
+    "COMMIT",
+    "EXPIRY",
     "HEADER_BYTES",
     "LARGEST_KEY",
     "LARGEST_META",
+    "OFFSET",
+    "PLACE",
+    "STATED",
     "VERSION",
     "Frame",
     "FrameReader",
@@ -60,6 +65,18 @@ class Op(IntEnum):
     READ = 32
     WRITE = 33
     PING = 48
+
+
+EXPIRY = struct.Struct("<Q")
+"""Before the key of a ``put`` or ``touch``: milliseconds since 1970, 0 for never."""
+OFFSET = struct.Struct("<Q")
+"""Of an ``unpin``, an ``abort`` and the reply to ``prepare``; of a ``prepare`` itself the bytes, before the expiry."""
+COMMIT = struct.Struct("<QII")
+"""Of a ``commit``: offset, checksum, zero."""
+PLACE = struct.Struct("<QQII")
+"""Of the reply to ``pin``: offset, bytes, checksum, zero."""
+STATED = struct.Struct("<QQII")
+"""Of the reply to ``stat``: bytes, expiry, checksum, pins."""
 
 
 class Status(IntEnum):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from farpool._native import crc32c
 from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
-from farpool.transport.frames import Op, Status
+from farpool.transport.frames import OFFSET, PLACE, Op, Status
 from farpool.transport.lease import SEGMENT_HEADER_BYTES
 from farpool.transport.nixl import Exposed, OneSided, Region
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeMemory"]
 
-_PINNED = struct.Struct("<QQII")
-_OFFSET = struct.Struct("<Q")
 _UNPIN_SECONDS = 0.1
 """Enough to leave a few bytes with the operating system."""
 _OBJECTS = None
@@ -97,7 +94,7 @@ class NodeMemory:
             pinned = connection.exchange(Op.PIN, key, deadline)
             if pinned.status != Status.DONE:
                 return None
-            offset, nbytes, checksum, _ = _PINNED.unpack(pinned.meta)
+            offset, nbytes, checksum, _ = PLACE.unpack(pinned.meta)
             payload = bytearray(nbytes) if into is None else memoryview(into).cast("B")
             view = memoryview(payload)[:nbytes]
             try:
@@ -106,7 +103,7 @@ class NodeMemory:
             finally:
                 # Said also when the time is over: the node unpins whenever it comes to it.
                 soon = max(deadline, time.monotonic() + _UNPIN_SECONDS)
-                connection.send(Op.UNPIN, _OFFSET.pack(offset), soon, generation=pinned.generation)
+                connection.send(Op.UNPIN, OFFSET.pack(offset), soon, generation=pinned.generation)
             connection.receive(deadline)
         if len(payload) < nbytes:
             raise ValueError(f"{key!r} has {nbytes} bytes, the buffer {len(payload)}")
