@@ -133,7 +133,7 @@ def test_an_ephemeral_node_leaves_nothing_and_takes_nothing_over() -> None:
                 assert calls.call("stats", soon())["lent"] == 0
             process.terminate()
             assert process.wait(30) == 0
-        assert not node.folder.exists()
+        assert not any(node.folder.iterdir())
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_made(tmp_path: Path) -> None:
@@ -166,6 +166,26 @@ def test_what_a_node_left_behind_counts_as_room_for_its_next_start(tmp_path: Pat
     with (folder / "lease-1.data").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 64 << 20)
     Folder(folder).check(free - (16 << 20))  # more than is free now, less than was
+
+
+def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    command = [*COMMAND, "--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", "", "--ephemeral"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--folder is ''" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_only_a_folder_that_the_node_made_is_removed(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "n"
+    if is_there:
+        folder.mkdir(mode=0o700)
+    with Node(parse_address("127.0.0.1:0", any_port=True), 1 << 20, folder=folder, ephemeral=True):
+        assert any(folder.iterdir())
+    assert folder.exists() == is_there
+    assert not any(tmp_path.glob("n/*"))
 
 
 def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:

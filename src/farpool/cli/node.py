@@ -39,7 +39,7 @@ def node(
     ] = ("", ""),
     name: Annotated[str, typer.Option(metavar="NAME", help="The node's name; its port by default.")] = "",
     folder: Annotated[
-        Path | None,
+        str | None,  # a path would make "." of an empty one
         typer.Option(metavar="PATH", help="Where segments are kept; /dev/shm/farpool-UID/NAME by default."),
     ] = None,
     keys: Annotated[

@@ -194,7 +194,7 @@ class Node:
         undo.callback(listener.stop)
 
     def _own_folder(self, name: str) -> Folder:
-        folder = Folder(default_folder(name) if self._path is None else Path(self._path))
+        folder = Folder(default_folder(name) if self._path is None else self._path)
         folder.check(self._capacity)
         return folder
 
