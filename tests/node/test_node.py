@@ -82,7 +82,7 @@ def test_sigterm_ends_it_with_code_0_and_leaves_only_segments() -> None:
             dial(parse_address(node.address), "data", deadline=soon())
 
 
-def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_later_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     program = "import time, farpool.node as n; n.Node.stop = lambda self: time.sleep(90); " + COMMAND[2]
     options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n")]
     command = [sys.executable, "-c", program, "node", *options]
@@ -92,8 +92,25 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
         process.stdout.readline()
         process.terminate()
         assert "stopping" in process.stderr.readline()
+        time.sleep(1.5)
         process.terminate()
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_signals_that_follow_at_once_are_the_same_stop(tmp_path: Path) -> None:
+    """As `timeout` sends them, which signals the process and then its group."""
+    program = (
+        "import os, signal, farpool.node as n; stop = n.Node.stop; "
+        "n.Node.stop = lambda self: (os.kill(os.getpid(), signal.SIGTERM), os.kill(os.getpid(), signal.SIGINT), "
+        "stop(self)); " + COMMAND[2]
+    )
+    options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n"), "--ephemeral"]
+    with subprocess.Popen([sys.executable, "-c", program, "node", *options], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(30) == 0
+    assert not (tmp_path / "n").exists()
 
 
 def test_a_sigterm_that_arrives_while_it_is_suspended_ends_it_when_it_goes_on() -> None:

@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from farpool.node import Node
 
 __all__ = ["node"]
+
+_SAME_STOP_SECONDS = 1.0
 
 
 def node(
@@ -117,21 +121,33 @@ def _ready_line(running: Node, *, json: bool) -> str:
     return msgspec.json.encode(event).decode() + "\n"
 
 
-def _wait_for_stop() -> Callable[[], None]:
-    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one. The next ends the process."""
+def _wait_for_stop() -> Callable[[], object]:
+    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one.
+
+    A later one ends the process. One that comes within a second is the same stop: `timeout` and other wrappers signal
+    the process and then its whole group.
+    """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
-    # The signal may reach any thread; the handler would run in this one, which nothing wakes then. The pipe does.
+    # The signal may reach any thread; the handler would run in the main one, which nothing wakes then. The pipe does.
     signal.set_wakeup_fd(writable)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    stopping = threading.Event()
 
-    def wait() -> None:
+    def watch() -> None:
         os.read(readable, 1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        until = time.monotonic() + _SAME_STOP_SECONDS
+        stopping.set()
+        while True:
+            [number] = os.read(readable, 1)
+            if time.monotonic() > until:
+                os._exit(
+                    128 + number
+                )  # as a shell says it; the default action could be restored by the main thread only
 
-    return wait
+    threading.Thread(target=watch, name="farpool-signals", daemon=True).start()
+    return stopping.wait
 
 
 def _allow_many_files() -> None:
