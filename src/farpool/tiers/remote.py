@@ -56,7 +56,8 @@ class Remote(PortTier):
         Access key for nodes that ask for one; a string is ``NAME:SECRET``. None takes the environment's, in
         ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
     timeout : float
-        Seconds within which a node has to answer: at open, and in each transfer.
+        Seconds within which a node has to answer: at open, and in each transfer. A node that has to back much memory
+        at open has a second more for each 512 MiB of it.
     transport : str
         ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
         where that is possible, ``nixl`` reads and writes one-sided (docs/nixl.md).
