@@ -1,0 +1,50 @@
+"""What a program says about its way to nodes, checked: for a store and for a remote tier alike."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from farpool.errors import ConfigError
+from farpool.transport.channel import Transport
+
+__all__ = ["LONGEST_TIMEOUT", "checked_timeout", "checked_transport"]
+
+LONGEST_TIMEOUT = 1e6
+"""Seconds; a socket takes no more than 24 days."""
+
+
+def checked_timeout(timeout: object, what: str = "timeout") -> float:
+    """Seconds within which a node has to answer.
+
+    Parameters
+    ----------
+    timeout : float
+        What was given.
+    what : str
+        What it is called; named in the error.
+
+    Raises
+    ------
+    ConfigError
+        It is not a number of seconds above 0, or is longer than a socket can wait.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ConfigError(
+            f"{what} is {timeout!r}, expected seconds above 0, for example 5.0, and at most {LONGEST_TIMEOUT:,.0f}",
+            setting="timeout",
+        )
+    return float(timeout)
+
+
+def checked_transport(transport: object, what: str = "transport") -> Transport:
+    """How bytes of a node are moved; `what` is named in the error.
+
+    Raises
+    ------
+    ConfigError
+        It is none of `Transport`.
+    """
+    for known in get_args(Transport):
+        if known == transport:
+            return known  # type: ignore[no-any-return]  # what `get_args` gives has no type
+    raise ConfigError(f"{what} is {transport!r}, expected one of {', '.join(get_args(Transport))}", setting="transport")
