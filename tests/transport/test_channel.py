@@ -347,6 +347,19 @@ def test_a_killed_node_is_met_again(transport: Transport) -> None:
         assert get(channel, b"key") == b"bytes"
 
 
+def test_errors_name_the_address_that_was_given(node: Node) -> None:
+    with closing(channel_to(node)) as channel:
+        channel.attach(soon())
+        assert channel.reader is not None
+        with pytest.raises(NodeFullError, match=f"^{node.address}: ") as caught:
+            channel.lend(1 << 40, soon())
+        assert caught.value.node == str(node.address)
+        channel._data_address = Address("unix", path="/nowhere")
+        with pytest.raises(NodeError, match=f"^{node.address}") as caught:
+            channel.take(soon())
+        assert caught.value.node == str(node.address)
+
+
 def test_a_closed_channel_says_so_and_ends_its_connections(node: Node) -> None:
     channel = channel_to(node)
     with channel.connection(soon()) as connection:

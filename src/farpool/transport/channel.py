@@ -48,7 +48,7 @@ SPIN_SECONDS = 50e-6
 
 class _Dial(Protocol):
     def __call__(
-        self, address: Address, purpose: Purpose, *, key: AccessKey | None, session: int, deadline: float
+        self, address: Address, purpose: Purpose, *, key: AccessKey | None, session: int, deadline: float, name: str
     ) -> Dialled: ...
 
 
@@ -292,7 +292,7 @@ class Channel:
 
     def _open(self, deadline: float) -> Dialled:
         self._reach(deadline)
-        return self._dial(self._data_address, "data", key=self._key, session=self._session, deadline=deadline)
+        return self._dial_to(self._data_address, "data", deadline)
 
     def _contact(self, deadline: float) -> Control:
         self._refuse_if_closed()
@@ -302,7 +302,7 @@ class Channel:
                 return control
             control.close()
             self._control = self.reader = None
-        dialled = self._dial_control(self._address, deadline)
+        dialled = self._dial_to(self._address, "control", deadline)
         if self._transport not in ("tcp", "nixl"):
             dialled = self._local(dialled, deadline)
         self.welcome = dialled.welcome
@@ -319,8 +319,9 @@ class Channel:
         if self._closed:
             raise NodeError(f"{self.name}: this channel was closed", node=self.name)
 
-    def _dial_control(self, address: Address, deadline: float) -> Dialled:
-        return self._dial(address, "control", key=self._key, session=self._session, deadline=deadline)
+    def _dial_to(self, address: Address, purpose: Purpose, deadline: float, session: int = 0) -> Dialled:
+        session = session or self._session
+        return self._dial(address, purpose, key=self._key, session=session, deadline=deadline, name=self.name)
 
     def _local(self, dialled: Dialled, deadline: float) -> Dialled:
         """The same contact over the node's UNIX socket, if it is on this host."""
@@ -332,7 +333,7 @@ class Channel:
                 raise NodeError(f"{self.name} is on another host, so its memory cannot be mapped", node=self.name)
             if self._address.scheme == "tcp":
                 address = Address("unix", path=welcome.socket)
-                local = self._dial(address, "control", key=self._key, session=welcome.session, deadline=deadline)
+                local = self._dial_to(address, "control", deadline, welcome.session)
                 if local.welcome.id != welcome.id:
                     local.socket.close()
                     raise NodeError(f"{self.name}: another node listens at {address}", node=self.name)
