@@ -273,6 +273,8 @@ def test_beyond_loopback_it_does_not_start_without_keys(tmp_path: Path, host: st
         ({"listen": "no-such-host.invalid:7471"}, "the host is not known"),
         ({"name": "../n"}, "--name is '../n'"),
         ({"folder": "/dev/shm/" + "n" * 100}, "too long a path"),
+        ({"metrics": "unix:///tmp/m"}, "--metrics is 'unix:///tmp/m', expected HOST:PORT"),
+        ({"nvme": ("/tmp", 1 << 20)}, "--nvme is '/tmp', which cannot be used: Is a directory"),
         ({"grace": float("inf")}, "--grace is inf"),
         ({"spin": -1.0}, "--spin is -1.0"),
     ],
@@ -302,6 +304,29 @@ def test_metrics_that_cannot_be_served_leave_nothing_behind(tmp_path: Path) -> N
         said = refusal(folder=tmp_path / "n", metrics=metrics)
     assert f"--metrics is {metrics}, where this process cannot listen" in said
     assert not (tmp_path / "n").exists()
+
+
+@pytest.mark.parametrize("nbytes", [100 << 40, 7 << 40])
+def test_a_file_that_cannot_be_made_is_not_left_behind(tmp_path: Path, nbytes: int) -> None:
+    assert "--nvme" in refusal(folder=tmp_path / "n", nvme=(str(tmp_path / "nv"), nbytes))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
+def test_it_lends_also_where_nobody_reads_its_ready_line(tmp_path: Path, redirection: str) -> None:
+    options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n"), "--ephemeral"]
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *options]
+    with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True) as process:
+        deadline = soon(60)
+        while not (tmp_path / "n" / "socket").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)  # it writes the line now
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert ("cannot be written" in said) == (redirection != ">&-")
 
 
 def test_metrics_follow_what_the_node_does() -> None:

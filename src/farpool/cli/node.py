@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from farpool.node.logs import log
 from farpool.sizes import format_size, parse_size
 from farpool.transport.access import load_keys
 from farpool.transport.address import parse_address
@@ -80,7 +82,7 @@ def node(
     """
     # Not above: the command's other verbs would wait for it.
     from farpool.node import Node
-    from farpool.node.logs import configure, log
+    from farpool.node.logs import configure
 
     running = Node(
         parse_address(listen, "--listen", any_port=True),
@@ -99,10 +101,20 @@ def node(
     configure(json=json)
     wait = _wait_for_stop()
     with running:
-        sys.stdout.write(_ready_line(running, json=json))
-        sys.stdout.flush()
+        _announce(_ready_line(running, json=json))
         wait()
         log("stopping")
+
+
+def _announce(line: str) -> None:
+    """Write a line for who started the node. That nobody can read it is no reason not to lend."""
+    try:
+        print(line, end="", flush=True)  # writes nothing where there is no stdout
+    except OSError as error:
+        log("the ready line cannot be written", level=logging.WARNING, reason=error.strerror or str(error))
+        # What is in its buffer would be written, and fail, once more at the end.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _ready_line(running: Node, *, json: bool) -> str:
