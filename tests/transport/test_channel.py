@@ -372,6 +372,31 @@ def test_a_closed_channel_says_so_and_ends_its_connections(node: Node) -> None:
             act(soon())
 
 
+def test_closing_a_channel_ends_what_other_threads_wait_for() -> None:
+    with running_node() as running, closing(Channel(parse_address(running.address), transport="tcp")) as channel:
+        put(channel, b"k", b"v")
+        began = threading.Event()
+        failures: list[NodeError] = []
+
+        def ask() -> None:
+            with channel.connection(soon()) as connection:
+                began.set()
+                with pytest.raises(NodeError) as caught:
+                    connection.exchange(Op.GET, b"k", time.monotonic() + 120)
+            failures.append(caught.value)
+
+        thread = threading.Thread(target=ask)
+        with running.suspended():
+            thread.start()
+            assert began.wait(30)
+            time.sleep(0.1)
+            channel.close()
+            thread.join(30)
+        assert not isinstance(failures[0], NodeTimeoutError)
+        with pytest.raises(NodeError, match="was closed"):
+            channel.take(soon())
+
+
 @pytest.mark.parametrize("at", [1, 2, 3], ids=["first contact", "contact over the UNIX socket", "data"])
 def test_a_channel_that_is_closed_while_it_makes_contact_leaves_nothing_open(node: Node, at: int) -> None:
     sockets = []

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from farpool._native import Connection, ObjectReader, RemoteEnd
 from farpool.errors import NodeError, NodeTimeoutError
@@ -28,6 +28,7 @@ from farpool.transport.host import host_id
 from farpool.transport.lease import Lease, map_lease
 from farpool.transport.nixl_agent import bindings
 from farpool.transport.nixl_memory import NodeMemory
+from farpool.transport.settings import Transport
 
 if TYPE_CHECKING:
     import mmap
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
     from farpool.transport.handshake import Purpose, Welcome
 
 __all__ = ["SPIN_SECONDS", "Channel", "Loan", "Transport"]
-
-Transport = Literal["auto", "mapped", "tcp", "nixl"]
-"""How bytes of a node are moved: mapped where it is on this host, mapped or not at all, over a socket always, one-sided
-with NIXL (what is published goes over a socket then)."""
 
 SPIN_SECONDS = 50e-6
 """A reply over loopback or a fast network is there within this time; sleeping would cost as much again."""
@@ -171,25 +168,15 @@ class Channel:
 
     def take(self, deadline: float) -> Connection:
         """A connection for data, which `give` takes back."""
-        while self._idle:
-            try:
-                connection = self._idle.pop()
-            except IndexError:  # another thread was faster
-                break
-            if not connection.stale():
-                return connection
-            connection.close()
-        dialled = self._open(deadline)
-        return Connection(
-            dialled.socket.detach(),
-            self.name,
-            tenant=dialled.welcome.tenant,
-            credential=dialled.credential,
-            spin=self._spin,
-        )
+        connection = self._idle_connection() or self._new_connection(deadline)
+        self._lent.add(connection)
+        if self._closed:  # asked after, as `close` has not seen this one
+            connection.shut_down()
+        return connection
 
     def give(self, connection: Connection) -> None:
         """Take a connection back, whatever state it is in."""
+        self._lent.discard(connection)
         if connection.broken or connection.unanswered:
             connection.close()
             return
@@ -247,16 +234,34 @@ class Channel:
     def close(self) -> None:
         """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped.
 
-        Does not wait for a contact that another thread is making: that ends with `NodeError` and closes what it opened.
+        What other threads wait for ends with `NodeError`; a contact that one is making closes what it opened.
         """
         self._closed = True
         self._close_idle()
+        for connection in list(self._lent):
+            connection.shut_down()
         control, self._control = self._control, None
         self.reader = None
         if control is not None:
             control.close()
         if self.one_sided is not None:
             self.one_sided.close()
+
+    def _idle_connection(self) -> Connection | None:
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if not connection.stale():
+                return connection
+            connection.close()
+        return None
+
+    def _new_connection(self, deadline: float) -> Connection:
+        dialled = self._open(deadline)
+        tenant, credential = dialled.welcome.tenant, dialled.credential
+        return Connection(dialled.socket.detach(), self.name, tenant=tenant, credential=credential, spin=self._spin)
 
     def _close_idle(self) -> None:
         while self._idle:
@@ -274,6 +279,7 @@ class Channel:
         self._control = None
         self._control_socket = None
         self._idle: list[Connection] = []
+        self._lent: set[Connection] = set()
         self._lock = threading.Lock()
         self.one_sided = NodeMemory(self) if self._transport == "nixl" else None
 

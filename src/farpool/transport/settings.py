@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 from farpool.errors import ConfigError
-from farpool.transport.channel import Transport
 
-__all__ = ["LONGEST_TIMEOUT", "checked_timeout", "checked_transport"]
+__all__ = ["LONGEST_TIMEOUT", "Transport", "checked_timeout", "checked_transport"]
+
+Transport = Literal["auto", "mapped", "tcp", "nixl"]
+"""How bytes of a node are moved: mapped where it is on this host, mapped or not at all, over a socket always, one-sided
+with NIXL (what is published goes over a socket then)."""
 
 LONGEST_TIMEOUT = 1e6
 """Seconds; a socket takes no more than 24 days."""
