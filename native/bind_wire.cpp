@@ -287,6 +287,8 @@ void bind_wire(nb::module_& m) {
         .def("receive", receive, nb::arg("deadline"), nb::arg("into") = nb::none())
         .def("exchange", exchange, nb::arg("op"), nb::arg("meta"), nb::arg("deadline"), nb::kw_only(),
              nb::arg("generation") = 0, nb::arg("lease") = 0, nb::arg("payload") = nb::none(), nb::arg("into") = nb::none())
+        // Both hold the interpreter's lock all the time, so that neither meets a descriptor that the other has closed.
+        .def("shut_down", &Connection::shut_down)
         .def("close", &Connection::close);
 
     nb::class_<ObjectReader>(m, "ObjectReader", nb::type_slots(reader_slots), "A tenant's objects in shared memory.")

@@ -49,6 +49,12 @@ void Connection::close() noexcept {
     }
 }
 
+void Connection::shut_down() noexcept {
+    if (fd_ >= 0) {
+        shutdown(fd_, SHUT_RDWR);
+    }
+}
+
 void Connection::fail(ErrorKind kind, const std::string& message, int code) {
     broken_ = true;
     fail_node(kind, node_, message, code);

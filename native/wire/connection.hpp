@@ -54,6 +54,8 @@ public:
     void receive_payload(void* into, double deadline);
     void drop_payload(double deadline);
     void close() noexcept;
+    // Ends what another thread waits for, which fails then. The caller sees to it that `close` is not under way.
+    void shut_down() noexcept;
     void give_up() noexcept { broken_ = true; }
     // Of an idle connection: whether it is of no more use, because the node has hung up or sent what nobody asked for.
     bool stale() const noexcept;

@@ -228,6 +228,9 @@ class Connection:
         into: object | None = None,
     ) -> Reply:
         """Send, and receive the reply."""
+    def shut_down(self) -> None:
+        """End what another thread waits for on it: that fails with NodeError."""
+
     def close(self) -> None: ...
 
 class ObjectReader:

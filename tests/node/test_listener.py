@@ -135,6 +135,30 @@ def test_a_client_that_was_accepted_just_before_the_node_stops_is_closed(
     assert [connection.fileno() for connection in accepted] == [-1]
 
 
+class EventfulServer:
+    """Has had one more event whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def events(self) -> list[tuple[str, int, str]]:
+        self.asked += 1
+        return [("evicted", 7, f"event {self.asked}")]
+
+
+def test_events_are_logged_at_once_and_once_more_at_the_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "farpool.node")
+    monkeypatch.setattr(listener, "_EVENTS_SECONDS", 3600.0)
+    server = EventfulServer()
+    listening = listener.Listener([], None, server, None)  # type: ignore[arg-type]
+    listening.start()
+    eventually(lambda: len(caplog.records) == 1)
+    listening.stop()
+    assert [record.fields["detail"] for record in caplog.records] == ["event 1", "event 2"]  # type: ignore[attr-defined]
+
+
 def collect_accepted(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> list[socket.socket]:
     """The connections that are accepted from now on; after each, `then` is called."""
     accepted: list[socket.socket] = []

@@ -82,7 +82,7 @@ def test_sigterm_ends_it_with_code_0_and_leaves_only_segments() -> None:
             dial(parse_address(node.address), "data", deadline=soon())
 
 
-def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_later_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     program = "import time, farpool.node as n; n.Node.stop = lambda self: time.sleep(90); " + COMMAND[2]
     options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n")]
     command = [sys.executable, "-c", program, "node", *options]
@@ -92,8 +92,25 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
         process.stdout.readline()
         process.terminate()
         assert "stopping" in process.stderr.readline()
+        time.sleep(1.5)
         process.terminate()
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_signals_that_follow_at_once_are_the_same_stop(tmp_path: Path) -> None:
+    """As `timeout` sends them, which signals the process and then its group."""
+    program = (
+        "import os, signal, farpool.node as n; stop = n.Node.stop; "
+        "n.Node.stop = lambda self: (os.kill(os.getpid(), signal.SIGTERM), os.kill(os.getpid(), signal.SIGINT), "
+        "stop(self)); " + COMMAND[2]
+    )
+    options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n"), "--ephemeral"]
+    with subprocess.Popen([sys.executable, "-c", program, "node", *options], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(30) == 0
+    assert not (tmp_path / "n").exists()
 
 
 def test_a_sigterm_that_arrives_while_it_is_suspended_ends_it_when_it_goes_on() -> None:
@@ -147,7 +164,7 @@ def test_an_ephemeral_node_leaves_nothing_and_takes_nothing_over() -> None:
                 assert calls.call("stats", soon())["lent"] == 0
             process.terminate()
             assert process.wait(30) == 0
-        assert not node.folder.exists()
+        assert not any(node.folder.iterdir())
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_made(tmp_path: Path) -> None:
@@ -179,6 +196,26 @@ def test_what_a_node_left_behind_counts_as_room_for_its_next_start(tmp_path: Pat
         os.posix_fallocate(file.fileno(), 0, 128 << 20)
     state = os.statvfs(folder)  # now, as others use the file system, too
     Folder(folder).check(state.f_bavail * state.f_frsize + (64 << 20))
+
+
+def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    command = [*COMMAND, "--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", "", "--ephemeral"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--folder is ''" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_only_a_folder_that_the_node_made_is_removed(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "n"
+    if is_there:
+        folder.mkdir(mode=0o700)
+    with Node(parse_address("127.0.0.1:0", any_port=True), 1 << 20, folder=folder, ephemeral=True):
+        assert any(folder.iterdir())
+    assert folder.exists() == is_there
+    assert not any(tmp_path.glob("n/*"))
 
 
 def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
@@ -249,6 +286,8 @@ def test_beyond_loopback_it_does_not_start_without_keys(tmp_path: Path, host: st
         ({"listen": "no-such-host.invalid:7471"}, "the host is not known"),
         ({"name": "../n"}, "--name is '../n'"),
         ({"folder": "/dev/shm/" + "n" * 100}, "too long a path"),
+        ({"metrics": "unix:///tmp/m"}, "--metrics is 'unix:///tmp/m', expected HOST:PORT"),
+        ({"nvme": ("/tmp", 1 << 20)}, "--nvme is '/tmp', which cannot be used: Is a directory"),
         ({"grace": float("inf")}, "--grace is inf"),
         ({"spin": -1.0}, "--spin is -1.0"),
     ],
@@ -278,6 +317,29 @@ def test_metrics_that_cannot_be_served_leave_nothing_behind(tmp_path: Path) -> N
         said = refusal(folder=tmp_path / "n", metrics=metrics)
     assert f"--metrics is {metrics}, where this process cannot listen" in said
     assert not (tmp_path / "n").exists()
+
+
+@pytest.mark.parametrize("nbytes", [100 << 40, 7 << 40])
+def test_a_file_that_cannot_be_made_is_not_left_behind(tmp_path: Path, nbytes: int) -> None:
+    assert "--nvme" in refusal(folder=tmp_path / "n", nvme=(str(tmp_path / "nv"), nbytes))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
+def test_it_lends_also_where_nobody_reads_its_ready_line(tmp_path: Path, redirection: str) -> None:
+    options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n"), "--ephemeral"]
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *options]
+    with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True) as process:
+        deadline = soon(60)
+        while not (tmp_path / "n" / "socket").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)  # it writes the line now
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert ("cannot be written" in said) == (redirection != ">&-")
 
 
 def test_metrics_follow_what_the_node_does() -> None:

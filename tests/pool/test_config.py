@@ -131,6 +131,7 @@ def test_the_short_form_of_a_remote_tier_is_equal_in_three_ways(tmp_path: Path) 
     expected = PoolConfig.make(MIB, [DramSpec(size=MIB), RemoteSpec(nodes=("tcp://a:1", "tcp://b:2"))])
     assert PoolConfig.make(MIB, dram=MIB, remote=["a:1", "b:2"]) == expected
     assert PoolConfig.make(MIB, dram=MIB, remote="tcp://a:1,b:2") == expected
+    assert PoolConfig.make(MIB, dram=MIB, remote=" a:1, b:2,") == expected
     lines = '[pool]\nfast = "1MiB"\ndram = "1MiB"\nremote = '
     assert PoolConfig.from_toml(toml(tmp_path, lines + '"a:1, b:2"\n')) == expected
     assert PoolConfig.from_toml(toml(tmp_path, lines + '["a:1", "b:2"]\n')) == expected

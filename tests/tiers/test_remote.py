@@ -29,8 +29,11 @@ from farpool.testing import TierConformance
 from farpool.testing.nodes import RunningNode, running_node
 from farpool.tiers import Extent, Remote, Tier, Verified, Verifies
 from farpool.tiers.remote import STRIPE
+from farpool.tiers.remote_nodes import borrow
 from farpool.transport.address import parse_address
 from farpool.transport.channel import Channel
+from farpool.transport.handshake import Welcome
+from farpool.transport.lease import Lease
 from tests.nodes import PATIENCE, eventually, stats
 
 MIB = 1 << 20
@@ -160,7 +163,10 @@ WRONG = {
     "a node twice": (lambda: Remote("a:7471", "tcp://A:7471"), r"nodes of remote has tcp://a:7471 twice"),
     "no size": (lambda: Remote("a:1", size="some"), r"size of remote is 'some'"),
     "nothing": (lambda: Remote("a:1", size=0), r"size of remote"),
-    "no time": (lambda: Remote("a:1", timeout=0, name="far"), r"timeout of far is 0, expected more than 0"),
+    "no time": (lambda: Remote("a:1", timeout=0, name="far"), r"timeout of far is 0, expected seconds above 0"),
+    "too much time": (lambda: Remote("a:1", timeout=1e10), r"timeout of remote is 10000000000.0, .* at most 1,000,000"),
+    "time beyond floats": (lambda: Remote("a:1", timeout=10**400), r"timeout of remote is 10+, "),
+    "no text": (lambda: Remote("a:1", name=5), r"name is 5, expected text"),  # type: ignore[arg-type]
     "an unknown transport": (
         lambda: Remote("a:1", transport="smoke"),
         r"is 'smoke', expected one of auto, mapped, tcp",
@@ -204,6 +210,29 @@ def test_a_node_without_room_is_named_and_nothing_is_kept(pair: list[str]) -> No
         Remote(*pair, size=64 * MIB).open()
     assert isinstance(caught.value.__cause__, NodeFullError)
     assert stats(pair[0])["lent"] == 0
+
+
+class NotingChannel(Channel):
+    """Notes how many seconds it is given, and has nothing to lend."""
+
+    def __init__(self) -> None:
+        super().__init__(parse_address(NOBODY))
+        self.given: list[float] = []
+
+    def connect(self, deadline: float) -> Welcome:
+        self.given.append(deadline - time.monotonic())
+        return None  # type: ignore[return-value]
+
+    def lend(self, nbytes: int, deadline: float) -> Lease:
+        self.given.append(deadline - time.monotonic())
+        return Lease(self, 1, nbytes, None)
+
+
+def test_nodes_have_time_to_back_much_memory_but_not_to_be_reached() -> None:
+    channels = [NotingChannel(), NotingChannel()]
+    assert len(borrow(channels, 20 << 30, "far", 5.0)) == 2
+    assert channels[0].given == pytest.approx([5, 45], abs=4)
+    assert channels[1].given == pytest.approx([45, 85], abs=4)
 
 
 def test_a_wrong_secret_is_an_error_at_open_that_names_the_node(

@@ -90,6 +90,26 @@ def test_after_the_return_writes_are_let_in_by_ones_and_twos() -> None:
     assert limit == 128
 
 
+def test_a_program_that_only_reads_is_soon_asked_without_more_ado_again() -> None:
+    breaker, _ = opened()
+    breaker.admit(breaker.retry_at)
+    breaker.succeeded()
+    assert breaker.admit(200.0)
+    assert breaker.admit(204.9)
+    assert not breaker.untroubled
+    assert breaker.begin_write()
+    assert breaker.admit(205.1)
+    assert not breaker.untroubled  # a write is under way
+    breaker.end_write(succeeded=False)
+    assert breaker.admit(205.2)
+    assert breaker.untroubled
+    breaker.failed(210.0)
+    assert breaker.admit(breaker.retry_at)
+    breaker.succeeded()
+    assert breaker.admit(220.0)
+    assert not breaker.untroubled  # counted anew
+
+
 def test_a_failure_during_the_slow_start_begins_it_anew() -> None:
     breaker, _ = opened()
     for _ in range(2):

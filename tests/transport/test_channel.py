@@ -347,6 +347,19 @@ def test_a_killed_node_is_met_again(transport: Transport) -> None:
         assert get(channel, b"key") == b"bytes"
 
 
+def test_errors_name_the_address_that_was_given(node: Node) -> None:
+    with closing(channel_to(node)) as channel:
+        channel.attach(soon())
+        assert channel.reader is not None
+        with pytest.raises(NodeFullError, match=f"^{node.address}: ") as caught:
+            channel.lend(1 << 40, soon())
+        assert caught.value.node == str(node.address)
+        channel._data_address = Address("unix", path="/nowhere")
+        with pytest.raises(NodeError, match=f"^{node.address}") as caught:
+            channel.take(soon())
+        assert caught.value.node == str(node.address)
+
+
 def test_a_closed_channel_says_so_and_ends_its_connections(node: Node) -> None:
     channel = channel_to(node)
     with channel.connection(soon()) as connection:
@@ -357,6 +370,31 @@ def test_a_closed_channel_says_so_and_ends_its_connections(node: Node) -> None:
     for act in (channel.connect, channel.attach, channel.take, lambda deadline: channel.lend(MIB, deadline)):
         with pytest.raises(NodeError, match="was closed"):
             act(soon())
+
+
+def test_closing_a_channel_ends_what_other_threads_wait_for() -> None:
+    with running_node() as running, closing(Channel(parse_address(running.address), transport="tcp")) as channel:
+        put(channel, b"k", b"v")
+        began = threading.Event()
+        failures: list[NodeError] = []
+
+        def ask() -> None:
+            with channel.connection(soon()) as connection:
+                began.set()
+                with pytest.raises(NodeError) as caught:
+                    connection.exchange(Op.GET, b"k", time.monotonic() + 120)
+            failures.append(caught.value)
+
+        thread = threading.Thread(target=ask)
+        with running.suspended():
+            thread.start()
+            assert began.wait(30)
+            time.sleep(0.1)
+            channel.close()
+            thread.join(30)
+        assert not isinstance(failures[0], NodeTimeoutError)
+        with pytest.raises(NodeError, match="was closed"):
+            channel.take(soon())
 
 
 @pytest.mark.parametrize("at", [1, 2, 3], ids=["first contact", "contact over the UNIX socket", "data"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from farpool.node.logs import log
 from farpool.sizes import format_size, parse_size
 from farpool.transport.access import load_keys
 from farpool.transport.address import parse_address
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from farpool.node import Node
 
 __all__ = ["node"]
+
+_SAME_STOP_SECONDS = 1.0
 
 
 def node(
@@ -39,7 +45,7 @@ def node(
     ] = ("", ""),
     name: Annotated[str, typer.Option(metavar="NAME", help="The node's name; its port by default.")] = "",
     folder: Annotated[
-        Path | None,
+        str | None,  # a path would make "." of an empty one
         typer.Option(metavar="PATH", help="Where segments are kept; /dev/shm/farpool-UID/NAME by default."),
     ] = None,
     keys: Annotated[
@@ -76,7 +82,7 @@ def node(
     """
     # Not above: the command's other verbs would wait for it.
     from farpool.node import Node
-    from farpool.node.logs import configure, log
+    from farpool.node.logs import configure
 
     running = Node(
         parse_address(listen, "--listen", any_port=True),
@@ -95,10 +101,20 @@ def node(
     configure(json=json)
     wait = _wait_for_stop()
     with running:
-        sys.stdout.write(_ready_line(running, json=json))
-        sys.stdout.flush()
+        _announce(_ready_line(running, json=json))
         wait()
         log("stopping")
+
+
+def _announce(line: str) -> None:
+    """Write a line for who started the node. That nobody can read it is no reason not to lend."""
+    try:
+        print(line, end="", flush=True)  # writes nothing where there is no stdout
+    except OSError as error:
+        log("the ready line cannot be written", level=logging.WARNING, reason=error.strerror or str(error))
+        # What is in its buffer would be written, and fail, once more at the end.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _ready_line(running: Node, *, json: bool) -> str:
@@ -117,21 +133,33 @@ def _ready_line(running: Node, *, json: bool) -> str:
     return msgspec.json.encode(event).decode() + "\n"
 
 
-def _wait_for_stop() -> Callable[[], None]:
-    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one. The next ends the process."""
+def _wait_for_stop() -> Callable[[], object]:
+    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one.
+
+    A later one ends the process. One that comes within a second is the same stop: `timeout` and other wrappers signal
+    the process and then its whole group.
+    """
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
-    # The signal may reach any thread; the handler would run in this one, which nothing wakes then. The pipe does.
+    # The signal may reach any thread; the handler would run in the main one, which nothing wakes then. The pipe does.
     signal.set_wakeup_fd(writable)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    stopping = threading.Event()
 
-    def wait() -> None:
+    def watch() -> None:
         os.read(readable, 1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        until = time.monotonic() + _SAME_STOP_SECONDS
+        stopping.set()
+        while True:
+            [number] = os.read(readable, 1)
+            if time.monotonic() > until:
+                os._exit(
+                    128 + number
+                )  # as a shell says it; the default action could be restored by the main thread only
 
-    return wait
+    threading.Thread(target=watch, name="farpool-signals", daemon=True).start()
+    return stopping.wait
 
 
 def _allow_many_files() -> None:

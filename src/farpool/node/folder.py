@@ -44,7 +44,7 @@ class Folder:
 
     Parameters
     ----------
-    path : Path
+    path : str or path-like
         Where it is, or will be.
 
     Attributes
@@ -53,12 +53,20 @@ class Folder:
         Absolute.
     socket_path : Path
         Where the node's UNIX socket belongs.
+
+    Raises
+    ------
+    ConfigError
+        The path is empty.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not os.fspath(path):  # would be the current folder
+            raise ConfigError("--folder is '', expected the path of a folder", setting="folder")
+        self.path = Path(path).absolute()
         self.socket_path = self.path / _SOCKET
         self._lock = -1
+        self._is_own = self.path.parent == _base()
 
     def check(self, capacity: int) -> None:
         """Whether a node with this capacity could work here.
@@ -130,6 +138,7 @@ class Folder:
             for path in (self.path.parent, self.path):
                 with contextlib.suppress(FileExistsError):
                     path.mkdir(mode=0o700, parents=True)
+                    self._is_own |= path == self.path
             self._check_private()
             self._lock = self._locked()
             os.truncate(self._lock, 0)
@@ -159,11 +168,12 @@ class Folder:
             os.close(lock)
 
     def give_back(self) -> None:
-        """Unlock, and remove the folder if no segment is left in it. Idempotent."""
+        """Unlock, and remove the folder if it was made here and no segment is left in it. Idempotent."""
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
             (self.path / _LOCK).unlink()
-            self.path.rmdir()
+            if self._is_own:
+                self.path.rmdir()
         os.close(self._lock)
         self._lock = -1

@@ -83,7 +83,7 @@ class Listener:
         try:
             async with asyncio.TaskGroup() as tasks:
                 serving = [tasks.create_task(self._accept(listening, tasks)) for listening in self._sockets]
-                serving.append(tasks.create_task(self._log_events()))
+                serving.append(tasks.create_task(self._keep_logging()))
                 await self._stopping.wait()
                 raise _Stopped
         except* _Stopped:
@@ -91,13 +91,17 @@ class Listener:
         finally:
             for listening in self._sockets:
                 listening.close()
+            self._log_events()
 
-    async def _log_events(self) -> None:
+    async def _keep_logging(self) -> None:
         while True:
+            self._log_events()
             await asyncio.sleep(_EVENTS_SECONDS)
-            for kind, session, text in self._server.events():
-                level = logging.INFO if kind == "freed" else logging.WARNING
-                log(kind, level=level, session=_short(session), detail=text)
+
+    def _log_events(self) -> None:
+        for kind, session, text in self._server.events():
+            level = logging.INFO if kind == "freed" else logging.WARNING
+            log(kind, level=level, session=_short(session), detail=text)
 
     async def _accept(self, listening: socket.socket, tasks: asyncio.TaskGroup) -> None:
         listening.setblocking(False)

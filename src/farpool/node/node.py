@@ -21,11 +21,11 @@ from farpool.node.nixl import Exposures
 from farpool.transport.access import Grant
 from farpool.transport.address import Address
 from farpool.transport.handshake import Identity, NodeHandshake
+from farpool.transport.host import host_id
 
 __all__ = ["Node"]
 
 _BACKLOG = 1024
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Node:
@@ -120,6 +120,8 @@ class Node:
         for setting, seconds in (("grace", self._grace), ("spin", self._spin)):
             if not 0 <= seconds < float("inf"):
                 raise ConfigError(f"--{setting} is {seconds}, expected seconds, 0 or more", setting=setting)
+        if self.metrics_address is not None and self.metrics_address.scheme != "tcp":
+            raise ConfigError(f"--metrics is {str(self.metrics_address)!r}, expected HOST:PORT", setting="metrics")
         target = self._resolved()
         folder = self._own_folder(self.name or str(self.address.port)) if self.name or self.address.port else None
         with ExitStack() as undo:
@@ -164,9 +166,24 @@ class Node:
             undo.callback(exposures.close)
         folder.take()
         undo.callback(folder.give_back)
+        server = self._server_in(folder)
+        undo.callback(server.stop)
+        local = undo.enter_context(_listening_at(folder.socket_path))
+        undo.callback(folder.socket_path.unlink, missing_ok=True)
+        server.start()
+        identity = Identity(self.name, os.urandom(16), self._capacity, host_id(), str(folder.socket_path))
+        keys = self._keys
+        control = ControlService(server, self.stats, exposures)
+        listener = Listener([listening, local], lambda: NodeHandshake(identity, keys), server, control)
+        self._server, self._listener = server, listener
+        listener.start()
+        undo.callback(listener.stop)
+
+    def _server_in(self, folder: Folder) -> NodeServer:
+        path, nvme_capacity = self._nvme or ("", 0)
+        was_there = os.path.lexists(path)
         try:
-            path, nvme_capacity = self._nvme or ("", 0)
-            server = NodeServer(
+            return NodeServer(
                 str(folder.path),
                 self._capacity,
                 ephemeral=self._ephemeral,
@@ -175,26 +192,19 @@ class Node:
                 nvme=path,
                 nvme_capacity=nvme_capacity,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
+            if path and not was_there:
+                Path(path).unlink(missing_ok=True)
+            if isinstance(error, OSError) and path and str(error.filename).startswith(f"{path}: "):
+                raise ConfigError(
+                    f"--nvme is {path!r}, which cannot be used: {error.strerror}", setting="nvme"
+                ) from error
+            if isinstance(error, RuntimeError):
+                raise ConfigError(f"--nvme: {error}", setting="nvme") from error
             raise ConfigError(f"the folder {folder.path} cannot be used: {error}", setting="folder") from error
-        except RuntimeError as error:
-            raise ConfigError(f"nvme: {error}", setting="nvme") from error
-        undo.callback(server.stop)
-        local = undo.enter_context(_listening_at(folder.socket_path))
-        undo.callback(folder.socket_path.unlink, missing_ok=True)
-        server.start()
-        identity = Identity(
-            self.name, os.urandom(16), self._capacity, _BOOT_ID.read_text().strip(), str(folder.socket_path)
-        )
-        keys = self._keys
-        control = ControlService(server, self.stats, exposures)
-        listener = Listener([listening, local], lambda: NodeHandshake(identity, keys), server, control)
-        self._server, self._listener = server, listener
-        listener.start()
-        undo.callback(listener.stop)
 
     def _own_folder(self, name: str) -> Folder:
-        folder = Folder(default_folder(name) if self._path is None else Path(self._path))
+        folder = Folder(default_folder(name) if self._path is None else self._path)
         folder.check(self._capacity)
         return folder
 

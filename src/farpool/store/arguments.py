@@ -12,7 +12,7 @@ from farpool.transport.frames import LARGEST_KEY
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["as_key", "as_payload", "as_prefix", "as_target", "as_timeout", "expiry_of"]
+__all__ = ["as_key", "as_payload", "as_prefix", "as_target", "expiry_of"]
 
 _LONGEST_TTL = 1e16
 """Seconds; about what the wire can say."""
@@ -108,22 +108,6 @@ def expiry_of(ttl: float | None) -> int:
             setting="ttl",
         )
     return math.ceil((time.time() + ttl) * 1000)
-
-
-def as_timeout(timeout: float) -> float:
-    """Seconds that a call may take.
-
-    Raises
-    ------
-    ConfigError
-        It is not a number of seconds above 0 and at most 1e6.
-    """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT:
-        raise ConfigError(
-            f"timeout is {_brief(timeout)}, expected seconds above 0 and at most {_LONGEST_TIMEOUT:g}",
-            setting="timeout",
-        )
-    return float(timeout)
 
 
 def _brief(value: object) -> str:

@@ -164,12 +164,13 @@ class Member:
             if self.breaker.untroubled or self.breaker.admit(time.monotonic()):
                 return
             now, since = time.monotonic(), self.breaker.since
-            probe = max(0.0, self.breaker.retry_at - now)
+            probe = "being probed"
+            if self.breaker.state is State.OPEN:
+                probe = f"probed again in {max(0.0, self.breaker.retry_at - now):.1f} s"
             reason = f": {self._error}" if self._error else ""
             kind = NodeTimeoutError if isinstance(self._error, NodeTimeoutError) else NodeError
         raise kind(
-            f"{self.name} is not asked: it has been failing for {now - since:.1f} s and is probed again "
-            f"in {probe:.1f} s{reason}",
+            f"{self.name} is not asked: it has been failing for {now - since:.1f} s and is {probe}{reason}",
             node=self.name,
         )
 

@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from farpool.errors import ConfigError, NodeError, StoreClosedError
-from farpool.store.arguments import as_key, as_payload, as_prefix, as_target, as_timeout, expiry_of
+from farpool.store.arguments import as_key, as_payload, as_prefix, as_target, expiry_of
 from farpool.store.batch import publish_many, read_many
 from farpool.store.core import Core, results
 from farpool.store.messages import ObjectInfo
@@ -24,6 +24,7 @@ from farpool.transport.access import AccessKey, client_key
 from farpool.transport.address import parse_address
 from farpool.transport.channel import SPIN_SECONDS, Channel, Transport
 from farpool.transport.frames import EXPIRY, Op
+from farpool.transport.settings import checked_timeout, checked_transport
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -103,10 +104,7 @@ class Store:
         if not addresses or len(set(addresses)) < len(addresses):
             what = "given twice" if addresses else "missing"
             raise ConfigError(f"nodes is {nodes!r}: an address is {what}; expected one of each node", setting="nodes")
-        if transport not in get_args(Transport):
-            raise ConfigError(
-                f"transport is {transport!r}, expected one of {', '.join(get_args(Transport))}", setting="transport"
-            )
+        transport = checked_transport(transport)
         if isinstance(spin, bool) or not isinstance(spin, int | float) or not 0 <= spin < math.inf:
             raise ConfigError(f"spin is {spin!r}, expected seconds, at least 0", setting="spin")
         access = client_key(key)
@@ -118,7 +116,7 @@ class Store:
             raise ConfigError(
                 f"replicas is {replicas!r}, expected 1 to {len(channels)}, the number of nodes", setting="replicas"
             )
-        self._core: Core | None = Core(channels, replicas, as_timeout(timeout))
+        self._core: Core | None = Core(channels, replicas, checked_timeout(timeout))
         self._why = "was closed"
         _STORES.add(self)
 

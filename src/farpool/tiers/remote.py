@@ -6,11 +6,10 @@ that neither the way nor the node's memory can change a byte unseen.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from farpool._native import PythonPort, RemotePort, VerifiedPort
 from farpool.errors import ConfigError, TierError
@@ -24,6 +23,7 @@ from farpool.transport.access import AccessKey, client_key
 from farpool.transport.address import Address, parse_address
 from farpool.transport.channel import Channel, Transport
 from farpool.transport.lease import Lease
+from farpool.transport.settings import checked_timeout, checked_transport
 
 if TYPE_CHECKING:
     from farpool._native import Port
@@ -56,7 +56,8 @@ class Remote(PortTier):
         Access key for nodes that ask for one; a string is ``NAME:SECRET``. None takes the environment's, in
         ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
     timeout : float
-        Seconds within which a node has to answer: at open, and in each transfer.
+        Seconds within which a node has to answer: at open, and in each transfer. A node that has to back much memory
+        at open has a second more for each 512 MiB of it.
     transport : str
         ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
         where that is possible, ``nixl`` reads and writes one-sided (docs/nixl.md).
@@ -77,16 +78,12 @@ class Remote(PortTier):
         transport: Transport = "auto",
     ) -> None:
         super().__init__()
-        self._name = name
+        self._name = _checked_name(name)
         self._addresses = node_addresses(nodes, name)
         self._wanted = None if size is None else _share(size, len(nodes), name)
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ConfigError(f"timeout of {name} is {timeout!r}, expected more than 0 seconds, for example 5.0")
-        if transport not in get_args(Transport):
-            raise ConfigError(f"transport of {name} is {transport!r}, expected one of {', '.join(get_args(Transport))}")
+        self._timeout = checked_timeout(timeout, f"timeout of {name}")
+        self._transport = checked_transport(transport, f"transport of {name}")
         self._key = None if key is None else client_key(key)
-        self._timeout = float(timeout)
-        self._transport: Transport = transport
         self._known = None if self._wanted is None else self._info_of(self._wanted)
         self._space: ExtentSpace | None = None
         self._channels: list[Channel] = []
@@ -260,6 +257,12 @@ def node_addresses(nodes: Iterable[str], name: str) -> tuple[Address, ...]:
         if addresses.count(address) > 1:
             raise ConfigError(f"{what} has {address} twice, expected each node once", setting="nodes")
     return addresses
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"name is {name!r}, expected text, for example 'remote'", setting="name")
+    return name
 
 
 def _share(size: int | str, nodes: int, name: str) -> int:

@@ -18,6 +18,8 @@ __all__ = ["Contact", "borrow", "free_bytes", "give_back"]
 
 _PERIOD = 1.0
 """Seconds between two looks at whether the nodes are still there; far less than a node's grace."""
+_BACKED_PER_SECOND = 512 << 20
+"""Bytes that a node is sure to zero and to give pages to within a second; it does so before it answers."""
 _Result = TypeVar("_Result")
 
 
@@ -38,7 +40,9 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
 
 
 def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
-    """A lease of `nbytes` bytes from each node, within `timeout` seconds; none is kept if one cannot be had.
+    """A lease of `nbytes` bytes from each node; none is kept if one cannot be had.
+
+    Has `timeout` seconds, and a second more for each 512 MiB, which the nodes have to back with memory first.
 
     Raises
     ------
@@ -49,6 +53,9 @@ def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) 
     leases: list[Lease] = []
     try:
         for channel in channels:
+            # First by itself: a node that cannot be reached is noticed within the timeout, however much it is to lend.
+            _asked(channel, tier, partial(channel.connect, deadline))
+            deadline += nbytes / _BACKED_PER_SECOND
             leases.append(_asked(channel, tier, partial(channel.lend, nbytes, deadline)))
     except BaseException:
         give_back(leases, time.monotonic() + timeout)  # also where the deadline has passed

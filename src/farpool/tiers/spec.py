@@ -186,7 +186,7 @@ class RemoteSpec(TierSpec):
     transport: Transport = "auto"
 
     def __post_init__(self) -> None:
-        nodes = [node.strip() for node in self.nodes.split(",")] if isinstance(self.nodes, str) else self.nodes
+        nodes = self.nodes.replace(",", " ").split() if isinstance(self.nodes, str) else self.nodes
         addresses = node_addresses(nodes, self.name or self.kind)
         _normalize(self, "nodes", tuple(str(address) for address in addresses))
         super().__post_init__()

@@ -2,7 +2,8 @@
 
 After a failure the node is left alone for a while that doubles with each failure in a row. Then one call probes it.
 When it answers it is not flooded with what has been held back: writes in flight are limited to one, and the limit
-doubles with each that succeeds. Sans-IO: the time is passed in, and by its seed a breaker does the same in each run.
+doubles with each that succeeds, and is dropped where nothing is written for a while. Sans-IO: the time is passed in,
+and by its seed a breaker does the same in each run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ __all__ = ["Breaker", "State"]
 
 _SHORTEST = 0.1
 _LONGEST = 5.0
+_CALM = 5.0
+"""Seconds after which a node that has come back is taken to keep up if nothing is being written."""
 _UNLIMITED = 64
 """Writes in flight beyond which a node that has come back is taken to keep up."""
 
@@ -46,12 +49,13 @@ class Breaker:
         When the next probe may go; 0.0 while closed.
     """
 
-    __slots__ = ("_backoff", "_limit", "_random", "_writes", "retry_at", "since", "state", "untroubled")
+    __slots__ = ("_back_since", "_backoff", "_limit", "_random", "_writes", "retry_at", "since", "state", "untroubled")
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._backoff = _SHORTEST
         self._limit = 0  # 0: none
+        self._back_since = 0.0
         self._writes = 0
         self.state = State.CLOSED
         self.untroubled = True
@@ -60,11 +64,17 @@ class Breaker:
 
     def admit(self, now: float) -> bool:
         """Whether a call may go to the node. One that may is followed by `succeeded` or `failed`."""
-        if self.state is not State.CLOSED and now >= self.retry_at:
+        if self.state is not State.CLOSED:
+            if now < self.retry_at:
+                return False
             self.state = State.HALF_OPEN
             self.retry_at = now + _LONGEST  # should the probe never end
             return True
-        return self.state is State.CLOSED
+        if self._limit:
+            self._back_since = self._back_since or now
+            if not self._writes and now > self._back_since + _CALM:
+                self._lift_limit()
+        return True
 
     def succeeded(self) -> bool:
         """The node has answered a call; True if that means that it has come back."""
@@ -74,6 +84,7 @@ class Breaker:
         self.since = self.retry_at = 0.0
         self._backoff = _SHORTEST
         self._limit = 1
+        self._back_since = 0.0
         return True
 
     def failed(self, now: float) -> None:
@@ -100,5 +111,8 @@ class Breaker:
         if succeeded and self._limit and self.state is State.CLOSED:
             self._limit *= 2
             if self._limit > _UNLIMITED:
-                self._limit = 0
-                self.untroubled = True
+                self._lift_limit()
+
+    def _lift_limit(self) -> None:
+        self._limit = 0
+        self.untroubled = True

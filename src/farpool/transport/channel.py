@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from farpool._native import Connection, ObjectReader, RemoteEnd
 from farpool.errors import NodeError, NodeTimeoutError
@@ -28,6 +28,7 @@ from farpool.transport.host import host_id
 from farpool.transport.lease import Lease, map_lease
 from farpool.transport.nixl_agent import bindings
 from farpool.transport.nixl_memory import NodeMemory
+from farpool.transport.settings import Transport
 
 if TYPE_CHECKING:
     import mmap
@@ -38,17 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SPIN_SECONDS", "Channel", "Loan", "Transport"]
 
-Transport = Literal["auto", "mapped", "tcp", "nixl"]
-"""How bytes of a node are moved: mapped where it is on this host, mapped or not at all, over a socket always, one-sided
-with NIXL (what is published goes over a socket then)."""
-
 SPIN_SECONDS = 50e-6
 """A reply over loopback or a fast network is there within this time; sleeping would cost as much again."""
 
 
 class _Dial(Protocol):
     def __call__(
-        self, address: Address, purpose: Purpose, *, key: AccessKey | None, session: int, deadline: float
+        self, address: Address, purpose: Purpose, *, key: AccessKey | None, session: int, deadline: float, name: str
     ) -> Dialled: ...
 
 
@@ -171,25 +168,15 @@ class Channel:
 
     def take(self, deadline: float) -> Connection:
         """A connection for data, which `give` takes back."""
-        while self._idle:
-            try:
-                connection = self._idle.pop()
-            except IndexError:  # another thread was faster
-                break
-            if not connection.stale():
-                return connection
-            connection.close()
-        dialled = self._open(deadline)
-        return Connection(
-            dialled.socket.detach(),
-            self.name,
-            tenant=dialled.welcome.tenant,
-            credential=dialled.credential,
-            spin=self._spin,
-        )
+        connection = self._idle_connection() or self._new_connection(deadline)
+        self._lent.add(connection)
+        if self._closed:  # asked after, as `close` has not seen this one
+            connection.shut_down()
+        return connection
 
     def give(self, connection: Connection) -> None:
         """Take a connection back, whatever state it is in."""
+        self._lent.discard(connection)
         if connection.broken or connection.unanswered:
             connection.close()
             return
@@ -247,16 +234,34 @@ class Channel:
     def close(self) -> None:
         """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped.
 
-        Does not wait for a contact that another thread is making: that ends with `NodeError` and closes what it opened.
+        What other threads wait for ends with `NodeError`; a contact that one is making closes what it opened.
         """
         self._closed = True
         self._close_idle()
+        for connection in list(self._lent):
+            connection.shut_down()
         control, self._control = self._control, None
         self.reader = None
         if control is not None:
             control.close()
         if self.one_sided is not None:
             self.one_sided.close()
+
+    def _idle_connection(self) -> Connection | None:
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if not connection.stale():
+                return connection
+            connection.close()
+        return None
+
+    def _new_connection(self, deadline: float) -> Connection:
+        dialled = self._open(deadline)
+        tenant, credential = dialled.welcome.tenant, dialled.credential
+        return Connection(dialled.socket.detach(), self.name, tenant=tenant, credential=credential, spin=self._spin)
 
     def _close_idle(self) -> None:
         while self._idle:
@@ -274,6 +279,7 @@ class Channel:
         self._control = None
         self._control_socket = None
         self._idle: list[Connection] = []
+        self._lent: set[Connection] = set()
         self._lock = threading.Lock()
         self.one_sided = NodeMemory(self) if self._transport == "nixl" else None
 
@@ -292,7 +298,7 @@ class Channel:
 
     def _open(self, deadline: float) -> Dialled:
         self._reach(deadline)
-        return self._dial(self._data_address, "data", key=self._key, session=self._session, deadline=deadline)
+        return self._dial_to(self._data_address, "data", deadline)
 
     def _contact(self, deadline: float) -> Control:
         self._refuse_if_closed()
@@ -302,7 +308,7 @@ class Channel:
                 return control
             control.close()
             self._control = self.reader = None
-        dialled = self._dial_control(self._address, deadline)
+        dialled = self._dial_to(self._address, "control", deadline)
         if self._transport not in ("tcp", "nixl"):
             dialled = self._local(dialled, deadline)
         self.welcome = dialled.welcome
@@ -319,8 +325,9 @@ class Channel:
         if self._closed:
             raise NodeError(f"{self.name}: this channel was closed", node=self.name)
 
-    def _dial_control(self, address: Address, deadline: float) -> Dialled:
-        return self._dial(address, "control", key=self._key, session=self._session, deadline=deadline)
+    def _dial_to(self, address: Address, purpose: Purpose, deadline: float, session: int = 0) -> Dialled:
+        session = session or self._session
+        return self._dial(address, purpose, key=self._key, session=session, deadline=deadline, name=self.name)
 
     def _local(self, dialled: Dialled, deadline: float) -> Dialled:
         """The same contact over the node's UNIX socket, if it is on this host."""
@@ -332,7 +339,7 @@ class Channel:
                 raise NodeError(f"{self.name} is on another host, so its memory cannot be mapped", node=self.name)
             if self._address.scheme == "tcp":
                 address = Address("unix", path=welcome.socket)
-                local = self._dial(address, "control", key=self._key, session=welcome.session, deadline=deadline)
+                local = self._dial_to(address, "control", deadline, welcome.session)
                 if local.welcome.id != welcome.id:
                     local.socket.close()
                     raise NodeError(f"{self.name}: another node listens at {address}", node=self.name)

@@ -34,7 +34,7 @@ class Dialled:
     welcome : Welcome
         What the node said.
     node : str
-        The node's address.
+        The node's address, as the caller knows it.
     credential : int
         What the frames' field of that name says: 0 none, 1 shared secret.
     """
@@ -46,7 +46,13 @@ class Dialled:
 
 
 def dial(
-    address: Address, purpose: Purpose, *, key: AccessKey | None = None, session: int = 0, deadline: float
+    address: Address,
+    purpose: Purpose,
+    *,
+    key: AccessKey | None = None,
+    session: int = 0,
+    deadline: float,
+    name: str = "",
 ) -> Dialled:
     """Connect to a node and prove the secret on both sides. Blocking.
 
@@ -62,6 +68,8 @@ def dial(
         The program's session; 0 to be given one.
     deadline : float
         Time of `time.monotonic` at which all of it has to be done, looking up the name included.
+    name : str
+        The node's address as the caller was given it, if that is another; errors name it.
 
     Raises
     ------
@@ -72,9 +80,9 @@ def dial(
     ProtocolError, AccessDeniedError
         As of `ClientHandshake.feed`.
     """
-    node = str(address)
+    node = name or str(address)
     began = time.monotonic()
-    with _as_node_errors(node, began):
+    with _as_node_errors(node, address, began):
         connected = _connect(address, deadline)
         try:
             welcome = _shake_hands(connected, ClientHandshake(node, purpose, key, session), deadline)
@@ -94,7 +102,8 @@ def remaining(deadline: float) -> float:
 
 
 @contextlib.contextmanager
-def _as_node_errors(node: str, began: float) -> Iterator[None]:
+def _as_node_errors(node: str, address: Address, began: float) -> Iterator[None]:
+    where = node if node == str(address) else f"{node} (at {address})"
     try:
         yield
     except NodeError:
@@ -102,11 +111,11 @@ def _as_node_errors(node: str, began: float) -> Iterator[None]:
     except TimeoutError as error:
         waited = time.monotonic() - began
         raise NodeTimeoutError(
-            f"{node} did not answer within {waited:.3g} s; is a farpool node running there?", node=node
+            f"{where} did not answer within {waited:.3g} s; is a farpool node running there?", node=node
         ) from error
     except OSError as error:
         raise NodeError(
-            f"{node} cannot be reached: {error.strerror or error}; is a farpool node running there?", node=node
+            f"{where} cannot be reached: {error.strerror or error}; is a farpool node running there?", node=node
         ) from error
 
 

@@ -1,0 +1,55 @@
+"""What a program says about its way to nodes, checked: for a store and for a remote tier alike."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from farpool.errors import ConfigError
+
+__all__ = ["LONGEST_TIMEOUT", "Transport", "checked_timeout", "checked_transport"]
+
+Transport = Literal["auto", "mapped", "tcp", "nixl"]
+"""How bytes of a node are moved: mapped where it is on this host, mapped or not at all, over a socket always, one-sided
+with NIXL (what is published goes over a socket then)."""
+
+LONGEST_TIMEOUT = 1e6
+"""Seconds; a socket takes no more than 24 days."""
+
+
+def checked_timeout(timeout: object, what: str = "timeout") -> float:
+    """Seconds within which a node has to answer.
+
+    Parameters
+    ----------
+    timeout : float
+        What was given.
+    what : str
+        What it is called; named in the error.
+
+    Raises
+    ------
+    ConfigError
+        It is not a number of seconds above 0, or is longer than a socket can wait.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= LONGEST_TIMEOUT:
+        # Whole numbers may have more digits than Python prints.
+        given = "too large a number" if isinstance(timeout, int) and abs(timeout) > 1 << 64 else repr(timeout)
+        raise ConfigError(
+            f"{what} is {given}, expected seconds above 0, for example 5.0, and at most {LONGEST_TIMEOUT:,.0f}",
+            setting="timeout",
+        )
+    return float(timeout)
+
+
+def checked_transport(transport: object, what: str = "transport") -> Transport:
+    """How bytes of a node are moved; `what` is named in the error.
+
+    Raises
+    ------
+    ConfigError
+        It is none of `Transport`.
+    """
+    for known in get_args(Transport):
+        if known == transport:
+            return known  # type: ignore[no-any-return]  # what `get_args` gives has no type
+    raise ConfigError(f"{what} is {transport!r}, expected one of {', '.join(get_args(Transport))}", setting="transport")
