@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,6 +13,8 @@ from farpool.demo.nodes import lending
 from farpool.demo.report import report
 from farpool.demo.settings import Settings
 from farpool.errors import ConfigError, FarpoolError
+from farpool.transport.address import parse_address
+from farpool.transport.channel import Channel
 from tests.nodes import stats
 
 
@@ -41,10 +45,16 @@ def test_the_remote_demo_gives_the_same_bits_from_nodes_and_from_mapped_weights(
 
 
 def test_nodes_run_for_as_long_as_the_context_and_leave_nothing() -> None:
-    before = set(Path("/dev/shm").glob("farpool-demo-*"))
     with lending(2, 8 << 20) as nodes:
+        folders = [Path(_socket(node)).parent for node in nodes]
         assert [stats(node)["capacity"] for node in nodes] == [8 << 20] * 2
-    assert set(Path("/dev/shm").glob("farpool-demo-*")) == before
+        assert all(folder.is_dir() for folder in folders)
+    assert not any(folder.exists() for folder in folders)
+
+
+def _socket(node: str) -> str:
+    with contextlib.closing(Channel(parse_address(node), transport="tcp")) as channel:
+        return channel.connect(time.monotonic() + 30).socket
 
 
 def test_a_node_that_does_not_start_is_an_error_with_its_words() -> None:
