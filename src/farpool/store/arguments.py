@@ -16,7 +16,6 @@ __all__ = ["as_key", "as_payload", "as_prefix", "as_target", "expiry_of"]
 
 _LONGEST_TTL = 1e16
 """Seconds; about what the wire can say."""
-_LONGEST_TIMEOUT = 1e6
 """Seconds; the system takes its milliseconds as 32 bits."""
 
 
