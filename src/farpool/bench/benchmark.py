@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Self, cast
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from farpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["NAMES", "Benchmark", "Progress", "Settings", "check_device", "load", "title_of"]
 

@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from farpool.bench import results
 from farpool.bench.benchmark import NAMES, check_device, load, title_of
-from farpool.bench.page import Section, page
 from farpool.cli.progress import progress_bars
 from farpool.errors import ConfigError
-from farpool.observe.provenance import provenance
 
 __all__ = ["app"]
 
@@ -127,6 +123,9 @@ def write_report(
     out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page to write.")],
 ) -> None:
     """Put results on one page, with their figures."""
+    from farpool.bench import results
+    from farpool.bench.page import page
+
     _check_writable(out)
     sections = [results.read(path) for path in files]
     sections.sort(key=lambda section: NAMES.index(section.name))
@@ -135,6 +134,12 @@ def write_report(
 
 def _perform(name: str, given: dict[str, Any], device: str, quick: bool, json: bool, report: Path | None) -> None:
     """Run one benchmark; options that are None are as its settings have them."""
+    from rich.console import Console
+
+    from farpool.bench import results
+    from farpool.bench.page import Section, page
+    from farpool.observe.provenance import provenance
+
     check_device(device)
     if report is not None:
         _check_writable(report)

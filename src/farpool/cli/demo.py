@@ -8,7 +8,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from farpool.cli.progress import progress_bars
 from farpool.demo.settings import Settings
@@ -61,6 +60,8 @@ def demo(
 
     Exit code 0: equal. 1: not equal. 2: an error.
     """
+    from rich.console import Console
+
     try:
         from farpool.demo.job import run
         from farpool.demo.report import report

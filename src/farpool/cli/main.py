@@ -1,4 +1,7 @@
-"""The command itself: its verbs, its version, and how errors are shown."""
+"""The command itself: its verbs, its version, and how errors are shown.
+
+All verbs are imported here, so their modules import what only they need when they are run: a node is to start at once.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from farpool.cli import bench, demo, node, store, tape
 from farpool.errors import FarpoolError
@@ -50,6 +51,9 @@ def main() -> None:
     try:
         app()
     except FarpoolError as error:
+        from rich.console import Console
+        from rich.markup import escape
+
         message = " ".join(str(error).split())
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}", highlight=False)
         sys.exit(2)

@@ -14,9 +14,6 @@ from typing import Annotated, BinaryIO
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from farpool.cli.progress import progress_bars
 from farpool.errors import ConfigError
@@ -51,6 +48,9 @@ def _store(node: list[str] | None, replicas: int, timeout: float) -> Store:
 
 
 def _missing(key: str) -> typer.Exit:
+    from rich.console import Console
+    from rich.markup import escape
+
     shown = escape(_shown(os.fsencode(key)))
     Console(stderr=True, soft_wrap=True).print(f"[yellow]missing:[/] {shown}", highlight=False)
     return typer.Exit(1)
@@ -169,6 +169,10 @@ def stat(
     timeout: Timeout = 30.0,
 ) -> None:
     """Show what is known about an object (exit code 1 if there is none), or how the nodes are."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     with _store(node, replicas, timeout) as store:
         if key is None:
             statuses = store.nodes()

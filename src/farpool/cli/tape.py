@@ -8,14 +8,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
-
-from farpool.observe.tape_figure import draw_tape
-from farpool.observe.tape_report import access_lines, report
-from farpool.observe.tape_summary import summarize
-from farpool.observe.tape_trace import read_trace
-from farpool.tape_file import TapeFile
 
 __all__ = ["app"]
 
@@ -45,6 +37,15 @@ def show(
 
     A file whose recording was not closed (its program was killed) is shown up to its last whole chunk.
     """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from farpool.observe.tape_figure import draw_tape
+    from farpool.observe.tape_report import access_lines, report
+    from farpool.observe.tape_summary import summarize
+    from farpool.observe.tape_trace import read_trace
+    from farpool.tape_file import TapeFile
+
     tape = TapeFile(file)
     trace = read_trace(tape)
     summary = summarize(trace)

@@ -16,7 +16,6 @@ from farpool.errors import ConfigError
 from farpool.node.control import ControlService
 from farpool.node.folder import Folder, check_name, default_folder
 from farpool.node.listener import Listener
-from farpool.node.metrics import MetricsServer, NodeCollector
 from farpool.node.nixl import Exposures
 from farpool.transport.access import Grant
 from farpool.transport.address import Address
@@ -156,6 +155,9 @@ class Node:
 
     def _open(self, listening: socket.socket, folder: Folder, undo: ExitStack) -> None:
         if self.metrics_address is not None:
+            # Not above: most nodes serve none, and are to start at once.
+            from farpool.node.metrics import MetricsServer, NodeCollector
+
             metrics = MetricsServer(self.metrics_address, NodeCollector(self.stats, self.name))
             undo.callback(metrics.close)
             self.metrics_address = metrics.address
