@@ -60,7 +60,7 @@ def run(path: Path, layers: int) -> tuple[float, int]:
         [sys.executable, "-c", PROGRAM, str(path), str(layers), str(WIDTH)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -85,7 +85,7 @@ def test_a_pool_file_left_by_a_killed_training_is_taken_over(tmp_path: Path, tra
     ) as process:
         try:
             assert process.stdout is not None
-            watchdog = time.monotonic() + 60
+            watchdog = time.monotonic() + 200
             line = ""
             while not line.startswith("3 "):
                 line = process.stdout.readline()

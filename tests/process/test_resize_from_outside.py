@@ -68,7 +68,7 @@ def test_a_smaller_budget_gives_memory_back_within_one_pass_of_a_running_program
         [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path / "pool")],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ import torch
 
 import farpool
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 PRELOAD = ["pytest", "tests.process.pitfalls.warm"]
 
 
@@ -89,7 +89,7 @@ def run_here(name: str, folder: str) -> None:
     found.function(pool)
     if not pool.closed:
         gc.collect()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while any(tier.reserved for tier in pool.stats().tiers) and time.monotonic() < deadline:
             time.sleep(0.001)  # transfers of dropped blocks end
         stats = pool.stats()
@@ -143,7 +143,7 @@ def run(name: str) -> str:
             problem = receiver.recv() if receiver.poll(found.seconds) else f"did not end in {found.seconds:g} s"
         except EOFError:
             problem = ""
-        child.join(5 if not problem.startswith("did not") else 0)
+        child.join(30 if not problem.startswith("did not") else 0)
         if child.is_alive():
             child.kill()
             child.join(10)

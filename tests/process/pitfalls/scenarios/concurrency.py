@@ -264,7 +264,7 @@ def a_data_loader_without_workers_reads_a_paged_data_set(pool: Pool) -> None:
 def data_loader_workers_with_a_paged_data_set_are_right_or_raise(pool: Pool, method: str) -> None:
     expected = _loaded(DataLoader(Rows(randn(20, 3)), batch_size=6))
     loader = DataLoader(
-        Rows(pool.from_tensor(randn(20, 3))), batch_size=6, num_workers=2, multiprocessing_context=method, timeout=10
+        Rows(pool.from_tensor(randn(20, 3))), batch_size=6, num_workers=2, multiprocessing_context=method, timeout=100
     )
     with may_raise(Exception) as refusal:
         result = _loaded(loader)
@@ -281,7 +281,7 @@ def data_loader_workers_run_while_a_paged_model_trains(pool: Pool) -> None:
     def run(module: nn.Module) -> Any:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for batch in DataLoader(
-            Rows(randn(24, 6)), batch_size=6, num_workers=2, timeout=40, multiprocessing_context="fork"
+            Rows(randn(24, 6)), batch_size=6, num_workers=2, timeout=100, multiprocessing_context="fork"
         ):
             optimizer.zero_grad()
             module(batch).pow(2).sum().backward()
