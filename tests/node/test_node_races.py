@@ -48,10 +48,9 @@ def read(paths: tuple[str, str, str], seconds: float, results: multiprocessing.Q
         results.put((found, wrong))
 
 
-def write(server: _native.NodeServer, seconds: float, seed: int) -> None:
+def write(server: _native.NodeServer, ended: threading.Event, seed: int) -> None:
     peer = Peer(server, session=seed + 1)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while not ended.is_set():
         number = generation()
         key = KEYS[hash((number, seed)) % len(KEYS)]
         if number % 5 == seed:
@@ -72,12 +71,16 @@ def test_a_reader_of_mapped_memory_sees_whole_objects_of_rising_generations_or_n
         readers = [context.Process(target=read, args=(paths, SECONDS, results), daemon=True) for _ in range(3)]
         for process in readers:
             process.start()
-        writers = [threading.Thread(target=write, args=(server, 2 * SECONDS, seed)) for seed in range(2)]
+        ended = threading.Event()  # set by the last reader, however long their processes take to start
+        writers = [threading.Thread(target=write, args=(server, ended, seed)) for seed in range(2)]
         for thread in writers:
             thread.start()
-        outcomes = [results.get(timeout=60) for _ in readers]
-        for thread in writers:
-            thread.join(30)
+        try:
+            outcomes = [results.get(timeout=60) for _ in readers]
+        finally:
+            ended.set()
+            for thread in writers:
+                thread.join(30)
         for process in readers:
             process.join(30)
         assert [wrong for _, wrong in outcomes] == [""] * len(readers)

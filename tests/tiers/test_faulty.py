@@ -80,7 +80,7 @@ def test_corrupting_a_write_leaves_the_callers_bytes_alone() -> None:
 
 
 def test_a_stalled_transfer_times_out_and_completes_later() -> None:
-    with Faulty(Dram("1MiB"), script={0: "stall"}, stall_seconds=0.3) as tier:
+    with Faulty(Dram("1MiB"), script={0: "stall"}, stall_seconds=1.0) as tier:
         transfer = tier.start_write(tier.reserve(10), memoryview(bytes(10)))
         assert not transfer.done()
         with pytest.raises(TierTimeoutError, match="stalled on purpose") as caught:
