@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from tests.cli.test_command import command
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farpool
-from farpool.testing.nodes import running_node
+from farpool.node.process import running_node
 from tests.models.zoo import ZOO, build, weight_bytes
 
 STEPS = 3

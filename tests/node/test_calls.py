@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from farpool.errors import AccessDeniedError, LeaseLostError, NodeFullError, ProtocolError
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from farpool.transport.access import AccessKey
 from farpool.transport.address import parse_address
 from farpool.transport.control import Control

@@ -19,7 +19,7 @@ import pytest
 from farpool.errors import ConfigError
 from farpool.node import Node
 from farpool.node.folder import Folder
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from farpool.transport.address import parse_address
 from farpool.transport.control import Control
 from farpool.transport.dial import dial

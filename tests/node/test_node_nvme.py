@@ -16,7 +16,7 @@ import pytest
 from farpool import _native
 from farpool.errors import ChecksumError
 from farpool.store import Store
-from farpool.testing.nodes import running_node
+from farpool.node.process import running_node
 from farpool.transport.frames import Op, Status, pack_frame
 from tests.node.nodes import ALL, Peer, node, reader, until
 

@@ -14,7 +14,7 @@ import pytest
 
 from farpool.errors import NodeError, NodeFullError
 from farpool.store import Store
-from farpool.testing.nodes import running_node
+from farpool.node.process import running_node
 from farpool.transport.frames import Op, Status
 from tests.node.nodes import PATIENCE, Peer, generation, node, reader, until
 

@@ -16,7 +16,7 @@ import pytest
 
 from farpool import NodeError, Store
 from farpool._native import NodeServer
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from farpool.transport.address import Address, parse_address
 from farpool.transport.channel import Channel
 from farpool.transport.control import Control

@@ -14,7 +14,7 @@ import farpool
 from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, Verified
 from farpool.engine import Mode
 from farpool.storage import Storage
-from farpool.testing.nodes import running_node
+from farpool.node.process import running_node
 from farpool.use import Use
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE

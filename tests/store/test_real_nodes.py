@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from farpool import AsyncStore, NodeError, NodeTimeoutError, Store
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from tests.nodes import PATIENCE, eventually
 from tests.store.fake_nodes import core_of
 

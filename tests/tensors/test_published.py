@@ -13,7 +13,7 @@ import torch
 import farpool
 from farpool.errors import ConfigError, UnsupportedError
 from farpool.store import Store
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from tests.nodes import stats
 
 MIB = 1 << 20

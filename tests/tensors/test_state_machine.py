@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import farpool
 from farpool import BudgetError, Dram, Nvme, PagedTensor, Pool, Remote, Tier
-from farpool.testing.nodes import running_node
+from farpool.node.process import running_node
 
 DTYPES = (
     torch.float32,

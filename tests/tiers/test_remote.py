@@ -26,7 +26,7 @@ from farpool.errors import (
     TierTimeoutError,
 )
 from farpool.testing import TierConformance
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from farpool.tiers import Extent, Remote, Tier, Verified, Verifies
 from farpool.tiers.remote import STRIPE
 from farpool.tiers.remote_nodes import borrow

@@ -16,7 +16,7 @@ import pytest
 from farpool._native import Memory, RemotePort
 from farpool.errors import AccessDeniedError, LeaseLostError, NodeError, NodeFullError, NodeTimeoutError
 from farpool.node import Node
-from farpool.testing.nodes import running_node
+from farpool.node.process import running_node
 from farpool.transport import channel as channel_module
 from farpool.transport.access import AccessKey, Grant
 from farpool.transport.address import Address, parse_address

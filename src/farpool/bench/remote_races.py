@@ -23,7 +23,7 @@ from farpool.errors import FarpoolError
 from farpool.sizes import format_size
 from farpool.store import Store
 from farpool.store.lane import WINDOW, WINDOW_BYTES
-from farpool.testing.nodes import RunningNode, running_node
+from farpool.node.process import RunningNode, running_node
 from farpool.transport.channel import SPIN_SECONDS
 
 if TYPE_CHECKING:

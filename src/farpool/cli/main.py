@@ -49,7 +49,7 @@ def _options(
 def main() -> None:
     """Run the command; an error of farpool's own is one line on stderr and exit code 2."""
     try:
-        app()
+        app(prog_name="farpool")
     except FarpoolError as error:
         from rich.console import Console
         from rich.markup import escape

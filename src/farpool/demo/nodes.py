@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from farpool.errors import FarpoolError
-from farpool.testing.nodes import running_node
+from farpool.node.process import running_node
 from farpool.transport.address import parse_address
 from farpool.transport.channel import Channel
 

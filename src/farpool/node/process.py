@@ -1,4 +1,7 @@
-"""Nodes for tests: real processes, on free ports, with folders of their own, gone when the test is over."""
+"""Nodes as child processes, on free ports and with folders of their own, gone when they are closed.
+
+The demo, the benchmarks and the tests start their nodes here.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ import msgspec
 
 __all__ = ["RunningNode", "running_node"]
 
-_PROGRAM = "from farpool.cli.main import main; main()"
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -87,7 +89,7 @@ class RunningNode:
             raise RuntimeError(f"the node at {self.address} runs already")
         if self._listen.endswith(":0"):
             self._port, self._listen = _reserved(self._listen)
-        command = [sys.executable, "-c", _PROGRAM, "node", "--listen", self._listen, "--folder", str(self.folder)]
+        command = [sys.executable, "-m", "farpool", "node", "--listen", self._listen, "--folder", str(self.folder)]
         command += ["--name", self.folder.name, "--json", *self._options]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **self._environment}
@@ -194,7 +196,7 @@ def running_node(
     timeout: float = 60.0,
     **options: Any,
 ) -> Iterator[RunningNode]:
-    """A node for the time of a test.
+    """A node for the time of a ``with`` block.
 
     Parameters
     ----------

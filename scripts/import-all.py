@@ -1,0 +1,50 @@
+"""Import every module of the installed farpool; one may fail only for want of a package that another extra brings.
+
+Run by scripts/check-install in an environment that holds ``farpool[demo]`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import farpool
+
+# Import names of what other extras bring: bench, rdma, testing.
+OTHER_EXTRAS = {
+    "accelerate",
+    "deepspeed",
+    "hiredis",
+    "hypothesis",
+    "mooncake",
+    "nixl",
+    "nixl_cu13",
+    "pytest",
+    "redis",
+}
+
+
+def main() -> int:
+    """Print what was left out and what failed; the exit code is the number of failures."""
+    failed = imported = 0
+    for module in pkgutil.walk_packages(farpool.__path__, "farpool."):
+        try:
+            importlib.import_module(module.name)
+            imported += 1
+        except ModuleNotFoundError as error:
+            wanted = (error.name or "").partition(".")[0]
+            if wanted in OTHER_EXTRAS:
+                print(f"needs another extra, for {wanted}: {module.name}")
+                continue
+            failed += 1
+            print(f"FAILED  {module.name}: {error}")
+        except Exception as error:
+            failed += 1
+            print(f"FAILED  {module.name}: {type(error).__name__}: {error}")
+    print(f"{imported} modules imported from {farpool.__path__[0]}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
