@@ -15,8 +15,8 @@ import pytest
 from farpool._native import crc32c
 from farpool.errors import AccessDeniedError, ConfigError, NodeFullError, ObjectTooLargeError, ProtocolError
 from farpool.node import Node
-from farpool.store import Store
 from farpool.node.process import RunningNode, running_node
+from farpool.store import Store
 from farpool.transport.address import parse_address
 from farpool.transport.dial import dial
 from farpool.transport.frames import Op, Status

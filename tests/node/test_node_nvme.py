@@ -15,8 +15,8 @@ import pytest
 
 from farpool import _native
 from farpool.errors import ChecksumError
-from farpool.store import Store
 from farpool.node.process import running_node
+from farpool.store import Store
 from farpool.transport.frames import Op, Status, pack_frame
 from tests.node.nodes import ALL, Peer, node, reader, until
 

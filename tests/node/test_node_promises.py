@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from farpool.errors import NodeError, NodeFullError
-from farpool.store import Store
 from farpool.node.process import running_node
+from farpool.store import Store
 from farpool.transport.frames import Op, Status
 from tests.node.nodes import PATIENCE, Peer, generation, node, reader, until
 

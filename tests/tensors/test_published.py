@@ -12,8 +12,8 @@ import torch
 
 import farpool
 from farpool.errors import ConfigError, UnsupportedError
-from farpool.store import Store
 from farpool.node.process import RunningNode, running_node
+from farpool.store import Store
 from tests.nodes import stats
 
 MIB = 1 << 20

@@ -25,8 +25,8 @@ from farpool.errors import (
     TierError,
     TierTimeoutError,
 )
-from farpool.testing import TierConformance
 from farpool.node.process import RunningNode, running_node
+from farpool.testing import TierConformance
 from farpool.tiers import Extent, Remote, Tier, Verified, Verifies
 from farpool.tiers.remote import STRIPE
 from farpool.tiers.remote_nodes import borrow

@@ -12,8 +12,8 @@ from pathlib import Path
 from farpool._native import Connection
 from farpool.bench.remote_works import counters
 from farpool.errors import FarpoolError
-from farpool.store import Store
 from farpool.node.process import RunningNode, running_node
+from farpool.store import Store
 from farpool.transport.address import parse_address
 from farpool.transport.dial import dial
 from farpool.transport.frames import Op

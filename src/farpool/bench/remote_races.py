@@ -20,10 +20,10 @@ from farpool.bench.remote_index import Crowd, Index, connect_many, grow
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
 from farpool.errors import FarpoolError
+from farpool.node.process import RunningNode, running_node
 from farpool.sizes import format_size
 from farpool.store import Store
 from farpool.store.lane import WINDOW, WINDOW_BYTES
-from farpool.node.process import RunningNode, running_node
 from farpool.transport.channel import SPIN_SECONDS
 
 if TYPE_CHECKING:
