@@ -18,7 +18,7 @@ DEMO   := $(VENV)/.stamp-demo
 DEV    := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean dev
+.PHONY: help demo test lint docs format clean dev
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -35,6 +35,10 @@ lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(DEV) ## Build the documentation site in build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "Open build/docs/index.html"
 
 format: $(DEV) ## Put the sources into the project's style
 	$(BIN)/ruff check --fix .
