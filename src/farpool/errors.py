@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AccessDeniedError",
+    "ArgumentError",
     "BudgetError",
     "ChecksumError",
     "ConfigError",
@@ -78,8 +79,22 @@ class BudgetError(FarpoolError, MemoryError):
         self.budget = budget
 
 
+class ArgumentError(FarpoolError, TypeError):
+    """An argument is of a kind that the call cannot take. Says what was given, what was expected and what to do."""
+
+
 class PoolFullError(FarpoolError, MemoryError):
-    """No tier below the fast one has room for a block that has to leave it."""
+    """No tier below the fast one has room for a block that has to leave it.
+
+    Attributes
+    ----------
+    lacking : int
+        Bytes of room that are missing.
+    """
+
+    def __init__(self, message: str, *, lacking: int = 0) -> None:
+        super().__init__(message)
+        self.lacking = lacking
 
 
 class PoolClosedError(FarpoolError, RuntimeError):

@@ -121,6 +121,12 @@ class Pool(BlockPool):
 
         return factories.zeros(self, *shape, dtype=dtype)
 
+    def ones(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor of ones."""
+        from farpool.tensors import factories
+
+        return factories.ones(self, *shape, dtype=dtype)
+
     def full(self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor filled with `value`."""
         from farpool.tensors import factories

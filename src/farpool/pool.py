@@ -20,8 +20,9 @@ from farpool.accesses import Access, Accesses
 from farpool.budget import Budget
 from farpool.config import PoolConfig
 from farpool.device import open_device
-from farpool.errors import PoolClosedError, PoolFullError
+from farpool.errors import PoolClosedError
 from farpool.events import Event
+from farpool.faults import does_not_fit
 from farpool.ledger import Ledger
 from farpool.lower_tiers import LowerTiers
 from farpool.recording import Recording, metadata
@@ -84,6 +85,20 @@ class BlockPool(Accesses):
     def fast(self) -> int:
         """The budget of the fast tier, in bytes."""
         return self.engine.arena.capacity
+
+    def __repr__(self) -> str:
+        # Without locks and without asking tiers: a debugger may look in the middle of anything.
+        kind = type(self).__name__
+        try:
+            sizes = [("fast", self.engine.arena.used, self.fast)]
+            sizes += [(space.name, space.reserved, space.capacity) for space in self.spaces]
+            held, closed = self.allocation.storages, self.closed
+        except AttributeError:
+            return f"<{kind} that is not open>"
+        if closed:
+            return f"<{kind} (closed): {', '.join(f'{name} {format_size(size)}' for name, _, size in sizes)}>"
+        tiers = ", ".join(f"{name} {format_size(used)} of {format_size(size)}" for name, used, size in sizes)
+        return f"<{kind} on {self.device}: {tiers} in use by {held} storages>"
 
     @property
     def live(self) -> int:
@@ -176,13 +191,9 @@ class BlockPool(Accesses):
         storage.loose = storage.shared and not storage.adopted
 
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
-        capacity = self.fast + self._lower.capacity
-        if nbytes > capacity - self.allocation.written:
-            raise PoolFullError(
-                f"{name or cls}: {format_size(nbytes)} do not fit: the pool holds "
-                f"{format_size(self.allocation.written)} of {format_size(capacity)} in all tiers; "
-                "give it a larger lower tier, or drop tensors"
-            )
+        held = self.allocation.written
+        if nbytes > self.fast + self._lower.capacity - held:
+            raise does_not_fit(name or cls, nbytes, held, self.fast, self._lower.tiers, self.allocation.sizes.largest)
 
     # ---- budget, accounts ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.tensors.arena import arena_views, device_of
+from farpool.tensors.arguments import require_module, require_pool
 from farpool.tensors.compilation import invalidate_guards
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
@@ -168,6 +169,8 @@ def offload(
 
     Raises
     ------
+    ArgumentError
+        The arguments are swapped, or are no module and no pool.
     UnsupportedError
         A tensor is of a kind that cannot be paged, or something holds it; its name is in the message.
     PoolMixError
@@ -179,6 +182,8 @@ def offload(
     -----
     If it fails, the module is plain as it was before.
     """
+    require_module(module, "offload")
+    require_pool(pool, "offload")
     groups = _collect(module, pool)
     sizes = [stop - start for start, stop in (group.byte_range() for group in groups)]
     done = 0
@@ -204,11 +209,14 @@ def restore(module: torch.nn.Module) -> torch.nn.Module:
 
     Raises
     ------
+    ArgumentError
+        It is no module.
     UnsupportedError
         A tensor is held by an autograd graph; nothing was changed.
     PoolClosedError
         The pool is closed, its bytes are gone.
     """
+    require_module(module, "restore")
     paged: dict[int, PagedTensor] = {}
     for name, tensor, _ in _tensors_of(module):
         if type(tensor) is PagedTensor:
