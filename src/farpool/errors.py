@@ -60,7 +60,7 @@ class ConfigError(FarpoolError, ValueError):
 
 
 class BudgetError(FarpoolError, MemoryError):
-    """What one operation needs at once is larger than the fast tier.
+    """What one operation needs at once is larger than the fast tier, or what a pool's end does than memory.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class BudgetError(FarpoolError, MemoryError):
     needed : int
         Bytes of fast tier that the operation needs; the smallest budget that works.
     budget : int
-        Bytes of fast tier that there are.
+        Bytes of fast tier (or, at a pool's end, of memory) that there are.
     """
 
     def __init__(self, message: str, *, op: str = "", needed: int = 0, budget: int = 0) -> None:

@@ -113,7 +113,7 @@ class BlockPool(Accesses):
         Raises
         ------
         PoolClosedError
-            Storages are still in use; nothing was changed. Leaving a ``with`` block closes the pool all the same.
+            Storages are still in use; nothing was changed.
         """
         if not self.closed and self.live:
             held = self.allocation
@@ -144,12 +144,17 @@ class BlockPool(Accesses):
         if watch is not None:
             watch.raise_findings()
 
+    def _end(self) -> None:
+        """At the end of the interpreter."""
+        self._shut(_LAST_CHANCE)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the pool, with the storages that are still in use: bytes alone have no other form than the pool's."""
         self._shut()
 
     # ---- storages -----------------------------------------------------------------------------------------------
@@ -282,7 +287,7 @@ def _forked() -> None:
 def _close_all() -> None:
     """At the end of the interpreter: no thread may come back into it."""
     for pool in tuple(_POOLS):
-        pool._shut(_LAST_CHANCE)
+        pool._end()
 
 
 os.register_at_fork(after_in_child=_forked)
