@@ -1,7 +1,8 @@
 """Every operation with a paged argument comes through here.
 
 In this order: a rule written for the operation; a view; an operation made of others, which are dispatched in its place;
-everything else computes on real tensors (`farpool.tensors.compute`).
+everything else computes on real tensors (`farpool.tensors.compute`), and if these do not fit into the fast tier, by the
+operation's fallback.
 
 This is the hot path of every step: plain loops, no tree walk.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from farpool.errors import UnsupportedError
+from farpool.errors import BudgetError, UnsupportedError
 from farpool.tensors import survivors
 from farpool.tensors.compute import compute
 from farpool.tensors.lazy import lazy_bits, run
@@ -21,13 +22,14 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.schema import Signature, signature_of
 from farpool.tensors.viewing import change_geometry, view
 
-__all__ = ["Rule", "dispatch", "family_rule", "rule"]
+__all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule"]
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Handles an overload; returns NotImplemented to leave it to the general path."""
 
 _rules: dict[Any, Rule] = {}
 _families: dict[str, Rule] = {}
+_fallbacks: dict[Any, Rule] = {}
 _handlers: dict[Any, Rule] = {}
 """What an overload that was seen before is handled by."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -56,6 +58,16 @@ def family_rule(*prefixes: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
+    """Register what is done with operands of these overloads that do not fit into the fast tier together."""
+
+    def register(function: Rule) -> Rule:
+        _fallbacks.update(dict.fromkeys(overloads, function))
+        return function
+
+    return register
+
+
 def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Run one operation of which at least one argument is paged."""
     for kind in types:
@@ -73,6 +85,8 @@ def _handler_of(func: Any) -> Rule:
     """Analyse an overload that is seen for the first time."""
     signature = signature_of(func)
     general = _general(signature)
+    if func in _fallbacks:
+        general = _retried(general, _fallbacks[func])
     chosen = _rules.get(func)
     if chosen is None and signature.namespace == "aten" and not signature.outputs:
         chosen = next((found for prefix, found in _families.items() if func._opname.startswith(prefix)), None)
@@ -84,6 +98,20 @@ def _ruled(rule: Rule, general: Rule) -> Rule:
         with lazy_bits():
             result = rule(func, args, kwargs)
             return general(func, args, kwargs) if result is NotImplemented else result
+
+    return handle
+
+
+def _retried(general: Rule, fallback: Rule) -> Rule:
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return general(func, args, kwargs)
+        except BudgetError:
+            with lazy_bits():
+                result = fallback(func, args, kwargs)
+            if result is NotImplemented:
+                raise
+            return result
 
     return handle
 
