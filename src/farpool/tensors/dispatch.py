@@ -18,8 +18,10 @@ from farpool.errors import BudgetError, UnsupportedError
 from farpool.tensors import survivors
 from farpool.tensors.compute import compute
 from farpool.tensors.lazy import lazy_bits, run
-from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.schema import Signature, signature_of
+from farpool.tensors.operands import paged_arguments
+from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.schema import signature_of
+from farpool.tensors.treatment import Treatment
 from farpool.tensors.viewing import change_geometry, view
 
 __all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule"]
@@ -34,6 +36,9 @@ _handlers: dict[Any, Rule] = {}
 """What an overload that was seen before is handled by."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 _views = torch._C.DispatchKey.ADInplaceOrView
+_modes = torch._C._len_torch_dispatch_stack
+_active = torch._C._get_dispatch_mode
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 _SetExclude = torch._C._SetExcludeDispatchKeyGuard
 
 
@@ -70,6 +75,8 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Run one operation of which at least one argument is paged."""
+    if _modes():
+        _refuse_tracing(func, args, kwargs or {})
     for kind in types:
         if kind is not PagedTensor:
             return NotImplemented
@@ -84,7 +91,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 def _handler_of(func: Any) -> Rule:
     """Analyse an overload that is seen for the first time."""
     signature = signature_of(func)
-    general = _general(signature)
+    general = _TREATMENTS[signature.treatment]
     if func in _fallbacks:
         general = _retried(general, _fallbacks[func])
     chosen = _rules.get(func)
@@ -116,18 +123,6 @@ def _retried(general: Rule, fallback: Rule) -> Rule:
     return handle
 
 
-def _general(signature: Signature) -> Rule:
-    if signature.composite:
-        return _decompose
-    if signature.metadata:
-        return _rebind
-    if signature.view_of >= 0:
-        return _view
-    if signature.namespace in ("c10d", "_c10d_functional"):
-        return _refuse
-    return compute
-
-
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_inference_mode_enabled() and not signature_of(func).marks_views:
         # A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
@@ -147,12 +142,32 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return view(func, args, kwargs, source) if type(source) is PagedTensor else compute(func, args, kwargs)
 
 
+def _refuse_tracing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a tracer watches: the real tensors would become constants of what it traces."""
+    if any(_active(key) is not None for key in _TRACERS):
+        paged = paged_arguments(args, kwargs)
+        raise UnsupportedError(
+            f"{func} of {describe(paged[0]) if paged else 'a paged tensor'} cannot be traced (torch.export, make_fx, "
+            "FakeTensorMode), because its bytes move: take its module out of the pool first, with "
+            "farpool.restore(module), or pass a plain copy, pool.materialize(t)"
+        )
+
+
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
-        f"{signature_of(func).name} needs raw memory, which a paged tensor does not have: "
-        "pass it a plain copy, pool.materialize(t)"
+        f"{signature_of(func).name} needs raw memory, which a paged tensor does not have, or takes lists of lists: "
+        "pass it plain copies, pool.materialize(t)"
     )
 
+
+_TREATMENTS: dict[Treatment, Rule] = {
+    Treatment.DECOMPOSED: _decompose,
+    Treatment.GEOMETRY: _rebind,
+    Treatment.VIEW: _view,
+    Treatment.ARENA: compute,
+    Treatment.COPIES: compute,
+    Treatment.REFUSED: _refuse,
+}
 
 # The rules build on this module.
 import farpool.tensors.rules as _all_rules  # noqa: E402, F401
