@@ -77,6 +77,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_pool_file_left_by_a_killed_training_is_taken_over(tmp_path: Path, trained: dict[str, Any]) -> None:
     path = tmp_path / "far.pool"
     root = Path(__file__).resolve().parents[2]
@@ -222,7 +223,7 @@ def usable(pool: Pool) -> None:
     raise AssertionError("the pool does not become usable again")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 @pytest.mark.parametrize("fault", ["fail", "corrupt", "stall"])
 @pytest.mark.parametrize("kind", ["dram", "nvme"])
 def test_training_on_a_failing_tier_is_equal_or_a_typed_error(
