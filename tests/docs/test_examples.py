@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
-    pytest.param(code, id=f"{page.stem}-{number}")
+    pytest.param(code, id=f"{page.stem}-{number}", marks=[] if page.stem == "README" else pytest.mark.slow)
     for page in PAGES
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
 ]

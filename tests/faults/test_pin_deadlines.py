@@ -67,7 +67,7 @@ def test_a_first_holder_that_stops_leaves_time_for_the_second(forge: Forge, monk
         with store.pin("key") as pin:
             assert pin.view == VALUE
             assert pin.is_mapped
-        given.assert_one(store, TIMEOUT)
+            given.assert_one(store, TIMEOUT)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -80,7 +80,7 @@ def test_a_holder_that_stops_leaves_time_to_read_another_copy(
         given = GivenDeadlines(monkeypatch)
         with store.pin("key") as pin:
             assert pin.view == VALUE
-        given.assert_one(store, TIMEOUT)
+            given.assert_one(store, TIMEOUT)
 
 
 def test_nodes_that_all_stop_share_one_timeout(forge: Forge, monkeypatch: pytest.MonkeyPatch) -> None:
