@@ -258,6 +258,9 @@ def test_a_store_behind_a_wire_that_flips_bits_never_gives_wrong_bytes(seed: int
                     reads += result is not None
             except (NodeError, ChecksumError):
                 errors += 1
+        with Store(*[node.address for node in nodes], replicas=2, timeout=20.0) as unharmed:
+            for key, values in allowed.items():
+                assert unharmed.get(key) in values, f"seed {seed}, {key!r} afterwards"
         assert sum(proxy.flips for proxy in proxies) > 20
         assert reads > errors > 0
 
