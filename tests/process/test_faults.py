@@ -359,8 +359,7 @@ def test_a_tier_that_is_full_on_purpose_is_a_typed_error_and_works_when_it_has_r
 
 
 def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_closed() -> None:
-    tier = Faulty(Dram("1MiB"), script={}, stall_seconds=60.0)
-    started = time.monotonic()
+    tier = Faulty(Dram("1MiB"), script={}, stall_seconds=100_000.0)  # whoever waits for it never ends
     with Pool("32KiB", [tier], timeout=0.5) as pool:
         tensor = pool.from_tensor(randn(4000))
         churn(pool)
@@ -369,4 +368,3 @@ def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_clos
             tensor.sum()
         assert caught.value.tier == "dram"
         check_accounts(pool)
-    assert time.monotonic() - started < 50
