@@ -208,6 +208,7 @@ def test_a_copy_of_a_paged_module_is_left_alone_too(pool: Pool, graphs: CompileC
     assert graphs.frame_count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch's own compiler needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch's own
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -225,6 +226,7 @@ def test_torchs_own_compiler_goes_and_comes_with_the_pool(mode: str, pool: Pool)
     torch.testing.assert_close(compiled(_X), model(_X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch._dynamo", "farpool"])
 def test_it_does_not_matter_whether_the_compiler_or_farpool_is_imported_first(first: str) -> None:
     program = f"""

@@ -189,6 +189,7 @@ def test_a_parameter_stays_one_through_detach_and_back(evil: EvilPool) -> None:
     assert dict(module.named_parameters())["weight"] is parameter
 
 
+@pytest.mark.slow
 def test_what_is_saved_loads_where_farpool_is_not_installed(evil: EvilPool, tmp_path: Path) -> None:
     module = farpool.offload(make(), evil)
     optimizer = torch.optim.AdamW(module.parameters())
