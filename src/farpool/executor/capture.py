@@ -1,8 +1,8 @@
 """Keeps farpool's own threads from breaking a CUDA graph that the program captures in one of its threads.
 
 While any thread captures in the default mode, "global", calls that CUDA holds to be unsafe then, such as asking an
-event whether it has passed, are refused in every thread, and the capture is lost. Relaxed mode exempts a thread of that. It
-is right for ours: none of their calls belongs to a stream that is captured.
+event whether it has passed, are refused in every thread, and the capture is lost. Relaxed mode exempts a thread of
+that. It is right for ours: none of their calls belongs to a stream that is captured.
 """
 
 from __future__ import annotations
