@@ -8,6 +8,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,3 +245,41 @@ with farpool.Pool("1MiB", dram="1MiB") as pool:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@dataclass
+class ReturnOfTorch211:
+    frame_exec_strategy: Any
+    apply_to_code: bool = True
+    guarded_code: Any = None
+
+
+@dataclass
+class ReturnOfTorch213(ReturnOfTorch211):
+    skip_reason: str | None = None
+
+
+@pytest.mark.parametrize("kind", [ReturnOfTorch211, ReturnOfTorch213])
+def test_a_frame_is_left_alone_whether_or_not_the_compiler_takes_a_reason(kind: type[ReturnOfTorch211]) -> None:
+    class Entry:
+        _torchdynamo_orig_backend = None
+
+        def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
+            raise AssertionError("it has paged tensors")
+
+    action = SimpleNamespace(SKIP="skip")
+    compilation._step_aside_in(
+        SimpleNamespace(
+            CatchErrorsWrapper=Entry,
+            ConvertFrameReturn=kind,
+            FrameExecStrategy=lambda now, later: (now, later),
+            FrameAction=action,
+        )
+    )
+    with Pool("1MiB") as pool:
+        frame = SimpleNamespace(f_locals={"weight": pool.zeros(4)})
+        left = Entry()(frame, None, None)
+        del frame
+    assert left.frame_exec_strategy == ("skip", "skip")
+    assert left.apply_to_code is False
+    assert getattr(left, "skip_reason", "") in ("", "it computes with paged tensors")

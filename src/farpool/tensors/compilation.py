@@ -9,6 +9,7 @@ are plain, and for this one as soon as it is restored. An export has nothing to 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -73,6 +74,8 @@ def _step_aside_in(compiler: Any) -> None:
     compile_frame = entry.__call__
     skipped = compiler.ConvertFrameReturn
     left_alone = compiler.FrameExecStrategy(compiler.FrameAction.SKIP, compiler.FrameAction.SKIP)
+    # torch before 2.12 has no place for a reason.
+    reason = {"skip_reason": "it computes with paged tensors"} if "skip_reason" in _fields_of(skipped) else {}
 
     def call(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
         paged = _paged_in_reach(frame)
@@ -86,9 +89,7 @@ def _step_aside_in(compiler: Any) -> None:
             )
         _warn(paged)
         # For this call alone: the same code may be compiled for a module that is plain.
-        return skipped(
-            frame_exec_strategy=left_alone, apply_to_code=False, skip_reason="it computes with paged tensors"
-        )
+        return skipped(frame_exec_strategy=left_alone, apply_to_code=False, **reason)
 
     entry.__call__ = call
 
@@ -117,6 +118,10 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "torch._dynamo.convert_frame": _step_aside_in,
     "torch.export._trace": _refuse_exports_in,
 }
+
+
+def _fields_of(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def _warn(paged: PagedTensor) -> None:

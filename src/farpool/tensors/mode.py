@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from farpool.tensors.arena import device_of, is_device
 from farpool.tensors.factories import allocate, from_tensor, shape_of
 from farpool.tensors.geometry import contiguous_strides, is_strided
 from farpool.tensors.paged_tensor import PagedTensor
@@ -61,15 +62,15 @@ class _PagedMode(TorchFunctionMode):
         filled = func in _FILLED
         if not filled and func not in _FACTORIES:
             return func(*args, **options)
-        device = torch.device(options.get("device") or self._pool.device)
-        if device.type != self._pool.device or options.get("out") is not None:
+        device, asked = device_of(self._pool), options.get("device")
+        if (asked is not None and not is_device(asked, device)) or options.get("out") is not None:
             return func(*args, **options)
         if filled and _FILLED_OPTIONS.issuperset(name for name, value in options.items() if value is not None):
             return self._fill(_FILLED[func], args, options)
         if func is not torch.normal:
             options = {**options, "device": device}
         result = func(*args, **{**options, "requires_grad": False} if "requires_grad" in options else options)
-        if not isinstance(result, torch.Tensor) or not is_strided(result) or result.device.type != self._pool.device:
+        if not isinstance(result, torch.Tensor) or not is_strided(result) or result.device != device:
             return result
         tensor = from_tensor(self._pool, result)
         return tensor.requires_grad_() if options.get("requires_grad") else tensor
