@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 unexport PYTHONPATH
 unexport PYTHONHOME
@@ -18,23 +19,30 @@ DEMO   := $(VENV)/.stamp-demo
 DEV    := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean dev
+.PHONY: help demo test test-long lint docs format clean dev
 .DELETE_ON_ERROR:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its bytes resident (ARGS="--budget 10%")
 	@$(BIN)/farpool demo $(ARGS)
 
-test: $(DEV) ## Run the tests (ARGS="-k budget")
-	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+test: $(DEV) ## Run the tests that are quick (ARGS="-k budget")
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-long: $(DEV) ## Run the tests that take their time (ARGS="-k history")
+	@$(PYTEST) -m slow $(ARGS)
 
 lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(DEV) ## Build the documentation site in build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "Open build/docs/index.html"
 
 format: $(DEV) ## Put the sources into the project's style
 	$(BIN)/ruff check --fix .

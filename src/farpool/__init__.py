@@ -16,6 +16,7 @@ if not sys.platform.startswith("linux"):
 from farpool.config import PoolConfig
 from farpool.errors import (
     AccessDeniedError,
+    ArgumentError,
     BudgetError,
     ChecksumError,
     ConfigError,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessDeniedError",
+    "ArgumentError",
     "AsyncStore",
     "BudgetError",
     "ChecksumError",

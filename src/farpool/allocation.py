@@ -70,7 +70,7 @@ class Allocation:
             return Blocks(-1, 0, 0, 0, False)
         if nbytes <= self.sizes.small:
             block, offset = self._share(nbytes, cls, pack, name)
-            return Blocks(block, 1, offset, nbytes, True)
+            return Blocks(block, 1, offset, self.sizes.shared, True)
         return self._create(nbytes, cls, row_bytes, name, adopted=False)
 
     def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int, *, name: str = "") -> Blocks:
@@ -82,7 +82,7 @@ class Allocation:
         if nbytes <= self.sizes.small:
             block, inside = self._share(nbytes, cls, source, name)
             self._engine.adopt(block, Piece(source, offset, inside, nbytes))
-            return Blocks(block, 1, inside, nbytes, True, True)
+            return Blocks(block, 1, inside, self.sizes.shared, True, True)
         blocks = self._create(nbytes, cls, row_bytes, name, adopted=True)
         for index in range(blocks.count):
             start = index * blocks.block_bytes

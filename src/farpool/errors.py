@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AccessDeniedError",
+    "ArgumentError",
     "BudgetError",
     "ChecksumError",
     "ConfigError",
@@ -59,7 +60,7 @@ class ConfigError(FarpoolError, ValueError):
 
 
 class BudgetError(FarpoolError, MemoryError):
-    """What one operation needs at once is larger than the fast tier.
+    """What one operation needs at once is larger than the fast tier, or what a pool's end does than memory.
 
     Attributes
     ----------
@@ -68,7 +69,7 @@ class BudgetError(FarpoolError, MemoryError):
     needed : int
         Bytes of fast tier that the operation needs; the smallest budget that works.
     budget : int
-        Bytes of fast tier that there are.
+        Bytes of fast tier (or, at a pool's end, of memory) that there are.
     """
 
     def __init__(self, message: str, *, op: str = "", needed: int = 0, budget: int = 0) -> None:
@@ -78,8 +79,22 @@ class BudgetError(FarpoolError, MemoryError):
         self.budget = budget
 
 
+class ArgumentError(FarpoolError, TypeError):
+    """An argument is of a kind that the call cannot take. Says what was given, what was expected and what to do."""
+
+
 class PoolFullError(FarpoolError, MemoryError):
-    """No tier below the fast one has room for a block that has to leave it."""
+    """No tier below the fast one has room for a block that has to leave it.
+
+    Attributes
+    ----------
+    lacking : int
+        Bytes of room that are missing.
+    """
+
+    def __init__(self, message: str, *, lacking: int = 0) -> None:
+        super().__init__(message)
+        self.lacking = lacking
 
 
 class PoolClosedError(FarpoolError, RuntimeError):

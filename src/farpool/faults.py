@@ -10,7 +10,7 @@ from farpool.sizes import format_size
 from farpool.tiers import Tier
 from farpool.use import Use, describe, smallest_budget
 
-__all__ = ["no_room", "operands_too_large", "with_tier_and_block"]
+__all__ = ["does_not_fit", "no_room", "operands_too_large", "with_tier_and_block"]
 
 
 def operands_too_large(error: TooLargeError, uses: Sequence[Use], op: str, budget: int) -> BudgetError:
@@ -31,15 +31,47 @@ def operands_too_large(error: TooLargeError, uses: Sequence[Use], op: str, budge
     )
 
 
+def does_not_fit(what: str, nbytes: int, held: int, fast: int, tiers: Sequence[Tier], block: int) -> PoolFullError:
+    """New bytes exceed all tiers together: names what lacks, every tier's size, and the size that works."""
+    sizes = [("fast", fast), *[(tier.info.name, tier.info.capacity) for tier in tiers]]
+    capacity = sum(size for _, size in sizes)
+    lacking = nbytes - (capacity - held)
+    return PoolFullError(
+        f"{what}: {format_size(nbytes)} do not fit: the pool holds {format_size(held)} of {format_size(capacity)} in "
+        f"all tiers ({', '.join(f'{name} {format_size(size)}' for name, size in sizes)}), so {lacking} bytes "
+        f"({format_size(lacking)}) lack; {_remedy(tiers, lacking + block)}, or drop tensors",
+        lacking=lacking,
+    )
+
+
 def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError:
-    """A block has to leave the fast tier and cannot: names the lower tiers and how full they are."""
+    """A block has to leave the fast tier and cannot: names what lacks, and the lower tiers and how full they are."""
+    nbytes = int(error.args[1])
     full = ", ".join(
         f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers
     )
+    free = max((tier.info.capacity - tier.reserved for tier in tiers), default=0)
+    lacking = nbytes - free if nbytes > free else nbytes  # room that lies in pieces is none
     return PoolFullError(
-        f"{op or 'access'}: a block of {format_size(error.args[1])} has to leave the fast tier and no lower tier "
-        f"takes it ({full or 'there is none'}); give the pool a larger lower tier or budget, or drop tensors"
+        f"{op or 'access'}: a block of {format_size(nbytes)} has to leave the fast tier and no lower tier "
+        f"takes it ({full or 'there is none'}), {lacking} bytes lack; {_remedy(tiers, nbytes)}, set a larger fast=, or "
+        "drop tensors",
+        lacking=lacking,
     )
+
+
+def _remedy(tiers: Sequence[Tier], more: int) -> str:
+    """The setting that makes `more` bytes of room."""
+    if not tiers:
+        return f'add a lower tier, such as Pool(..., dram="{_whole_size(more)}")'
+    info = tiers[-1].info
+    return f'set the size of {info.name!r} to "{_whole_size(info.capacity + more)}" or more'
+
+
+def _whole_size(nbytes: int) -> str:
+    """The next whole KiB or MiB, as a setting takes it."""
+    unit, name = (1 << 20, "MiB") if nbytes >= 1 << 20 else (1 << 10, "KiB")
+    return f"{-(-nbytes // unit)}{name}"
 
 
 def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:

@@ -7,12 +7,16 @@ is made.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from farpool.config import PoolConfig
 from farpool.config_layers import environment_layer
+from farpool.errors import FarpoolWarning
 from farpool.pool import BlockPool
 from farpool.tiers import Tier, TierSpec
 
@@ -121,6 +125,12 @@ class Pool(BlockPool):
 
         return factories.zeros(self, *shape, dtype=dtype)
 
+    def ones(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor of ones."""
+        from farpool.tensors import factories
+
+        return factories.ones(self, *shape, dtype=dtype)
+
     def full(self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor filled with `value`."""
         from farpool.tensors import factories
@@ -150,12 +160,69 @@ class Pool(BlockPool):
         Raises
         ------
         PoolClosedError
-            Tensors still live in the pool and `materialize` is False; nothing was changed. (Leaving a ``with`` block
-            closes the pool all the same; tensors left in it then raise when they are used.)
+            Tensors still live in the pool and `materialize` is False; nothing was changed.
+        UnsupportedError
+            A tensor has history or is held by an autograd graph; nothing was changed. (Leaving a ``with`` block makes
+            it plain all the same.)
         """
         if materialize and not self.closed and self.live:
-            from farpool.tensors.offload import materialize_all
+            from farpool.tensors.leaving import materialize_all
 
             materialize_all(self)
             self._shut()  # what still lives is held by autograd graphs alone, and nobody can read it
         super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the pool; what still lives in it becomes plain before, in place, with one warning.
+
+        Parameters, buffers, gradients, moments and all other tensors that the program can reach are made plain if they
+        fit into 80 % of the memory that is available (of the host, within the limits of its control groups; on CUDA
+        of the device). An autograd graph does not prevent that: its parameters are safe, and a backward pass through it
+        raises. Bytes that were allocated without a tensor end with the pool.
+
+        Raises
+        ------
+        BudgetError
+            The tensors do not fit; nothing was changed and the pool stays open.
+        FarpoolError
+            A tier failed in the middle, or a tensor has history; the pool stays open, what was not made plain is still
+            there. Where another error is on its way already, that one goes on, with a note of this one.
+        """
+        told = ""
+        if not self.closed and self.live:
+            from farpool.tensors.leaving import take_along
+
+            try:
+                told = take_along(self)
+            except Exception as failure:
+                if error is None:
+                    raise
+                notes = getattr(failure, "__notes__", ())
+                error.add_note("\n".join([f"the pool stays open: {failure}", *notes]))
+                return
+        try:
+            self._shut()
+        finally:
+            if told:
+                try:
+                    warnings.warn(told, FarpoolWarning, stacklevel=2)
+                except FarpoolWarning as warning:
+                    if error is None:
+                        raise
+                    error.add_note(str(warning))
+
+    def _end(self) -> None:
+        lost = ""
+        if not self.closed and self.live and "farpool.tensors.paged_tensor" in sys.modules:
+            from farpool.tensors.leaving import live_parameters
+
+            lost = live_parameters(self)
+        super()._end()
+        if lost:
+            print(
+                f"farpool: the program ended while a pool held {lost}, which are lost: leave the pool's with block, "
+                "or call farpool.restore(model), and save the model before the end",
+                file=sys.stderr,
+            )

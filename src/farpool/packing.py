@@ -80,6 +80,7 @@ class Packing:
                 self._executor.start([Move(source, target, storage.nbytes)])
                 storage.first, packed.first = packed.first, storage.first
                 storage.offset, packed.offset = packed.offset, storage.offset
+                storage.block_bytes, packed.block_bytes = packed.block_bytes, storage.block_bytes
             self._release(access)
         except (BudgetError, PoolFullError, TierError):
             pass  # it stays where it is; the op itself may do without what packing needed

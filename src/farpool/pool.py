@@ -20,8 +20,9 @@ from farpool.accesses import Access, Accesses
 from farpool.budget import Budget
 from farpool.config import PoolConfig
 from farpool.device import open_device
-from farpool.errors import PoolClosedError, PoolFullError
+from farpool.errors import PoolClosedError
 from farpool.events import Event
+from farpool.faults import does_not_fit
 from farpool.ledger import Ledger
 from farpool.lower_tiers import LowerTiers
 from farpool.recording import Recording, metadata
@@ -85,6 +86,20 @@ class BlockPool(Accesses):
         """The budget of the fast tier, in bytes."""
         return self.engine.arena.capacity
 
+    def __repr__(self) -> str:
+        # Without locks and without asking tiers: a debugger may look in the middle of anything.
+        kind = type(self).__name__
+        try:
+            sizes = [("fast", self.engine.arena.used, self.fast)]
+            sizes += [(space.name, space.reserved, space.capacity) for space in self.spaces]
+            held, closed = self.allocation.storages, self.closed
+        except AttributeError:
+            return f"<{kind} that is not open>"
+        if closed:
+            return f"<{kind} (closed): {', '.join(f'{name} {format_size(size)}' for name, _, size in sizes)}>"
+        tiers = ", ".join(f"{name} {format_size(used)} of {format_size(size)}" for name, used, size in sizes)
+        return f"<{kind} on {self.device}: {tiers} in use by {held} storages>"
+
     @property
     def live(self) -> int:
         """Number of storages in use."""
@@ -98,7 +113,7 @@ class BlockPool(Accesses):
         Raises
         ------
         PoolClosedError
-            Storages are still in use; nothing was changed. Leaving a ``with`` block closes the pool all the same.
+            Storages are still in use; nothing was changed.
         """
         if not self.closed and self.live:
             held = self.allocation
@@ -129,12 +144,17 @@ class BlockPool(Accesses):
         if watch is not None:
             watch.raise_findings()
 
+    def _end(self) -> None:
+        """At the end of the interpreter."""
+        self._shut(_LAST_CHANCE)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the pool, with the storages that are still in use: bytes alone have no other form than the pool's."""
         self._shut()
 
     # ---- storages -----------------------------------------------------------------------------------------------
@@ -176,13 +196,9 @@ class BlockPool(Accesses):
         storage.loose = storage.shared and not storage.adopted
 
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
-        capacity = self.fast + self._lower.capacity
-        if nbytes > capacity - self.allocation.written:
-            raise PoolFullError(
-                f"{name or cls}: {format_size(nbytes)} do not fit: the pool holds "
-                f"{format_size(self.allocation.written)} of {format_size(capacity)} in all tiers; "
-                "give it a larger lower tier, or drop tensors"
-            )
+        held = self.allocation.written
+        if nbytes > self.fast + self._lower.capacity - held:
+            raise does_not_fit(name or cls, nbytes, held, self.fast, self._lower.tiers, self.allocation.sizes.largest)
 
     # ---- budget, accounts ---------------------------------------------------------------------------------------
 
@@ -271,7 +287,7 @@ def _forked() -> None:
 def _close_all() -> None:
     """At the end of the interpreter: no thread may come back into it."""
     for pool in tuple(_POOLS):
-        pool._shut(_LAST_CHANCE)
+        pool._end()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -14,14 +14,21 @@ class TierSpace:
 
     Attributes
     ----------
+    name : str
+    capacity : int
+        Bytes of the tier altogether.
+    reserved : int
+        Bytes reserved now.
     peak : int
         The most bytes that were ever reserved.
     """
 
     def __init__(self, tier: Tier, ledger: Ledger) -> None:
         self.tier = tier
+        self.name = tier.info.name
+        self.capacity = tier.info.capacity
+        self.reserved = 0
         self.peak = 0
-        self._name = tier.info.name
         self._ledger = ledger
 
     def reserve(self, nbytes: int, cls: str) -> int | None:
@@ -30,12 +37,13 @@ class TierSpace:
             extent = self.tier.reserve(nbytes)
         except TierFullError:
             return None
-        after = self.tier.reserved
+        after = self.reserved = self.tier.reserved
         self.peak = max(self.peak, after)
-        self._ledger.add(self._name, cls, requested=nbytes, reserved=after - before)
+        self._ledger.add(self.name, cls, requested=nbytes, reserved=after - before)
         return extent.offset
 
     def free(self, offset: int, nbytes: int, cls: str) -> None:
         before = self.tier.reserved
         self.tier.free(Extent(offset, nbytes))
-        self._ledger.subtract(self._name, cls, requested=nbytes, reserved=before - self.tier.reserved)
+        after = self.reserved = self.tier.reserved
+        self._ledger.subtract(self.name, cls, requested=nbytes, reserved=before - after)

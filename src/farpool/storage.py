@@ -135,7 +135,7 @@ class Storage:
     offset : int
         Where it begins in its block, in bytes; 0 unless it shares one.
     block_bytes : int
-        Bytes of each of its blocks but the last; its own bytes if it shares a block.
+        Bytes of each of its blocks but the last; the bytes of the block if it shares one.
     shared : bool
         Whether it shares its block with other storages.
     adopted : bool

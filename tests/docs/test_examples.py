@@ -11,15 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A block of code, and the block of text right behind it, which is what the code prints.
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 EXAMPLES = [
-    pytest.param(code, id=f"{page.stem}-{number}")
+    pytest.param(code, printed, id=f"{page.stem}-{number}")
     for page in PAGES
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    for number, (code, printed) in enumerate(BLOCK.findall(page.read_text()))
 ]
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_the_example_runs(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "printed"), EXAMPLES)
+def test_the_example_runs(code: str, printed: str, tmp_path: Path) -> None:
     code = code.replace("/var/tmp/far.pool", str(tmp_path / "far.pool")).replace(
         "/tmp/farpool-example.pt", str(tmp_path / "m.pt")
     )
@@ -32,6 +34,8 @@ def test_the_example_runs(code: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    if printed:
+        assert done.stdout == printed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -1,4 +1,4 @@
-"""The figures in the README are those of the committed result files."""
+"""The figures in README and docs are those of the committed result files."""
 
 from __future__ import annotations
 
@@ -133,10 +133,27 @@ def remote() -> list[str]:
 
 
 @pytest.mark.parametrize("rows", [remote, demo, streaming, training, overhead, nvme, growth, prefetch])
-def test_the_readme_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_page_of_benchmarks_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
     for row in rows():
-        assert row in readme, row
+        assert row in page, row
+
+
+def test_the_readme_quotes_its_result_files() -> None:
+    readme = (ROOT / "README.md").read_text()
+    outcome, streamed = result("demo"), result("streaming")["cases"][1]
+    accelerate = streamed["peers"][1]
+    transfer = next(race for race in result("remote")["transfers"] if race["what"] == "get_into_many")
+    rate = transfer["nbytes"] / statistics.median(transfer["ours"]) / 1e9
+    assert outcome["equal"]
+    for figure in (
+        f"| all {outcome['passages']}, at {outcome['relative_throughput']:.2f} of the all-resident throughput |",
+        f"({streamed['rate'] / 1e9:g} GB/s, ratio {streamed['ratio']:.2f}) | "
+        f"{streamed['efficiency']:.2f} of the limit, {accelerate['speedup']:.2f} times as fast as accelerate |",
+        f"objects of {transfer['nbytes'] >> 20} MiB from another process over TCP, verified | {rate:.1f} GB/s, "
+        f"{min(other['ratio'] for other in transfer['others']):.2f} of plain C sockets |",
+    ):
+        assert figure in readme, figure
 
 
 def test_result_files_say_where_they_come_from() -> None:

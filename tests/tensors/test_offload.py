@@ -14,7 +14,7 @@ from torch import nn
 import farpool
 from farpool import PagedTensor, Pool, PoolClosedError, PoolFullError, PoolMixError, UnsupportedError
 from farpool.tensors.factories import from_tensor
-from farpool.tensors.offload import materialize_all
+from farpool.tensors.leaving import materialize_all
 from tests.tensors.bits import assert_same, tensors_of
 from tests.tensors.evil_pool import EvilPool
 

@@ -27,7 +27,7 @@ def test_a_table_comes_back_as_it_went_in(table: PagedTensor) -> None:
     assert table._storage.count > 16
     assert_same(table, TABLE)
     with pytest.raises(BudgetError):
-        table + 1
+        table.exp()
 
 
 def test_a_table_is_copied_filled_and_converted_in_pieces(table: PagedTensor, tight: EvilPool) -> None:
@@ -78,7 +78,7 @@ def test_gradients_of_a_table_are_accumulated_and_scaled_in_pieces(table: PagedT
     table.add_(table.clone())
     plain.add_(plain.clone())
     assert_same(table, plain)
-    for function in (lambda t: t.exp_(), lambda t: t.add_(TABLE, alpha=2), lambda t: t.addcmul_(TABLE, TABLE)):
+    for function in (lambda t: t.exp_(), lambda t: t.cumsum_(0), lambda t: t.pow_(3)):
         with pytest.raises(BudgetError):
             function(table)
     assert_same(table, plain)

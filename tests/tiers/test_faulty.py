@@ -4,20 +4,9 @@ import time
 import pytest
 
 from farpool.errors import ConfigError, TierError, TierFullError, TierTimeoutError
-from farpool.testing import TierConformance
-from farpool.tiers import Dram, Extent, Faulty, HasPort, Tier
+from farpool.tiers import Dram, Extent, Faulty, HasPort
 
 WAIT = 30
-
-
-class TestFaultless(TierConformance):
-    def make_tier(self) -> Tier:
-        return Faulty(Dram("16MiB"))
-
-
-class TestStalling(TierConformance):
-    def make_tier(self) -> Tier:
-        return Faulty(Dram("16MiB"), seed=3, stall=0.05, stall_seconds=0.01)
 
 
 def outcomes(seed: int, **faults: float) -> list[str]:

@@ -56,15 +56,17 @@ def node() -> Iterator[RunningNode]:
 
 
 class RemoteConformance(TierConformance):
+    """Striped over two nodes: one node is the same code with one stripe."""
+
     nodes: list[str]
-    transport = "auto"
+    transport: str
 
     @pytest.fixture(autouse=True)
     def _pair(self, pair: list[str]) -> None:
         self.nodes = pair
 
     def make_tier(self) -> Tier:
-        return Remote(*self.nodes[:1], size="16MiB", transport=self.transport)  # type: ignore[arg-type]
+        return Remote(*self.nodes, size="16MiB", transport=self.transport)  # type: ignore[arg-type]
 
 
 class TestRemoteOverTcp(RemoteConformance):
@@ -73,16 +75,6 @@ class TestRemoteOverTcp(RemoteConformance):
 
 class TestRemoteMapped(RemoteConformance):
     transport = "mapped"
-
-
-class TestRemoteStripedOverTcp(RemoteConformance):
-    def make_tier(self) -> Tier:
-        return Remote(*self.nodes, size="16MiB", transport="tcp")
-
-
-class TestRemoteStripedMapped(RemoteConformance):
-    def make_tier(self) -> Tier:
-        return Remote(*self.nodes, size="16MiB", transport="mapped")
 
 
 def put(tier: Tier, nbytes: int, seed: int = 0) -> tuple[Extent, bytes]:

@@ -9,32 +9,11 @@ from farpool import Pool
 from farpool._native import Memory, Port
 from farpool.engine import Mode
 from farpool.errors import ConfigError, TierError
-from farpool.testing import TierConformance
-from farpool.tiers import Dram, Faulty, Nvme, Throttled, Tier, TierInfo, Verified
+from farpool.tiers import Dram, Faulty, Throttled, TierInfo
 from farpool.use import Use
 
 WAIT = 30
 KIB = 1 << 10
-
-
-class TestThrottledDram(TierConformance):
-    def make_tier(self) -> Tier:
-        return Throttled(Dram("16MiB"), "2GB/s", "1GB/s", latency=1e-4)
-
-
-class TestHalfDuplexNvme(TierConformance):
-    def make_tier(self) -> Tier:
-        return Throttled(Nvme(self.folder / "pool", "16MiB"), "1GB/s", "1GB/s", shared=True)
-
-
-class TestThrottledPythonTier(TierConformance):
-    def make_tier(self) -> Tier:
-        return Throttled(DictTier(), latency=1e-4)
-
-
-class TestVerifiedThrottledFaultless(TierConformance):
-    def make_tier(self) -> Tier:
-        return Verified(Throttled(Faulty(Throttled(Dram("16MiB"), "4GB/s")), write_bandwidth="4GB/s"))
 
 
 def seconds_of(calls: list[Callable[[], None]]) -> float:

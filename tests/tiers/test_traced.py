@@ -6,26 +6,14 @@ import weakref
 from pathlib import Path
 
 import pytest
-from python_tier import DictTier
 
 from farpool import Pool
 from farpool.engine import Mode
 from farpool.errors import ConfigError, TierError, TierFullError, TierTimeoutError
-from farpool.testing import TierConformance
-from farpool.tiers import Dram, Faulty, Nvme, Tier, Traced, TraceRecord, Verified
+from farpool.tiers import Dram, Faulty, Nvme, Traced, TraceRecord
 from farpool.use import Use
 
 WAIT = 30
-
-
-class TestTracedDram(TierConformance):
-    def make_tier(self) -> Tier:
-        return Traced(Dram("16MiB"), path=self.folder / "trace.jsonl")
-
-
-class TestVerifiedTracedPythonTier(TierConformance):
-    def make_tier(self) -> Tier:
-        return Verified(Traced(Traced(DictTier())))
 
 
 def shape(record: TraceRecord) -> tuple[object, ...]:

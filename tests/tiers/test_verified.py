@@ -7,25 +7,9 @@ from python_tier import DictTier
 
 from farpool._native import Memory
 from farpool.errors import ChecksumError, TierError
-from farpool.testing import TierConformance
-from farpool.tiers import Dram, Faulty, Nvme, Tier, Verified
+from farpool.tiers import Dram, Faulty, Nvme, Verified
 
 WAIT = 30
-
-
-class TestVerifiedDram(TierConformance):
-    def make_tier(self) -> Tier:
-        return Verified(Dram("16MiB"))
-
-
-class TestVerifiedNvme(TierConformance):
-    def make_tier(self) -> Tier:
-        return Verified(Nvme(self.folder / "pool", "16MiB"))
-
-
-class TestVerifiedVerifiedFaultless(TierConformance):
-    def make_tier(self) -> Tier:
-        return Verified(Faulty(Verified(Dram("16MiB"))))
 
 
 @pytest.mark.parametrize("seed", range(20))

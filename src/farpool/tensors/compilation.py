@@ -1,18 +1,19 @@
-"""``torch.compile`` and paged tensors: what would compute with them runs as it is, uncompiled.
+"""``torch.compile``, ``torch.export`` and paged tensors: what would compute with them runs as it is, uncompiled.
 
 A compiled graph reads its parameters through addresses that it takes once, and a paged tensor has none. Left alone,
 torch would break the graph at each operation with a paged argument and trace into farpool's own code. So each call that
 the compiler is about to trace is looked at first. If it has paged tensors within reach, it is left to the interpreter,
 with everything that it calls, this one time: nothing is remembered, so the same code is compiled for modules that
-are plain, and for this one as soon as it is restored.
+are plain, and for this one as soon as it is restored. An export has nothing to fall back to, so it is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -25,37 +26,42 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 
 __all__ = ["apply", "invalidate_guards"]
 
-_COMPILER = "torch._dynamo.convert_frame"
 _DEPTH = 2
 """How deep to look into lists, tuples and dicts."""
 _warned = False
 
 
 def apply() -> None:
-    """Tell the compiler, as soon as somebody imports it (which takes seconds)."""
-    compiler = sys.modules.get(_COMPILER)
-    if compiler is not None:
-        _step_aside_in(compiler)
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    """Tell the compiler and the exporter, as soon as somebody imports them (which takes seconds)."""
+    waiting = {}
+    for name, hook in _HOOKS.items():
+        if name in sys.modules:
+            hook(sys.modules[name])
+        else:
+            waiting[name] = hook
+    if waiting and not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported(waiting))
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds nothing itself; waits for the compiler to be imported."""
+    """Finds nothing itself; waits for modules to be imported."""
+
+    def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
+        self._waiting = waiting
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _COMPILER:
+        hook = self._waiting.pop(fullname, None)
+        if hook is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _step_aside_in(module)
+                hook(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -85,6 +91,32 @@ def _step_aside_in(compiler: Any) -> None:
         )
 
     entry.__call__ = call
+
+
+def _refuse_exports_in(exporter: Any) -> None:
+    """Look at each module before it is exported."""
+    for name in ("_export", "_export_for_training", "_export_to_torch_ir"):
+        setattr(exporter, name, _refusing(getattr(exporter, name)))
+
+
+def _refusing(export: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(export)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        paged = _first_paged((*args, *kwargs.values()), _DEPTH)
+        if paged is not None:
+            raise UnsupportedError(
+                f"torch.export cannot take {describe(paged)} into a program: its bytes move between the tiers of its "
+                "pool. Take the module out of the pool first, with farpool.restore(module), and pass plain inputs"
+            )
+        return export(*args, **kwargs)
+
+    return call
+
+
+_HOOKS: dict[str, Callable[[Any], None]] = {
+    "torch._dynamo.convert_frame": _step_aside_in,
+    "torch.export._trace": _refuse_exports_in,
+}
 
 
 def _warn(paged: PagedTensor) -> None:

@@ -14,10 +14,12 @@ import torch
 from farpool.engine import Mode
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.tensors.arena import ArenaViews
+from farpool.tensors.copies import compute_on_copies
 from farpool.tensors.lazy import lazy_bits, run
 from farpool.tensors.operands import Operands, paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.schema import Signature, signature_of
+from farpool.tensors.treatment import Treatment
 from farpool.tensors.viewing import check_open
 from farpool.use import Use
 
@@ -102,6 +104,8 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
                 outputs[name] = value
     if outputs:
         return _compute_out(func, tuple(args), kwargs, outputs)
+    if signature.treatment is Treatment.COPIES:
+        return compute_on_copies(signature, func, args, kwargs)
 
     first = paged_arguments(args, kwargs)[0]
     operands = Operands()

@@ -1,7 +1,8 @@
 """Every operation with a paged argument comes through here.
 
 In this order: a rule written for the operation; a view; an operation made of others, which are dispatched in its place;
-everything else computes on real tensors (`farpool.tensors.compute`).
+everything else computes on real tensors (`farpool.tensors.compute`), and if these do not fit into the fast tier, by the
+operation's fallback.
 
 This is the hot path of every step: plain loops, no tree walk.
 """
@@ -13,25 +14,31 @@ from typing import Any
 
 import torch
 
-from farpool.errors import UnsupportedError
+from farpool.errors import BudgetError, UnsupportedError
 from farpool.tensors import survivors
 from farpool.tensors.compute import compute
 from farpool.tensors.lazy import lazy_bits, run
-from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.schema import Signature, signature_of
+from farpool.tensors.operands import paged_arguments
+from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.schema import signature_of
+from farpool.tensors.treatment import Treatment
 from farpool.tensors.viewing import change_geometry, view
 
-__all__ = ["Rule", "dispatch", "family_rule", "rule"]
+__all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule"]
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Handles an overload; returns NotImplemented to leave it to the general path."""
 
 _rules: dict[Any, Rule] = {}
 _families: dict[str, Rule] = {}
+_fallbacks: dict[Any, Rule] = {}
 _handlers: dict[Any, Rule] = {}
 """What an overload that was seen before is handled by."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 _views = torch._C.DispatchKey.ADInplaceOrView
+_modes = torch._C._len_torch_dispatch_stack
+_active = torch._C._get_dispatch_mode
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 _SetExclude = torch._C._SetExcludeDispatchKeyGuard
 
 
@@ -56,8 +63,20 @@ def family_rule(*prefixes: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
+    """Register what is done with operands of these overloads that do not fit into the fast tier together."""
+
+    def register(function: Rule) -> Rule:
+        _fallbacks.update(dict.fromkeys(overloads, function))
+        return function
+
+    return register
+
+
 def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Run one operation of which at least one argument is paged."""
+    if _modes():
+        _refuse_tracing(func, args, kwargs or {})
     for kind in types:
         if kind is not PagedTensor:
             return NotImplemented
@@ -72,7 +91,9 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 def _handler_of(func: Any) -> Rule:
     """Analyse an overload that is seen for the first time."""
     signature = signature_of(func)
-    general = _general(signature)
+    general = _TREATMENTS[signature.treatment]
+    if func in _fallbacks:
+        general = _retried(general, _fallbacks[func])
     chosen = _rules.get(func)
     if chosen is None and signature.namespace == "aten" and not signature.outputs:
         chosen = next((found for prefix, found in _families.items() if func._opname.startswith(prefix)), None)
@@ -88,16 +109,18 @@ def _ruled(rule: Rule, general: Rule) -> Rule:
     return handle
 
 
-def _general(signature: Signature) -> Rule:
-    if signature.composite:
-        return _decompose
-    if signature.metadata:
-        return _rebind
-    if signature.view_of >= 0:
-        return _view
-    if signature.namespace in ("c10d", "_c10d_functional"):
-        return _refuse
-    return compute
+def _retried(general: Rule, fallback: Rule) -> Rule:
+    def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return general(func, args, kwargs)
+        except BudgetError:
+            with lazy_bits():
+                result = fallback(func, args, kwargs)
+            if result is NotImplemented:
+                raise
+            return result
+
+    return handle
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,12 +142,32 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return view(func, args, kwargs, source) if type(source) is PagedTensor else compute(func, args, kwargs)
 
 
+def _refuse_tracing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a tracer watches: the real tensors would become constants of what it traces."""
+    if any(_active(key) is not None for key in _TRACERS):
+        paged = paged_arguments(args, kwargs)
+        raise UnsupportedError(
+            f"{func} of {describe(paged[0]) if paged else 'a paged tensor'} cannot be traced (torch.export, make_fx, "
+            "FakeTensorMode), because its bytes move: take its module out of the pool first, with "
+            "farpool.restore(module), or pass a plain copy, pool.materialize(t)"
+        )
+
+
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
-        f"{signature_of(func).name} needs raw memory, which a paged tensor does not have: "
-        "pass it a plain copy, pool.materialize(t)"
+        f"{signature_of(func).name} needs raw memory, which a paged tensor does not have, or takes lists of lists: "
+        "pass it plain copies, pool.materialize(t)"
     )
 
+
+_TREATMENTS: dict[Treatment, Rule] = {
+    Treatment.DECOMPOSED: _decompose,
+    Treatment.GEOMETRY: _rebind,
+    Treatment.VIEW: _view,
+    Treatment.ARENA: compute,
+    Treatment.COPIES: compute,
+    Treatment.REFUSED: _refuse,
+}
 
 # The rules build on this module.
 import farpool.tensors.rules as _all_rules  # noqa: E402, F401

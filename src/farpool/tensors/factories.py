@@ -16,7 +16,7 @@ from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "shape_of", "zeros"]
+__all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "ones", "shape_of", "zeros"]
 
 
 def allocate(
@@ -62,6 +62,13 @@ def zeros(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | Non
     """A paged tensor of zeros; parameters as for `empty`."""
     tensor = empty(pool, *shape, dtype=dtype)
     fill_dense(tensor, 0, "farpool.zeros")
+    return tensor
+
+
+def ones(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
+    """A paged tensor of ones; parameters as for `empty`."""
+    tensor = empty(pool, *shape, dtype=dtype)
+    fill_dense(tensor, 1, "farpool.ones")
     return tensor
 
 

@@ -144,7 +144,7 @@ def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
     modules keep to their weights: they name the object, and the object stays.
     """
     for held in (tensor, other):
-        if held._use_count() == 2 and held.is_leaf and held.requires_grad:  # type: ignore[attr-defined]
+        if held._use_count() > 1 and held.is_leaf and held.requires_grad:  # type: ignore[attr-defined]
             torch.autograd.graph.get_gradient_edge(held).node.register_prehook(_poisoned)
     forget_gradients_of(tensor)
     forget_gradients_of(other)

@@ -6,7 +6,6 @@ Tensors that shared memory share a storage; what is not a parameter or buffer of
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,17 +14,18 @@ import torch
 
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.tensors.arena import arena_views, device_of
+from farpool.tensors.arguments import require_module, require_pool
 from farpool.tensors.compilation import invalidate_guards
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.identity import check_swappable, swap
-from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
 
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["materialize_all", "offload", "restore"]
+__all__ = ["move_out", "offload", "restore"]
 
 _ALIGNMENT = 512
 """What torch's own memory is aligned to, on any device."""
@@ -168,6 +168,8 @@ def offload(
 
     Raises
     ------
+    ArgumentError
+        The arguments are swapped, or are no module and no pool.
     UnsupportedError
         A tensor is of a kind that cannot be paged, or something holds it; its name is in the message.
     PoolMixError
@@ -179,6 +181,8 @@ def offload(
     -----
     If it fails, the module is plain as it was before.
     """
+    require_module(module, "offload")
+    require_pool(pool, "offload")
     groups = _collect(module, pool)
     sizes = [stop - start for start, stop in (group.byte_range() for group in groups)]
     done = 0
@@ -192,7 +196,7 @@ def offload(
                 if progress is not None:
                     progress(done, sum(sizes))
     except BaseException:
-        _move_out([tensor for tensor in moved if type(tensor) is PagedTensor])
+        move_out([tensor for tensor in moved if type(tensor) is PagedTensor])
         raise
     finally:
         invalidate_guards(module)
@@ -204,67 +208,64 @@ def restore(module: torch.nn.Module) -> torch.nn.Module:
 
     Raises
     ------
+    ArgumentError
+        It is no module.
     UnsupportedError
         A tensor is held by an autograd graph; nothing was changed.
     PoolClosedError
         The pool is closed, its bytes are gone.
     """
+    require_module(module, "restore")
     paged: dict[int, PagedTensor] = {}
     for name, tensor, _ in _tensors_of(module):
         if type(tensor) is PagedTensor:
             check_swappable(tensor, name)
             paged[id(tensor)] = tensor
     try:
-        _move_out(list(paged.values()))
+        move_out(list(paged.values()))
     finally:
         invalidate_guards(module)
     return module
 
 
-def materialize_all(pool: BlockPool) -> None:
-    """Make every tensor that lives in a pool plain, in place.
+def move_out(tensors: list[PagedTensor]) -> None:
+    """Make leaves plain, in place, and their gradients with them; those that shared a storage share memory.
 
-    Raises
-    ------
-    UnsupportedError
-        A tensor has history or is held by an autograd graph; nothing was changed.
+    One storage after the other, each whole or not at all: after an error some are plain and the others as they were.
     """
-    gc.collect()
-    found = [value for value in gc.get_objects() if type(value) is PagedTensor and value._storage.pool is pool]
-    gradients = {id(tensor.grad) for tensor in found if tensor.is_leaf and tensor.grad is not None}
-    found = [tensor for tensor in found if id(tensor) not in gradients]
-    bases = {id(tensor._base) for tensor in found if tensor._base is not None}
-    for tensor in found:
-        if not tensor.is_leaf:
-            raise UnsupportedError(f"{describe(tensor)} is a view with history: drop it, or detach it first")
-        # A base is held by its views, which become plain before it.
-        if id(tensor) not in bases:
-            check_swappable(tensor, describe(tensor))
-    found.sort(key=lambda tensor: id(tensor) in bases)
-    _move_out(found)
-
-
-def _move_out(tensors: list[PagedTensor]) -> None:
     groups: dict[int, list[PagedTensor]] = {}
     for tensor in tensors:
         groups.setdefault(id(tensor._storage), []).append(tensor)
     with torch.no_grad():
         for group in groups.values():
-            storage = group[0]._storage
-            source = PagedTensor(storage, group[0]._arena, torch.uint8, (storage.nbytes,), (1,))
-            memory = materialize(source).untyped_storage()
-            del source
-            for tensor in group:
-                plain = plain_empty((0,), (1,), tensor.dtype, tensor.device)
-                plain.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
-                if tensor.is_conj():
-                    torch._C._set_conj(plain, True)
-                if tensor.is_neg():
-                    torch._C._set_neg(plain, True)
-                if isinstance(tensor, torch.nn.Parameter):
-                    plain = torch.nn.Parameter(plain, tensor.requires_grad)
-                else:
-                    plain.requires_grad_(tensor.requires_grad)
-                if type(tensor.grad) is PagedTensor:
-                    plain.grad = materialize(tensor.grad)
-                swap(tensor, plain)
+            plain = _plain_group(group)
+            gradients = [materialize(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
+            for tensor, twin, gradient in zip(group, plain, gradients, strict=True):
+                if gradient is not None:
+                    paged = tensor.grad
+                    assert paged is not None
+                    tensor.grad = None
+                    swap(paged, gradient)
+                    twin.grad = paged
+                swap(tensor, twin)
+
+
+def _plain_group(group: list[PagedTensor]) -> list[torch.Tensor]:
+    """What tensors of one storage are to become."""
+    storage = group[0]._storage
+    source = PagedTensor(storage, group[0]._arena, torch.uint8, (storage.nbytes,), (1,))
+    memory = materialize(source).untyped_storage()
+    made = []
+    for tensor in group:
+        plain = plain_empty((0,), (1,), tensor.dtype, tensor.device)
+        plain.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            torch._C._set_conj(plain, True)
+        if tensor.is_neg():
+            torch._C._set_neg(plain, True)
+        if isinstance(tensor, torch.nn.Parameter):
+            plain = torch.nn.Parameter(plain, tensor.requires_grad)
+        else:
+            plain.requires_grad_(tensor.requires_grad)
+        made.append(plain)
+    return made

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from farpool.tensors.treatment import Treatment, treatment_of
+
 __all__ = ["Signature", "signature_of"]
 
 _aten = torch.ops.aten
@@ -36,10 +38,8 @@ class Signature:
         ``aten``, or the library that registered the operation.
     view_of : int
         Position of the argument that the results alias without writing; -1 if they alias none.
-    metadata : bool
-        Changes the geometry of its first argument in place.
-    composite : bool
-        Made of other operations: these are dispatched instead.
+    treatment : Treatment
+        How it is run where no rule is written for it.
     marks_views : bool
         Its results are marked as views by whoever called it, and must not be before.
     writes : frozenset of int
@@ -55,21 +55,12 @@ class Signature:
     name: str
     namespace: str
     view_of: int
-    metadata: bool
-    composite: bool
+    treatment: Treatment
     marks_views: bool
     writes: frozenset[int]
     outputs: frozenset[str]
     simple: bool
     view_of_numbers: bool
-
-
-def _is_composite(name: str) -> bool:
-    def has(key: str) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-    own = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-    return has("CompositeImplicitAutograd") and not any(has(key) for key in own)
 
 
 @cache
@@ -102,17 +93,18 @@ def signature_of(func: Any) -> Signature:
             if argument.alias_info is not None and "*" in argument.alias_info.after_set:
                 view_of = position
     kinds = [str(argument.type) for argument in schema.arguments]
-    namespace, _, _ = func.name().partition("::")
+    namespace = func.namespace
+    treatment = treatment_of(func, views=view_of >= 0)
     return Signature(
         name=f"{namespace}.{func._opname}",
         namespace=namespace,
         view_of=view_of,
-        metadata=torch.Tag.inplace_view in func.tags,
-        composite=_is_composite(func.name()),
+        treatment=treatment,
         marks_views=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView"),
         writes=frozenset(writes),
         outputs=frozenset(outputs),
-        simple=namespace == "aten"
+        simple=treatment is not Treatment.COPIES
+        and namespace == "aten"
         and not outputs
         and not any("List[Tensor]" in kind or "List[Optional" in kind for kind in kinds),
         view_of_numbers=not any("Tensor" in kind for kind in kinds[1:]),

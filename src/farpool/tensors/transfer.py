@@ -7,9 +7,8 @@ types do, conversions to integers do not have to (what happens to NaN depends on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +18,8 @@ from farpool.tensors.geometry import is_dense
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.use import Use
 
-if TYPE_CHECKING:
-    from farpool.storage import Storage
-
 __all__ = [
+    "block_cuts",
     "convertible",
     "copy_dense",
     "equal_dense",
@@ -33,6 +30,9 @@ __all__ = [
     "stream",
     "streamable",
 ]
+
+_TINY = 64
+"""Blocks are tiny if they are less than this fraction of the budget."""
 
 
 def spans_blocks(tensor: PagedTensor) -> bool:
@@ -67,21 +67,29 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _cuts(storage: Storage, start: int, stop: int, itemsize: int) -> set[int]:
-    """Element positions, counted from byte `start`, at which the range is cut into blocks."""
-    cuts = {0, (stop - start) // itemsize}
-    for first, _ in storage.pieces():
-        if start < first < stop and (first - start) % itemsize == 0:
-            cuts.add((first - start) // itemsize)
+def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
+    """Element positions at which dense tensors of as many elements are cut into blocks.
+
+    Parameters
+    ----------
+    fast : int
+        The budget: blocks that are tiny beside it are taken together. 0 to cut at each of them.
+    """
+    cuts: set[int] = set()
+    for tensor in tensors:
+        start, stop = tensor.byte_range()
+        itemsize = tensor.itemsize
+        step = max(tensor._storage.block_bytes, 1)
+        step *= max(fast // _TINY // step, 1)
+        for cut in range(start // step * step + step, stop, step):
+            if (cut - start) % itemsize == 0:
+                cuts.add((cut - start) // itemsize)
     return cuts
 
 
-def _steps(*tensors: PagedTensor) -> Iterator[tuple[int, int]]:
+def _steps(tensors: Sequence[PagedTensor]) -> Iterable[tuple[int, int]]:
     """Element ranges that lie in one block of each tensor."""
-    cuts: set[int] = set()
-    for tensor in tensors:
-        cuts |= _cuts(tensor._storage, *tensor.byte_range(), tensor.itemsize)
-    return pairwise(sorted(cuts))
+    return pairwise(sorted(block_cuts(tensors) | {0, tensors[0].numel()}))
 
 
 def _use(tensor: PagedTensor, first: int, last: int, mode: Mode) -> Use:
@@ -90,7 +98,12 @@ def _use(tensor: PagedTensor, first: int, last: int, mode: Mode) -> Use:
     return Use(tensor._storage, start + first * itemsize, start + last * itemsize, mode)
 
 
-def stream(op: str, function: Callable[..., object], *operands: tuple[torch.Tensor, Mode]) -> bool:
+def stream(
+    op: str,
+    function: Callable[..., object],
+    *operands: tuple[torch.Tensor, Mode],
+    steps: Iterable[tuple[int, int]] | None = None,
+) -> bool:
     """Call `function` with flat pieces of operands of the same layout, of which at least one is paged.
 
     Parameters
@@ -101,6 +114,8 @@ def stream(op: str, function: Callable[..., object], *operands: tuple[torch.Tens
         Takes one plain tensor for each operand. No more pieces are taken once it returned False.
     *operands : tuple of torch.Tensor and Mode
         Dense tensors, and what is done with those that are paged.
+    steps : iterable of (int, int), optional
+        Element ranges of the pieces, in order; one for each block if left out.
 
     Returns
     -------
@@ -110,8 +125,8 @@ def stream(op: str, function: Callable[..., object], *operands: tuple[torch.Tens
     paged = [(tensor, mode) for tensor, mode in operands if type(tensor) is PagedTensor]
     pool = paged[0][0]._storage.pool
     plain = {id(tensor): flat(tensor) for tensor, _ in operands if type(tensor) is not PagedTensor}
-    changes = any(mode is Mode.WRITE for _, mode in paged)
-    for first, last in _steps(*[tensor for tensor, _ in paged]):
+    changes = any(mode is Mode.WRITE for _, mode in operands)
+    for first, last in _steps([tensor for tensor, _ in paged]) if steps is None else steps:
         try:
             access = pool.acquire([_use(tensor, first, last, mode) for tensor, mode in paged], op)
         except FarpoolError as error:

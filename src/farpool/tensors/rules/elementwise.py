@@ -1,9 +1,7 @@
-"""Arithmetic that rounds once for each element, in place: the same bits in pieces as at once.
+"""Elementwise arithmetic on tensors larger than the fast tier: what optimizers do with weights, gradients and moments.
 
-That is what accumulating and scaling gradients larger than the fast tier needs. What fits is computed at once: if a
-transfer fails, nothing has been changed, and the operation can be tried again. Operations that round twice (``add_``
-with a factor) or approximate (``exp_``) may differ between the vector lanes and the rest of a piece, so they run on
-whole tensors.
+What fits is computed at once: if a transfer fails, nothing has been changed, and the operation can be tried again.
+Functions that are computed by a library of vector functions (``exp_``) run on whole tensors.
 """
 
 from __future__ import annotations
@@ -12,38 +10,47 @@ from typing import Any
 
 import torch
 
-from farpool.engine import Mode
-from farpool.errors import BudgetError
-from farpool.tensors.compute import compute
-from farpool.tensors.dispatch import rule
-from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.transfer import same_layout, spans_blocks, stream, streamable
+from farpool.tensors.dispatch import fallback
+from farpool.tensors.geometry import plain_empty
+from farpool.tensors.pieces import compute_in_pieces
 
 _aten = torch.ops.aten
-_FLOATS = (torch.float32, torch.float64)
 
 
-@rule(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
-def _arithmetic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target, other = args[0], args[1]
-    if type(target) is not PagedTensor or not spans_blocks(target) or not streamable(target):
-        return NotImplemented
-    if target.dtype not in _FLOATS or kwargs.get("alpha", 1) != 1:
-        return NotImplemented
-    name = f"aten.{func._opname}"
-    try:
-        return compute(func, args, kwargs)
-    except BudgetError:
-        pass
-    if not isinstance(other, torch.Tensor) or (other.dim() == 0 and type(other) is torch.Tensor):
-        stream(name, lambda piece: func(piece, other), (target, Mode.WRITE))
-        return target
-    if (
-        other.dtype is not target.dtype
-        or not same_layout(target, other)
-        or (type(other) is PagedTensor and other._storage.pool is not target._storage.pool)
-        or (type(other) is PagedTensor and other._storage is target._storage)
-    ):
-        return NotImplemented
-    stream(name, func, (target, Mode.WRITE), (other, Mode.READ))
-    return target
+@fallback(
+    _aten.add.Tensor,
+    _aten.add_.Tensor,
+    _aten.sub.Tensor,
+    _aten.sub_.Tensor,
+    _aten.mul.Tensor,
+    _aten.mul_.Tensor,
+    _aten.div.Tensor,
+    _aten.div_.Tensor,
+    _aten.addcmul.default,
+    _aten.addcmul_.default,
+    _aten.addcdiv.default,
+    _aten.addcdiv_.default,
+    _aten.lerp.Scalar,
+    _aten.lerp_.Scalar,
+    _aten.lerp.Tensor,
+    _aten.lerp_.Tensor,
+    _aten.sqrt.default,
+    _aten.sqrt_.default,
+    _aten.neg.default,
+    _aten.neg_.default,
+    _aten.abs.default,
+    _aten.abs_.default,
+    _aten.reciprocal.default,
+    _aten.reciprocal_.default,
+    _aten.maximum.default,
+    _aten.maximum.out,
+    _aten.minimum.default,
+    _aten.minimum.out,
+)
+def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def make_result(like: torch.Tensor) -> torch.Tensor:
+        device = next(value.device for value in args if isinstance(value, torch.Tensor) and value.dim())
+        return plain_empty(like.size(), like.stride(), like.dtype, device)
+
+    result = compute_in_pieces(func, args, kwargs, make_result)
+    return kwargs.get("out", args[0]) if result is None else result

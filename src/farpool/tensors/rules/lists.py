@@ -1,7 +1,7 @@
 """``_foreach_*`` and ``_fused_*``: lists of tensors, streamed element by element.
 
-Each large element of a list is computed alone, so an optimizer step over a whole model needs the fast tier to hold one
-parameter and its state, not all of them. Small neighbours go together, which saves bookkeeping.
+Each large element of a list is computed alone, and block by block if it does not fit, so an optimizer step over a whole
+model needs the fast tier to hold a few blocks of each list. Small neighbours go together, which saves bookkeeping.
 """
 
 from __future__ import annotations
@@ -11,16 +11,27 @@ from typing import Any
 
 import torch
 
+from farpool.errors import BudgetError
 from farpool.tensors.compute import compute
 from farpool.tensors.dispatch import family_rule
-from farpool.tensors.factories import from_tensor
+from farpool.tensors.factories import allocate, from_tensor
 from farpool.tensors.operands import paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.pieces import compute_in_pieces
 
 _SHARE = 64
 """Elements that take no more than this fraction of the budget together are computed together."""
+_PINNED = 2
+"""The blocks in which they lie take no more than this fraction of the budget together."""
 # One number for each tensor: results that stay plain.
 _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
+_FUSED = frozenset(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"))
+_ELEMENTWISE = _FUSED | {
+    f"_foreach_{name}{in_place}"
+    for name in "add sub mul div addcmul addcdiv lerp sqrt neg abs reciprocal maximum minimum".split()
+    for in_place in ("", "_")
+}
+"""Operations that give the same bits in pieces as at once."""
 
 
 def _is_list(value: Any) -> bool:
@@ -37,16 +48,25 @@ def _elements(name: str, value: Any, part: slice) -> Any:
 
 def _parts(lists: Sequence[Sequence[Any]], count: int) -> Iterator[slice]:
     """Stretches of the lists that take little room together, or have one element."""
-    start = total = most = 0
+    start = total = 0
+    blocks: dict[int, int] = {}
     for index in range(count):
-        paged = [value[index] for value in lists if type(value[index]) is PagedTensor]
-        if paged and not most:
-            most = paged[0]._storage.pool.fast // _SHARE
-        nbytes = sum(tensor.nbytes for tensor in paged)
-        if index > start and total + nbytes > most:
+        nbytes = 0
+        touched: dict[int, int] = {}
+        fast = 0
+        for value in lists:
+            tensor = value[index]
+            if type(tensor) is PagedTensor:
+                storage = tensor._storage
+                fast = storage.pool.fast
+                nbytes += tensor.nbytes
+                touched[storage.first] = storage.count * storage.block_bytes
+        together = blocks | touched
+        if index > start and (total + nbytes > fast // _SHARE or sum(together.values()) > fast // _PINNED):
             yield slice(start, index)
-            start, total = index, 0
+            start, total, together = index, 0, touched
         total += nbytes
+        blocks = together
     yield slice(start, count)
 
 
@@ -54,11 +74,24 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     paged = paged_arguments(args, kwargs)
     if not paged:
         return func(*args, **kwargs)
-    results = compute(func, args, kwargs)
-    if results is None or func._opname in _REDUCTIONS:
-        return results
     storage = paged[0]._storage
     cls = "optimizer" if storage.cls in ("weights", "embedding", "gradient") else storage.cls
+    try:
+        results = compute(func, args, kwargs)
+    except BudgetError:
+        name = func._opname
+        if name not in _ELEMENTWISE or any(len(value) > 1 for value in args if _is_list(value)):
+            raise
+
+        def make_result(like: torch.Tensor) -> torch.Tensor:
+            return allocate(storage.pool, like.size(), like.stride(), like.dtype, cls=cls)
+
+        result = compute_in_pieces(func, args, kwargs, make_result, fused=name in _FUSED)
+        if result is NotImplemented:
+            raise
+        return None if result is None else [result]
+    if results is None or func._opname in _REDUCTIONS:
+        return results
     return [item if type(item) is PagedTensor else from_tensor(storage.pool, item, cls=cls) for item in results]
 
 

@@ -1,0 +1,65 @@
+"""The memory that a process may still take, within the limits of its control groups."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_memory"]
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory that can be had without swapping: the machine's, or less where a control group says so.
+
+    File cache that the kernel gives up at once counts as free, as in ``MemAvailable`` of ``/proc/meminfo``.
+
+    Parameters
+    ----------
+    root : Path
+        Where ``proc`` and ``sys`` are found.
+    """
+    return max(0, min([_machine(root), *_groups(root)]))
+
+
+def _machine(root: Path) -> int:
+    try:
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return sys.maxsize
+
+
+def _groups(root: Path) -> Iterator[int]:
+    """What each limit on the way from the process's group to the root leaves; none where there are no groups."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = mounted, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = mounted / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = base / path.strip("/")
+        # Within a container the path may be the host's, while the container's group is mounted as the root.
+        for folder in (group, *group.parents):
+            left = _left(folder, *names)
+            if left is not None:
+                yield left
+            if folder == base:
+                break
+
+
+def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
+    try:
+        most = int((folder / limit).read_text())  # "max" is no number: no limit
+        used = int((folder / usage).read_text())
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return most - used + int(counts.get(cache, 0))
+    except (OSError, ValueError):
+        return None

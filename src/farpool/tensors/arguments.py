@@ -1,0 +1,70 @@
+"""Arguments of the wrong kind are refused by name, with the call that was probably meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farpool.errors import ArgumentError
+
+__all__ = ["require_module", "require_pool"]
+
+
+def _is_pool(value: Any) -> bool:
+    return callable(getattr(value, "allocate", None)) and callable(getattr(value, "acquire", None))
+
+
+def require_module(value: Any, call: str) -> None:
+    """Raise unless `value` is what ``farpool.offload`` and ``farpool.restore`` work on.
+
+    Raises
+    ------
+    ArgumentError
+        It is no module.
+    """
+    if isinstance(value, torch.nn.Module):
+        return
+    if isinstance(value, torch.Tensor):
+        advice = "for a tensor " + (
+            "pool.from_tensor(t) makes a paged copy" if call == "offload" else "pool.materialize(t) makes a plain copy"
+        )
+    elif isinstance(value, dict):
+        advice = "call it with the module that the tensors belong to; a paged copy of one tensor is pool.from_tensor(t)"
+    elif isinstance(value, torch.optim.Optimizer):
+        advice = "call it with the module: the state of an optimizer follows the parameters that it is made for"
+    elif _is_pool(value):
+        advice = (
+            "the module comes first, farpool.offload(module, pool)"
+            if call == "offload"
+            else "call it with the module; pool.close(materialize=True) makes all tensors of a pool plain"
+        )
+    elif isinstance(value, type) and issubclass(value, torch.nn.Module):
+        advice = f"that is the class: make an instance, {value.__name__}(...)"
+    else:
+        advice = "call it with the model, or with the part of it that has the weights"
+    raise ArgumentError(f"farpool.{call}: the module is {_called(value)}, expected a torch.nn.Module; {advice}")
+
+
+def require_pool(value: Any, call: str) -> None:
+    """Raise unless `value` is a pool.
+
+    Raises
+    ------
+    ArgumentError
+        It is something else.
+    """
+    if _is_pool(value):
+        return
+    advice = (
+        f"make one first, pool = farpool.Pool(fast={value!r})"
+        if isinstance(value, int | str) and not isinstance(value, bool)
+        else "make one with farpool.Pool(fast=..., dram=...)"
+    )
+    raise ArgumentError(f"farpool.{call}: the pool is {_called(value)}, expected a farpool.Pool; {advice}")
+
+
+def _called(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,122 @@
+"""Running an operator that may keep its operands: on private copies, which are its own for ever.
+
+Each copy has the strides of its operand and lies at the same distance from an aligned address, so that kernels choose
+the same way and the bits are the same. Copies are plain temporaries: they do not count against the budget, and an
+operand may be larger than the fast tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from farpool.engine import Mode
+from farpool.errors import UnsupportedError
+from farpool.tensors.factories import materialize
+from farpool.tensors.geometry import meta_view
+from farpool.tensors.operands import Operands
+from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.schema import Signature
+from farpool.tensors.viewing import view_like
+
+__all__ = ["compute_on_copies", "private_copy"]
+
+_ALIGNMENT = 64
+"""Bytes at which storages begin, in torch as in a pool."""
+
+
+def private_copy(tensor: PagedTensor) -> torch.Tensor:
+    """A plain tensor of the same bytes, strides and alignment as `tensor`, that shares memory with nothing."""
+    # What was made in inference mode would be an inference tensor for whoever keeps it.
+    with torch.inference_mode(False), torch.no_grad():
+        start, stop = tensor.byte_range()
+        before = start % _ALIGNMENT // tensor.itemsize
+        offset = tensor.storage_offset() - before if start != stop else 0
+        memory = tensor.like(((stop - start) // tensor.itemsize + before,), (1,), offset)
+        copy = materialize(memory).as_strided(tensor.size(), tensor.stride(), before)
+        if tensor.is_conj():
+            torch._C._set_conj(copy, True)
+        if tensor.is_neg():
+            torch._C._set_neg(copy, True)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def compute_on_copies(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on copies of its paged arguments; what it wrote to them is written back.
+
+    Raises
+    ------
+    UnsupportedError
+        Its result would view a paged argument, it writes to memory that is given to it twice, or it gives an argument
+        that it writes to another shape.
+    """
+    operands = Operands()
+    for position, value in enumerate(args):
+        operands.add_all(value, Mode.WRITE if position in signature.writes else Mode.READ)
+    for value in kwargs.values():
+        operands.add_all(value, Mode.READ)
+    written = [operands.tensors[key] for key, mode in operands.modes.items() if mode is Mode.WRITE]
+    _check(signature, args, written, list(operands.tensors.values()))
+    for key, tensor in operands.tensors.items():
+        operands.reals[key] = private_copy(tensor)
+    result = func(
+        *[operands.replace(value) for value in args],
+        **{name: operands.replace(value) for name, value in kwargs.items()},
+    )
+    for target in written:
+        if operands.reals[id(target)].size() != target.size():
+            raise UnsupportedError(
+                f"{signature.name} would resize {describe(target)}: pass it a plain copy, pool.materialize(t)"
+            )
+    for target in written:
+        torch.ops.aten.copy_.default(target, operands.reals[id(target)])
+    return _own(operands, result)
+
+
+def _check(
+    signature: Signature, args: Sequence[Any], written: Sequence[PagedTensor], tensors: Sequence[PagedTensor]
+) -> None:
+    if signature.view_of >= 0 and type(args[signature.view_of]) is PagedTensor:
+        raise UnsupportedError(
+            f"the result of {signature.name} would view {describe(args[signature.view_of])}, whose bytes move: "
+            "pass it a plain copy, pool.materialize(t)"
+        )
+    for target in written:
+        start, stop = target.byte_range()
+        for other in tensors:
+            if other is not target and other._storage is target._storage:
+                first, last = other.byte_range()
+                if start < last and first < stop:
+                    raise UnsupportedError(
+                        f"{signature.name} writes to {describe(target)} and was given the same memory once more: "
+                        "pass it plain copies, pool.materialize(t)"
+                    )
+
+
+def _own(operands: Operands, result: Any) -> Any:
+    """The result as the program may see it: an operand, or a strided view of one, stays paged."""
+    if type(result) is tuple or type(result) is list:
+        return type(result)(_own(operands, item) for item in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    for key, copy in operands.reals.items():
+        tensor = operands.tensors[key]
+        if result is copy:
+            return tensor
+        if type(result) is torch.Tensor and _is_view(result, copy):
+            # As the operator says nothing of it, it is seen only here that its result views an operand.
+            start = tensor.byte_range()[0] + result.data_ptr() - copy.data_ptr()
+            offset = start // result.itemsize
+            return view_like(tensor, meta_view(result).as_strided(result.size(), result.stride(), offset))
+    return result
+
+
+def _is_view(result: torch.Tensor, copy: torch.Tensor) -> bool:
+    return (
+        result.layout is torch.strided
+        and not result.is_nested
+        and not result.is_quantized
+        and result.untyped_storage()._cdata == copy.untyped_storage()._cdata
+    )

@@ -1,0 +1,140 @@
+"""What becomes of the tensors that live in a pool when it ends.
+
+Whoever closes a pool by hand is told what still lives in it and can go on; whoever leaves a ``with`` block cannot, so
+there the tensors become plain even where an autograd graph holds them. The graph keeps what they were: a backward
+pass through it raises, and only a forward pass has to be repeated, while weights, gradients and moments are safe.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from farpool.available import available_memory
+from farpool.errors import BudgetError, UnsupportedError
+from farpool.sizes import format_size
+from farpool.tensors.identity import check_swappable
+from farpool.tensors.offload import move_out
+from farpool.tensors.paged_tensor import PagedTensor, describe
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["live_parameters", "materialize_all", "take_along"]
+
+_SHARE = 0.8
+"""Of the memory that is available, what tensors may take: the rest is for what the program does next."""
+
+
+def _living(pool: BlockPool) -> list[PagedTensor]:
+    """The pool's tensors that somebody can still reach."""
+    if gc.get_freeze_count():
+        gc.unfreeze()  # the collector does not list what the program has frozen
+    gc.collect()
+    return [value for value in gc.get_objects() if type(value) is PagedTensor and value._storage.pool is pool]
+
+
+def _gradients(tensors: list[PagedTensor]) -> dict[int, PagedTensor]:
+    """Those that go with the leaf whose gradient they are."""
+    found = (tensor.grad for tensor in tensors if tensor.is_leaf)
+    return {id(grad): grad for grad in found if type(grad) is PagedTensor}
+
+
+def materialize_all(pool: BlockPool) -> None:
+    """Make every tensor that lives in a pool plain, in place.
+
+    Raises
+    ------
+    UnsupportedError
+        A tensor has history or is held by an autograd graph; nothing was changed.
+    """
+    found = _living(pool)
+    gradients = _gradients(found)
+    found = [tensor for tensor in found if id(tensor) not in gradients]
+    bases = {id(tensor._base) for tensor in found if tensor._base is not None}
+    for tensor in found:
+        if not tensor.is_leaf:
+            raise UnsupportedError(f"{describe(tensor)} is a view with history: drop it, or detach it first")
+        # A base is held by its views, which become plain before it.
+        if id(tensor) not in bases:
+            check_swappable(tensor, describe(tensor))
+    found.sort(key=lambda tensor: id(tensor) in bases)
+    move_out(found)
+
+
+def take_along(pool: BlockPool) -> str:
+    """Make every tensor that lives in a pool plain, in place, because the pool ends; also what a graph holds.
+
+    Returns
+    -------
+    str
+        What was done, for a warning; empty if nothing lived.
+
+    Raises
+    ------
+    BudgetError
+        They do not fit into four fifths of the memory that is available; nothing was changed.
+    UnsupportedError
+        A tensor has history and its bytes are no leaf's; nothing was changed.
+    FarpoolError
+        A tier failed. What could be read before is plain, the rest still lives in the pool; a note says how much.
+    """
+    found = _living(pool)
+    if not found:
+        return ""
+    leaves = [tensor for tensor in found if tensor.is_leaf]
+    kept = {id(tensor._storage) for tensor in leaves}
+    for tensor in found:
+        # A view of a parameter goes with its graph; but bytes that only it has would be lost.
+        if id(tensor._storage) not in kept:
+            raise UnsupportedError(
+                f"{describe(tensor)} is the result of a computation with history, so it cannot become plain, and the "
+                "pool, which stays open, has its bytes alone: drop it or detach it, then close the pool"
+            )
+    gradients = _gradients(leaves)
+    needed = sum({id(tensor._storage): tensor._storage.nbytes for tensor in leaves}.values())
+    available = _available(leaves[0].device)
+    limit = int(available * _SHARE)
+    parameters = sum(isinstance(tensor, torch.nn.Parameter) for tensor in leaves)
+    what = f"{len(leaves)} live tensors ({parameters} of them parameters, {format_size(needed)} altogether)"
+    if needed > limit:
+        raise BudgetError(
+            f"the pool cannot be left: it holds {what}, and as plain tensors they do not fit into 80 % of the "
+            f"{format_size(available)} that are available ({format_size(limit)}). It stays open and nothing is lost: "
+            "save them (torch.save(model.state_dict(), path)), drop what is not needed (del model, optimizer), "
+            "then pool.close()",
+            op="leaving the pool",
+            needed=needed,
+            budget=limit,
+        )
+    moving = [tensor for tensor in leaves if id(tensor) not in gradients]
+    try:
+        move_out(moving)
+    except BaseException as error:
+        left = sum(type(tensor) is PagedTensor for tensor in moving)
+        error.add_note(
+            f"{left} of {len(moving)} tensors (their gradients not counted) still live in the pool, which stays open; "
+            "the others are plain"
+        )
+        raise
+    return (
+        f"the pool was left with {what}: they were made plain, in place. To do without this warning, call "
+        "farpool.restore(model) and farpool.restore(optimizer) before, or drop what is not needed any more"
+    )
+
+
+def _available(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
+
+
+def live_parameters(pool: BlockPool) -> str:
+    """The parameters that live in a pool, counted, with their bytes; empty if there are none."""
+    found = [tensor for tensor in _living(pool) if isinstance(tensor, torch.nn.Parameter)]
+    if not found:
+        return ""
+    storages = {id(tensor._storage): tensor._storage.nbytes for tensor in found}
+    return f"{len(found)} live parameters ({format_size(sum(storages.values()))})"

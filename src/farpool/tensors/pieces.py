@@ -1,0 +1,219 @@
+"""Elementwise operations on tensors larger than the fast tier, piece by piece, with the bits of one call on all of it.
+
+torch's kernels for the CPU compute the elements of a tensor in vector registers, and the last few of each thread's share
+one by one. Both round alike nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits, and a compiler
+may contract one of them and not the other. So a cut must not change how an element is computed.
+
+- Operations of one tensor (also in a ``_foreach_`` list) are divided among threads in equal shares. Cuts are made at the
+  beginning of each share and at whole vectors after it, and a piece is computed in calls whose own shares are whole
+  vectors again.
+- Fused optimizers divide a tensor at cache lines, so only its very last elements are computed one by one. Cuts are made
+  at whole vectors.
+
+`tests/tensors/test_pieces.py` shows it for each operator, by NaNs whose bits tell how they were computed. A GPU has one
+thread for an element and no vectors; but that a compiler contracts alike in the kernels for aligned and other addresses
+has not been shown, so there only what rounds once is computed in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from farpool.engine import Mode
+from farpool.tensors.factories import materialize
+from farpool.tensors.geometry import meta_view
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.schema import signature_of
+from farpool.tensors.transfer import block_cuts, same_layout, stream, streamable
+
+__all__ = ["compute_in_pieces"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_GRAIN = 32768
+"""A tensor with more elements is shared among threads, each of which gets at least as many (``GRAIN_SIZE`` of ATen)."""
+_VECTOR = 64
+"""A multiple of the elements that a kernel takes at once: two registers of at most 64 bytes."""
+_ROUND_ONCE = frozenset(
+    ("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal", "maximum", "minimum", "copy", "zero")
+)
+_EXACT = (torch.float32, torch.float64)
+"""Others are computed in float32 and rounded again."""
+
+
+class _Operand:
+    """A tensor argument that is taken in pieces."""
+
+    __slots__ = ("mode", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.mode = Mode.READ
+
+
+def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
+    """Whether pieces are known to have the bits of the whole, on this device."""
+    if tensor.device.type == "cpu":
+        return tensor.dtype in _DTYPES
+    name = func._opname.removeprefix("_foreach_").removesuffix("_")
+    return name in _ROUND_ONCE and tensor.dtype in _EXACT and kwargs.get("alpha", 1) == 1
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """The memory that a tensor views, and where in it the view begins."""
+    if type(tensor) is PagedTensor:
+        return id(tensor._storage), tensor.byte_range()[0]
+    return tensor.untyped_storage()._cdata, tensor.data_ptr()
+
+
+def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, _Operand]:
+    """The tensors that are taken in pieces, by their ids, each with what is done with it."""
+    signature = signature_of(func)
+    operands: dict[int, _Operand] = {}
+    named = [(position in signature.writes, value) for position, value in enumerate(args)]
+    named += [(name in signature.outputs, value) for name, value in kwargs.items()]
+    for written, value in named:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, torch.Tensor) and (tensor.dim() or (written and type(tensor) is PagedTensor)):
+                operand = operands.setdefault(id(tensor), _Operand(tensor))
+                if written:
+                    operand.mode = Mode.WRITE
+    return operands
+
+
+def _alike(operands: Sequence[_Operand]) -> bool:
+    """Whether all hold as many elements in the same order, and writing to one changes no other."""
+    first = operands[0].tensor
+    pool = next(operand.tensor for operand in operands if type(operand.tensor) is PagedTensor)._storage.pool
+    starts: dict[int, int] = {}
+    for operand in operands:
+        tensor = operand.tensor
+        if tensor.dtype is not first.dtype or tensor.device != first.device or not same_layout(first, tensor):
+            return False
+        if type(tensor) is PagedTensor and tensor._storage.pool is not pool:
+            return False
+        memory, start = _place(tensor)
+        if starts.setdefault(memory, start) != start:
+            return False
+    return True
+
+
+def _replace(value: Any, instead: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return instead(value)
+    if isinstance(value, list | tuple):
+        return [instead(item) if isinstance(item, torch.Tensor) else item for item in value]
+    return value
+
+
+def _share(count: int) -> int:
+    """Elements that each thread gets of so many."""
+    threads = min(torch.get_num_threads(), -(-count // _GRAIN))
+    return -(-count // threads)
+
+
+def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[tuple[int, int]]:
+    """Element ranges that touch few blocks of each tensor and are cut at whole vectors of a share."""
+    cuts = {0, count, *range(0, count, share)}
+    for cut in block_cuts(tensors, tensors[0]._storage.pool.fast):
+        within = cut % share
+        cuts.add(cut - within % _VECTOR)
+    return pairwise(sorted(cuts))
+
+
+def _calls(count: int) -> Iterator[slice]:
+    """Parts of a piece that are computed by one thread each, or whose shares are whole vectors."""
+    threads = torch.get_num_threads()
+    body = count if threads == 1 else count // (threads * _GRAIN) * (threads * _GRAIN)
+    if body:
+        yield slice(0, body)
+    for start in range(body, count, _GRAIN):
+        yield slice(start, min(start + _GRAIN, count))
+
+
+def compute_in_pieces(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    make_result: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    fused: bool = False,
+) -> torch.Tensor | None:
+    """Run an elementwise operation block by block.
+
+    Parameters
+    ----------
+    func : operator overload
+    args, kwargs
+        Its arguments. Lists of tensors have one element.
+    make_result : callable
+        Makes the tensor that takes the result of an operation that is not in place, from a description of it on the
+        meta device.
+    fused : bool
+        It is a fused optimizer's, which is divided among threads in another way.
+
+    Returns
+    -------
+    torch.Tensor or None
+        The result; None for an operation in place. NotImplemented if pieces are not known to have the same bits.
+    """
+    operands = _collect(func, args, kwargs)
+    paged = [operand.tensor for operand in operands.values() if type(operand.tensor) is PagedTensor]
+    if not paged or not _proven(func, paged[0], kwargs) or not _alike(list(operands.values())):
+        return NotImplemented
+    # What has no dimension (the learning rate, the count of steps) is the same for each piece.
+    constants = {
+        id(tensor): materialize(tensor)
+        for value in (*args, *kwargs.values())
+        for tensor in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in operands
+    }
+    used = list(operands.values())
+    result: torch.Tensor | None = None
+    if all(operand.mode is Mode.READ for operand in used):
+        described = _described(func, args, kwargs, operands, constants)
+        if described.dtype is not paged[0].dtype or not same_layout(paged[0], described):
+            return NotImplemented
+        result = make_result(described)
+        if type(result) is PagedTensor:
+            paged.append(result)
+
+    def compute(*pieces: torch.Tensor) -> None:
+        for part in [slice(None)] if fused else _calls(len(pieces[0])):
+            parts = {key: piece[part] for key, piece in zip(operands, pieces, strict=False)} | constants
+            computed = func(
+                *[_replace(value, lambda tensor: parts[id(tensor)]) for value in args],
+                **{name: _replace(value, lambda tensor: parts[id(tensor)]) for name, value in kwargs.items()},
+            )
+            if result is not None:
+                pieces[-1][part].copy_(computed[0] if isinstance(computed, list | tuple) else computed)
+
+    count = paged[0].numel()
+    streamed = [(operand.tensor, operand.mode) for operand in used]
+    if result is not None:
+        streamed.append((result, Mode.OVERWRITE))
+    steps = _steps(count, paged, count if fused else _share(count))
+    stream(signature_of(func).name, compute, *streamed, steps=steps)
+    return result
+
+
+def _described(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: dict[int, _Operand],
+    constants: dict[int, torch.Tensor],
+) -> torch.Tensor:
+    """The result of the operation on the meta device: shape, strides and dtype."""
+
+    def instead(tensor: torch.Tensor) -> torch.Tensor:
+        return meta_view(tensor) if id(tensor) in operands else constants[id(tensor)]
+
+    described = func(
+        *[_replace(value, instead) for value in args],
+        **{name: _replace(value, instead) for name, value in kwargs.items()},
+    )
+    return described[0] if isinstance(described, list | tuple) else described  # type: ignore[no-any-return]

@@ -1,0 +1,138 @@
+"""Elementwise operations in pieces have the bits of the whole: each operator, size, dtype and number of threads.
+
+A NaN in bfloat16 gets one pattern in vector registers and another where elements are computed one by one, so the bits tell
+whether an element went the same way in both runs, whatever its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from farpool.tensors.factories import from_tensor, materialize
+from tests.tensors.bits import assert_same
+from tests.tensors.evil_pool import EvilPool
+
+aten = torch.ops.aten
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SIZES = (4096, 32768, 32769, 65537, 99991, 131072 + 65)
+"""Whole shares, and shares that end beside a vector; one thread, and several."""
+
+Tensors = list[torch.Tensor]
+SINGLE: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b, c: aten.add.Tensor(a, b),
+    "add alpha": lambda a, b, c: aten.add.Tensor(a, b, alpha=0.3),
+    "add_ alpha": lambda a, b, c: a.add_(b, alpha=-0.3),
+    "add_ scalar": lambda a, b, c: a.add_(1e-8),
+    "sub_ alpha": lambda a, b, c: a.sub_(b, alpha=0.7),
+    "mul": lambda a, b, c: a * b,
+    "mul_ scalar": lambda a, b, c: a.mul_(0.9),
+    "mul_ tensor without dimensions": lambda a, b, c: a.mul_(torch.tensor(0.3)),
+    "mul_ itself": lambda a, b, c: a.mul_(a),
+    "div_": lambda a, b, c: a.div_(b),
+    "div scalar": lambda a, b, c: a / 0.7,
+    "addcmul": lambda a, b, c: torch.addcmul(a, b, c, value=0.1),
+    "addcmul_": lambda a, b, c: a.addcmul_(b, b, value=0.1),
+    "addcdiv": lambda a, b, c: torch.addcdiv(a, b, c, value=0.1),
+    "addcdiv_": lambda a, b, c: a.addcdiv_(b, c, value=-0.1),
+    "lerp": lambda a, b, c: torch.lerp(a, b, 0.1),
+    "lerp_": lambda a, b, c: a.lerp_(b, 0.7),
+    "lerp_ tensor": lambda a, b, c: a.lerp_(b, c),
+    "sqrt": lambda a, b, c: a.sqrt(),
+    "sqrt_": lambda a, b, c: a.sqrt_(),
+    "neg": lambda a, b, c: -a,
+    "abs": lambda a, b, c: a.abs(),
+    "reciprocal_": lambda a, b, c: a.reciprocal_(),
+    "maximum": lambda a, b, c: torch.maximum(a, b),
+    "maximum out": lambda a, b, c: torch.maximum(a, b, out=a),
+    "minimum": lambda a, b, c: torch.minimum(a, b),
+}
+LISTS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b, c: torch._foreach_add([a], [b], alpha=0.3),
+    "add_ scalars": lambda a, b, c: torch._foreach_add_([a], [0.3]),
+    "sub_": lambda a, b, c: torch._foreach_sub_([a], [b], alpha=0.3),
+    "mul": lambda a, b, c: torch._foreach_mul([a], 0.3),
+    "mul_": lambda a, b, c: torch._foreach_mul_([a], [b]),
+    "mul_ tensor": lambda a, b, c: torch._foreach_mul_([a], torch.tensor(0.3)),
+    "div_": lambda a, b, c: torch._foreach_div_([a], [b]),
+    "addcmul_": lambda a, b, c: torch._foreach_addcmul_([a], [b], [b], 0.1),
+    "addcmul scalars": lambda a, b, c: torch._foreach_addcmul([a], [b], [c], [0.1]),
+    "addcdiv_": lambda a, b, c: torch._foreach_addcdiv_([a], [b], [c], [0.1]),
+    "addcdiv": lambda a, b, c: torch._foreach_addcdiv([a], [b], [c], 0.1),
+    "lerp_": lambda a, b, c: torch._foreach_lerp_([a], [b], 0.1),
+    "lerp": lambda a, b, c: torch._foreach_lerp([a], [b], [c]),
+    "sqrt": lambda a, b, c: torch._foreach_sqrt([a]),
+    "neg_": lambda a, b, c: torch._foreach_neg_([a]),
+    "abs_": lambda a, b, c: torch._foreach_abs_([a]),
+    "reciprocal": lambda a, b, c: torch._foreach_reciprocal([a]),
+    "maximum_": lambda a, b, c: torch._foreach_maximum_([a], [b]),
+    "minimum": lambda a, b, c: torch._foreach_minimum([a], [b]),
+}
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def values(dtype: torch.dtype, count: int, kind: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(count, generator=generator, dtype=torch.float32).to(dtype)
+    if kind == "NaNs":
+        tensor.fill_(float("nan"))
+    elif kind == "some NaNs":
+        tensor[torch.rand(count, generator=generator) < 0.1] = float("nan")
+        tensor[::7] = float("inf")
+    return tensor
+
+
+def bits(value: Any) -> Any:
+    """Values with the patterns of their NaNs."""
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    plain = materialize(value)
+    return plain.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.itemsize])
+
+
+def tight(count: int, dtype: torch.dtype) -> EvilPool:
+    """A pool in which one operand does not fit, but a block of each does."""
+    nbytes = count * dtype.itemsize
+    return EvilPool(fast=nbytes * 9 // 10, largest=nbytes // 6 // 64 * 64)
+
+
+def check(operation: Callable[..., Any], plain: Tensors, pool: EvilPool) -> None:
+    paged, plain = [from_tensor(pool, tensor) for tensor in plain], [tensor.clone() for tensor in plain]
+    pool.ops.clear()
+    actual, expected = operation(*paged), operation(*plain)
+    assert len(pool.ops) > 6
+    if expected is not None:
+        assert_same(bits(actual), bits(expected))
+    assert_same(bits(paged), bits(plain))
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_each_element_is_computed_in_the_same_way(number: int, count: int, threads: Callable[[int], None]) -> None:
+    threads(number)
+    pool = tight(count, torch.bfloat16)
+    plain = [values(torch.bfloat16, count, "NaNs", seed) for seed in range(3)]
+    for operation in (*SINGLE.values(), *LISTS.values()):
+        check(operation, plain, pool)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "some NaNs"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elementwise_operations_in_pieces_have_the_bits_of_the_whole(
+    dtype: torch.dtype, kind: str, threads: Callable[[int], None]
+) -> None:
+    threads(2)
+    count = 65537
+    pool = tight(count, dtype)
+    plain = [values(dtype, count, kind, seed) for seed in range(3)]
+    for operation in (*SINGLE.values(), *LISTS.values()):
+        check(operation, plain, pool)
