@@ -78,7 +78,10 @@ def _seeded(program: Program, place: Place) -> list[torch.Tensor]:
     random.seed(_SEED)
     numpy.random.seed(_SEED)
     torch.manual_seed(_SEED)
-    return [materialize(tensor) for tensor in program.run(place)]
+    return [
+        materialize(tensor) if isinstance(tensor, farpool.PagedTensor) else tensor.detach().clone()
+        for tensor in program.run(place)
+    ]
 
 
 def run_plain(program: Program) -> tuple[list[torch.Tensor], int]:

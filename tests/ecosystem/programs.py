@@ -1,6 +1,15 @@
 """The matrix: every program that is run plain and in a pool."""
 
-from tests.ecosystem import generation, optimizers, perception_models, text_models
+from tests.ecosystem import (
+    adapters,
+    diffusion,
+    generation,
+    optimizers,
+    perception_models,
+    text_models,
+    torch_features,
+    trainers,
+)
 
 __all__ = ["PROGRAMS"]
 
@@ -9,4 +18,8 @@ PROGRAMS = [
     *perception_models.PROGRAMS,
     *generation.PROGRAMS,
     *optimizers.PROGRAMS,
+    *torch_features.PROGRAMS,
+    *adapters.PROGRAMS,
+    *diffusion.PROGRAMS,
+    *trainers.PROGRAMS,
 ]

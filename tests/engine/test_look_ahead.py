@@ -187,3 +187,24 @@ def test_runs_of_several_blocks_are_walked_block_by_block() -> None:
     for first in range(0, 20, 4):
         strides.record(first, 4)
     assert list(strides.coming(2)) == [20, 21]
+
+
+def test_names_of_one_storage_that_several_bear_by_now_are_not_fetched_as_one() -> None:
+    """Their blocks cannot lie in one run: each storage is aligned."""
+    world, blocks = make_world(32, 12)
+    large = world.create([BLOCK] * 3)
+    world.access([(large, 3, Mode.OVERWRITE)])
+    for _ in range(6):
+        turn(world, blocks)
+        world.access([(large, 3, Mode.READ)], compute=COMPUTE)
+    turn(world, blocks[:8])
+    world.free(large, 3)
+    small, other = world.create([96]), world.create([BLOCK] * 2)
+    assert (small, other) == (large, large + 1)
+    for first, count in ((small, 1), (other, 2)):
+        world.access([(first, count, Mode.OVERWRITE)])
+    for _ in range(3):
+        turn(world, blocks[8:])
+        turn(world, blocks[:8])
+    for first, count in ((small, 1), (other, 2)):
+        world.access([(first, count, Mode.READ)])

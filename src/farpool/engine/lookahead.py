@@ -229,6 +229,8 @@ class LookAhead:
             return True
         if blocks.named(name + count - 1) != first + count - 1:
             return True  # another storage bears these names by now
+        if any(blocks.size[block] % residency.arena.alignment for block in range(first, first + count - 1)):
+            return True  # several storages bear them: only the last block of one may be of any size
         if count == 1 and blocks.state[first] != State.ABSENT:
             return True
         states = {blocks.state[block] for block in range(first, first + count)}
