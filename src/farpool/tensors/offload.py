@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch.nn.utils.prune import BasePruningMethod as _Pruning
+from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.tensors.arena import arena_views, device_of
@@ -58,12 +61,32 @@ def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bo
     for prefix, part in module.named_modules(remove_duplicate=True):
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{prefix or 'the module'} is scripted, its tensors cannot be exchanged: offload before"
+                f"{prefix or 'the module'} is scripted or traced, so its tensors cannot be exchanged: drop it and give "
+                "the module that it was made of. What is scripted after farpool.offload(module, pool) computes with "
+                "paged tensors"
             )
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 table = isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and name == "weight"
                 yield f"{prefix}.{name}" if prefix else name, tensor, table
+
+
+def _detach_computed(module: torch.nn.Module) -> None:
+    """Detach weights that are computed anew before each forward pass, so that their graphs hold no parameters.
+
+    The older weight and spectral norms and pruning keep them as attributes.
+    """
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, _WeightNorm | _SpectralNorm):
+                name = hook.name
+            elif isinstance(hook, _Pruning):
+                name = hook._tensor_name
+            else:
+                continue
+            value = vars(part).get(name)
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(part, name, value.detach())
 
 
 def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
@@ -88,6 +111,7 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
 
 def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
     """What there is to move, checked, grouped by shared memory."""
+    _detach_computed(module)
     shared: dict[int, _Shared] = {}
     seen: dict[int, _Shared] = {}
     for name, tensor, table in _tensors_of(module):
@@ -242,6 +266,7 @@ def restore(module: _Owner) -> _Owner:
     if isinstance(module, torch.optim.Optimizer):
         move_out(moments_of(module))
         return module
+    _detach_computed(module)
     paged: dict[int, PagedTensor] = {}
     for name, tensor, _ in _tensors_of(module):
         if type(tensor) is PagedTensor:
