@@ -55,7 +55,9 @@ def fewest_of(model: Stack, budget: int, device: str) -> int:
     with Pool(budget, [Dram(2 * model.nbytes)], device=device, prefetch=False) as pool:
         probe = offload(copy.deepcopy(model), pool)
         seconds_of(probe, inputs, device)
-        return fewest_bytes(pool, lambda: seconds_of(probe, inputs, device)).fetched
+        fewest = fewest_bytes(pool, lambda: seconds_of(probe, inputs, device))
+        del probe  # nobody needs its weights when the pool ends
+        return fewest.fetched
 
 
 @dataclass(slots=True)

@@ -62,7 +62,9 @@ def fewest_of(settings: Settings) -> Moved:
         trainer = Trainer(model, inputs)
         for _ in range(2):
             trainer.step()
-        return fewest_bytes(pool, trainer.step)
+        fewest = fewest_bytes(pool, trainer.step)
+        del model, trainer  # nobody needs their tensors when the pool ends
+        return fewest
 
 
 def _budget(model: Stack) -> int:

@@ -118,13 +118,26 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
         Something holds it; nothing was changed.
     """
     held = tensor._use_count()  # type: ignore[attr-defined]
-    accumulates = held == 2 and tensor.is_leaf and tensor.requires_grad
-    if held == 1 or (accumulates and not _is_distributed()):
+    if held == 1:
         return
-    raise UnsupportedError(
-        f"{name} is held by an autograd graph or by native code (DistributedDataParallel, a scripted module): "
-        "drop the outputs that were computed with it first, or call this before wrapping the module"
+    native = (
+        f"{name} is held by native code (a scripted or traced module, DistributedDataParallel): call this before "
+        "scripting, tracing or wrapping the module, or drop what was made of it"
     )
+    graph = (
+        f"{name} is held by an autograd graph: drop the outputs that were computed with it first (a loss, activations, "
+        "attributes that a module keeps)"
+    )
+    if _is_distributed() or not (tensor.is_leaf and tensor.requires_grad):
+        raise UnsupportedError(f"{graph}; or {native.removeprefix(f'{name} is ')}")
+    # Where no graph knows the leaf this makes a node that does, for a moment: one holder more.
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    known = tensor._use_count()  # type: ignore[attr-defined]
+    del node
+    if known > held:
+        raise UnsupportedError(native)
+    if held > 2:
+        raise UnsupportedError(graph)
 
 
 def _is_distributed() -> bool:

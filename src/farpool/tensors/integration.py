@@ -10,7 +10,7 @@ import torch.optim.optimizer as _optimizer
 import torch.utils._foreach_utils as _foreach
 
 from farpool.errors import UnsupportedError
-from farpool.tensors import compilation
+from farpool.tensors import compilation, optimizers
 from farpool.tensors.identity import reduce_for_process
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
@@ -53,4 +53,5 @@ def apply() -> None:
         if PagedTensor not in kinds:
             kinds.append(PagedTensor)
     compilation.apply()
+    optimizers.apply()
     ForkingPickler.register(PagedTensor, reduce_for_process)
