@@ -6,7 +6,7 @@ Tensors that shared memory share a storage; what is not a parameter or buffer of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,7 +29,7 @@ from farpool.tensors.transfer import copy_dense
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["move_out", "offload", "restore"]
+__all__ = ["move_out", "offload", "paged_together", "restore"]
 
 _Owner = TypeVar("_Owner", bound=torch.nn.Module | torch.optim.Optimizer)
 _ALIGNMENT = 512
@@ -133,7 +133,8 @@ def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
     return list(shared.values())
 
 
-def _move_in(group: _Shared, pool: BlockPool) -> None:
+def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
+    """Paged copies of the group's tensors, which share a storage as these share memory."""
     start, stop = group.byte_range()
     largest = max(group.tensors, key=lambda tensor: tensor.numel())
     storage = pool.allocate(
@@ -166,8 +167,27 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
         if grad is not None and type(grad) is torch.Tensor and is_strided(grad) and not grad.requires_grad:
             twin.grad = from_tensor(pool, grad, cls="gradient", name=f"{storage.name}.grad")
         paged.append(twin)
-    for tensor, twin in zip(group.tensors, paged, strict=True):
+    return paged
+
+
+def _move_in(group: _Shared, pool: BlockPool) -> None:
+    for tensor, twin in zip(group.tensors, _twins(group, pool), strict=True):
         swap(tensor, twin)
+
+
+def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict[str, torch.Tensor]:
+    """Paged copies of those that are plain, without history; what shared memory shares a storage."""
+    shared: dict[int, _Shared] = {}
+    for name, tensor in tensors.items():
+        if type(tensor) is not PagedTensor:
+            group = shared.setdefault(tensor.untyped_storage()._cdata, _Shared(embedding=False))
+            group.names.append(name)
+            group.tensors.append(tensor.detach())
+    found = dict(tensors)
+    with torch.no_grad():
+        for group in shared.values():
+            found.update(zip(group.names, _twins(group, pool), strict=True))
+    return found
 
 
 def offload(module: _Owner, pool: BlockPool, *, progress: Callable[[int, int], None] | None = None) -> _Owner:
