@@ -9,18 +9,14 @@ are plain, and for this one as soon as it is restored.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from farpool.errors import FarpoolWarning, UnsupportedError
+from farpool.tensors.imports import when_imported
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 __all__ = ["apply", "invalidate_guards"]
@@ -33,32 +29,7 @@ _warned = False
 
 def apply() -> None:
     """Tell the compiler, as soon as somebody imports it (which takes seconds)."""
-    compiler = sys.modules.get(_COMPILER)
-    if compiler is not None:
-        _step_aside_in(compiler)
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
-
-
-class _WhenImported(MetaPathFinder):
-    """Finds nothing itself; waits for the compiler to be imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _COMPILER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _step_aside_in(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported(_COMPILER, _step_aside_in)
 
 
 def _step_aside_in(compiler: Any) -> None:
