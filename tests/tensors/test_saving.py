@@ -137,15 +137,15 @@ def values() -> dict[str, torch.Tensor]:
         .to(dtype)
         for number, dtype in enumerate(DTYPES)
     }
-    return {**tensors, 'quote"\n\x1f': torch.randn(()), "none": torch.empty(0, 3), "large": torch.randn(20, 30)}
+    return {**tensors, 'quote"\n\x1f': torch.randn(()), "none": torch.empty(0, 3), "large": torch.randn(60, 80)}
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"ключ": 'a"\\b'}], ids=["none", "format", "escaped"])
 def test_save_file_writes_the_file_of_plain_tensors(
-    metadata: dict[str, str] | None, tmp_path: Path, tight: EvilPool
+    metadata: dict[str, str] | None, tmp_path: Path, pool: Pool
 ) -> None:
     save_file(values(), tmp_path / "plain", metadata)
-    paged: dict[str, torch.Tensor] = {name: from_tensor(tight, tensor) for name, tensor in values().items()}
+    paged: dict[str, torch.Tensor] = {name: from_tensor(pool, tensor) for name, tensor in values().items()}
     save_file(paged, tmp_path / "paged", metadata=metadata)
     assert (tmp_path / "paged").read_bytes() == (tmp_path / "plain").read_bytes()
     paged["large"] = values()["large"]

@@ -123,7 +123,7 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 def to_cpu(tensor: PagedTensor) -> torch.Tensor:
     """A plain copy in host memory, with the history of `tensor`."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        copied: torch.Tensor = _ToCpu.apply(tensor)
+        copied: torch.Tensor = _ToCpu.apply(tensor)  # type: ignore[no-untyped-call]
         return copied
     if tensor.device.type == "cpu" or not streamable(tensor):
         return materialize(tensor).cpu()

@@ -37,12 +37,12 @@ class PagedStorage(torch.UntypedStorage):
         return self
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """The device that the tensors compute on."""
         return self._bytes.device
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
+    def is_cuda(self) -> bool:
         """Whether the tensors compute on a GPU."""
         return self.device.type == "cuda"
 

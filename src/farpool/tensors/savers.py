@@ -17,7 +17,7 @@ import torch
 
 from farpool.engine import Mode
 from farpool.errors import UnsupportedError
-from farpool.tensors.factories import materialize, to_cpu
+from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view, plain_empty
 from farpool.tensors.identity import snapshot
 from farpool.tensors.imports import replace, when_imported
@@ -139,7 +139,7 @@ def _write_safetensors_in(module: Any) -> None:
         @functools.wraps(original)
         def to_ndarray(tensor: Any) -> Any:
             # For save(), whose result holds all bytes anyway.
-            return original(to_cpu(tensor.detach()) if type(tensor) is PagedTensor else tensor)
+            return original(tensor.detach().cpu() if type(tensor) is PagedTensor else tensor)
 
         return to_ndarray
 
