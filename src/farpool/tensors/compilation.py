@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from farpool.errors import FarpoolWarning, UnsupportedError
+from farpool.tensors.imports import when_imported
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 __all__ = ["apply", "invalidate_guards"]
@@ -34,38 +30,8 @@ _warned = False
 
 def apply() -> None:
     """Tell the compiler and the exporter, as soon as somebody imports them (which takes seconds)."""
-    waiting = {}
-    for name, hook in _HOOKS.items():
-        if name in sys.modules:
-            hook(sys.modules[name])
-        else:
-            waiting[name] = hook
-    if waiting and not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported(waiting))
-
-
-class _WhenImported(MetaPathFinder):
-    """Finds nothing itself; waits for modules to be imported."""
-
-    def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
-        self._waiting = waiting
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        hook = self._waiting.pop(fullname, None)
-        if hook is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                hook(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported("torch._dynamo.convert_frame", _step_aside_in)
+    when_imported("torch.export._trace", _refuse_exports_in)
 
 
 def _step_aside_in(compiler: Any) -> None:
@@ -112,12 +78,6 @@ def _refusing(export: Callable[..., Any]) -> Callable[..., Any]:
         return export(*args, **kwargs)
 
     return call
-
-
-_HOOKS: dict[str, Callable[[Any], None]] = {
-    "torch._dynamo.convert_frame": _step_aside_in,
-    "torch.export._trace": _refuse_exports_in,
-}
 
 
 def _fields_of(kind: Any) -> set[str]:
