@@ -63,9 +63,9 @@ def test_the_demo_finds_the_users_own_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--budget", "lots"), "--budget 'lots'"),
+        pytest.param(("--budget", "lots"), "--budget 'lots'", marks=pytest.mark.slow),
         (("--docs", "nowhere"), "nowhere"),
-        (("--timeline", "nowhere/t.png"), "nowhere"),
+        pytest.param(("--timeline", "nowhere/t.png"), "nowhere", marks=pytest.mark.slow),
     ],
 )
 def test_an_error_is_one_line_without_a_traceback(tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
