@@ -64,10 +64,10 @@ class Step:
 
 
 STEPS = (
-    Step("versions", 60),
+    Step("versions", 90),
     Step("build", 240),
     Step("rates", 60, gpu=True),
-    Step("smoke", 60),
+    Step("smoke", 120),
     Step("tests", 240),
     Step("capture", 60, gpu=True),
     Step("streaming", 180),
