@@ -57,6 +57,7 @@ def apply() -> None:
     when_imported("lightning_fabric.utilities.cloud_io", _write_lightning_in)
     when_imported("safetensors.torch", _write_safetensors_in)
     when_imported("torch.distributed.checkpoint._state_dict_stager", _stage_in)
+    when_imported("torch.distributed.checkpoint.filesystem", _load_for_writing_in)
     when_imported("torch.serialization", _write_records_in)
 
 
@@ -278,3 +279,19 @@ def _stage_in(module: Any) -> None:
         return staged
 
     stager._offload_tensor = stage
+
+
+def _load_for_writing_in(module: Any) -> None:
+    loader = module._OverlappingCpuLoader
+    init = loader.__init__
+
+    @functools.wraps(init)
+    def load(self: Any, resolve_fun: Any, *args: Any, **kwargs: Any) -> None:
+        # This loader moves tensors with `to`, which does not take a paged one out of its pool.
+        def resolve(item: Any) -> Any:
+            tensor = resolve_fun(item)
+            return tensor.detach().cpu() if type(tensor) is PagedTensor else tensor
+
+        init(self, resolve, *args, **kwargs)
+
+    loader.__init__ = load
