@@ -103,7 +103,10 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
     if outputs:
         return _compute_out(func, tuple(args), kwargs, outputs)
 
-    first = paged_arguments(args, kwargs)[0]
+    found = paged_arguments(args, kwargs)
+    if not found:  # meanwhile another thread has taken them out of the pool
+        return func(*args, **kwargs)
+    first = found[0]
     operands = Operands()
     writes = signature.writes
     for position, value in enumerate(args):
