@@ -17,7 +17,7 @@ __all__ = ["smallest_budget", "uses_of_layers"]
 
 _NUMBER = re.compile(r"\d+")
 _SMALLER = 2
-"""What has less than this fraction of the bytes of the largest operation is not what a budget is too small for."""
+"""An operation with less than this fraction of the largest one's bytes is not what a budget is too small for."""
 
 
 def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[Storage]) -> int:
@@ -26,17 +26,20 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
     Parameters
     ----------
     operations : sequence of sequence of Use
-        What each of them needs at once.
+        What each of them needs at once. Of all but the first, those that are much smaller than others are left out.
     storages : collection of Storage
         All of the pool.
     """
-    raw = [sum({id(use.storage): use.stop - use.start for use in uses}.values()) for uses in operations]
-    considered = [uses for uses, nbytes in zip(operations, raw, strict=True) if nbytes * _SMALLER >= max(raw)]
-    classes = {use.storage.cls for uses in considered for use in uses}
-    streams = _streams([storage for storage in storages if storage.cls in classes])
+    raw = [sum({use.storage: use.stop - use.start for use in uses}.values()) for uses in operations]
+    large = [uses for uses, nbytes in zip(operations, raw, strict=True) if nbytes * _SMALLER >= max(raw)]
+    considered = [operations[0], *large]
+    used = {use.storage for uses in considered for use in uses}
+    classes = {storage.cls for storage in used}
+    streams = _streams(used.union(storage for storage in storages if storage.cls in classes))
+    alignment = next(iter(used)).pool.allocation.sizes.packed
 
     def needed(budget: int) -> int:
-        sizes = cut(budget)
+        sizes = cut(budget, packed=alignment)
         packed = _pack(streams, sizes)
         return max(_bytes_of(uses, sizes, packed) for uses in considered)
 

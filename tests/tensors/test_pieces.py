@@ -6,13 +6,15 @@ tell whether an element went the same way in both runs, whatever its value.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from farpool import BudgetError
+from farpool import BudgetError, TierError
 from farpool.tensors.factories import from_tensor, materialize
 from tests.tensors.bits import assert_same
 from tests.tensors.evil_pool import EvilPool
@@ -271,3 +273,57 @@ def test_gradients_are_unscaled_in_pieces_and_what_is_not_finite_is_found() -> N
         found = torch.tensor(0.0)
         torch._amp_foreach_non_finite_check_and_unscale_([from_tensor(pool, plain[0])], found, torch.tensor(0.125))
         assert found == expected
+
+
+def test_tensors_in_another_order_of_memory_are_computed_in_pieces() -> None:
+    plain = [values(torch.bfloat16, 65 * 129, kind, 1).view(65, 129).t() for kind in ("numbers", "NaNs", "some NaNs")]
+    pool = tight(65 * 129, torch.bfloat16)
+    for name in ("add alpha", "addcdiv_", "lerp", "sqrt", "maximum out"):
+        paged, again = [from_tensor(pool, tensor) for tensor in plain], [tensor.clone() for tensor in plain]
+        actual, expected = SINGLE[name](*paged), SINGLE[name](*again)
+        assert actual.stride() == expected.stride()
+        assert_same(bits(actual.t()), bits(expected.t()))
+
+
+def test_operands_that_differ_in_shape_dtype_or_place_stay_whole() -> None:
+    plain = values(torch.float32, 6000, "numbers", 1).view(60, 100)
+    pool = tight(6000, torch.float32)
+    paged = from_tensor(pool, plain)
+    for function in (
+        lambda t: t.add_(torch.ones(100)),
+        lambda t: t.add_(torch.ones(60, 100, dtype=torch.float64)),
+        lambda t: t.mul_(torch.ones(100, 60).t()),
+        lambda t: t.view(-1)[1:].add_(t.view(-1)[:-1]),
+        lambda t: t * torch.ones(60, 100, dtype=torch.int32),
+        lambda t: t * torch.tensor(1j),
+        lambda t: torch._foreach_mul_([t], [torch.ones(100)]),
+        lambda t: torch._foreach_norm([t]),
+    ):
+        with pytest.raises(BudgetError):
+            function(paged)
+    assert_same(paged, plain)
+
+
+def test_a_failure_in_the_middle_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [values(torch.float32, 7000, "numbers", seed).abs() for seed in range(4)]
+    pool = tight(7000, torch.float32)
+    paged = [from_tensor(pool, tensor) for tensor in plain]
+    acquire, calls = pool.acquire, itertools.count()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 4:  # the first tries all at once
+            raise TierError("the link is down", tier="nvme")
+        return acquire(*args, **kwargs)
+
+    monkeypatch.setattr(pool, "acquire", failing)
+    with pytest.raises(TierError) as caught:
+        adam("_fused_adamw_")([*paged, paged[0]])
+    monkeypatch.undo()
+    (note,) = caught.value.__notes__
+    changed = int(re.search(r"changed the first (\d+) elements", note)[1])  # type: ignore[index]
+    assert 0 < changed < 7000
+    whole = [tensor.clone() for tensor in plain]
+    adam("_fused_adamw_")([*whole, whole[0]])
+    for actual, before, after in zip(paged, plain, whole, strict=True):
+        assert_same(materialize(actual)[:changed], after[:changed])
+        assert_same(materialize(actual)[changed:], before[changed:])
