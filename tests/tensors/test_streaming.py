@@ -192,3 +192,21 @@ def test_an_embedding_larger_than_the_budget_trains_to_the_same_bits(tight: Evil
     assert type(paged.weight.grad) is PagedTensor
     assert_same(paged.weight.grad, plain.weight.grad)
     assert_same(farpool.restore(paged).weight, plain.weight)
+
+
+def test_tensors_that_do_not_fit_together_are_joined_one_after_the_other(tight: EvilPool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(size, 24, generator=generator) for size in (30, 3, 20, 40)]
+    paged = [from_tensor(tight, part) for part in parts]
+    mixed = [paged[0], parts[1], *paged[2:]]
+    for tensors in (paged, mixed):
+        assert_same(torch.cat(tensors), torch.cat(parts))
+        assert_same(torch.cat([t.reshape(-1) for t in tensors]), torch.cat([t.reshape(-1) for t in parts]))
+        assert_same(torch.cat([t.t() for t in tensors], dim=-1), torch.cat([t.t() for t in parts], dim=-1))
+    pictures = [torch.randn(2, 8, 6, 6, generator=generator) for _ in range(3)]
+    pictures = [picture.to(memory_format=torch.channels_last) for picture in pictures]
+    joined = torch.cat([from_tensor(tight, picture) for picture in pictures], 1)
+    assert_same(joined, torch.cat(pictures, 1))
+    assert joined.stride() == torch.cat(pictures, 1).stride()
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([paged[0], paged[2]], 1)
