@@ -69,5 +69,5 @@ $(DEMO): $(BASE) $(NATIVE)
 
 $(DEV): $(BASE) $(NATIVE)
 	@echo "Building farpool, with what development needs"
-	@$(PIP) install -c requirements/torch.txt --no-build-isolation -e '.[dev]'
+	@$(PIP) install -c requirements/torch.txt --no-build-isolation -C cmake.define.FARPOOL_WERROR=ON -e '.[dev]'
 	@touch $(DEMO) $@

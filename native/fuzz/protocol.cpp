@@ -1,5 +1,4 @@
-// Fuzzes a node: `protocol FOLDER SECONDS SEED [TRIAL]`. With a trial only that one is run.
-#include <chrono>
+// Fuzzes a node: `protocol FOLDER TRIALS SEED [TRIAL]`. With a trial only that one is run.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -22,14 +21,13 @@ std::size_t open_files() {
 
 int main(int argc, char** argv) {
     if (argc < 4) {
-        std::fprintf(stderr, "usage: protocol FOLDER SECONDS SEED [TRIAL]\n");
+        std::fprintf(stderr, "usage: protocol FOLDER TRIALS SEED [TRIAL]\n");
         return 2;
     }
     const std::string folder = argv[1];
-    const double limit = std::strtod(argv[2], nullptr);
+    const std::uint64_t trials = std::strtoull(argv[2], nullptr, 10);
     const std::uint64_t seed = std::strtoull(argv[3], nullptr, 10);
     std::uint64_t trial = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 0;
-    const auto begun = std::chrono::steady_clock::now();
     const std::size_t files = open_files();
     do {
         // Said before: where a sanitizer ends the process nothing is said after.
@@ -45,7 +43,7 @@ int main(int argc, char** argv) {
             return 1;
         }
         ++trial;
-    } while (argc <= 4 && std::chrono::steady_clock::now() - begun < std::chrono::duration<double>(limit));
+    } while (argc <= 4 && trial < trials);
     std::printf("protocol: %llu trials of seed %llu without a finding\n", static_cast<unsigned long long>(trial),
                 static_cast<unsigned long long>(seed));
     return 0;

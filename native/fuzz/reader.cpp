@@ -1,9 +1,8 @@
-// Fuzzes what reads from a node: `reader FOLDER SECONDS SEED`. Replies are damaged on their way, and files under the reader.
+// Fuzzes what reads from a node: `reader FOLDER TRIALS SEED`. Replies are damaged on their way, and files under the reader.
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -173,12 +172,11 @@ void try_segment(Dice& dice, const std::string& folder) {
 
 int main(int argc, char** argv) {
     if (argc != 4) {
-        std::fprintf(stderr, "usage: reader FOLDER SECONDS SEED\n");
+        std::fprintf(stderr, "usage: reader FOLDER TRIALS SEED\n");
         return 2;
     }
-    const double limit = std::strtod(argv[2], nullptr);
+    const std::uint64_t trials = std::strtoull(argv[2], nullptr, 10);
     const std::uint64_t seed = std::strtoull(argv[3], nullptr, 10);
-    const auto begun = std::chrono::steady_clock::now();
     unsigned long long trial = 0;
     do {
         std::fprintf(stderr, "\rreader: seed %llu trial %llu ", static_cast<unsigned long long>(seed), trial);
@@ -193,7 +191,7 @@ int main(int argc, char** argv) {
             return 1;
         }
         ++trial;
-    } while (std::chrono::steady_clock::now() - begun < std::chrono::duration<double>(limit));
+    } while (trial < trials);
     std::printf("reader: %llu trials of seed %llu without a finding\n", trial, static_cast<unsigned long long>(seed));
     return 0;
 }

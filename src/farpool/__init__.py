@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from farpool.tensors.mode import paged
     from farpool.tensors.offload import offload, restore
     from farpool.tensors.paged_tensor import PagedTensor
+    from farpool.tensors.pretrained import from_pretrained
     from farpool.tensors.published import map_tensors, publish_tensors
 
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "Traced",
     "UnsupportedError",
     "Verified",
+    "from_pretrained",
     "load_safetensors",
     "map_tensors",
     "offload",
@@ -111,6 +113,7 @@ __version__ = "0.1.0"
 
 _NEEDS_TORCH = {
     "PagedTensor": "farpool.tensors.paged_tensor",
+    "from_pretrained": "farpool.tensors.pretrained",
     "load_safetensors": "farpool.tensors.loading",
     "map_tensors": "farpool.tensors.published",
     "offload": "farpool.tensors.offload",

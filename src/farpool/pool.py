@@ -10,6 +10,7 @@ import atexit
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -20,7 +21,7 @@ from farpool.accesses import Access, Accesses
 from farpool.budget import Budget
 from farpool.config import PoolConfig
 from farpool.device import open_device
-from farpool.errors import PoolClosedError
+from farpool.errors import FarpoolWarning, PoolClosedError
 from farpool.events import Event
 from farpool.faults import does_not_fit
 from farpool.ledger import Ledger
@@ -114,6 +115,12 @@ class BlockPool(Accesses):
         ------
         PoolClosedError
             Storages are still in use; nothing was changed.
+
+        Warns
+        -----
+        FarpoolWarning
+            Transfers did not end within the pool's timeout. They may still read and write the memory of tiers and arena
+            and the files, so these stay as they are until the process ends.
         """
         if not self.closed and self.live:
             held = self.allocation
@@ -136,11 +143,24 @@ class BlockPool(Accesses):
         watch, self._watch = self._watch, None
         if watch is not None and ended and unused:
             watch.look()
-        self._lower.close()
+        if ended:
+            self._lower.close()
+        else:
+            _LEFT_OPEN.append(self)
         if ended and unused:  # else a transfer that hangs, or an op of another thread, still uses the arena
             self._device.release()
         self.account.deliver()
         self.recorder.end()
+        if not ended:
+            trouble = self._executor.trouble
+            warnings.warn(
+                f"the pool is closed, but transfers have not ended within {patience:g} s"
+                + (f" ({trouble})" if trouble is not None else "")
+                + f". They may still use the memory and files of {', '.join(['the fast tier', *self._lower.names])}, "
+                "so these stay as they are until the process ends",
+                FarpoolWarning,
+                stacklevel=3,
+            )
         if watch is not None:
             watch.raise_findings()
 
@@ -273,6 +293,8 @@ class BlockPool(Accesses):
 
 
 _POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
+_LEFT_OPEN: list[BlockPool] = []
+"""Pools that were closed while transfers hung. Collecting one would unmap memory that a device may still write to."""
 
 
 def _forked() -> None:

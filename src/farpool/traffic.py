@@ -93,13 +93,19 @@ class Traffic:
         while not grant.granted and grant.error is None:
             if time.monotonic() >= deadline:
                 block, tier = self._awaited(grant)
+                trouble = self._executor.trouble
                 raise TierTimeoutError(
                     f"{op or 'access'}: waited {self._timeout:g} s for "
                     + (f"block {block} and tier {tier!r}" if tier else "operands that other threads hold")
-                    + "; the transfer is still under way (Pool(timeout=...) sets the limit)",
+                    + (
+                        f"; the device does not tell whether its copies have ended ({trouble}), so their memory stays "
+                        "taken: save what other tiers and files have, and start the process anew"
+                        if trouble is not None
+                        else "; the transfer is still under way (Pool(timeout=...) sets the limit)"
+                    ),
                     tier=tier,
                     block=block if block >= 0 else None,
-                )
+                ) from trouble
             self.wait_a_little(deadline)
         self._account.stalled(op, start, time.monotonic() - start, block, tier, self._engine.arena.used)
 

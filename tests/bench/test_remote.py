@@ -24,6 +24,7 @@ def remote(*arguments: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_everything_is_measured_in_turn_and_verified(tmp_path: Path) -> None:
     report = tmp_path / "remote.html"
     outcome = remote("--report", str(report))
@@ -50,6 +51,7 @@ def test_everything_is_measured_in_turn_and_verified(tmp_path: Path) -> None:
     assert page.counts["table"] == 6
 
 
+@pytest.mark.slow
 def test_peers_that_are_not_installed_are_null_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(remote_races, "find_mooncake", lambda: (None, "not here"))

@@ -30,6 +30,7 @@ def silent(step: str, done: int, total: int) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -> None:
     done = command("bench", "training", "--quick", "--json", "--report", "page.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,9 @@
-"""Host memory in the place of a GPU: copies end late, in order for each direction, and may fail."""
+"""Host memory in the place of a GPU: copies end late, in order for each direction, and may not be told to have."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,13 +16,14 @@ class QueuedCopy:
 
     device: HostDevice
     what: tuple[int, int, int]
-    fails: bool
     ended: bool = False
 
     def done(self) -> bool:
+        assert threading.get_ident() == self.device.thread, "asked by a thread that has not said it would"
+        if self.device.mute > 0:
+            self.device.mute -= 1
+            raise RuntimeError("the device does not answer")
         self.device.go_on()
-        if self.ended and self.fails:
-            raise RuntimeError("copy failed")
         return self.ended
 
 
@@ -32,6 +34,10 @@ class HostDevice:
     arena: int
     seed: int
     failures: float = 0.0
+    """Share of the copies that cannot be started."""
+    mute: float = 0
+    """How many more times it raises when it is asked for the end of a copy; the copies themselves stand still."""
+    thread: int = 0
     fences: int = 0
     started: list[tuple[int, int, int]] = field(default_factory=list)
     """Address in the host's memory, offset in the arena and bytes of each copy, in order."""
@@ -46,13 +52,15 @@ class HostDevice:
         for stream in self._streams:
             if stream and not self.held and self._random.random() < 0.5:
                 copy = stream.popleft()
-                if not copy.fails:
-                    _native.memmove(*copy.what)
+                _native.memmove(*copy.what)
                 copy.ended = True
 
     def fence(self) -> object:
         self.fences += 1
         return self.fences
+
+    def begin_thread(self) -> None:
+        self.thread = threading.get_ident()
 
     def note_use(self) -> None: ...
 
@@ -64,7 +72,9 @@ class HostDevice:
 
     def _copy(self, stream: int, target: int, source: int, nbytes: int, fence: object) -> QueuedCopy:
         assert fence is not None
-        copy = QueuedCopy(self, (target, source, nbytes), self._random.random() < self.failures)
+        if self._random.random() < self.failures:
+            raise RuntimeError("copy failed")
+        copy = QueuedCopy(self, (target, source, nbytes))
         self._streams[stream].append(copy)
         return copy
 

@@ -1,8 +1,9 @@
-"""Staged transfers, with host memory in the place of a GPU: copies end late and may fail."""
+"""Staged transfers, with host memory in the place of a GPU: copies end late, and some cannot be started."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import threading
 import time
@@ -176,5 +177,34 @@ def test_closing_waits_for_copies_under_way_and_starts_no_others(rig: Rig) -> No
         assert time.monotonic() < deadline
     assert not rig.executor.close(0.05)
     rig.device.held = False
+    assert rig.executor.close(10)
+    assert len(rig.device.started) == 1
+
+
+def test_a_copy_whose_end_cannot_be_told_for_a_while_is_waited_for(rig: Rig) -> None:
+    rig.fill(0, b"o" * 1000)
+    rig.device.mute = 7
+    rig.executor.start([Transfer(1, Kind.WRITE_BACK, 1, (Piece(0, 0, 0, 1000),), (), False)])
+    assert rig.finish(1)[1].error is None
+    rig.executor.start([Transfer(2, Kind.FETCH, 2, (Piece(0, 0, 4096, 1000),), (), True)])
+    assert rig.finish(1)[2].error is None
+    assert rig.device.mute == 0
+    assert rig.executor.trouble is None
+    assert rig.read(4096, 1000) == b"o" * 1000
+
+
+def test_memory_of_a_copy_whose_end_is_never_told_is_given_to_nobody(rig: Rig) -> None:
+    whole = rig.staging.nbytes
+    rig.device.mute = math.inf
+    rig.executor.start([Transfer(1, Kind.FETCH, 1, (Piece(0, 0, 0, whole),), (), True)])
+    rig.executor.start([Transfer(2, Kind.FETCH, 2, (Piece(0, whole, 0, 1000),), (1,), True)])
+    rig.executor.start([Transfer(3, Kind.FETCH, 3, (Piece(0, whole, 2 * whole, 1000),), (), True)])
+    deadline = time.monotonic() + 10
+    while rig.executor.trouble is None:
+        assert time.monotonic() < deadline
+    assert not rig.executor.wait(0.2)
+    assert [copy[1:] for copy in rig.device.started] == [(0, whole)]
+    assert not rig.executor.close(0.05)
+    rig.device.mute = 0
     assert rig.executor.close(10)
     assert len(rig.device.started) == 1

@@ -1,13 +1,15 @@
 """Nodes as processes that start within some 30 ms: forked from one that has imported everything.
 
-Each node listens at an address of its own in 127.0.0.0/8, so that nobody takes its port while it is down. They end with
-the process that asked for them, however that ends.
+That one is started once for all tests of a process. Each node listens at an address of its own in 127.0.0.0/8, so that
+nobody takes its port while it is down. They end with the process that asked for them, however that ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -80,24 +82,50 @@ class ForgedNode:
         self.start(forget=forget)
 
 
+class _Zygote:
+    """The process that nodes are forked from."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pid = self._process.pid
+        self.network = f"127.{64 + (pid >> 16) % 128}.{(pid >> 8) % 256}.{pid % 256}"
+        assert self._answer() == {"ready": True}
+        atexit.register(self._close)
+
+    def fork(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Start a node's process; what it says when it is ready."""
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+            self._process.stdin.flush()
+            return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
+        line = self._process.stdout.readline() if readable else b""
+        answer = json.loads(line or '{"error": "no answer"}')
+        assert isinstance(answer, dict)
+        return answer
+
+    def _close(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=PATIENCE)
+
+
+_zygote = functools.cache(_Zygote)
+
+
 class Forge:
     """Makes nodes; a context manager that ends them and removes what they left."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="farpool-test-", dir="/dev/shm"))
         self.nodes: list[ForgedNode] = []
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._log = (self.folder / "log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
-        pid = self._process.pid
-        self._network = f"127.{64 + (pid >> 16) % 128}.{(pid >> 8) % 256}.{pid % 256}"
-        assert self._answer() == {"ready": True}
+        self._log = self.folder / "log"
+        self._log.touch()
 
     def node(
         self,
@@ -109,10 +137,11 @@ class Forge:
         namespace: str = "",
     ) -> ForgedNode:
         """Start a node."""
-        number = next(self._numbers)
+        number = next(_zygote().numbers)
         settings = {
+            "log": str(self._log),
             "folder": str(self.folder / f"node{number}"),
-            "listen": listen or f"{self._network}:{_PORT + number}",
+            "listen": listen or f"{_zygote().network}:{_PORT + number}",
             "capacity": capacity,
             "grace": grace,
             "keys": None if keys is None else str(keys),
@@ -125,38 +154,19 @@ class Forge:
 
     def fork(self, settings: dict[str, Any]) -> int:
         """Start a node's process; its id."""
-        with self._lock:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-            self._process.stdin.flush()
-            answer = self._answer()
-        assert "pid" in answer, answer
+        answer = _zygote().fork(settings)
+        assert "pid" in answer, f"no node was started: {answer}; {self.log()}"
         return int(answer["pid"])
 
     def log(self) -> str:
         """What the nodes have logged: warnings and errors."""
-        return (self.folder / "log").read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
     def close(self) -> None:
         """End all nodes and remove their folders. Idempotent."""
         for node in self.nodes:
             node.kill()
-        self._process.kill()
-        self._process.communicate(timeout=PATIENCE)
-        self._log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
-        line = self._process.stdout.readline() if readable else b""
-        if not line:
-            said = self.log()
-            self.close()
-            raise AssertionError(f"no node was started: {said}")
-        answer = json.loads(line)
-        assert isinstance(answer, dict)
-        return answer
 
     def __enter__(self) -> Self:
         return self
@@ -189,6 +199,8 @@ def _serve(settings: dict[str, Any]) -> None:
     from farpool.transport.address import parse_address
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with open(settings["log"], "ab") as log:
+        os.dup2(log.fileno(), 2)
     if settings["namespace"]:
         with open(settings["namespace"]) as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
@@ -231,16 +243,20 @@ def main() -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
     _say({"ready": True})
+    folders = set()
     for line in _lines():
+        settings = json.loads(line)
+        folders.add(Path(settings["log"]).parent)
         if os.fork() == 0:
             try:
                 os.close(0)
-                _serve(json.loads(line))
+                _serve(settings)
             except BaseException as error:
                 _say({"error": repr(error)})
             os._exit(1)
     # Whoever asked for nodes was killed; they end with this process.
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -225,32 +225,46 @@ def check_one(connection: Connection, reader: ObjectReader, key: bytes, expected
         assert reader.get(key) in (None, expected)
 
 
-def test_a_store_behind_a_wire_that_flips_bits_gives_the_right_bytes_or_a_typed_error() -> None:
-    rng = random.Random(SEED)
+@pytest.mark.parametrize("seed", [SEED, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12))])
+def test_a_store_behind_a_wire_that_flips_bits_never_gives_wrong_bytes(seed: int) -> None:
+    """A read gives what was put last, or what was tried since, or a typed error.
+
+    Once a frame has been damaged after the put was confirmed it may also be a miss, although there are two copies:
+    a node whose connection broke cannot vouch for its copy, and those that are left need not know of it
+    (docs/limits.md).
+    """
+    rng = random.Random(seed)
     with Forge() as forge, contextlib.ExitStack() as stack:
         nodes = [forge.node() for _ in range(3)]
-        proxies = [stack.enter_context(FlippingProxy(node.address, f"{SEED} {node.name}")) for node in nodes]
+        proxies = [stack.enter_context(FlippingProxy(node.address, f"{seed} {node.name}")) for node in nodes]
         store = stack.enter_context(
-            Store(*[proxy.address for proxy in proxies], replicas=2, timeout=2.0, transport="tcp")
+            Store(*[proxy.address for proxy in proxies], replicas=2, timeout=20.0, transport="tcp")
         )
         allowed: dict[str, set[bytes | None]] = {f"key {number}": {None} for number in range(20)}
+        flips_before: dict[str, int] = dict.fromkeys(allowed, 0)
         reads = errors = 0
         for _ in range(600):
-            key = rng.choice(sorted(allowed))
+            key, flips = rng.choice(sorted(allowed)), sum(proxy.flips for proxy in proxies)
             try:
                 if rng.random() < 0.4:
                     value = rng.randbytes(rng.choice([10, 1000, 20_000]))
                     allowed[key].add(value)
                     store.put(key, value)
-                    allowed[key] = {value}
+                    allowed[key], flips_before[key] = {value}, flips
                 else:
                     result = store.get(key)
-                    assert result in allowed[key]
+                    damaged = sum(proxy.flips for proxy in proxies) > flips_before[key]
+                    assert result in allowed[key] or (result is None and damaged), f"seed {seed}, {key!r}"
                     reads += result is not None
             except (NodeError, ChecksumError):
                 errors += 1
-        assert sum(proxy.flips for proxy in proxies) > 20
-        assert reads > errors > 0
+        with Store(*[node.address for node in nodes], replicas=2, timeout=20.0) as unharmed:
+            for key, values in allowed.items():
+                assert unharmed.get(key) in values, f"seed {seed}, {key!r} afterwards"
+        flips = sum(proxy.flips for proxy in proxies)
+        print(f"seed {seed}: {flips} flips, {reads} values, {errors} errors")
+        assert flips > 10
+        assert reads > 100
 
 
 def test_flipping_is_undone_by_flipping_again() -> None:

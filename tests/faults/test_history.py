@@ -101,8 +101,8 @@ def work(nodes: list[str], transport: str, number: int, settings: dict[str, Any]
     [
         ((3, 2), True, 250),
         ((3, 2), False, 250),
-        *(pytest.param((1, 1), evicts, 3000, marks=pytest.mark.slow) for evicts in (True, False)),
-        *(pytest.param((3, 2), evicts, 3000, marks=pytest.mark.slow) for evicts in (True, False)),
+        *(pytest.param((1, 1), evicts, 1500, marks=pytest.mark.slow) for evicts in (True, False)),
+        *(pytest.param((3, 2), evicts, 1500, marks=pytest.mark.slow) for evicts in (True, False)),
     ],
     ids=str,
 )

@@ -22,8 +22,11 @@ from tests.faults.load import Client, Ledger, OwnKey
 __all__ = ["SLACK", "Trouble", "check_afterwards", "nothing_is_held", "nothing_left_behind", "work_under"]
 
 TIMEOUT = 1.0
-SLACK = 3.0
-"""The machine may be busy with other tests."""
+SLACK = 60.0
+"""An operation that lasts so much longer than its deadline hangs; the machine may be as slow as it likes."""
+PUTS = 30
+"""Trouble goes on until so many publishes have been confirmed in it."""
+MOST_ROUNDS = 150
 
 
 class Trouble(Protocol):
@@ -31,7 +34,9 @@ class Trouble(Protocol):
 
     did: list[str]
 
-    def run(self, seconds: float) -> None: ...
+    def strike(self) -> None:
+        """Do something to some node, wait a little, and mend it."""
+
     def heal(self) -> None: ...
     def lost_since(self, when: float) -> int:
         """How many nodes have lost their memory since then."""
@@ -66,9 +71,12 @@ def persist(act: Callable[[], Any]) -> Any:
 
 
 def work_under(
-    trouble: Trouble, seconds: float, addresses: list[str], seed: str, ledger: Ledger, **settings: Any
+    trouble: Trouble, rounds: int, addresses: list[str], seed: str, ledger: Ledger, **settings: Any
 ) -> list[Client]:
-    """Let clients work meanwhile; `settings` are those of the stores."""
+    """Let clients work during so many rounds of trouble, or more, until they have done something.
+
+    `settings` are those of the stores.
+    """
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(*addresses, timeout=TIMEOUT, **settings)) for _ in range(2)]
         others = [f"client {client} key {key}" for client in range(5) for key in range(6)]
@@ -76,7 +84,10 @@ def work_under(
         for client in clients:
             client.thread.start()
         try:
-            trouble.run(seconds)
+            for number in range(MOST_ROUNDS):
+                if number >= rounds and ledger.outcomes["put"] > PUTS:
+                    break
+                trouble.strike()
         finally:
             for client in clients:
                 client.stopping.set()
@@ -96,7 +107,7 @@ def check_afterwards(
     print(told)
     assert ledger.wrong == [], told
     assert max(ledger.slowest.values()) < TIMEOUT + SLACK, told
-    assert ledger.outcomes["put"] > 20, told
+    assert ledger.outcomes["put"] > PUTS, told
     assert trouble.did, told
     with Store(*addresses, timeout=5.0, **settings) as store:
         for client in clients:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import farpool
 from farpool.executor import cuda as cuda_module
-from tests.gpu.programs import batch, build, weight_bytes
+from tests.gpu.programs import batch, build, weight_bytes, within
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -127,6 +129,7 @@ def test_moves_are_seen_by_streams_that_come_later() -> None:
         del paged
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the refused capture has nothing in it
 def test_a_cuda_graph_of_paged_operations_is_refused_and_the_pool_goes_on() -> None:
     inputs = batch()
     linear = torch.nn.Linear(512, 512).to("cuda")
@@ -140,3 +143,47 @@ def test_a_cuda_graph_of_paged_operations_is_refused_and_the_pool_goes_on() -> N
                 linear(inputs)
             assert torch.equal(linear(inputs), expected)
             farpool.restore(linear)
+
+
+def test_a_graph_of_plain_operations_is_captured_while_copies_of_a_pool_are_asked_for() -> None:
+    inputs = torch.arange(1024, device="cuda", dtype=torch.float32)
+    outputs = torch.empty_like(inputs)
+    weights = [torch.randn(1024, 1024, generator=torch.Generator().manual_seed(i)).to("cuda") for i in range(6)]
+    side, capturing = torch.cuda.Stream(), torch.cuda.Stream()
+    graph, asked, results = torch.cuda.CUDAGraph(), [], []
+    done = cuda_module._EventCopy.done
+
+    def counted(self: cuda_module._EventCopy) -> bool:
+        asked.append(self)
+        return done(self)
+
+    with farpool.Pool(2 * weights[0].nbytes, dram="64MiB", device="cuda", prefetch=False) as pool, torch.no_grad():
+        paged = [pool.from_tensor(weight) for weight in weights]
+        torch.mul(inputs, 2, out=outputs)  # what is captured has been launched before
+        (weights[0] + 0).sum().item()
+        torch.cuda.synchronize()
+
+        def use(tensors: list[torch.Tensor]) -> None:
+            with torch.cuda.stream(side), torch.no_grad():
+                torch.cuda._sleep(3_000_000_000)  # its copies wait for this, a second or two
+                results.append([weight + 0 for weight in tensors])
+
+        thread = threading.Thread(target=use, args=(paged[:2],))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_module._EventCopy, "done", counted)
+            thread.start()
+            within(lambda: len(asked) > 10)
+            with torch.cuda.stream(capturing):
+                # Not torch.cuda.graph: that would wait for the sleep, and for the copies with it.
+                graph.capture_begin(capture_error_mode="global")
+                before = len(asked)
+                torch.mul(inputs, 3, out=outputs)
+                within(lambda: len(asked) > before + 10)
+                graph.capture_end()
+            thread.join(60)
+        assert not thread.is_alive()
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(outputs, inputs * 3)
+        assert all(torch.equal(ours, weight) for ours, weight in zip(results[0], weights, strict=False))

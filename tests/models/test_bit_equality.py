@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +24,18 @@ OPTIMIZERS = {
 STATE = {"sgd": 1, "adam": 2, "adamw": 2}
 """Bytes of optimizer state per byte of weights."""
 FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+SHARES = [0.5, 0.25, 0.1]
+UPDATES = list(itertools.product(OPTIMIZERS, FORMS))
+SAMPLE = {
+    (name, *UPDATES[4 * number % len(UPDATES)], share)
+    for number, (name, share) in enumerate(itertools.product(ZOO, SHARES))
+}
+"""Each model with each budget, and each form of each optimizer; all combinations are tried by the slow tests."""
+
+
+def slow_unless(quick: bool, *values: object) -> Any:
+    """One combination of parameters, marked slow unless it is one of the quick ones."""
+    return pytest.param(*values, marks=[] if quick else pytest.mark.slow)
 
 
 class Run(NamedTuple):
@@ -66,7 +79,7 @@ def plain_forward(name: str) -> torch.Tensor:
         return model.eval()(**batch).logits
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25, 0.1])
+@pytest.mark.parametrize("share", [slow_unless(share == min(SHARES), share) for share in SHARES])
 @pytest.mark.parametrize("name", ZOO)
 def test_a_forward_pass_is_equal(name: str, share: float) -> None:
     expected = plain_forward(name)
@@ -81,10 +94,10 @@ def test_a_forward_pass_is_equal(name: str, share: float) -> None:
         farpool.restore(model)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25, 0.1])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "form", "share"),
+    [slow_unless(case in SAMPLE, *case) for case in itertools.product(ZOO, OPTIMIZERS, FORMS, SHARES)],
+)
 def test_training_is_equal(name: str, optimizer: str, form: str, share: float) -> None:
     expected = plain_run(name, optimizer, form)
     model, batch = build(name)
@@ -105,7 +118,7 @@ def test_training_is_equal(name: str, optimizer: str, form: str, share: float) -
             assert torch.equal(parameter, weight)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [slow_unless(name == "gpt2", name) for name in ZOO])
 def test_weights_gradients_and_moments_at_one_sixth_train_to_the_same_bits(name: str, tmp_path: object) -> None:
     expected = plain_run(name, "adamw", "for-loop")
     model, batch = build(name)
@@ -128,8 +141,13 @@ def nodes() -> Iterator[list[str]]:
         yield [a.address, b.address]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "mapped"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        slow_unless(case in {("llama", "tcp"), ("vit", "mapped")}, *case)
+        for case in itertools.product(ZOO, ["tcp", "mapped"])
+    ],
+)
 def test_training_is_equal_with_memory_of_other_processes_below(name: str, transport: str, nodes: list[str]) -> None:
     expected = plain_run(name, "adamw", "foreach")
     model, batch = build(name)

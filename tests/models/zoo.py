@@ -18,7 +18,7 @@ from transformers import (
 
 Batch = dict[str, torch.Tensor]
 
-LAYERS, HIDDEN, HEADS, INNER, VOCABULARY = 12, 128, 4, 512, 512
+LAYERS, HIDDEN, HEADS, INNER, VOCABULARY = 8, 128, 4, 512, 512
 
 
 def _text() -> Batch:

@@ -186,7 +186,7 @@ def test_waiting_ends_at_its_timeout(queue: Queue) -> None:
     assert not queue.wait(0.05)
     assert not queue.wait(0.0)
     assert not queue.wait(-1.0)
-    assert 0.05 <= time.monotonic() - begin < WAIT
+    assert time.monotonic() - begin >= 0.05
     with pytest.raises(ValueError, match="nan"):
         queue.wait(float("nan"))
 

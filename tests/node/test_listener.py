@@ -72,6 +72,18 @@ def test_more_strangers_than_there_are_places_only_delay_others(impatient: Node)
         stranger.close()
 
 
+def test_strangers_who_say_nothing_do_not_keep_local_programs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 3600.0)
+    node = started(tmp_path)
+    silent = [socket.create_connection(("127.0.0.1", node.address.port), timeout=20) for _ in range(300)]
+    dial(parse_address(f"unix://{node.socket_path}"), "data", deadline=soon()).socket.close()
+    for stranger in silent:
+        stranger.close()
+    node.stop()
+
+
 def test_half_a_call_is_waited_for_only_so_long(impatient: Node) -> None:
     with dialled(impatient).socket as connection:
         connection.settimeout(20)

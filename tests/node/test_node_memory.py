@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from farpool import _native
 from farpool.errors import NodeFullError
 from farpool.transport.frames import Op, Status
 from tests.node.nodes import Peer, generation, node, reader, until
@@ -89,23 +90,35 @@ def test_a_payload_under_way_survives_deletion_and_eviction(tmp_path: Path) -> N
         assert peer.put(b"large", bytes(8 << 20)).status == Status.DONE
 
 
-def test_what_a_dead_session_held_is_freed_after_the_grace_and_not_before(tmp_path: Path) -> None:
-    with node(tmp_path, grace=1.5) as server:
-        keeper, peer = Peer(server, session=8), Peer(server)
-        peer.published(b"key", bytes(1000))
-        peer.pin(b"key")
-        peer.prepare(b"prepared", 100_000, generation())
-        lease = server.lend(7, 0, 4096)
-        used = server.stats()["used"]
-        gone = time.monotonic()
+def holding(server: _native.NodeServer) -> tuple[Peer, int]:
+    """A session that holds an object, a preparation and a lease, and the lease."""
+    peer = Peer(server)
+    peer.published(b"key", bytes(1000))
+    peer.pin(b"key")
+    peer.prepare(b"prepared", 100_000, generation())
+    return peer, server.lend(7, 0, 4096)
+
+
+def test_what_a_session_held_is_still_there_when_it_is_back_within_the_grace(tmp_path: Path) -> None:
+    with node(tmp_path, grace=3600.0) as server:
+        peer, lease = holding(server)
         peer.close()
-        until(lambda: server.stats()["connections"] == 1, "the end of a connection was not seen")
-        again = Peer(server)  # back within the grace: all of it is still there
+        until(lambda: server.stats()["connections"] == 0, "the end of a connection was not seen")
+        again = Peer(server)
         assert server.leases(7) == [(lease, 4096)]
         assert server.list(0, b"", b"", 9)[0][4] == 1
         again.close()
+
+
+def test_what_a_dead_session_held_is_freed_after_the_grace_and_not_before(tmp_path: Path) -> None:
+    with node(tmp_path, grace=0.5) as server:
+        keeper = Peer(server, session=8)
+        peer, _ = holding(server)
+        used = server.stats()["used"]
+        gone = time.monotonic()
+        peer.close()
         until(lambda: server.stats()["sessions"] == 1, "the session was not freed")
-        assert time.monotonic() - gone >= 1.5
+        assert time.monotonic() - gone >= 0.5
         assert server.leases(7) == []
         assert server.list(0, b"", b"", 9)[0][4] == 0
         assert server.stats()["used"] < used - 100_000

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import math
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from farpool import ConfigError, Dram, Nvme, Pool, _native
+from farpool import ConfigError, Dram, FarpoolWarning, Nvme, Pool, TierTimeoutError, _native
+from farpool import pool as pool_module
 from farpool.config import PoolConfig
 from farpool.debug import HostMemory, Watch
 from farpool.device import FastTier
@@ -17,6 +22,7 @@ from farpool.executor.checked_device import CheckedDevice
 from farpool.executor.page_locks import PageLocks
 from farpool.executor.staged import StagedExecutor
 from farpool.ledger import Ledger
+from farpool.storage import Storage
 from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
 from farpool.use import Use
@@ -99,6 +105,11 @@ def run_program(pool: Pool, seed: int, steps: int) -> None:
         pool.release(access)
 
 
+def use_all(pool: Pool, storages: list[Storage], mode: Mode) -> None:
+    for storage in storages:
+        pool.release(pool.acquire([Use(storage, 0, BLOCK, mode)]))
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_what_is_read_is_what_was_written_and_most_of_it_takes_one_leg(machine: Machine, debug: bool) -> None:
     with Pool(FAST, [Dram("1MiB")], debug=debug, timeout=20) as pool:
@@ -137,6 +148,41 @@ def test_small_storages_are_aligned_as_the_device_aligns_its_own(
             assert access.offsets[0] % 512 == 0
             pool.release(access)
         del storages, storage
+
+
+def test_a_device_that_answers_again_loses_nothing(machine: Machine) -> None:
+    with Pool(FAST, [Dram("1MiB")], timeout=20) as pool:
+        run_program(pool, machine.seed, 150)
+        machine.inner.mute = 40
+        run_program(pool, machine.seed, 300)
+        assert machine.inner.mute == 0
+
+
+def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(machine: Machine) -> None:
+    pool = Pool(FAST, tier := [Dram("1MiB")], timeout=0.5)
+    storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
+    use_all(pool, storages, Mode.OVERWRITE)
+    machine.inner.mute = math.inf
+    with pytest.raises(TierTimeoutError, match="does not tell whether its copies have ended") as caught:
+        use_all(pool, storages, Mode.READ)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.warns(FarpoolWarning, match=r"transfers have not ended .*does not answer.* the fast tier, dram"):
+        pool.__exit__(None, None, None)
+    assert machine.locker.locked, "still page-locked"
+    assert pool.closed
+    memory = weakref.ref(pool)
+    tiers = tier[0]
+    del pool, storages, tier, caught
+    gc.collect()
+    assert memory() is not None, "nothing frees the memory under a copy"
+    assert ctypes.string_at(tiers.address(0), BLOCK), "still mapped"
+    machine.inner.mute = 0
+    left = memory()
+    assert left is not None
+    assert left._executor.close(20)
+    left._lower.close()
+    left._device.release()
+    pool_module._LEFT_OPEN.remove(left)
 
 
 def test_a_device_with_a_number_is_refused_with_what_to_do_instead() -> None:

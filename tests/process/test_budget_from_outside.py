@@ -68,6 +68,7 @@ def run(path: Path, layers: int) -> tuple[float, int]:
     return float(total), int(peak)
 
 
+@pytest.mark.slow
 def test_two_gib_of_weights_cost_at_most_320_mib_more_than_one_layer(tmp_path: Path) -> None:
     folder = Path("/var/tmp") if os.access("/var/tmp", os.W_OK) else tmp_path
     if shutil.disk_usage(folder).free < 3 << 30:

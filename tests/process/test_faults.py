@@ -77,6 +77,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_pool_file_left_by_a_killed_training_is_taken_over(tmp_path: Path, trained: dict[str, Any]) -> None:
     path = tmp_path / "far.pool"
     root = Path(__file__).resolve().parents[2]
@@ -222,7 +223,7 @@ def usable(pool: Pool) -> None:
     raise AssertionError("the pool does not become usable again")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 @pytest.mark.parametrize("fault", ["fail", "corrupt", "stall"])
 @pytest.mark.parametrize("kind", ["dram", "nvme"])
 def test_training_on_a_failing_tier_is_equal_or_a_typed_error(
@@ -358,8 +359,7 @@ def test_a_tier_that_is_full_on_purpose_is_a_typed_error_and_works_when_it_has_r
 
 
 def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_closed() -> None:
-    tier = Faulty(Dram("1MiB"), script={}, stall_seconds=60.0)
-    started = time.monotonic()
+    tier = Faulty(Dram("1MiB"), script={}, stall_seconds=100_000.0)  # whoever waits for it never ends
     with Pool("32KiB", [tier], timeout=0.5) as pool:
         tensor = pool.from_tensor(randn(4000))
         churn(pool)
@@ -368,4 +368,3 @@ def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_clos
             tensor.sum()
         assert caught.value.tier == "dram"
         check_accounts(pool)
-    assert time.monotonic() - started < 50

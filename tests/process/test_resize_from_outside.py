@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import os, sys, threading
 import torch
@@ -63,6 +65,7 @@ print(before - smaller, larger - smaller)
 """
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_gives_memory_back_within_one_pass_of_a_running_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path / "pool")],

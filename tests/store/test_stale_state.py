@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -240,4 +241,12 @@ class StaleState(RuleBasedStateMachine):
 
 
 TestStaleState = StaleState.TestCase
-TestStaleState.settings = settings(max_examples=150, stateful_step_count=40)
+TestStaleState.settings = settings(max_examples=40, stateful_step_count=40)
+
+
+class LongStaleState(StaleState):
+    """The same with more programs."""
+
+
+TestLongStaleState = pytest.mark.slow(LongStaleState.TestCase)
+TestLongStaleState.settings = settings(max_examples=300, stateful_step_count=40)

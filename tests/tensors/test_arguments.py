@@ -22,7 +22,6 @@ WRONG: dict[str, tuple[Callable[[Pool], Any], str]] = {
     "a parameter": (lambda pool: farpool.offload(LAYER.weight, pool), "is a Parameter.*pool.from_tensor"),
     "a dict": (lambda pool: farpool.offload(dict(LAYER.state_dict()), pool), "is a dict.*pool.from_tensor"),
     "a state dict": (lambda pool: farpool.offload(LAYER.state_dict(), pool), "is a OrderedDict.*module"),
-    "an optimizer": (lambda pool: farpool.offload(torch.optim.SGD([LAYER.weight]), pool), "is a SGD.*the module"),
     "a class": (lambda pool: farpool.offload(nn.Linear, pool), r"the class Linear.*Linear\(\.\.\.\)"),
     "nothing": (lambda pool: farpool.offload(None, pool), "is None.*expected a torch.nn.Module"),
     "a size for the pool": (lambda pool: farpool.offload(LAYER, "8MiB"), r"is a str.*Pool\(fast='8MiB'\)"),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +210,7 @@ def test_a_copy_of_a_paged_module_is_left_alone_too(pool: Pool, graphs: CompileC
     assert graphs.frame_count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch's own compiler needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch's own
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -225,6 +228,7 @@ def test_torchs_own_compiler_goes_and_comes_with_the_pool(mode: str, pool: Pool)
     torch.testing.assert_close(compiled(_X), model(_X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch._dynamo", "farpool"])
 def test_it_does_not_matter_whether_the_compiler_or_farpool_is_imported_first(first: str) -> None:
     program = f"""
@@ -241,3 +245,41 @@ with farpool.Pool("1MiB", dram="1MiB") as pool:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@dataclass
+class ReturnOfTorch211:
+    frame_exec_strategy: Any
+    apply_to_code: bool = True
+    guarded_code: Any = None
+
+
+@dataclass
+class ReturnOfTorch213(ReturnOfTorch211):
+    skip_reason: str | None = None
+
+
+@pytest.mark.parametrize("kind", [ReturnOfTorch211, ReturnOfTorch213])
+def test_a_frame_is_left_alone_whether_or_not_the_compiler_takes_a_reason(kind: type[ReturnOfTorch211]) -> None:
+    class Entry:
+        _torchdynamo_orig_backend = None
+
+        def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
+            raise AssertionError("it has paged tensors")
+
+    action = SimpleNamespace(SKIP="skip")
+    compilation._step_aside_in(
+        SimpleNamespace(
+            CatchErrorsWrapper=Entry,
+            ConvertFrameReturn=kind,
+            FrameExecStrategy=lambda now, later: (now, later),
+            FrameAction=action,
+        )
+    )
+    with Pool("1MiB") as pool:
+        frame = SimpleNamespace(f_locals={"weight": pool.zeros(4)})
+        left = Entry()(frame, None, None)
+        del frame
+    assert left.frame_exec_strategy == ("skip", "skip")
+    assert left.apply_to_code is False
+    assert getattr(left, "skip_reason", "") in ("", "it computes with paged tensors")

@@ -142,6 +142,7 @@ with farpool.Pool("320KiB", dram="256KiB", nvme="8MiB") as pool:
 """
 
 
+@pytest.mark.slow
 def test_training_in_debug_mode_finds_nothing_and_gives_the_same_bits() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", _TRAINING],

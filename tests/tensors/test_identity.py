@@ -32,7 +32,9 @@ RAW: dict[str, Callable[[torch.Tensor], Any]] = {
     "dlpack": lambda t: torch.from_dlpack(t),
     "dlpack method": lambda t: t.__dlpack__(),
     "dlpack device": lambda t: t.__dlpack_device__(),
-    "untyped_storage": lambda t: t.untyped_storage(),
+    "data_ptr of a storage": lambda t: t.untyped_storage().data_ptr(),
+    "bytes of a storage": lambda t: t.untyped_storage()[0],
+    "writing to a storage": lambda t: t.untyped_storage().fill_(0),
     "storage": lambda t: t.storage(),
     "share_memory_": lambda t: t.share_memory_(),
     "is_shared": lambda t: t.is_shared(),
@@ -125,7 +127,10 @@ def test_a_move_to_another_device_is_refused_and_one_to_its_own_does_nothing(evi
     weight = module[0].weight
     assert module.to("cpu") is module
     assert module[0].weight is weight
-    assert weight.cpu() is weight
+    assert weight.to("cpu") is weight
+    assert module.cpu() is module
+    assert module[0].weight is weight
+    assert type(weight) is PagedTensor
     with pytest.raises(UnsupportedError, match="meta"):
         module.to("meta")
     assert type(module[0].weight) is PagedTensor
@@ -189,6 +194,7 @@ def test_a_parameter_stays_one_through_detach_and_back(evil: EvilPool) -> None:
     assert dict(module.named_parameters())["weight"] is parameter
 
 
+@pytest.mark.slow
 def test_what_is_saved_loads_where_farpool_is_not_installed(evil: EvilPool, tmp_path: Path) -> None:
     module = farpool.offload(make(), evil)
     optimizer = torch.optim.AdamW(module.parameters())

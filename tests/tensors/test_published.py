@@ -120,6 +120,7 @@ with Store(sys.argv[1], transport="mapped") as store:
 """
 
 
+@pytest.mark.slow
 def test_another_process_maps_them_without_the_node_sending_them(node: RunningNode) -> None:
     with Store(node.address, transport="mapped") as store:
         farpool.publish_tensors(store, "shared", {"a": torch.arange(4 << 20, dtype=torch.int32)})

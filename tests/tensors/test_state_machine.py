@@ -383,7 +383,15 @@ class Programs(RuleBasedStateMachine):
 
 
 TestRandomPrograms = pytest.mark.timeout(400)(Programs.TestCase)  # making a failure small takes minutes
-TestRandomPrograms.settings = settings(max_examples=80, stateful_step_count=35)
+TestRandomPrograms.settings = settings(max_examples=25, stateful_step_count=35)
+
+
+class LongPrograms(Programs):
+    """The same with more programs."""
+
+
+TestMoreRandomPrograms = pytest.mark.slow(pytest.mark.timeout(2000)(LongPrograms.TestCase))
+TestMoreRandomPrograms.settings = settings(max_examples=150, stateful_step_count=35)
 
 
 class RemotePrograms(Programs):
@@ -400,5 +408,7 @@ def _nodes() -> Iterator[None]:
         yield
 
 
-TestRandomProgramsOnNodes = pytest.mark.timeout(400)(pytest.mark.usefixtures("_nodes")(RemotePrograms.TestCase))
+TestRandomProgramsOnNodes = pytest.mark.slow(
+    pytest.mark.timeout(400)(pytest.mark.usefixtures("_nodes")(RemotePrograms.TestCase))
+)
 TestRandomProgramsOnNodes.settings = settings(max_examples=20, stateful_step_count=35)

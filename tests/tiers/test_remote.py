@@ -334,10 +334,10 @@ def test_a_restarted_node_still_has_what_was_written(node: RunningNode, transpor
 
 
 def test_memory_outlives_a_restart_also_when_the_program_is_busy_with_other_things() -> None:
-    with running_node(grace=3.0) as node, Remote(node.address, size=MIB, transport="tcp") as tier:
+    with running_node(grace=5.0) as node, Remote(node.address, size=MIB, transport="tcp") as tier:
         extent, data = put(tier, 1000)
         node.restart()
-        time.sleep(4.0)  # longer than the grace
+        time.sleep(6.0)  # longer than the grace
         assert stats(node.address)["lent"] == MIB
         assert get(tier, extent) == data
 

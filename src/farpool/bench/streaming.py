@@ -47,7 +47,9 @@ class Settings:
     layer_seconds : float
         Seconds for which a block computes at least.
     weight_bytes : int
-        Bytes of the weights at most (on a GPU: an eighth of its memory).
+        Bytes of the weights at most.
+    gpu_share : int
+        On a GPU the weights take at most this fraction of its memory instead: it holds them up to three times.
     """
 
     device: str = "cpu"
@@ -57,11 +59,12 @@ class Settings:
     layers: int = 32
     layer_seconds: float = 0.010
     weight_bytes: int = 640_000_000
+    gpu_share: int = 8
 
     @classmethod
     def quick(cls) -> Settings:
         """Sizes so small that a run takes seconds."""
-        return cls(rates=(0.5e9,), ratios=(1.0,), rounds=1, layers=4, layer_seconds=0.001)
+        return cls(rates=(0.5e9,), ratios=(1.0,), rounds=1, layers=4, layer_seconds=0.001, gpu_share=128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,9 @@ class Case:
         Limit over measured time: median over the rounds, and for the very first pass.
     strip : Strip
         Two passes in a row.
+    prefetches_used, prefetches_wasted : int
+        Blocks fetched ahead since the pool was made that were accessed, and that left without; None in results from
+        before this was counted.
     """
 
     rate: float
@@ -110,6 +116,8 @@ class Case:
     equal: bool
     peers: tuple[Peer, ...]
     strip: Strip
+    prefetches_used: int | None = None
+    prefetches_wasted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,6 @@ _SETTLE = 8
 """Passes after the first one before anything counts."""
 _WIDTHS = 128
 _PROBE_TOKENS = 8
-_GPU_SHARE = 8
-"""On a GPU the weights take at most this fraction of its memory: it holds them up to three times."""
 
 
 def shape_for(settings: Settings, rate: float, ratio: float) -> tuple[int, int]:
@@ -47,7 +45,7 @@ def shape_for(settings: Settings, rate: float, ratio: float) -> tuple[int, int]:
 
 def _most_bytes(settings: Settings) -> int:
     if settings.device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory) // _GPU_SHARE
+        return int(torch.cuda.get_device_properties(0).total_memory) // settings.gpu_share
     return settings.weight_bytes
 
 
@@ -57,7 +55,9 @@ def fewest_of(model: Stack, budget: int, device: str) -> int:
     with Pool(budget, [Dram(2 * model.nbytes)], device=device, prefetch=False) as pool:
         probe = offload(copy.deepcopy(model), pool)
         seconds_of(probe, inputs, device)
-        return fewest_bytes(pool, lambda: seconds_of(probe, inputs, device)).fetched
+        fewest = fewest_bytes(pool, lambda: seconds_of(probe, inputs, device))
+        del probe  # nobody needs its weights when the pool ends
+        return fewest.fetched
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
                 _check_dropped(peer)
         told(settings.rounds, settings.rounds)
         strip = _strip(pool, lambda: run(paged, "farpool"))
-        peak = pool.stats().fast.peak
+        stats = pool.stats()
     limits = [max(seconds, transfer) for seconds in samples.resident]
     peers = [measured("demand fetching", samples.demand, samples.paged, limits)]
     if peer is None:
@@ -149,7 +149,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
         tokens=tokens,
         weight_bytes=plain.nbytes,
         budget_bytes=budget,
-        peak_bytes=peak,
+        peak_bytes=stats.fast.peak,
         fewest_bytes=fewest,
         moved_bytes=round(statistics.median(samples.moved)),
         transfer_seconds=transfer,
@@ -161,6 +161,8 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
         equal=True,
         peers=tuple(peers),
         strip=strip,
+        prefetches_used=stats.prefetches_used,
+        prefetches_wasted=stats.prefetches_wasted,
     )
 
 

@@ -46,6 +46,8 @@ class Settings:
         Timed steps of each.
     layers, width : int
         Of the stack (on a GPU: chosen by its memory).
+    gpu_share : int
+        On a GPU the weights take this fraction of its memory, which the peers share.
     """
 
     device: str = "cpu"
@@ -54,11 +56,12 @@ class Settings:
     rounds: int = 5
     layers: int = 8
     width: int = 384
+    gpu_share: int = 32
 
     @classmethod
     def quick(cls) -> Settings:
         """Sizes so small that a run takes seconds."""
-        return cls(ratios=(1.0,), rounds=1, layers=4, width=128)
+        return cls(ratios=(1.0,), rounds=1, layers=4, width=128, gpu_share=256)
 
 
 @dataclass(frozen=True, slots=True)

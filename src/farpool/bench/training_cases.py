@@ -34,8 +34,8 @@ _LOWER = 5
 _SETTLE = 3
 """Steps after the first one before anything counts."""
 _PROBE_TOKENS = 8
-_GPU_SHARE, _GPU_WIDTH = 32, 2048
-"""On a GPU the weights take this fraction of its memory, which the peers share, in blocks of this width."""
+_GPU_WIDTH = 2048
+"""Width of the blocks on a GPU."""
 
 
 def shape_of(settings: Settings) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def shape_of(settings: Settings) -> tuple[int, int]:
     if settings.device != "cuda":
         return settings.layers, settings.width
     memory = int(torch.cuda.get_device_properties(0).total_memory)
-    return max(1, memory // _GPU_SHARE // block_bytes(_GPU_WIDTH)), _GPU_WIDTH
+    return max(1, memory // settings.gpu_share // block_bytes(_GPU_WIDTH)), _GPU_WIDTH
 
 
 def link_of(settings: Settings) -> float:
@@ -62,7 +62,9 @@ def fewest_of(settings: Settings) -> Moved:
         trainer = Trainer(model, inputs)
         for _ in range(2):
             trainer.step()
-        return fewest_bytes(pool, trainer.step)
+        fewest = fewest_bytes(pool, trainer.step)
+        del model, trainer  # nobody needs their tensors when the pool ends
+        return fewest
 
 
 def _budget(model: Stack) -> int:

@@ -40,6 +40,11 @@ class Executor(ABC):
     Methods other than `wait` are called with the pool's lock held and must not block.
     """
 
+    @property
+    def trouble(self) -> Exception | None:
+        """Why nobody can tell at present whether transfers under way have ended; None where that can be told."""
+        return None
+
     @abstractmethod
     def start(self, commands: Sequence[Transfer | Move]) -> None:
         """Carry out the moves, start the transfers."""

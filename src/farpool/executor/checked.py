@@ -158,6 +158,10 @@ class CheckedExecutor(Executor):
     def expedite(self, transfers: Sequence[int]) -> None:
         self._inner.expedite(transfers)
 
+    @property
+    def trouble(self) -> Exception | None:
+        return self._inner.trouble
+
     def note_use(self) -> None:
         self._inner.note_use()
 

@@ -37,11 +37,7 @@ class _CheckedCopy:
         self._fence = fence
 
     def done(self) -> bool:
-        try:
-            ended = self._copy.done()
-        except Exception:
-            self._device.ended(self)
-            raise
+        ended = self._copy.done()
         if ended:
             # Asked in this order, so that work which ends between the two questions is not mistaken for a missing wait.
             if not self._device.passed(self._fence):
@@ -89,6 +85,9 @@ class CheckedDevice:
                     if place <= start and start + size <= place + nbytes:
                         del self._last_use[start, size]
                 self._last_use[place, nbytes] = self._uses
+
+    def begin_thread(self) -> None:
+        self._inner.begin_thread()
 
     def note_use(self) -> None:
         self._inner.note_use()

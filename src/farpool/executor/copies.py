@@ -14,7 +14,10 @@ class Copy(Protocol):
     """A copy under way between the host's memory and the device."""
 
     def done(self) -> bool:
-        """Whether it has ended; raises if it failed."""
+        """Whether it has ended.
+
+        Raises if that cannot be told. It may be under way then, so nobody may touch its memory; ask again later.
+        """
         ...
 
 
@@ -23,6 +26,10 @@ class Device(Protocol):
 
     Copies of one direction end in the order in which they were started.
     """
+
+    def begin_thread(self) -> None:
+        """The calling thread is the executor's own, and the one that will ask copies whether they have ended."""
+        ...
 
     def note_use(self) -> None:
         """The calling thread is about to have work of its own on the arena."""
@@ -40,9 +47,13 @@ class Device(Protocol):
         """Move inside the arena, ordered with the program's work. The ranges may overlap."""
         ...
 
-    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> Copy: ...
+    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> Copy:
+        """Start a copy into the arena; raises only if it has certainly not been started."""
+        ...
 
-    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> Copy: ...
+    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> Copy:
+        """Start a copy out of the arena; raises only if it has certainly not been started."""
+        ...
 
 
 @runtime_checkable

@@ -15,6 +15,8 @@ import torch
 
 from farpool import _native
 from farpool.errors import ConfigError, UnsupportedError
+from farpool.executor.capture import relax_thread, relaxed
+from farpool.executor.copies import Copy
 from farpool.sizes import format_size
 
 __all__ = ["CudaArena", "CudaDevice", "CudaHost", "CudaStaging"]
@@ -30,6 +32,11 @@ class CudaArena:
     ----------
     nbytes : int
         Bytes to allocate.
+
+    Attributes
+    ----------
+    stream : torch.cuda.Stream
+        The one it was allocated on. Work on that stream may still use the memory for what was freed before.
 
     Raises
     ------
@@ -48,6 +55,7 @@ class CudaArena:
         try:
             with torch.inference_mode(False):
                 self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            self.stream = torch.cuda.current_stream(self.tensor.device)
         except torch.cuda.OutOfMemoryError as error:
             free, _ = torch.cuda.mem_get_info()
             raise ConfigError(
@@ -115,7 +123,7 @@ class CudaHost:
             The driver refuses.
         """
         runtime = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), relaxed():
             status = runtime.cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
             raise OSError(f"CUDA error {int(status)}, {runtime.cudaGetErrorString(status)}")
@@ -129,7 +137,7 @@ class CudaHost:
         """Unlock what was locked at this address. No copy is under way there."""
         with self._changing:
             self._ranges = tuple(item for item in self._ranges if item[0] != address)
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), relaxed():
             torch.cuda.cudart().cudaHostUnregister(address)  # fails only where the driver has already been unloaded
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
@@ -192,6 +200,16 @@ class _EventCopy:
         return self._event.query()
 
 
+class _LostCopy:
+    """A copy without an event behind it, because CUDA raised between the two: its end cannot be told."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        raise self._error.with_traceback(None)  # else it would grow with each look
+
+
 class CudaDevice:
     """Copies on one stream for each direction. A fence is an event on every stream that has used the pool.
 
@@ -209,7 +227,7 @@ class CudaDevice:
         self._device = arena.tensor.device
         self._into = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
-        self._users: dict[int, torch.cuda.Stream] = {}
+        self._users: dict[int, torch.cuda.Stream] = {arena.stream.cuda_stream: arena.stream}
         self._moved: torch.cuda.Event | None = None
         """After the latest of our own work on a user's stream."""
 
@@ -217,6 +235,9 @@ class CudaDevice:
     def streams(self) -> list[torch.cuda.Stream]:
         """All streams with work on the arena."""
         return [self._into, self._out, *self._users.values()]
+
+    def begin_thread(self) -> None:
+        relax_thread()
 
     def note_use(self) -> None:
         """The current stream is about to have work that reads or writes the arena.
@@ -241,7 +262,19 @@ class CudaDevice:
                 stream.wait_event(self._moved)  # queued on the others when this one was not known yet
         return stream
 
+    def _forget_capturing(self) -> None:
+        """Forget streams that a CUDA graph is captured on: an event recorded there would belong to the graph.
+
+        They have no work on the arena left, because a capture begins with a synchronisation (`torch.cuda.graph` does
+        it), and they are noted anew when they are used next.
+        """
+        for number, stream in [*self._users.items()]:
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    del self._users[number]
+
     def fence(self) -> list[torch.cuda.Event]:
+        self._forget_capturing()
         return [stream.record_event() for stream in self._users.values()]
 
     def passed(self, fence: object) -> bool:
@@ -269,27 +302,31 @@ class CudaDevice:
     @contextmanager
     def _in_order(self) -> Iterator[None]:
         """What is queued inside comes after all that the program has queued on any stream, and before what it will."""
-        current = self._current()
+        # Work on a stream that is captured would be done at each replay, and not now.
+        stream = self._into if torch.cuda.is_current_stream_capturing() else self._current()
         for event in self.fence():
-            current.wait_event(event)
-        with torch.inference_mode(False), torch.no_grad():
+            stream.wait_event(event)
+        with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
             yield
-        self._moved = current.record_event()
+        self._moved = stream.record_event()
         for stream in self._users.values():
             stream.wait_event(self._moved)
 
-    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> _EventCopy:
+    def to_device(self, host: int, place: int, nbytes: int, fence: object) -> Copy:
         return self._copy(
             self._into, self._arena.tensor[place : place + nbytes], self._host.tensor(host, nbytes), fence
         )
 
-    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> _EventCopy:
+    def to_host(self, place: int, host: int, nbytes: int, fence: object) -> Copy:
         return self._copy(self._out, self._host.tensor(host, nbytes), self._arena.tensor[place : place + nbytes], fence)
 
-    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, fence: object) -> _EventCopy:
+    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, fence: object) -> Copy:
         assert isinstance(fence, list)
         with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
             for event in fence:
                 stream.wait_event(event)
-            target.copy_(source, non_blocking=True)
-            return _EventCopy(stream.record_event())
+            try:
+                target.copy_(source, non_blocking=True)
+                return _EventCopy(stream.record_event())
+            except Exception as error:
+                return _LostCopy(error)  # the copy may have been queued all the same

@@ -35,6 +35,8 @@ _COPYING = 50e-6
 _AHEAD = 32 << 20
 """Bytes of copies under way in a direction from which on only those are started that somebody waits for. It keeps the
 link busy from one look to the next, and what is demanded does not wait behind more than that."""
+_TROUBLED = 10e-3
+"""Seconds between two looks at copies while the device does not tell whether they have ended."""
 
 
 class _Leg(IntEnum):
@@ -59,8 +61,10 @@ class _Job:
     start: float = 0.0
     copies: list[Copy] = field(default_factory=list)
     """Those that have not ended."""
+    trouble: Exception | None = None
+    """Why the device could not tell, at the last look, whether one of them has ended."""
     error: Exception | None = None
-    """Why one of its copies failed. The job ends when the others have: the host's memory is theirs until then."""
+    """Why a copy was not started. The job ends when the others have: the host's memory is theirs until then."""
     dropped: bool = False
     """Cancelled while its bytes were on their way into the staging memory; ends when they have arrived."""
 
@@ -103,6 +107,7 @@ class StagedExecutor(Executor):
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
+        self._trouble: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="farpool-staging", daemon=True)
         self._thread.start()
 
@@ -134,6 +139,10 @@ class StagedExecutor(Executor):
                     todo.extend(job.transfer.after)
             self._lock.notify_all()
 
+    @property
+    def trouble(self) -> Exception | None:
+        return self._trouble
+
     def note_use(self) -> None:
         self._device.note_use()
 
@@ -158,6 +167,7 @@ class StagedExecutor(Executor):
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._device.begin_thread()
         while True:
             with self._lock:
                 if not self._jobs and not self._closing:
@@ -172,7 +182,7 @@ class StagedExecutor(Executor):
                 if not self._jobs:
                     continue
             if not progressed:
-                self._queue.wait(_COPYING if copying else _AT_TIER)
+                self._queue.wait(_AT_TIER if not copying else _COPYING if self._trouble is None else _TROUBLED)
 
     def _note_ends(self) -> bool:
         """Note which legs have ended; True if any has."""
@@ -197,6 +207,7 @@ class StagedExecutor(Executor):
                     self._finish(job, job.error)
                 else:
                     job.leg = _Leg.COPIED
+        self._trouble = next((line[0].trouble for line in self._copying.values() if line and line[0].trouble), None)
         return progressed
 
     def _advance_all(self) -> bool:
@@ -284,14 +295,20 @@ class StagedExecutor(Executor):
             job.error = error
 
     def _copied(self, job: _Job) -> bool:
-        """Whether all copies of a job have ended, well or badly."""
+        """Whether all copies of a job have certainly ended.
+
+        While the device cannot tell, as when it is lost, they count as under way: if their memory were given to others,
+        the device might still write to it. Who waits is told by a timeout that names the trouble.
+        """
         under_way = []
+        job.trouble = None
         for copy in job.copies:
             try:
-                if not copy.done():
-                    under_way.append(copy)
+                if copy.done():
+                    continue
             except Exception as error:
-                job.error = job.error or error
+                job.trouble = error
+            under_way.append(copy)
         job.copies = under_way
         return not under_way
 

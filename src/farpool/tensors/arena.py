@@ -13,7 +13,7 @@ from farpool.tensors.survivors import look_for_survivors, note
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["ArenaViews", "arena_views", "device_of"]
+__all__ = ["ArenaViews", "arena_views", "device_of", "is_device"]
 
 
 class ArenaViews:
@@ -94,6 +94,14 @@ def device_of(pool: BlockPool) -> torch.device:
     """Where a pool's tensors are."""
     arena: Any = pool.arena
     return arena.tensor.device if pool.device == "cuda" else torch.device("cpu")
+
+
+def is_device(asked: Any, device: torch.device) -> bool:
+    """Whether what a call names as a device is this one; without a number it names the current one of its kind."""
+    named = torch.device(asked)
+    if named.type != device.type or device.index is None:
+        return named.type == device.type
+    return device.index == (torch.cuda.current_device() if named.index is None else named.index)
 
 
 _views: weakref.WeakKeyDictionary[BlockPool, ArenaViews] = weakref.WeakKeyDictionary()

@@ -8,22 +8,22 @@ import torch
 
 from farpool.errors import ArgumentError
 
-__all__ = ["require_module", "require_pool"]
+__all__ = ["require_movable", "require_pool"]
 
 
 def _is_pool(value: Any) -> bool:
     return callable(getattr(value, "allocate", None)) and callable(getattr(value, "acquire", None))
 
 
-def require_module(value: Any, call: str) -> None:
+def require_movable(value: Any, call: str) -> None:
     """Raise unless `value` is what ``farpool.offload`` and ``farpool.restore`` work on.
 
     Raises
     ------
     ArgumentError
-        It is no module.
+        It is neither a module nor an optimizer.
     """
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return
     if isinstance(value, torch.Tensor):
         advice = "for a tensor " + (
@@ -31,8 +31,6 @@ def require_module(value: Any, call: str) -> None:
         )
     elif isinstance(value, dict):
         advice = "call it with the module that the tensors belong to; a paged copy of one tensor is pool.from_tensor(t)"
-    elif isinstance(value, torch.optim.Optimizer):
-        advice = "call it with the module: the state of an optimizer follows the parameters that it is made for"
     elif _is_pool(value):
         advice = (
             "the module comes first, farpool.offload(module, pool)"
@@ -43,7 +41,9 @@ def require_module(value: Any, call: str) -> None:
         advice = f"that is the class: make an instance, {value.__name__}(...)"
     else:
         advice = "call it with the model, or with the part of it that has the weights"
-    raise ArgumentError(f"farpool.{call}: the module is {_called(value)}, expected a torch.nn.Module; {advice}")
+    raise ArgumentError(
+        f"farpool.{call}: the first argument is {_called(value)}, expected a torch.nn.Module or an optimizer; {advice}"
+    )
 
 
 def require_pool(value: Any, call: str) -> None:

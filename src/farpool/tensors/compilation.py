@@ -9,19 +9,16 @@ are plain, and for this one as soon as it is restored. An export has nothing to 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import importlib.util
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from farpool.errors import FarpoolWarning, UnsupportedError
+from farpool.tensors.imports import when_imported
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 __all__ = ["apply", "invalidate_guards"]
@@ -33,38 +30,8 @@ _warned = False
 
 def apply() -> None:
     """Tell the compiler and the exporter, as soon as somebody imports them (which takes seconds)."""
-    waiting = {}
-    for name, hook in _HOOKS.items():
-        if name in sys.modules:
-            hook(sys.modules[name])
-        else:
-            waiting[name] = hook
-    if waiting and not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported(waiting))
-
-
-class _WhenImported(MetaPathFinder):
-    """Finds nothing itself; waits for modules to be imported."""
-
-    def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
-        self._waiting = waiting
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        hook = self._waiting.pop(fullname, None)
-        if hook is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                hook(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported("torch._dynamo.convert_frame", _step_aside_in)
+    when_imported("torch.export._trace", _refuse_exports_in)
 
 
 def _step_aside_in(compiler: Any) -> None:
@@ -73,6 +40,8 @@ def _step_aside_in(compiler: Any) -> None:
     compile_frame = entry.__call__
     skipped = compiler.ConvertFrameReturn
     left_alone = compiler.FrameExecStrategy(compiler.FrameAction.SKIP, compiler.FrameAction.SKIP)
+    # torch before 2.12 has no place for a reason.
+    reason = {"skip_reason": "it computes with paged tensors"} if "skip_reason" in _fields_of(skipped) else {}
 
     def call(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
         paged = _paged_in_reach(frame)
@@ -86,9 +55,7 @@ def _step_aside_in(compiler: Any) -> None:
             )
         _warn(paged)
         # For this call alone: the same code may be compiled for a module that is plain.
-        return skipped(
-            frame_exec_strategy=left_alone, apply_to_code=False, skip_reason="it computes with paged tensors"
-        )
+        return skipped(frame_exec_strategy=left_alone, apply_to_code=False, **reason)
 
     entry.__call__ = call
 
@@ -113,10 +80,8 @@ def _refusing(export: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_HOOKS: dict[str, Callable[[Any], None]] = {
-    "torch._dynamo.convert_frame": _step_aside_in,
-    "torch.export._trace": _refuse_exports_in,
-}
+def _fields_of(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def _warn(paged: PagedTensor) -> None:

@@ -10,9 +10,10 @@ This is the hot path of every step: plain loops, no tree walk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from farpool.errors import BudgetError, UnsupportedError
 from farpool.tensors import survivors
@@ -24,7 +25,7 @@ from farpool.tensors.schema import signature_of
 from farpool.tensors.treatment import Treatment
 from farpool.tensors.viewing import change_geometry, view
 
-__all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule"]
+__all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule", "rule_of"]
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Handles an overload; returns NotImplemented to leave it to the general path."""
@@ -75,10 +76,12 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
 
 def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Run one operation of which at least one argument is paged."""
-    if _modes():
+    if _modes() and any(_active(key) is not None for key in _TRACERS):
         _refuse_tracing(func, args, kwargs or {})
     for kind in types:
         if kind is not PagedTensor:
+            if kind is FakeTensor:
+                _refuse_tracing(func, args, kwargs or {})
             return NotImplemented
     handler = _handlers.get(func)
     if handler is None:
@@ -90,14 +93,21 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 
 def _handler_of(func: Any) -> Rule:
     """Analyse an overload that is seen for the first time."""
-    signature = signature_of(func)
-    general = _TREATMENTS[signature.treatment]
+    general = _TREATMENTS[signature_of(func).treatment]
     if func in _fallbacks:
         general = _retried(general, _fallbacks[func])
-    chosen = _rules.get(func)
-    if chosen is None and signature.namespace == "aten" and not signature.outputs:
-        chosen = next((found for prefix, found in _families.items() if func._opname.startswith(prefix)), None)
+    chosen = rule_of(func)
     return general if chosen is None else _ruled(chosen, general)
+
+
+def rule_of(func: Any) -> Rule | None:
+    """The rule that is written for an overload, if there is one."""
+    chosen = _rules.get(func)
+    if chosen is None:
+        signature = signature_of(func)
+        if signature.namespace == "aten" and not signature.outputs:
+            chosen = next((found for prefix, found in _families.items() if func._opname.startswith(prefix)), None)
+    return chosen
 
 
 def _ruled(rule: Rule, general: Rule) -> Rule:
@@ -142,15 +152,14 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return view(func, args, kwargs, source) if type(source) is PagedTensor else compute(func, args, kwargs)
 
 
-def _refuse_tracing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where a tracer watches: the real tensors would become constants of what it traces."""
-    if any(_active(key) is not None for key in _TRACERS):
-        paged = paged_arguments(args, kwargs)
-        raise UnsupportedError(
-            f"{func} of {describe(paged[0]) if paged else 'a paged tensor'} cannot be traced (torch.export, make_fx, "
-            "FakeTensorMode), because its bytes move: take its module out of the pool first, with "
-            "farpool.restore(module), or pass a plain copy, pool.materialize(t)"
-        )
+def _refuse_tracing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    # The real tensors would become constants of what is traced.
+    paged = paged_arguments(args, kwargs)
+    raise UnsupportedError(
+        f"{func} of {describe(paged[0]) if paged else 'a paged tensor'} cannot be traced (torch.export, make_fx, "
+        "FakeTensorMode), because its bytes move: take its module out of the pool first, with "
+        "farpool.restore(module), or pass a plain copy, pool.materialize(t)"
+    )
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "ones", "shape_of", "zeros"]
+__all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "ones", "shape_of", "to_cpu", "zeros"]
 
 
 def allocate(
@@ -125,3 +125,26 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
     plain = plain_empty(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
     copy_dense(plain, tensor, "farpool.materialize")
     return plain
+
+
+def to_cpu(tensor: PagedTensor) -> torch.Tensor:
+    """A plain copy in host memory, with the history of `tensor`."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        copied: torch.Tensor = _ToCpu.apply(tensor)  # type: ignore[no-untyped-call]
+        return copied
+    if tensor.device.type == "cpu" or not streamable(tensor):
+        return materialize(tensor).cpu()
+    plain = plain_empty(tensor.size(), tensor.stride(), tensor.dtype, torch.device("cpu"))
+    copy_dense(plain, tensor, "farpool.cpu")
+    return plain
+
+
+class _ToCpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: PagedTensor) -> torch.Tensor:
+        ctx.device = tensor.device
+        return to_cpu(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(ctx.device)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import OrderedDict
 from typing import Any
 
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.tensors.factories import from_tensor, materialize
+from farpool.tensors.factories import from_tensor
 from farpool.tensors.gradients import forget_gradients_of, page_gradients_of
+from farpool.tensors.paged_storage import SavedStorage
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
 
-__all__ = ["check_swappable", "deep_copy", "reduce", "reduce_for_process", "set_data", "shallow_copy", "swap"]
+__all__ = [
+    "check_swappable",
+    "deep_copy",
+    "reduce",
+    "reduce_for_process",
+    "set_data",
+    "shallow_copy",
+    "snapshot",
+    "swap",
+]
 
 _INTERNAL = frozenset(("_storage", "_arena", "_footprint", "_gradient_hook"))
 
@@ -44,23 +55,7 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
         )
-    old = tensor._storage
-    new = memo.get(id(old))
-    if new is None:
-        source = PagedTensor(old, tensor._arena, torch.uint8, (old.nbytes,), (1,))
-        new = memo[id(old)] = old.pool.allocate(old.nbytes, cls=old.cls, row_bytes=old.row_bytes, name=old.name)
-        copy_dense(PagedTensor(new, tensor._arena, torch.uint8, (new.nbytes,), (1,)), source, "farpool.deepcopy")
-    with torch.no_grad():
-        result = PagedTensor(
-            new,
-            tensor._arena,
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            tensor.storage_offset(),
-            conj=tensor.is_conj(),
-            neg=tensor.is_neg(),
-        )
+    result = snapshot(tensor, memo)
     memo[id(tensor)] = result
     result.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
@@ -70,6 +65,27 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
             result.grad = copy.deepcopy(tensor.grad, memo)
         result.__dict__.update(copy.deepcopy(attributes_of(tensor), memo))
     return result
+
+
+def snapshot(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
+    """A paged copy without history, of which `memo` is told: tensors that share a storage share the copy of it."""
+    old = tensor._storage
+    new = memo.get(id(old))
+    if new is None:
+        source = PagedTensor(old, tensor._arena, torch.uint8, (old.nbytes,), (1,))
+        new = memo[id(old)] = old.pool.allocate(old.nbytes, cls=old.cls, row_bytes=old.row_bytes, name=old.name)
+        copy_dense(PagedTensor(new, tensor._arena, torch.uint8, (new.nbytes,), (1,)), source, "farpool.deepcopy")
+    with torch.no_grad():
+        return PagedTensor(
+            new,
+            tensor._arena,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            conj=tensor.is_conj(),
+            neg=tensor.is_neg(),
+        )
 
 
 def shallow_copy(tensor: PagedTensor) -> PagedTensor:
@@ -82,20 +98,43 @@ def shallow_copy(tensor: PagedTensor) -> PagedTensor:
 
 
 def reduce(tensor: PagedTensor, protocol: Any) -> Any:
-    """Pickle as a plain tensor, which loads where farpool is not installed."""
+    """Pickle as a plain tensor, which loads where farpool is not installed. Bytes are read when they are written."""
     if not tensor.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) can be pickled: use t.detach() first"
         )
-    plain = materialize(tensor)
+    state = attributes_of(tensor)
+    state.pop("_is_param", None)
+    # Hooks are not saved, nor are they by torch.
+    hooks: OrderedDict[Any, Any] = OrderedDict()
     if isinstance(tensor, torch.nn.Parameter):
-        plain = torch.nn.Parameter(plain, tensor.requires_grad)
-    else:
-        plain.requires_grad_(tensor.requires_grad)
-    attributes = attributes_of(tensor)
-    attributes.pop("_is_param", None)
-    plain.__dict__.update(attributes)
-    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        values = (tensor.data, tensor.requires_grad, hooks)
+        if state:
+            return torch._utils._rebuild_parameter_with_state, (*values, state)
+        return torch._utils._rebuild_parameter, values
+    torch.utils.hooks.warn_if_has_hooks(tensor)
+    storage: Any = SavedStorage.over(tensor)
+    untyped = tensor.dtype in torch.storage._new_dtypes()
+    if not untyped:
+        storage = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=storage, dtype=tensor.dtype, _internal=True
+        )
+    args: tuple[Any, ...] = (
+        storage,
+        tensor.storage_offset(),
+        tuple(tensor.size()),
+        tensor.stride(),
+        tensor.requires_grad,
+        hooks,
+    )
+    if untyped:
+        args = (*args, tensor.dtype)
+    if metadata := torch._utils.get_tensor_metadata(tensor):  # type: ignore[no-untyped-call]
+        args = (*args, metadata)
+    rebuild = torch._utils._rebuild_tensor_v3 if untyped else torch._utils._rebuild_tensor_v2
+    if state:
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, args, state)
+    return rebuild, args
 
 
 def reduce_for_process(tensor: PagedTensor) -> Any:
@@ -118,13 +157,26 @@ def check_swappable(tensor: torch.Tensor, name: str) -> None:
         Something holds it; nothing was changed.
     """
     held = tensor._use_count()  # type: ignore[attr-defined]
-    accumulates = held == 2 and tensor.is_leaf and tensor.requires_grad
-    if held == 1 or (accumulates and not _is_distributed()):
+    if held == 1:
         return
-    raise UnsupportedError(
-        f"{name} is held by an autograd graph or by native code (DistributedDataParallel, a scripted module): "
-        "drop the outputs that were computed with it first, or call this before wrapping the module"
+    native = (
+        f"{name} is held by native code (a scripted or traced module, DistributedDataParallel): call this before "
+        "scripting, tracing or wrapping the module, or drop what was made of it"
     )
+    graph = (
+        f"{name} is held by an autograd graph: drop the outputs that were computed with it first (a loss, activations, "
+        "attributes that a module keeps)"
+    )
+    if _is_distributed() or not (tensor.is_leaf and tensor.requires_grad):
+        raise UnsupportedError(f"{graph}; or {native.removeprefix(f'{name} is ')}")
+    # Where no graph knows the leaf this makes a node that does, for a moment: one holder more.
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    known = tensor._use_count()  # type: ignore[attr-defined]
+    del node
+    if known > held:
+        raise UnsupportedError(native)
+    if held > 2:
+        raise UnsupportedError(graph)
 
 
 def _is_distributed() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch.optim.optimizer as _optimizer
 import torch.utils._foreach_utils as _foreach
 
 from farpool.errors import UnsupportedError
-from farpool.tensors import compilation
+from farpool.tensors import compilation, optimizers, savers
 from farpool.tensors.identity import reduce_for_process
+from farpool.tensors.paged_storage import PagedStorage
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 __all__ = ["apply"]
@@ -33,6 +35,11 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     # With a geometry, torch takes the source's storage before it dispatches, and a paged one has no memory.
     for value in (*args, *kwargs.values()):
+        if isinstance(value, PagedStorage):
+            raise UnsupportedError(
+                f"set_() would make a tensor view {value}, whose bytes move: use tensor.copy_(paged), or "
+                "plain.set_(pool.materialize(paged))"
+            )
         if type(value) is PagedTensor and type(tensor) is not PagedTensor:
             raise UnsupportedError(
                 f"set_() would make a plain tensor view {describe(value)}, whose bytes move: use plain.copy_(paged), "
@@ -40,6 +47,14 @@ def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             )
     result: torch.Tensor = _native_set(tensor, *args, **kwargs)
     return result
+
+
+def _module_cpu(module: torch.nn.Module) -> torch.nn.Module:
+    # The cpu() of a paged tensor is a plain copy; a module's leaves it in its pool, as moving where one is does.
+    moved: torch.nn.Module = module._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: tensor.to("cpu") if type(tensor) is PagedTensor else tensor.cpu()
+    )
+    return moved
 
 
 def apply() -> None:
@@ -52,5 +67,8 @@ def apply() -> None:
     for kinds in (_optimizer._foreach_supported_types, _foreach._foreach_supported_types):
         if PagedTensor not in kinds:
             kinds.append(PagedTensor)
+    torch.nn.Module.cpu = functools.wraps(torch.nn.Module.cpu)(_module_cpu)  # type: ignore[method-assign, assignment]
     compilation.apply()
+    optimizers.apply()
+    savers.apply()
     ForkingPickler.register(PagedTensor, reduce_for_process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from farpool.tiers.safetensors import SafetensorsFile
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["load_safetensors"]
+__all__ = ["load_safetensors", "load_tensors"]
 
 _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -66,6 +67,13 @@ def load_safetensors(path: str | os.PathLike[str], pool: BlockPool) -> dict[str,
     UnsupportedError
         A tensor has a dtype that torch does not have.
     """
+    return load_tensors(path, pool, lambda name: "weights")
+
+
+def load_tensors(
+    path: str | os.PathLike[str], pool: BlockPool, class_of: Callable[[str], str]
+) -> dict[str, PagedTensor]:
+    """As `load_safetensors`; `class_of` says of which class the blocks of a tensor are."""
     source = SafetensorsFile(path)
     source.open()
     try:
@@ -78,7 +86,7 @@ def load_safetensors(path: str | os.PathLike[str], pool: BlockPool) -> dict[str,
             dtype = _DTYPES[entry.dtype]
             strides = contiguous_strides(entry.shape)
             row_bytes = strides[0] * dtype.itemsize if len(entry.shape) > 1 and entry.extent.nbytes else 0
-            storage = pool.adopt(source, entry.extent, cls="weights", row_bytes=row_bytes, name=name)
+            storage = pool.adopt(source, entry.extent, cls=class_of(name), row_bytes=row_bytes, name=name)
             tensors[name] = PagedTensor(storage, arena, dtype, entry.shape, strides)
     except BaseException:
         source.close()

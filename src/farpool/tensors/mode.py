@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from farpool.tensors.arena import device_of, is_device
 from farpool.tensors.factories import allocate, from_tensor, shape_of
 from farpool.tensors.geometry import contiguous_strides, is_strided
 from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.pretrained import entered, is_loading, wrap_transformers
 from farpool.tensors.transfer import fill_dense
 
 if TYPE_CHECKING:
@@ -49,6 +51,18 @@ class _PagedMode(TorchFunctionMode):
     def __init__(self, pool: BlockPool) -> None:
         super().__init__()
         self._pool = pool
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> _PagedMode:
+        wrap_transformers()
+        into = entered(self._pool)
+        into.__enter__()
+        self._entered.append(into)
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -61,15 +75,18 @@ class _PagedMode(TorchFunctionMode):
         filled = func in _FILLED
         if not filled and func not in _FACTORIES:
             return func(*args, **options)
-        device = torch.device(options.get("device") or self._pool.device)
-        if device.type != self._pool.device or options.get("out") is not None:
+        wrap_transformers()  # it may have been imported since
+        if is_loading():
+            return func(*args, **options)
+        device, asked = device_of(self._pool), options.get("device")
+        if (asked is not None and not is_device(asked, device)) or options.get("out") is not None:
             return func(*args, **options)
         if filled and _FILLED_OPTIONS.issuperset(name for name, value in options.items() if value is not None):
             return self._fill(_FILLED[func], args, options)
         if func is not torch.normal:
             options = {**options, "device": device}
         result = func(*args, **{**options, "requires_grad": False} if "requires_grad" in options else options)
-        if not isinstance(result, torch.Tensor) or not is_strided(result) or result.device.type != self._pool.device:
+        if not isinstance(result, torch.Tensor) or not is_strided(result) or result.device != device:
             return result
         tensor = from_tensor(self._pool, result)
         return tensor.requires_grad_() if options.get("requires_grad") else tensor
@@ -88,7 +105,8 @@ def paged(pool: BlockPool) -> AbstractContextManager[Any]:
 
     Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are
     paged, and with them the parameters of modules that are made inside. Random ones have the bits of plain torch with
-    the same seed. Only the thread that enters it is affected.
+    the same seed. So are models that ``from_pretrained`` of transformers loads inside, as by
+    `farpool.from_pretrained`. Only the thread that enters it is affected.
 
     Parameters
     ----------

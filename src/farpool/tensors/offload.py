@@ -1,4 +1,4 @@
-"""Moving the tensors of a module into a pool and back, in place.
+"""Moving the tensors of a module or an optimizer into a pool and back, in place.
 
 The objects stay what the program holds: an optimizer, a tied layer or a weak reference made before goes on working.
 Tensors that shared memory share a storage; what is not a parameter or buffer of the module is left alone.
@@ -6,27 +6,32 @@ Tensors that shared memory share a storage; what is not a parameter or buffer of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch.nn.utils.prune import BasePruningMethod as _Pruning
+from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.tensors.arena import arena_views, device_of
-from farpool.tensors.arguments import require_module, require_pool
+from farpool.tensors.arguments import require_movable, require_pool
 from farpool.tensors.compilation import invalidate_guards
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
 from farpool.tensors.identity import check_swappable, swap
+from farpool.tensors.optimizers import moments_of, note_offload, offload_state
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
 
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["move_out", "offload", "restore"]
+__all__ = ["move_out", "offload", "paged_together", "restore"]
 
+_Owner = TypeVar("_Owner", bound=torch.nn.Module | torch.optim.Optimizer)
 _ALIGNMENT = 512
 """What torch's own memory is aligned to, on any device."""
 
@@ -57,12 +62,32 @@ def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bo
     for prefix, part in module.named_modules(remove_duplicate=True):
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{prefix or 'the module'} is scripted, its tensors cannot be exchanged: offload before"
+                f"{prefix or 'the module'} is scripted or traced, so its tensors cannot be exchanged: drop it and give "
+                "the module that it was made of. What is scripted after farpool.offload(module, pool) computes with "
+                "paged tensors"
             )
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 table = isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and name == "weight"
                 yield f"{prefix}.{name}" if prefix else name, tensor, table
+
+
+def _detach_computed(module: torch.nn.Module) -> None:
+    """Detach weights that are computed anew before each forward pass, so that their graphs hold no parameters.
+
+    The older weight and spectral norms and pruning keep them as attributes.
+    """
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, _WeightNorm | _SpectralNorm):
+                name = hook.name
+            elif isinstance(hook, _Pruning):
+                name = hook._tensor_name
+            else:
+                continue
+            value = vars(part).get(name)
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(part, name, value.detach())
 
 
 def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
@@ -87,6 +112,7 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
 
 def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
     """What there is to move, checked, grouped by shared memory."""
+    _detach_computed(module)
     shared: dict[int, _Shared] = {}
     seen: dict[int, _Shared] = {}
     for name, tensor, table in _tensors_of(module):
@@ -107,7 +133,8 @@ def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
     return list(shared.values())
 
 
-def _move_in(group: _Shared, pool: BlockPool) -> None:
+def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
+    """Paged copies of the group's tensors, which share a storage as these share memory."""
     start, stop = group.byte_range()
     largest = max(group.tensors, key=lambda tensor: tensor.numel())
     storage = pool.allocate(
@@ -140,22 +167,43 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
         if grad is not None and type(grad) is torch.Tensor and is_strided(grad) and not grad.requires_grad:
             twin.grad = from_tensor(pool, grad, cls="gradient", name=f"{storage.name}.grad")
         paged.append(twin)
-    for tensor, twin in zip(group.tensors, paged, strict=True):
+    return paged
+
+
+def _move_in(group: _Shared, pool: BlockPool) -> None:
+    for tensor, twin in zip(group.tensors, _twins(group, pool), strict=True):
         swap(tensor, twin)
 
 
-def offload(
-    module: torch.nn.Module, pool: BlockPool, *, progress: Callable[[int, int], None] | None = None
-) -> torch.nn.Module:
-    """Move all parameters and buffers of a module into a pool, in place.
+def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict[str, torch.Tensor]:
+    """Paged copies of those that are plain, without history; what shared memory shares a storage."""
+    shared: dict[int, _Shared] = {}
+    for name, tensor in tensors.items():
+        if type(tensor) is not PagedTensor:
+            group = shared.setdefault(tensor.untyped_storage()._cdata, _Shared(embedding=False))
+            group.names.append(name)
+            group.tensors.append(tensor.detach())
+    found = dict(tensors)
+    with torch.no_grad():
+        for group in shared.values():
+            found.update(zip(group.names, _twins(group, pool), strict=True))
+    return found
+
+
+def offload(module: _Owner, pool: BlockPool, *, progress: Callable[[int, int], None] | None = None) -> _Owner:
+    """Move all parameters and buffers of a module, or the moments of an optimizer, into a pool, in place.
 
     Parameters and buffers keep their identity, ties and aliases. Their gradients, those that exist and those that are
     computed from now on, are paged too. What is in this pool already stays there.
 
+    An optimizer's moments go there by themselves: new ones are made there, those that ``load_state_dict`` brings are
+    moved as they are loaded, and those that were there before the module was moved, at the optimizer's next step. Give
+    the optimizer to have them moved now.
+
     Parameters
     ----------
-    module : torch.nn.Module
-        Any module on the pool's device.
+    module : torch.nn.Module or torch.optim.Optimizer
+        Any module on the pool's device, or an optimizer whose parameters are in the pool.
     pool : BlockPool
         Where its tensors go.
     progress : callable, optional
@@ -163,15 +211,16 @@ def offload(
 
     Returns
     -------
-    torch.nn.Module
-        The same module.
+    torch.nn.Module or torch.optim.Optimizer
+        The same object.
 
     Raises
     ------
     ArgumentError
-        The arguments are swapped, or are no module and no pool.
+        The arguments are swapped, or of other kinds.
     UnsupportedError
-        A tensor is of a kind that cannot be paged, or something holds it; its name is in the message.
+        A tensor is of a kind that cannot be paged, or something holds it; its name is in the message. Or no
+        parameter of the optimizer is in the pool.
     PoolMixError
         A tensor is in another pool.
     PoolFullError
@@ -179,10 +228,13 @@ def offload(
 
     Notes
     -----
-    If it fails, the module is plain as it was before.
+    If it fails, the module or the optimizer is as it was before.
     """
-    require_module(module, "offload")
+    require_movable(module, "offload")
     require_pool(pool, "offload")
+    if isinstance(module, torch.optim.Optimizer):
+        _offload_optimizer(module, pool, progress)
+        return module
     groups = _collect(module, pool)
     sizes = [stop - start for start, stop in (group.byte_range() for group in groups)]
     done = 0
@@ -199,23 +251,50 @@ def offload(
         move_out([tensor for tensor in moved if type(tensor) is PagedTensor])
         raise
     finally:
+        note_offload()
         invalidate_guards(module)
     return module
 
 
-def restore(module: torch.nn.Module) -> torch.nn.Module:
-    """Undo `offload`: all paged parameters and buffers of a module, and their gradients, become plain again, in place.
+def _offload_optimizer(
+    optimizer: torch.optim.Optimizer, pool: BlockPool, progress: Callable[[int, int], None] | None
+) -> None:
+    moved: list[torch.Tensor] = []
+    try:
+        offload_state(optimizer, pool, progress, moved)
+    except BaseException:
+        move_out([tensor for tensor in moved if type(tensor) is PagedTensor])
+        raise
+
+
+def restore(module: _Owner) -> _Owner:
+    """Undo `offload`: what of a module (with its gradients) or of an optimizer is paged becomes plain again, in place.
+
+    A module's optimizer keeps its moments in the pool until it is given, too.
+
+    Parameters
+    ----------
+    module : torch.nn.Module or torch.optim.Optimizer
+
+    Returns
+    -------
+    torch.nn.Module or torch.optim.Optimizer
+        The same object.
 
     Raises
     ------
     ArgumentError
-        It is no module.
+        It is neither.
     UnsupportedError
         A tensor is held by an autograd graph; nothing was changed.
     PoolClosedError
         The pool is closed, its bytes are gone.
     """
-    require_module(module, "restore")
+    require_movable(module, "restore")
+    if isinstance(module, torch.optim.Optimizer):
+        move_out(moments_of(module))
+        return module
+    _detach_computed(module)
     paged: dict[int, PagedTensor] = {}
     for name, tensor, _ in _tensors_of(module):
         if type(tensor) is PagedTensor:

@@ -184,14 +184,33 @@ class PagedTensor(torch.Tensor):
 
     # -- raw memory -------------------------------------------------------------------------------------------------
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The size and identity of what this views: the same object for all views of it. Its memory cannot be had."""
+        return _paged_storage.storage_of(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy where ``force=True`` allows one; else the array would have to share the memory.
+
+        Raises
+        ------
+        UnsupportedError
+            Without `force`: what is written to a copy would be lost.
+        """
+        if not force:
+            _refuse("numpy() without force=True or cpu()")(self)
+        return self.detach().cpu().numpy()
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """A plain copy in host memory, also where the tensor computes there; `to` keeps a tensor in its pool."""
+        plain = _factories.to_cpu(self)
+        return plain if memory_format is torch.preserve_format else plain.contiguous(memory_format=memory_format)
+
     data_ptr = _refuse("data_ptr()")
     const_data_ptr = _refuse("const_data_ptr()")
     mutable_data_ptr = _refuse("mutable_data_ptr()")
-    numpy = _refuse("numpy()")
     __array__ = _refuse("numpy")
     __dlpack__ = _refuse("DLPack")
     __dlpack_device__ = _refuse("DLPack")
-    untyped_storage = _refuse("untyped_storage()")
     storage = _refuse("storage()")
     _typed_storage = _refuse("storage()")
     storage_type = _refuse("storage_type()")
@@ -211,4 +230,5 @@ import farpool.tensors.dispatch as _dispatch  # noqa: E402
 import farpool.tensors.factories as _factories  # noqa: E402
 import farpool.tensors.gradients as _gradients  # noqa: E402
 import farpool.tensors.identity as _identity  # noqa: E402
+import farpool.tensors.paged_storage as _paged_storage  # noqa: E402
 import farpool.tensors.printing as _printing  # noqa: E402

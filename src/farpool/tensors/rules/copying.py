@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from farpool.errors import UnsupportedError
+from farpool.tensors.arena import is_device
 from farpool.tensors.compute import compute
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate
@@ -108,10 +109,10 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     device = kwargs.get("device")
-    if device is not None and torch.device(device).type != source.device.type:
+    if device is not None and not is_device(device, source.device):
         raise UnsupportedError(
-            f"{describe(source)} cannot move to {device}: it lives in its pool; take a plain copy with "
-            "pool.materialize(t), or offload into a pool on that device"
+            f"{describe(source)} cannot move to {device}: it lives in its pool on {source.device}; take a plain copy "
+            "with pool.materialize(t), or offload into a pool on that device"
         )
     if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
         raise UnsupportedError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from farpool.errors import UnsupportedError
+from farpool.tensors.arena import is_device
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate, from_tensor
 from farpool.tensors.geometry import meta_view, stand_in
@@ -24,7 +25,7 @@ def _class_like(source: PagedTensor) -> str:
 
 def _elsewhere(source: PagedTensor, kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type != source.device.type
+    return device is not None and not is_device(device, source.device)
 
 
 def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:

@@ -31,15 +31,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return view(func, args, kwargs, args[0])
 
 
-@rule(_aten.tensor_split.tensor_indices_or_sections)
-def _split_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # It reads the indices' memory itself, before anything is dispatched.
-    source, indices = args[0], args[1]
-    if type(indices) is not PagedTensor:
-        return NotImplemented
-    return func(source, materialize(indices), *args[2:], **kwargs)
-
-
 @rule(_aten.as_strided_copy.default)
 def _as_strided_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     # It reads its storage, not only what its argument views.

@@ -18,7 +18,6 @@ from tests.process.pitfalls.harness import scenario
 RAW: dict[str, Callable[[torch.Tensor], Any]] = {
     "data_ptr": lambda t: t.data_ptr(),
     "numpy": lambda t: t.numpy(),
-    "numpy by force": lambda t: t.numpy(force=True),
     "np.asarray": lambda t: np.asarray(t),
     "np.array": lambda t: np.array(t),
     "a numpy function": lambda t: np.sin(t),
@@ -26,11 +25,13 @@ RAW: dict[str, Callable[[torch.Tensor], Any]] = {
     "np.from_dlpack": lambda t: np.from_dlpack(t),
     "share_memory_": lambda t: t.share_memory_(),
     "is_shared": lambda t: t.is_shared(),
-    "untyped_storage": lambda t: t.untyped_storage(),
+    "data_ptr of a storage": lambda t: t.untyped_storage().data_ptr(),
+    "a storage's bytes": lambda t: t.untyped_storage()[0],
+    "a tensor over a storage": lambda t: torch.empty(12).set_(t.untyped_storage(), 0, (12,)),
     "storage": lambda t: t.storage(),
     "pin_memory": lambda t: t.pin_memory(),
     "data_ptr of a view": lambda t: t[1:].data_ptr(),
-    "untyped_storage of a parameter": lambda t: nn.Parameter(t).untyped_storage(),
+    "data_ptr of a parameter's storage": lambda t: nn.Parameter(t).untyped_storage().data_ptr(),
 }
 
 
@@ -41,6 +42,15 @@ def raw_memory_is_refused_and_materialize_is_named(pool: Pool, ask: Callable[[to
         ask(tensor)
     same(tensor, randn(4, 3))
     assert pool.materialize(tensor).numpy().shape == (4, 3)
+
+
+@scenario(each={"cpu": lambda t: t.cpu().numpy(), "by force": lambda t: t.numpy(force=True)})
+def an_array_of_the_values_is_a_copy(pool: Pool, take: Callable[[torch.Tensor], Any]) -> None:
+    tensor = pool.from_tensor(randn(4, 3))
+    array = take(tensor)
+    assert np.array_equal(array, randn(4, 3).numpy())
+    array.fill(0)
+    same(tensor, randn(4, 3))
 
 
 @scenario()

@@ -1,0 +1,102 @@
+"""Keeps farpool's own threads from breaking a CUDA graph that the program captures in one of its threads.
+
+While any thread captures in the default mode, "global", calls that CUDA holds to be unsafe then, such as asking an
+event whether it has passed, are refused in every thread, and the capture is lost. Relaxed mode exempts a thread of
+that. It is right for ours: none of their calls belongs to a stream that is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farpool.errors import FarpoolWarning
+
+__all__ = ["exchange_function", "relax_thread", "relaxed"]
+
+_RELAXED = 2
+"""``cudaStreamCaptureModeRelaxed``, and the same in the driver."""
+_warned = False
+
+Exchange = Callable[[Any], int]
+"""Puts a mode in the place of the calling thread's own, and that in the place of the mode."""
+
+
+def exchange_function(folder: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Exchange | None:
+    """Find the function that exchanges a thread's capture mode; None if no library has it.
+
+    Symbols are looked up in torch's own libraries first: that finds them in the CUDA runtime that torch uses, be it
+    linked into them or loaded with them. The driver has the same under another name, for each runtime.
+
+    Parameters
+    ----------
+    folder : path
+        Where torch's libraries are.
+    load : callable
+        Opens a library by path or name; raises OSError where there is none.
+    """
+    runtime, driver = "cudaThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode"
+    for library, symbol in (
+        (str(folder / "libc10_cuda.so"), runtime),
+        (str(folder / "libtorch_cuda.so"), runtime),
+        ("libcuda.so.1", driver),
+    ):
+        try:
+            function: Any = getattr(load(library), symbol)
+        except (OSError, AttributeError):
+            continue
+        function.restype = ctypes.c_int
+        function.argtypes = [ctypes.POINTER(ctypes.c_int)]
+        return function  # type: ignore[no-any-return]
+    return None
+
+
+@cache
+def _exchange() -> Exchange | None:
+    function = exchange_function(Path(torch.__file__).parent / "lib")
+    if function is None:
+        _warn("neither torch's libraries nor the driver have cudaThreadExchangeStreamCaptureMode")
+    return function
+
+
+def _warn(why: str) -> None:
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    with suppress(FarpoolWarning):  # where warnings are errors it must not end a thread: the pool itself works
+        warnings.warn(
+            f"capturing a CUDA graph of plain tensors while a pool transfers may fail ({why}); capture with "
+            "torch.cuda.graph(..., capture_error_mode='thread_local') (this is said once)",
+            FarpoolWarning,
+            stacklevel=3,
+        )
+
+
+def _swap(mode: ctypes.c_int) -> None:
+    function = _exchange()
+    if function is not None and (status := function(ctypes.byref(mode))) != 0:
+        _warn(f"CUDA error {status} from cudaThreadExchangeStreamCaptureMode")
+
+
+def relax_thread() -> None:
+    """Exempt the calling thread, for as long as it lives. Only for threads that are farpool's own."""
+    _swap(ctypes.c_int(_RELAXED))
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Exempt the calling thread, which may be the program's, for as long as the block lasts."""
+    mode = ctypes.c_int(_RELAXED)
+    _swap(mode)
+    try:
+        yield
+    finally:
+        _swap(mode)

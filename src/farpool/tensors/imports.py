@@ -1,0 +1,84 @@
+"""Changing functions of other libraries by name, at once or as soon as somebody imports them.
+
+Importing them here would take seconds, and most programs need none of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["replace", "when_imported"]
+
+Patch = Callable[[Any], None]
+"""Is given the imported module and changes it."""
+
+
+def when_imported(name: str, patch: Patch) -> None:
+    """Call `patch` with the module `name`: now if it is imported already, else right after its import."""
+    module = sys.modules.get(name)
+    if module is not None:
+        patch(module)
+        return
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _finder.pending[name] = patch
+
+
+def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace the function `name` by what `make` makes of it, also where another module has imported it by name.
+
+    A function that the module does not have, or has imported from elsewhere, is left alone.
+    """
+    original = vars(module).get(name)
+    if getattr(original, "__module__", None) != module.__name__:
+        return
+    replacement = make(original)
+    for other in list(sys.modules.values()):
+        names = getattr(other, "__dict__", {})
+        for key in [key for key, value in list(names.items()) if value is original]:
+            names[key] = replacement
+
+
+class _WhenImported(MetaPathFinder):
+    """Finds nothing itself; waits for modules to be imported.
+
+    Attributes
+    ----------
+    pending : dict of str to callable
+        What to call with each module.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Patch] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        patch = self.pending.pop(fullname, None)
+        if patch is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            self.pending[fullname] = patch
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            try:
+                execute(module)
+            except BaseException:
+                self.pending[fullname] = patch
+                raise
+            patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _WhenImported()

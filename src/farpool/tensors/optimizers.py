@@ -1,0 +1,133 @@
+"""Optimizer state beside paged parameters: in the pool, also where it was not made there.
+
+Moments that an optimizer makes for a paged parameter are made like it, and so in the pool. Those that were there before
+`offload`, or that ``load_state_dict`` brings, are plain tensors: they are paged here, at the next step and as they are
+loaded. State of another shape than the parameter, step counters, and what is no plain floating-point tensor with
+memory of its own (quantized moments, slices of a flat buffer) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.optim.optimizer as _optimizer
+from torch.optim import Optimizer
+
+from farpool.errors import PoolMixError, UnsupportedError
+from farpool.tensors.factories import from_tensor
+from farpool.tensors.geometry import is_strided
+from farpool.tensors.identity import swap
+from farpool.tensors.paged_tensor import PagedTensor, describe
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["apply", "moments_of", "note_offload", "offload_state"]
+
+_native_policy: Any = Optimizer._process_value_according_to_param_policy
+_MARK = "_farpool_offloads"
+_offloads = 0
+"""How often tensors were moved into pools. An optimizer that stepped since the last time has all its state there."""
+
+
+def note_offload() -> None:
+    """Have each optimizer looked at before its next step."""
+    global _offloads
+    _offloads += 1
+
+
+def _is_moment(parameter: PagedTensor, key: object, value: object) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and key != "step"
+        and value.dim() > 0
+        and value.size() == parameter.size()
+        and (value.is_floating_point() or value.is_complex())
+        and is_strided(value)
+        and value.device == parameter.device
+        and not value.requires_grad
+    )
+
+
+def _paged(parameter: PagedTensor, value: torch.Tensor) -> PagedTensor:
+    storage = parameter._storage
+    return from_tensor(storage.pool, value, cls="optimizer", name=storage.name)
+
+
+def _plain_moments(optimizer: Optimizer) -> Iterator[tuple[PagedTensor, torch.Tensor]]:
+    """Paged parameters, and moments of theirs that are not in the pool."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter) if type(parameter) is PagedTensor else None
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if _is_moment(parameter, key, value) and value.untyped_storage().nbytes() == value.nbytes:
+                    yield parameter, value
+
+
+def moments_of(optimizer: Optimizer) -> list[PagedTensor]:
+    """The state of an optimizer that lives in a pool."""
+    return [
+        value
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+        if type(value) is PagedTensor
+    ]
+
+
+def offload_state(
+    optimizer: Optimizer, pool: BlockPool, progress: Callable[[int, int], None] | None, moved: list[torch.Tensor]
+) -> None:
+    """Page the moments of paged parameters, one after the other, in place; `moved` grows by each.
+
+    Raises
+    ------
+    UnsupportedError
+        No parameter of the optimizer is paged.
+    PoolMixError
+        One is, in another pool.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is PagedTensor]
+    if not parameters:
+        raise UnsupportedError(
+            f"no parameter of this {type(optimizer).__name__} is in a pool: offload the module first, with "
+            "farpool.offload(module, pool)"
+        )
+    for parameter in parameters:
+        if parameter._storage.pool is not pool:
+            raise PoolMixError(
+                f"{describe(parameter)} is in another pool, and its moments have to be where it is: give that pool"
+            )
+    moments = list(_plain_moments(optimizer))
+    total = sum(value.nbytes for _, value in moments)
+    for parameter, value in moments:
+        swap(value, _paged(parameter, value))
+        moved.append(value)
+        if progress is not None:
+            progress(sum(moment.nbytes for moment in moved), total)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling() or optimizer.__dict__.get(_MARK) == _offloads:
+        return
+    for parameter, value in list(_plain_moments(optimizer)):
+        swap(value, _paged(parameter, value))
+    optimizer.__dict__[_MARK] = _offloads
+
+
+def _process_loaded(parameter: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    value = _native_policy(parameter, value, *args, **kwargs)
+    key = kwargs.get("key", args[2] if len(args) > 2 else None)
+    if type(parameter) is PagedTensor and _is_moment(parameter, key, value):
+        return _paged(parameter, value)
+    return value
+
+
+def apply() -> None:
+    """Tell torch. Doing so twice changes nothing."""
+    if Optimizer._process_value_according_to_param_policy is not _process_loaded:
+        # One moment after the other: no second copy of all of them is made on the way.
+        Optimizer._process_value_according_to_param_policy = staticmethod(_process_loaded)  # type: ignore[method-assign, assignment]
+        _optimizer.register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,121 @@
+"""The storage that a paged tensor shows: a size and an identity, no memory.
+
+Savers ask for it to see which tensors share memory. ``torch.save`` gets one of its own, whose bytes are read when its
+record is written, so that a file larger than memory is written storage by storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.factories import to_cpu
+from farpool.tensors.paged_tensor import PagedTensor, describe
+
+__all__ = ["PagedStorage", "SavedStorage", "storage_of"]
+
+
+class PagedStorage(torch.UntypedStorage):
+    """The storage of paged tensors. Views of the same bytes have the same one; its memory cannot be had.
+
+    To native code it is a storage without memory, on the meta device, so nothing can read or write through it.
+    """
+
+    _bytes: PagedTensor
+
+    @classmethod
+    def over(cls, tensor: PagedTensor) -> PagedStorage:
+        """The whole storage of which `tensor` is a view."""
+        storage = tensor._storage
+        self = cls(storage.nbytes, device="meta")
+        with torch.no_grad():
+            self._bytes = PagedTensor(storage, tensor._arena, torch.uint8, (storage.nbytes,), (1,))
+        return self
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device that the tensors compute on."""
+        return self._bytes.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the tensors compute on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def _cdata(self) -> int:
+        # What torch's own savers tell storages apart by; the object that is named lives as long as the bytes.
+        return id(self._bytes._storage)
+
+    def get_device(self) -> int:
+        """The index of the GPU, or -1."""
+        return self.device.index if self.is_cuda else -1
+
+    def cpu(self) -> torch.UntypedStorage:
+        """A plain copy of all bytes."""
+        return to_cpu(self._bytes).untyped_storage()
+
+    def clone(self) -> torch.UntypedStorage:
+        """A plain copy of all bytes."""
+        return self.cpu()
+
+    def __repr__(self) -> str:
+        return f"PagedStorage({self.nbytes()} bytes of {describe(self._bytes)})"
+
+    __str__ = __repr__
+
+
+def _refuse(what: str) -> Callable[..., NoReturn]:
+    def method(self: PagedStorage, *args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} of a storage needs the raw memory of {describe(self._bytes)}, which moves between the tiers of "
+            "its pool: take a plain copy with pool.materialize(t) first. To see whether two tensors share memory, "
+            "compare the objects that untyped_storage() returns"
+        )
+
+    return method
+
+
+# Everything is refused but what tells about the storage without its memory.
+_ANSWERED = frozenset(("element_size", "nbytes", "resizable", "size", "untyped"))
+_SPECIAL = ("__copy__", "__deepcopy__", "__delitem__", "__getitem__", "__iter__", "__reduce__", "__setitem__")
+for _name in (*_SPECIAL, *[name for name in dir(torch.UntypedStorage) if not name.startswith("__")]):
+    if (
+        _name not in _ANSWERED
+        and _name not in vars(PagedStorage)
+        and callable(getattr(torch.UntypedStorage, _name, None))
+    ):
+        setattr(PagedStorage, _name, _refuse(_name))
+
+
+class SavedStorage(PagedStorage):
+    """A storage on its way into a file of ``torch.save``, which reads it when it writes it."""
+
+    def data_ptr(self) -> int:
+        """The identity again: ``torch.save`` compares it, to refuse a storage that is saved under two dtypes."""
+        return self._cdata
+
+    def __reduce__(self) -> Any:
+        return self.cpu().__reduce__()  # type: ignore[no-untyped-call]
+
+    def _write_file(self, *args: Any) -> None:
+        self.cpu()._write_file(*args)  # type: ignore[no-untyped-call]
+
+
+# Files name the class of a storage, and are to name one that is there without farpool.
+PagedStorage.__name__ = SavedStorage.__name__ = torch.UntypedStorage.__name__
+
+_known: weakref.WeakValueDictionary[int, PagedStorage] = weakref.WeakValueDictionary()
+
+
+def storage_of(tensor: PagedTensor) -> PagedStorage:
+    """The storage that ``tensor.untyped_storage()`` returns: the same object for all views, as long as it is held."""
+    key = id(tensor._storage)
+    storage = _known.get(key)
+    if storage is None:
+        storage = _known[key] = PagedStorage.over(tensor)
+    return storage

@@ -1,0 +1,348 @@
+"""Models of transformers, loaded from their checkpoints straight into a pool.
+
+transformers builds a model without memory, matches the tensors of its checkpoint with the parameters (renamed,
+converted to another dtype, fused), initializes what the checkpoint does not have, and ties. All of that stays its
+work. Four of its functions are wrapped, and do as before unless the calling thread loads into a pool:
+
+- ``_load_pretrained_model`` is given the tensors of the safetensors files as paged ones, so nothing is read;
+- ``spawn_materialize`` reads ahead with threads; paged tensors wait until they are asked for;
+- ``convert`` fuses weights on plain copies, one fused weight at a time, and what comes out is paged at once;
+- ``_finalize_model_loading`` ends with `offload`, for what is in no file: buffers and new parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farpool.errors import ArgumentError, ConfigError, FarpoolError, FarpoolWarning, UnsupportedError
+from farpool.tensors.arena import device_of
+from farpool.tensors.arguments import require_pool
+from farpool.tensors.factories import materialize
+from farpool.tensors.loading import load_tensors
+from farpool.tensors.offload import offload, paged_together
+from farpool.tensors.paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from farpool.pool import BlockPool
+
+__all__ = ["entered", "from_pretrained", "is_loading", "wrap_transformers"]
+
+_MODELING, _CONVERSION = "transformers.modeling_utils", "transformers.core_model_loading"
+_REFUSED: dict[str, str] = {
+    "device_map": "the pool decides where weights are; leave it out",
+    "max_memory": "the budget is the pool's, farpool.Pool(fast=...)",
+    "offload_folder": "the pool's lower tiers hold what does not fit, farpool.Pool(fast=..., nvme=...)",
+    "quantization_config": "quantized weights read raw memory and cannot be paged; load the model unquantized",
+    "load_in_8bit": "quantized weights read raw memory and cannot be paged; load the model unquantized",
+    "load_in_4bit": "quantized weights read raw memory and cannot be paged; load the model unquantized",
+    "gguf_file": "only safetensors files are read; save the model with model.save_pretrained(folder)",
+    "tp_plan": "tensor parallelism is not supported",
+    "tp_size": "tensor parallelism is not supported",
+    "device_mesh": "tensor parallelism is not supported",
+    "distributed_config": "distributed models are not supported",
+    "state_dict": "weights come from the files at the path; for a state dict, farpool.offload(model, pool) afterwards",
+}
+
+
+@dataclass(slots=True)
+class _Target:
+    """A pool that a thread loads into, and how far it is."""
+
+    pool: BlockPool
+    progress: Callable[[int, int], None] | None = None
+    total: int = 0
+    done: int = 0
+    reached: bool = False
+
+    def report(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None and nbytes:
+            self.progress(self.done, max(self.done, self.total))
+
+
+class _Thread(threading.local):
+    """What the calling thread loads into."""
+
+    def __init__(self) -> None:
+        self.targets: list[_Target] = []
+        self.loading = 0
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_wrapped = False
+
+
+def is_loading() -> bool:
+    """Whether the calling thread is inside transformers, whose own tensors are not to be paged one by one."""
+    return _thread.loading > 0
+
+
+@contextmanager
+def entered(pool: BlockPool, progress: Callable[[int, int], None] | None = None) -> Iterator[_Target]:
+    """Let the calling thread load checkpoints into `pool`."""
+    target = _Target(pool, progress)
+    _thread.targets.append(target)
+    try:
+        yield target
+    finally:
+        _thread.targets.pop()
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    _thread.loading += 1
+    try:
+        yield
+    finally:
+        _thread.loading -= 1
+
+
+def from_pretrained(
+    model_class: Any,
+    path: str | os.PathLike[str],
+    pool: BlockPool,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Any:
+    """Load a model of transformers into a pool, without a second copy of its weights.
+
+    The result is that of ``farpool.offload(model_class.from_pretrained(path), pool)``: the same parameters, buffers,
+    ties and dtypes, to the last bit. But weights are read from the safetensors files when they are used, and dropped,
+    not written anywhere, when they have to leave the fast tier. The files must stay as they are while the pool is open.
+
+    Weights that have to be converted (another ``dtype``, experts that are fused) are converted one at a time, and take
+    room in the pool.
+
+    Parameters
+    ----------
+    model_class : type
+        A model class of transformers, such as ``AutoModelForCausalLM`` or ``LlamaForCausalLM``.
+    path : str or path-like
+        The folder that ``save_pretrained`` wrote, or a name that ``from_pretrained`` of the class knows.
+    pool : BlockPool
+        Where its tensors live.
+    progress : callable, optional
+        Called with the bytes that are in the pool and the bytes altogether after each parameter.
+    **options
+        For ``from_pretrained`` of the class: ``dtype``, ``config``, ``attn_implementation`` and so on.
+
+    Returns
+    -------
+    torch.nn.Module
+        As ``from_pretrained`` of the class returns it.
+
+    Raises
+    ------
+    ArgumentError
+        The class is none of transformers, or the pool is no pool.
+    ConfigError
+        There is no checkpoint at the path, or a file of it is no safetensors file.
+    UnsupportedError
+        An option or the checkpoint asks for weights that a pool cannot hold; names it and what to do.
+    PoolFullError
+        The pool has no room for what is not read from files.
+    """
+    require_pool(pool, "from_pretrained")
+    _require_model_class(model_class)
+    for name, reason in _REFUSED.items():
+        if options.get(name):
+            raise UnsupportedError(f"farpool.from_pretrained: {name}={options[name]!r} does not work: {reason}")
+    wrap_transformers()
+    try:
+        with entered(pool, progress) as target, _loading():
+            result = model_class.from_pretrained(path, **options)
+    except OSError as error:
+        if isinstance(error, FarpoolError):
+            raise
+        raise ConfigError(
+            f"{model_class.__name__} cannot be loaded from {os.fspath(path)!r}, expected a folder with config.json and "
+            f"*.safetensors, as model.save_pretrained(folder) writes it: {error}"
+        ) from error
+    if not target.reached:
+        raise UnsupportedError(
+            f"{model_class.__name__}.from_pretrained loads its weights in a way of its own: use "
+            "farpool.offload(model, pool) afterwards"
+        )
+    return result
+
+
+def _require_model_class(value: Any) -> None:
+    if isinstance(value, type):
+        kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in value.__mro__}
+        if kinds & {"transformers.PreTrainedModel", "transformers._BaseAutoModelClass"}:
+            return
+        given = f"the class {value.__name__}"
+    else:
+        given = f"a {type(value).__name__}"
+    raise ArgumentError(
+        f"farpool.from_pretrained: the model class is {given}, expected one of transformers, such as "
+        "AutoModelForCausalLM; other models are loaded by their own libraries and moved with farpool.offload(model, "
+        "pool), or take farpool.load_safetensors(path, pool) with model.load_state_dict(weights, assign=True)"
+    )
+
+
+# ---- the way through transformers -----------------------------------------------------------------------------------
+
+
+def wrap_transformers() -> None:
+    """Wrap the functions of transformers that load checkpoints, if it is imported. Doing so twice changes nothing."""
+    global _wrapped
+    if _wrapped or not hasattr(sys.modules.get(_MODELING), "PreTrainedModel"):
+        return
+    with _lock:
+        if _wrapped:
+            return
+        modeling, conversion = sys.modules[_MODELING], sys.modules.get(_CONVERSION)
+        _wrapped = True
+        try:
+            _wrap(modeling, conversion)
+        except (AttributeError, KeyError):
+            version = getattr(sys.modules.get("transformers"), "__version__", "?")
+            warnings.warn(
+                f"transformers {version} loads checkpoints in a way that farpool does not know, 5.0 or later is "
+                "expected: what from_pretrained makes inside farpool.paged(pool) stays plain, move it with "
+                "farpool.offload(model, pool)",
+                FarpoolWarning,
+                stacklevel=4,
+            )
+
+
+def _wrap(modeling: Any, conversion: ModuleType | None) -> None:
+    model = modeling.PreTrainedModel
+    load, finish = vars(model)["_load_pretrained_model"], vars(model)["_finalize_model_loading"]
+    if conversion is None:
+        raise AttributeError(_CONVERSION)
+    kinds = (conversion.WeightConverter, conversion.WeightRenaming)
+    converts = [vars(kind)["convert"] for kind in kinds]
+    spawn = conversion.spawn_materialize
+    # All are there: from here on nothing fails.
+    model._load_pretrained_model = staticmethod(functools.partial(_load, load.__func__))
+    model._finalize_model_loading = staticmethod(functools.partial(_finish, finish.__func__))
+    conversion.spawn_materialize = functools.partial(_materialize_later, spawn)
+    for kind, convert in zip(kinds, converts, strict=True):
+        kind.convert = functools.partialmethod(_convert, convert, fused=kind is conversion.WeightConverter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight of a file, in the dtype that the model wants; transformers calls it when it is its turn."""
+
+    tensor: PagedTensor
+    dtype: torch.dtype | None
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor if self.dtype is None else self.tensor.to(self.dtype)
+
+    def plain(self) -> torch.Tensor:
+        plain = materialize(self.tensor)
+        return plain if self.dtype is None else plain.to(self.dtype)
+
+
+def _load(
+    original: Any, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **options: Any
+) -> Any:
+    if not _thread.targets:
+        return original(model, state_dict, checkpoint_files, load_config, *args, **options)
+    target = _thread.targets[-1]
+    _check(model, load_config)
+    target.reached, target.done, target.total = True, 0, _bytes_of(model)
+    if state_dict is None:
+        state_dict = _weights_of(model, checkpoint_files or (), target.pool)
+    with _loading():
+        return original(model, state_dict, checkpoint_files, load_config, *args, **options)
+
+
+def _finish(original: Any, model: Any, *args: Any, **options: Any) -> Any:
+    if not _thread.targets:
+        return original(model, *args, **options)
+    target = _thread.targets[-1]
+    with _loading():
+        result = original(model, *args, **options)
+        device = device_of(target.pool)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if type(tensor) is not PagedTensor and tensor.device != device:
+                tensor.data = tensor.data.to(device)
+        before = target.done
+        offload(model, target.pool, progress=lambda done, total: target.report(before + done - target.done))
+    return result
+
+
+def _materialize_later(
+    original: Any, thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any
+) -> Any:
+    if type(tensor) is PagedTensor:
+        return _Weight(tensor, dtype)
+    return original(thread_pool, tensor, device, dtype, **options)
+
+
+def _convert(self: Any, original: Any, layer_name: str, *args: Any, fused: bool, **options: Any) -> dict[str, Any]:
+    target = _thread.targets[-1] if _thread.targets else None
+    if target is not None and fused:
+        # An operation on all experts of a layer could need more than the budget; outside the pool it needs only memory.
+        for name, weights in self.collected_tensors.items():
+            self.collected_tensors[name] = [w.plain if type(w) is _Weight else w for w in weights]
+    found: dict[str, Any] = original(self, layer_name, *args, **options)
+    if target is not None:
+        found = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        found = paged_together(found, target.pool)
+        target.report(sum(tensor.nbytes for tensor in found.values()))
+    return found
+
+
+def _check(model: Any, load_config: Any) -> None:
+    """Refuse what would not end in strided tensors on the pool's device."""
+    if load_config.hf_quantizer is not None:
+        raise UnsupportedError(f"{type(model).__name__}: {_REFUSED['quantization_config']}")
+    if load_config.device_map is not None and {str(device) for device in load_config.device_map.values()} != {"cpu"}:
+        raise UnsupportedError(
+            f"{type(model).__name__}: device_map {load_config.device_map!r} does not work in a pool: "
+            f"{_REFUSED['device_map']}"
+        )
+    if load_config.device_mesh is not None:
+        raise UnsupportedError(f"{type(model).__name__}: {_REFUSED['device_mesh']}")
+
+
+def _weights_of(model: Any, files: Any, pool: BlockPool) -> dict[str, PagedTensor]:
+    for file in files:
+        if not os.fspath(file).endswith(".safetensors"):
+            raise UnsupportedError(
+                f"{file} is no safetensors file, and a pool reads no others: save the model anew with "
+                "model.save_pretrained(folder), or load it plain and call farpool.offload(model, pool)"
+            )
+    tables = _tables_of(model)
+    weights: dict[str, PagedTensor] = {}
+    for file in files:
+        weights.update(load_tensors(file, pool, lambda name: "embedding" if name in tables else "weights"))
+    return weights
+
+
+def _tables_of(model: Any) -> set[str]:
+    """Names in files of tables whose rows are picked by data, unless something else is tied to them."""
+    kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
+    tables = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, kinds)}
+    for target, source in model.all_tied_weights_keys.items():
+        if target not in tables:
+            tables.discard(source)
+    tables -= {target for target, source in model.all_tied_weights_keys.items() if source not in tables}
+    prefix = f"{model.base_model_prefix}."
+    return tables | {prefix + name for name in tables} | {name.removeprefix(prefix) for name in tables}
+
+
+def _bytes_of(model: Any) -> int:
+    """Bytes that the model has when it is loaded and tied."""
+    tied = set(model.all_tied_weights_keys)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return sum(tensor.nbytes for name, tensor in named.items() if name not in tied)
