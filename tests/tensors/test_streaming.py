@@ -192,3 +192,67 @@ def test_an_embedding_larger_than_the_budget_trains_to_the_same_bits(tight: Evil
     assert type(paged.weight.grad) is PagedTensor
     assert_same(paged.weight.grad, plain.weight.grad)
     assert_same(farpool.restore(paged).weight, plain.weight)
+
+
+def test_tensors_that_do_not_fit_together_are_joined_one_after_the_other(tight: EvilPool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(size, 24, generator=generator) for size in (30, 3, 20, 40)]
+    paged = [from_tensor(tight, part) for part in parts]
+    mixed = [paged[0], parts[1], *paged[2:]]
+    for tensors in (paged, mixed):
+        assert_same(torch.cat(tensors), torch.cat(parts))
+        assert_same(torch.cat([t.reshape(-1) for t in tensors]), torch.cat([t.reshape(-1) for t in parts]))
+        assert_same(torch.cat([t.t() for t in tensors], dim=-1), torch.cat([t.t() for t in parts], dim=-1))
+    pictures = [torch.randn(2, 8, 6, 6, generator=generator) for _ in range(3)]
+    pictures = [picture.to(memory_format=torch.channels_last) for picture in pictures]
+    joined = torch.cat([from_tensor(tight, picture) for picture in pictures], 1)
+    assert_same(joined, torch.cat(pictures, 1))
+    assert joined.stride() == torch.cat(pictures, 1).stride()
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([paged[0], paged[2]], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 48])
+def test_sparse_gradients_of_a_table_touch_only_the_rows_that_they_name(
+    width: int, dtype: torch.dtype, tight: EvilPool
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    plain = torch.randn(600, width * 4 // dtype.itemsize, generator=generator).to(dtype)
+    paged = from_tensor(tight, plain, cls="embedding")
+    rows = torch.randint(0, 600, (1, 40), generator=generator)
+    values = torch.randn(40, plain.size(1), generator=generator).to(dtype)
+    several, one, none = (
+        torch.sparse_coo_tensor(rows[:, :count], values[:count], plain.size(), check_invariants=False)
+        for count in (40, 1, 0)
+    )
+    for sparse in (several, several.coalesce(), one, none):
+        for alpha in (1, -0.37):
+            assert paged.add_(sparse, alpha=alpha) is paged
+            plain.add_(sparse, alpha=alpha)
+            assert_same(paged, plain)
+        mask, expected = paged.sparse_mask(sparse.coalesce()), plain.sparse_mask(sparse.coalesce())
+        assert mask.is_coalesced() == expected.is_coalesced()
+        assert_same(mask._indices(), expected._indices())
+        assert_same(mask._values(), expected._values())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_a_table_larger_than_the_fast_tier_is_trained_with_sparse_gradients(
+    optimizer: type[torch.optim.Optimizer], tight: EvilPool
+) -> None:
+    torch.sparse.check_sparse_tensor_invariants.disable()  # said explicitly, or torch warns once
+    results = []
+    for is_paged in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(600, 16, sparse=True)
+        if is_paged:
+            farpool.offload(table, tight)
+        steps = optimizer(table.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            steps.zero_grad()
+            table(torch.randint(0, 600, (30,), generator=generator)).square().mean().backward()
+            steps.step()
+        results.append(materialize(table.weight) if is_paged else table.weight)
+    assert_same(results[1], results[0])

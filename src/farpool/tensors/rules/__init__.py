@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
-from farpool.tensors.rules import copying, creating, elementwise, identity, lists, refused, rows, values, views
+from farpool.tensors.rules import (
+    copying,
+    creating,
+    elementwise,
+    identity,
+    joining,
+    lists,
+    refused,
+    rows,
+    sparse,
+    values,
+    views,
+)
 
-__all__ = ["copying", "creating", "elementwise", "identity", "lists", "refused", "rows", "values", "views"]
+__all__ = [
+    "copying",
+    "creating",
+    "elementwise",
+    "identity",
+    "joining",
+    "lists",
+    "refused",
+    "rows",
+    "sparse",
+    "values",
+    "views",
+]

@@ -13,6 +13,7 @@ import torch
 from farpool.tensors.dispatch import fallback
 from farpool.tensors.geometry import plain_empty
 from farpool.tensors.pieces import compute_in_pieces
+from farpool.tensors.rules.sparse import add_sparse
 
 _aten = torch.ops.aten
 
@@ -48,6 +49,9 @@ _aten = torch.ops.aten
     _aten.minimum.out,
 )
 def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in args):
+        return add_sparse(func, args, kwargs)
+
     def make_result(like: torch.Tensor) -> torch.Tensor:
         device = next(value.device for value in args if isinstance(value, torch.Tensor) and value.dim())
         return plain_empty(like.size(), like.stride(), like.dtype, device)

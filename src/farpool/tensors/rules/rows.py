@@ -1,4 +1,4 @@
-"""Reading rows of a table that may be larger than the fast tier: only the blocks of the touched rows are acquired.
+"""Rows of a table that may be larger than the fast tier: only the blocks of the touched rows are acquired.
 
 The rows are copied, so the bits are those of the operation on the whole table. Touched blocks are taken in groups that
 fit well into the budget, whatever the number of rows.
@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from farpool.engine import Mode
+from farpool.errors import FarpoolError
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import spans_blocks
 from farpool.use import Use
 
-__all__ = ["gather_rows"]
+__all__ = ["gather_rows", "is_table", "scatter_rows"]
 
 _aten = torch.ops.aten
 _INDEX_TYPES = (torch.int64, torch.int32)
@@ -25,7 +26,8 @@ _INDEX_TYPES = (torch.int64, torch.int32)
 _GROUP = 4
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
+    """Whether the rows of this tensor can be acquired alone."""
     return (
         type(value) is PagedTensor
         and value.dim() >= 1
@@ -60,7 +62,7 @@ class _Touched(NamedTuple):
     ends: list[int]
 
 
-def _touched(table: PagedTensor, rows: torch.Tensor) -> _Touched:
+def _touched(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> _Touched:
     storage = table._storage
     itemsize = table.itemsize
     step = table.stride(0) * itemsize
@@ -71,7 +73,7 @@ def _touched(table: PagedTensor, rows: torch.Tensor) -> _Touched:
     ends = counts.cumsum(0)
     firsts = rows[ends - counts]
     uses = [
-        Use(storage, origin + first * step, origin + last * step + row_bytes, Mode.READ)
+        Use(storage, origin + first * step, origin + last * step + row_bytes, mode)
         for first, last in zip(firsts.tolist(), rows[ends - 1].tolist(), strict=True)
     ]
     return _Touched(uses, firsts, ends.tolist())
@@ -95,7 +97,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
         return result
     rows, positions = torch.unique(indices.long(), return_inverse=True)
     host_rows = rows.cpu()
-    touched = _touched(table, host_rows)
+    touched = _touched(table, host_rows, Mode.READ)
 
     pool = table._storage.pool
     step = table.stride(0)
@@ -121,6 +123,46 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
     return result
 
 
+def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, op: str) -> None:
+    """Replace rows of `table` along dimension 0.
+
+    Parameters
+    ----------
+    table : PagedTensor
+        At least one-dimensional.
+    rows : torch.Tensor
+        Sorted and distinct, integers in ``[0, len(table))``.
+    values : torch.Tensor
+        Plain, ``[len(rows), *table.shape[1:]]``.
+    op : str
+        For errors and events.
+    """
+    shape = tuple(table.size()[1:])
+    host_rows = rows.cpu()
+    touched = _touched(table, host_rows, Mode.WRITE)
+    pool = table._storage.pool
+    step = table.stride(0)
+    index = first_row = 0
+    while index < len(touched.uses):
+        stop = _group(touched.uses, index, pool.fast // _GROUP)
+        last_row = touched.ends[stop - 1]
+        try:
+            access = pool.acquire(touched.uses[index:stop], op, rows=True)
+        except FarpoolError as error:
+            if first_row:
+                error.add_note(f"{op} had changed {first_row} rows already; do not simply try it again")
+            raise
+        try:
+            counts = torch.tensor(touched.ends[index:stop]).diff(prepend=torch.tensor([first_row]))
+            places = torch.tensor(access.offsets) // table.itemsize - touched.firsts[index:stop] * step
+            starts = (places.repeat_interleave(counts) + host_rows[first_row:last_row] * step).to(table.device)
+            arena = table._arena.windows(table.dtype, shape, table.stride()[1:])
+            arena.index_copy_(0, starts, values[first_row:last_row])
+        finally:
+            pool.release(access)
+        index, first_row = stop, last_row
+
+
 def _group(uses: list[Use], first: int, limit: int) -> int:
     """End of the group that begins at `first`: at least one use, and at most `limit` bytes."""
     block_bytes = uses[first].storage.block_bytes
@@ -140,7 +182,7 @@ def _raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs
 @rule(_aten.embedding.default)
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, indices = args[0], _plain(args[1])
-    if not _is_table(table) or table.dim() != 2 or indices.dtype not in _INDEX_TYPES:
+    if not is_table(table) or table.dim() != 2 or indices.dtype not in _INDEX_TYPES:
         return NotImplemented
     if _out_of_range(indices, table.size(0)):
         return _raise_as_torch(func, table, (indices, *args[2:]), kwargs)
@@ -150,7 +192,7 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule(_aten.index_select.default)
 def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, dim, indices = args[0], args[1], _plain(args[2])
-    if not _is_table(table) or dim % max(table.dim(), 1) != 0 or indices.dtype not in _INDEX_TYPES:
+    if not is_table(table) or dim % max(table.dim(), 1) != 0 or indices.dtype not in _INDEX_TYPES:
         return NotImplemented
     if indices.dim() > 1 or _out_of_range(indices, table.size(0)):
         return _raise_as_torch(func, table, (dim, indices), kwargs)
@@ -160,7 +202,7 @@ def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @rule(_aten.index.Tensor)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, indices = args[0], args[1]
-    if not _is_table(table) or not indices or indices[0] is None or any(item is not None for item in indices[1:]):
+    if not is_table(table) or not indices or indices[0] is None or any(item is not None for item in indices[1:]):
         return NotImplemented
     chosen = _plain(indices[0])
     if chosen.dtype not in _INDEX_TYPES:
