@@ -14,9 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A block of code, and the block of text right behind it, which is what the code prints.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 EXAMPLES = [
-    pytest.param(
-        code, printed, id=f"{page.stem}-{number}", marks=[] if page.stem == "README" else pytest.mark.slow
-    )
+    pytest.param(code, printed, id=f"{page.stem}-{number}", marks=[] if page.stem == "README" else pytest.mark.slow)
     for page in PAGES
     for number, (code, printed) in enumerate(BLOCK.findall(page.read_text()))
 ]
