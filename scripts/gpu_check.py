@@ -75,6 +75,10 @@ STEPS = (
 )
 
 
+NEEDED = {"versions", "build"}
+"""Steps without which the others cannot be done: there is no device, or no farpool."""
+
+
 class Report:
     """A file of JSON objects, one a line, each on the disk when `add` returns.
 
@@ -161,8 +165,8 @@ def check(
     for step in steps:
         left = deadline - GRACE - time.monotonic()
         why = "needs a GPU" if cpu and step.gpu else "out of time" if left < LEAST else ""
-        if "build" in outcomes["failed"]:
-            why = "farpool is not built"
+        if missing := NEEDED & {*outcomes["failed"]}:
+            why = f"{', '.join(missing)} failed"
         if why:
             complete &= why == "needs a GPU"
             outcomes["not run"].append(step.name)
