@@ -31,12 +31,20 @@ _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on real tensors."""
     signature = signature_of(func)
-    if signature.simple:
-        result = _compute_few(signature, func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    with lazy_bits():
-        return _compute_any(signature, func, args, kwargs)
+    try:
+        if signature.simple:
+            result = _compute_few(signature, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        with lazy_bits():
+            return _compute_any(signature, func, args, kwargs)
+    except RuntimeError as error:
+        if "storage that is not resizable" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{signature.name} would resize {describe(paged_arguments(args, kwargs)[0])} or a view of it: "
+            "pass it a plain copy, pool.materialize(t)"
+        ) from error
 
 
 def _compute_few(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
