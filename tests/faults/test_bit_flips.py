@@ -1,6 +1,6 @@
 """Flipped bits, on the wire and in the segment files: an error, a miss or the right bytes, never wrong ones.
 
-More than 100,000 trials in all.
+More than 100,000 trials in all, most of them in the slow tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.faults.proxy import FlippingProxy
 from tests.transport.live_node import Generations, connect, map_file, put, read_objects, serving, soon
 
 SEED = 20
-WIRE_TRIALS = 20_000
+WIRE_TRIALS = [2000, pytest.param(20_000, marks=pytest.mark.slow)]
 DATA_TRIALS = 45_000
 INDEX_TRIALS = 25_000
 SERVED_TRIALS = 3_000
@@ -56,8 +56,9 @@ def read_all(connection: Connection, known: Known) -> None:
         assert (reply.status, reply.generation, reply.payload) == (Status.DONE, generation, payload)
 
 
+@pytest.mark.parametrize("trials", WIRE_TRIALS)
 @pytest.mark.parametrize("direction", ["request", "reply"])
-def test_every_flip_on_the_wire_is_found_and_changes_nothing(server: NodeServer, direction: str) -> None:
+def test_every_flip_on_the_wire_is_found_and_changes_nothing(server: NodeServer, direction: str, trials: int) -> None:
     rng = random.Random(f"{SEED} {direction}")
     generations = Generations()
     clean = connect(server)
@@ -65,7 +66,7 @@ def test_every_flip_on_the_wire_is_found_and_changes_nothing(server: NodeServer,
     keys = sorted(known)
     wire = FlippingWire(server, rng, 2)
     found = dict.fromkeys(["header", "payload"], 0)
-    for trial in range(WIRE_TRIALS):
+    for trial in range(trials):
         wire = wire.renewed(server)
         key, op = rng.choice(keys), rng.choice([Op.GET, Op.GET, Op.PUT, Op.STAT])
         if op == Op.PUT:
@@ -87,7 +88,7 @@ def test_every_flip_on_the_wire_is_found_and_changes_nothing(server: NodeServer,
     wire.close()
     read_all(clean, known)
     clean.close()
-    assert min(found.values()) > WIRE_TRIALS / 10
+    assert min(found.values()) > trials / 10
 
 
 def extents(memory: mmap.mmap, known: Known) -> dict[bytes, tuple[int, int, int]]:

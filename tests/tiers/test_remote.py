@@ -320,8 +320,15 @@ def test_every_bit_that_flips_in_the_nodes_memory_is_found(node: RunningNode, tr
                 get(tier, extent)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "mapped"])
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize(
+    ("kill", "transport"),
+    [
+        (True, "tcp"),
+        (False, "mapped"),
+        pytest.param(True, "mapped", marks=pytest.mark.slow),
+        pytest.param(False, "tcp", marks=pytest.mark.slow),
+    ],
+)
 def test_a_restarted_node_still_has_what_was_written(node: RunningNode, transport: str, kill: bool) -> None:
     with Remote(node.address, size=4 * MIB, transport=transport) as tier:  # type: ignore[arg-type]
         extent, data = put(tier, 2 * MIB + 5)
@@ -386,7 +393,7 @@ def test_closing_does_not_wait_long_for_a_node_that_is_gone(node: RunningNode) -
         assert time.monotonic() - begin < PATIENCE / 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_node_killed_during_transfers_gives_typed_errors_and_no_wrong_byte(
     pair: list[str], node: RunningNode, seed: int
 ) -> None:
