@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,32 +198,32 @@ def _require_model_class(value: Any) -> None:
 
 def wrap_transformers() -> None:
     """Wrap the functions of transformers that load checkpoints, if it is imported. Doing so twice changes nothing."""
+    if not _wrapped and hasattr(sys.modules.get(_MODELING), "PreTrainedModel"):
+        with _lock:
+            _wrap_once()
+
+
+def _wrap_once() -> None:
     global _wrapped
-    if _wrapped or not hasattr(sys.modules.get(_MODELING), "PreTrainedModel"):
+    if _wrapped:
         return
-    with _lock:
-        if _wrapped:
-            return
-        modeling, conversion = sys.modules[_MODELING], sys.modules.get(_CONVERSION)
-        _wrapped = True
-        try:
-            _wrap(modeling, conversion)
-        except (AttributeError, KeyError):
-            version = getattr(sys.modules.get("transformers"), "__version__", "?")
-            warnings.warn(
-                f"transformers {version} loads checkpoints in a way that farpool does not know, 5.0 or later is "
-                "expected: what from_pretrained makes inside farpool.paged(pool) stays plain, move it with "
-                "farpool.offload(model, pool)",
-                FarpoolWarning,
-                stacklevel=4,
-            )
+    _wrapped = True
+    try:
+        _wrap(sys.modules[_MODELING], sys.modules[_CONVERSION])
+    except (AttributeError, KeyError):
+        version = getattr(sys.modules.get("transformers"), "__version__", "?")
+        warnings.warn(
+            f"transformers {version} loads checkpoints in a way that farpool does not know, 5.0 or later is expected: "
+            "what from_pretrained makes inside farpool.paged(pool) stays plain, move it with "
+            "farpool.offload(model, pool)",
+            FarpoolWarning,
+            stacklevel=4,
+        )
 
 
-def _wrap(modeling: Any, conversion: ModuleType | None) -> None:
+def _wrap(modeling: Any, conversion: Any) -> None:
     model = modeling.PreTrainedModel
     load, finish = vars(model)["_load_pretrained_model"], vars(model)["_finalize_model_loading"]
-    if conversion is None:
-        raise AttributeError(_CONVERSION)
     kinds = (conversion.WeightConverter, conversion.WeightRenaming)
     converts = [vars(kind)["convert"] for kind in kinds]
     spawn = conversion.spawn_materialize
