@@ -7,7 +7,8 @@ budget. It is worked out as the new pool would: cut, pack, count each block that
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 
 from farpool.engine import ALIGNMENT, Mode
 from farpool.storage import Cut, Storage, block_bytes, cut
@@ -31,16 +32,23 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
         All of the pool.
     """
     raw = [sum({use.storage: use.stop - use.start for use in uses}.values()) for uses in operations]
-    large = [uses for uses, nbytes in zip(operations, raw, strict=True) if nbytes * _SMALLER >= max(raw)]
-    considered = [operations[0], *large]
+    least = max(raw) // _SMALLER
+    large = [uses for uses, nbytes in zip(operations, raw, strict=True) if nbytes >= least]
+    considered = list({_shape(uses): uses for uses in (*large, operations[0])}.values())
     used = {use.storage for uses in considered for use in uses}
-    classes = {storage.cls for storage in used}
-    streams = _streams(used.union(storage for storage in storages if storage.cls in classes))
     alignment = next(iter(used)).pool.allocation.sizes.packed
+
+    @cache
+    def streams() -> list[list[Storage]]:
+        classes = {storage.cls for storage in used}
+        return _streams(used.union(storage for storage in storages if storage.cls in classes))
+
+    @cache
+    def packed(sizes: Cut) -> dict[Storage, tuple[int, int]]:
+        return _pack(streams(), sizes)
 
     def needed(budget: int) -> int:
         sizes = cut(budget, packed=alignment)
-        packed = _pack(streams, sizes)
         return max(_bytes_of(uses, sizes, packed) for uses in considered)
 
     too_small, budget = 0, ALIGNMENT
@@ -103,39 +111,45 @@ def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
     return list(streams.values())
 
 
-def _pack(streams: Iterable[Sequence[Storage]], sizes: Cut) -> dict[int, tuple[int, int]]:
-    """The shared block of each small storage, by the storage's id: its stream, and its number there."""
-    packed: dict[int, tuple[int, int]] = {}
+def _shape(uses: Iterable[Use]) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Equal for operations that need as much: the layers of a model, mostly."""
+    return tuple((u.storage.cls, u.storage.nbytes, u.storage.row_bytes, u.start, u.stop) for u in uses)
+
+
+def _pack(streams: Iterable[Sequence[Storage]], sizes: Cut) -> dict[Storage, tuple[int, int]]:
+    """The shared block of each small storage: its stream, and its number there."""
+    packed: dict[Storage, tuple[int, int]] = {}
     for stream, storages in enumerate(streams):
         number, used = 0, 0
         for storage in storages:
             if 0 < storage.nbytes <= sizes.small:
                 if used + storage.nbytes > sizes.shared:
                     number, used = number + 1, 0
-                packed[id(storage)] = stream, number
+                packed[storage] = stream, number
                 used = -(-(used + storage.nbytes) // sizes.packed) * sizes.packed
     return packed
 
 
-def _bytes_of(uses: Iterable[Use], sizes: Cut, packed: dict[int, tuple[int, int]]) -> int:
+def _bytes_of(uses: Iterable[Use], sizes: Cut, packed: Callable[[Cut], dict[Storage, tuple[int, int]]]) -> int:
     """Bytes of the blocks that uses touch, each counted once."""
-    shared: set[tuple[int, int]] = set()
-    ranges: dict[int, list[tuple[int, int]]] = {}
+    small: set[Storage] = set()
+    ranges: dict[Storage, list[tuple[int, int]]] = {}
     total = 0
     for use in uses:
         storage, start, stop = use.storage, use.start, use.stop
         if stop <= start:
             continue
         if storage.nbytes <= sizes.small:
-            shared.add(packed[id(storage)])
+            small.add(storage)
             continue
         step = block_bytes(storage.nbytes, sizes, storage.row_bytes, storage.cls)
         touched = start // step * step, min(-(-stop // step) * step, storage.nbytes)
-        ranges.setdefault(id(storage), []).append(touched)
+        ranges.setdefault(storage, []).append(touched)
     for touched_ranges in ranges.values():
         end = 0
         for start, stop in sorted(touched_ranges):
             if stop > end:
                 total += -(-(stop - max(start, end)) // sizes.alignment) * sizes.alignment
                 end = stop
-    return total + len(shared) * -(-sizes.shared // sizes.alignment) * sizes.alignment
+    shared = len(small) if len(small) < 2 else len({packed(sizes)[storage] for storage in small})
+    return total + shared * -(-sizes.shared // sizes.alignment) * sizes.alignment

@@ -52,6 +52,9 @@ SINGLE: dict[str, Callable[..., Any]] = {
     "maximum": lambda a, b, c: torch.maximum(a, b),
     "maximum out": lambda a, b, c: torch.maximum(a, b, out=a),
     "minimum": lambda a, b, c: torch.minimum(a, b),
+    "clamp": lambda a, b, c: a.clamp(-0.5, 0.3),
+    "clamp_": lambda a, b, c: a.clamp_(min=-0.5),
+    "clamp_max_": lambda a, b, c: a.clamp_max_(0.5),
 }
 LISTS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b, c: torch._foreach_add([a], [b], alpha=0.3),
@@ -73,6 +76,10 @@ LISTS: dict[str, Callable[..., Any]] = {
     "reciprocal": lambda a, b, c: torch._foreach_reciprocal([a]),
     "maximum_": lambda a, b, c: torch._foreach_maximum_([a], [b]),
     "minimum": lambda a, b, c: torch._foreach_minimum([a], [b]),
+    "clamp_min_": lambda a, b, c: torch._foreach_clamp_min_([a], -0.3),
+    "clamp_max": lambda a, b, c: torch._foreach_clamp_max([a], 0.3),
+    "copy_": lambda a, b, c: torch._foreach_copy_([a], [b]),
+    "zero_": lambda a, b, c: torch._foreach_zero_([a]),
 }
 
 

@@ -38,7 +38,10 @@ _GRAIN = 32768
 _VECTOR = 64
 """A multiple of the elements that a kernel takes at once: two registers of at most 64 bytes."""
 _ROUND_ONCE = frozenset(
-    ("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal", "maximum", "minimum", "copy", "zero")
+    (
+        *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal"),
+        *("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "copy", "zero"),
+    )
 )
 _EXACT = (torch.float32, torch.float64)
 """Others are computed in float32 and rounded again."""

@@ -29,7 +29,7 @@ _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
 _FUSED = frozenset(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"))
 _NAMES = (
     *("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp"),
-    *("sqrt", "neg", "abs", "reciprocal", "maximum", "minimum"),
+    *("sqrt", "neg", "abs", "reciprocal", "maximum", "minimum", "clamp_min", "clamp_max", "copy", "zero"),
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _ELEMENTWISE = _FUSED | {f"_foreach_{name}{ending}" for name in _NAMES for ending in ("", "_")} | {_UNSCALE}
@@ -50,12 +50,11 @@ def _elements(name: str, value: Any, part: slice) -> Any:
 
 def _parts(lists: Sequence[Sequence[Any]], count: int) -> Iterator[slice]:
     """Stretches of the lists that take little room together, or have one element."""
-    start = total = 0
+    start = total = fast = 0
     blocks: dict[int, int] = {}
     for index in range(count):
         nbytes = 0
         touched: dict[int, int] = {}
-        fast = 0
         for value in lists:
             tensor = value[index]
             if type(tensor) is PagedTensor:
