@@ -29,7 +29,7 @@ demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its 
 	@$(BIN)/farpool demo $(ARGS)
 
 test: $(DEV) ## Run the tests that are quick (ARGS="-k budget")
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)
 
 test-long: $(DEV) ## Run the tests that take their time (ARGS="-k history")
 	@$(PYTEST) -m slow $(ARGS)

@@ -6,8 +6,10 @@ transfers run outside it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,7 +29,7 @@ from farpool.lower_tiers import LowerTiers
 from farpool.packing import Packing
 from farpool.recording import Note, Recorder
 from farpool.space import TierSpace
-from farpool.storage import CLASSES, Dropped, cut
+from farpool.storage import CLASSES, Dropped, Storage, cut
 from farpool.traffic import Traffic
 from farpool.use import Use, runs_of
 
@@ -86,6 +88,10 @@ class Accesses:
         self.config = config
         self.dropped: deque[Dropped] = deque()
         """Storages that died since the pool last looked."""
+        self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+        """All that live."""
+        self._births = itertools.count()
+        """Numbers storages in the order in which they were made, or first used."""
         self.ledger = ledger
         self._lower = lower
         self._device = device
@@ -108,7 +114,7 @@ class Accesses:
         )
         self._calm = Calm(self.engine)
         self._packing = Packing(
-            self.allocation, self._executor, self._lock, self._acquire, self.release, self._check_open
+            self.allocation, self._executor, self._lock, self._acquire, self.release, self._check_open, self._births
         )
         self._granted = 0
         """Accesses that have not been released yet."""
@@ -180,7 +186,7 @@ class Accesses:
             try:
                 grant = self.engine.request(runs, time.monotonic())
             except TooLargeError as error:
-                raise operands_too_large(error, uses, op, self.engine.arena.capacity) from None
+                raise operands_too_large(error, uses, op, self.engine.arena.capacity, self._storages) from None
             asked = 0 if grant.granted else time.perf_counter_ns()
             self._traffic.start()
             if not grant.granted:
@@ -207,7 +213,7 @@ class Accesses:
     def _raise_refusal(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
         error = grant.error
         if isinstance(error, TooLargeError):
-            raise operands_too_large(error, uses, op, self.engine.arena.capacity)
+            raise operands_too_large(error, uses, op, self.engine.arena.capacity, self._storages)
         if isinstance(error, NoRoomError):
             raise no_room(error, op, self._lower.tiers)
         if error is not None:

@@ -67,7 +67,10 @@ class BudgetError(FarpoolError, MemoryError):
     op : str
         The operation, for example ``aten.addmm``.
     needed : int
-        Bytes of fast tier that the operation needs; the smallest budget that works.
+        The smallest budget, in bytes of fast tier, that works for the step as far as it is known, in a new pool that is
+        used in the same way: for the operation (for each element of its lists), for each weight of the pool with its
+        bias, and for the operation on each layer whose names differ in numbers only. Optimizers add nothing to it,
+        since they are worked off in pieces. The message says so where the operation alone would need less.
     budget : int
         Bytes of fast tier (or, at a pool's end, of memory) that there are.
     """

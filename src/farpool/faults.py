@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from farpool.engine import NoRoomError, TooLargeError
 from farpool.errors import BudgetError, NodeTimeoutError, PoolFullError, TierError, TierTimeoutError
+from farpool.need import smallest_budget, uses_of_layers
 from farpool.sizes import format_size
+from farpool.storage import Storage
 from farpool.tiers import Tier
-from farpool.use import Use, describe, smallest_budget
+from farpool.use import Use, describe
 
 __all__ = ["does_not_fit", "no_room", "operands_too_large", "with_tier_and_block"]
 
 
-def operands_too_large(error: TooLargeError, uses: Sequence[Use], op: str, budget: int) -> BudgetError:
-    """An op's operands exceed the fast tier: names op, operands and the smallest budget that works.
+def operands_too_large(
+    error: TooLargeError, uses: Sequence[Use], op: str, budget: int, storages: Collection[Storage]
+) -> BudgetError:
+    """An op's operands exceed the fast tier: names op, operands and the smallest budget that works for a whole step.
 
     In a new pool of that budget, that is; in one that was made smaller the blocks may be larger, and need what they
     need.
+
+    Parameters
+    ----------
+    storages : collection of Storage
+        All of the pool.
     """
-    needed = smallest_budget(uses)
+    alone = smallest_budget([uses], storages)
+    needed = smallest_budget([uses, *uses_of_layers(storages, uses)], storages)
     if needed <= budget:
-        needed = max(needed, int(error.args[0]))
+        alone = needed = max(needed, int(error.args[0]))
+    others = "" if needed == alone else f"; this operation alone would work with {alone}, other layers would not"
     return BudgetError(
         f"{op or 'access'}: its operands do not fit into the fast tier together: {describe(uses)}; the budget is "
-        f"{format_size(budget)}, the smallest that works is {needed} bytes ({format_size(needed)})",
+        f"{format_size(budget)}, the smallest that works is {needed} bytes ({format_size(needed)}){others}",
         op=op,
         needed=needed,
         budget=budget,

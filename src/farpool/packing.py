@@ -7,7 +7,7 @@ first use such a *loose* storage gets another place, in the order of first uses.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from farpool.allocation import USED, Allocation
@@ -37,6 +37,8 @@ class Packing:
         Pin operands and let them go, as the pool does, but loose ones where they are. Without the lock.
     check_open : callable
         Raises if the pool has been closed.
+    births : iterator of int
+        Numbers storages in the order in which they were made, or first used.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Packing:
         acquire: Callable[[Sequence[Use], str], Access],
         release: Callable[[Access], None],
         check_open: Callable[[], None],
+        births: Iterator[int],
     ) -> None:
         self._allocation = allocation
         self._executor = executor
@@ -54,11 +57,15 @@ class Packing:
         self._acquire = acquire
         self._release = release
         self._check_open = check_open
+        self._births = births
         self._under_way: set[int] = set()
         """Storages that a thread is packing; others wait for it."""
 
     def pack(self, storage: Storage, op: str) -> None:
-        """Pack a loose storage, or wait for the thread that does. Where that fails, it stays where it is."""
+        """Pack a loose storage, if it is small, or wait for the thread that does.
+
+        Where that fails, it stays where it is.
+        """
         self._check_open()  # before the lock: in the child of a fork, its holder may be gone
         with self._lock:
             while storage.loose and id(storage) in self._under_way:
@@ -67,6 +74,10 @@ class Packing:
             if not storage.loose:
                 return
             self._check_open()
+            storage.first_used = next(self._births)
+            if not storage.shared:
+                storage.loose = False
+                return
             self._under_way.add(id(storage))
         try:
             with self._lock:

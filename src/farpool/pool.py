@@ -192,7 +192,8 @@ class BlockPool(Accesses):
             self._collect_dropped()
             self._check_room(nbytes, cls, name)
             blocks = self.allocation.allocate(nbytes, cls, row_bytes, name=name)
-        storage = Storage(self, nbytes, cls, name, row_bytes, blocks)
+            storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
+            self._storages.add(storage)
         if self.account.listening:
             self.account.note(Event("create", time.monotonic(), nbytes=nbytes, block=blocks.first, cause=cls))
         return storage
@@ -206,14 +207,16 @@ class BlockPool(Accesses):
             self._collect_dropped()
             index = self._lower.number_of(source, self.engine)
             blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset, name=name)
-        return Storage(self, extent.nbytes, cls, name, row_bytes, blocks)
+            storage = Storage(self, extent.nbytes, cls, name, row_bytes, blocks, next(self._births))
+            self._storages.add(storage)
+        return storage
 
     def pack_at_first_use(self, storage: Storage) -> None:
-        """Pack a small storage with what is used next to it, as soon as that is known: when it is first used.
+        """Pack a storage, if it is small, beside what is used next to it, which is known when it is first used.
 
         For storages that are filled long before, in another order.
         """
-        storage.loose = storage.shared and not storage.adopted
+        storage.loose = not storage.adopted
 
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
         held = self.allocation.written

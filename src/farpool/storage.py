@@ -141,7 +141,10 @@ class Storage:
     adopted : bool
         Whether its bytes came from a file that keeps the clean copy.
     loose : bool
-        Whether it is still to be packed with what is used next to it, at its first use.
+        Whether it is still to be packed, if it is small, with what is used next to it, at its first use.
+    made, first_used : int
+        Its places in the orders in which storages were made and, of those that are packed at their first use, first
+        used; -1 if it was not.
     """
 
     __slots__ = (
@@ -151,7 +154,9 @@ class Storage:
         "cls",
         "count",
         "first",
+        "first_used",
         "loose",
+        "made",
         "name",
         "nbytes",
         "offset",
@@ -160,7 +165,9 @@ class Storage:
         "shared",
     )
 
-    def __init__(self, pool: BlockPool, nbytes: int, cls: str, name: str, row_bytes: int, blocks: Blocks) -> None:
+    def __init__(
+        self, pool: BlockPool, nbytes: int, cls: str, name: str, row_bytes: int, blocks: Blocks, made: int = -1
+    ) -> None:
         self.pool = pool
         self.nbytes = nbytes
         self.cls = cls
@@ -173,6 +180,8 @@ class Storage:
         self.shared = blocks.shared
         self.adopted = blocks.adopted
         self.loose = False
+        self.made = made
+        self.first_used = -1
 
     def __repr__(self) -> str:
         return f"Storage({self.name or self.cls}, {self.nbytes} bytes in {self.count} blocks)"

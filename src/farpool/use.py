@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from farpool.engine import ALIGNMENT, Mode, Run
+from farpool.engine import Mode, Run
 from farpool.sizes import format_size
-from farpool.storage import Storage, block_bytes, cut
+from farpool.storage import Storage
 
-__all__ = ["Use", "describe", "runs_of", "smallest_budget"]
+__all__ = ["Use", "describe", "runs_of"]
 
 _FEW = 4
 """As many uses as this are quicker compared with each other than sorted."""
@@ -130,33 +130,6 @@ def _merged(uses: Sequence[Use], rows: bool) -> tuple[list[Run], list[tuple[int,
             offset += (block - runs[number].first) * use.storage.block_bytes
         places.append((number, offset))
     return runs, places
-
-
-def smallest_budget(uses: Sequence[Use]) -> int:
-    """Bytes of fast tier with which these uses fit together, in a pool made with that budget.
-
-    Blocks are cut in proportion to the budget, so it is found by trying.
-    """
-    budget = ALIGNMENT
-    while (needed := _needed(uses, budget)) > budget:
-        budget = needed
-    return budget
-
-
-def _needed(uses: Sequence[Use], budget: int) -> int:
-    sizes = cut(budget)
-    spans: set[tuple[int, int, int]] = set()
-    total = 0
-    for use in uses:
-        storage, start, stop = use.storage, use.start, use.stop
-        if stop <= start:
-            continue
-        if storage.nbytes <= sizes.small:
-            total += sizes.shared  # each might lie in a shared block of its own
-            continue
-        step = block_bytes(storage.nbytes, sizes, storage.row_bytes, storage.cls)
-        spans.add((id(storage), start // step * step, min(-(-stop // step) * step, storage.nbytes)))
-    return total + sum(-(-(stop - start) // sizes.alignment) * sizes.alignment for _, start, stop in spans)
 
 
 def describe(uses: Sequence[Use]) -> str:

@@ -36,6 +36,7 @@ def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=True)
 
 
+@pytest.mark.slow
 def test_the_demo_gives_the_same_bits_inside_its_budget(tmp_path: Path) -> None:
     done = command("demo", "--texts", "40", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -47,6 +48,7 @@ def test_the_demo_gives_the_same_bits_inside_its_budget(tmp_path: Path) -> None:
     assert (tmp_path / "farpool-timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_demo_finds_the_users_own_text(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
@@ -61,9 +63,9 @@ def test_the_demo_finds_the_users_own_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--budget", "lots"), "--budget 'lots'"),
+        pytest.param(("--budget", "lots"), "--budget 'lots'", marks=pytest.mark.slow),
         (("--docs", "nowhere"), "nowhere"),
-        (("--timeline", "nowhere/t.png"), "nowhere"),
+        pytest.param(("--timeline", "nowhere/t.png"), "nowhere", marks=pytest.mark.slow),
     ],
 )
 def test_an_error_is_one_line_without_a_traceback(tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from farpool import Store
 from farpool.node.process import RunningNode, running_node
-from tests.cli.test_command import command
+from tests.cli.here import command
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from farpool import Pool
 from farpool.tape_file import Access, TapeFile
-from tests.cli.test_command import command
+from tests.cli.here import command
 
 torch = pytest.importorskip("torch")
 

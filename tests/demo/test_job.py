@@ -25,6 +25,7 @@ def test_a_wrong_size_is_refused_with_the_name_of_its_option(size: str) -> None:
         share_of(size, 1000, "--dram")
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
     outcome = run(Settings(budget="10%", texts=48, timeline=tmp_path / "timeline.png"), silent)
     assert outcome.equal
@@ -33,6 +34,7 @@ def test_a_tenth_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_every_lower_tier_is_read(tmp_path: Path) -> None:
     outcome = run(Settings(texts=33), silent)
     read = {link.source for link in outcome.rest.links if link.nbytes}

@@ -18,6 +18,7 @@ from farpool.transport.channel import Channel
 from tests.nodes import stats
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # it starts five processes that import torch
 def test_the_remote_demo_gives_the_same_bits_from_nodes_and_from_mapped_weights() -> None:
     steps: dict[str, tuple[int, int]] = {}

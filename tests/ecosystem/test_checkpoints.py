@@ -305,6 +305,8 @@ def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
         for model, optimizer in zip((plain, paged), optimizers, strict=True)
     ]
+    for state in states:
+        state["rows"] = state["model"]["transformer.wte.weight"][3:5]
     running = [save(state, tmp_path / name) for state, name in zip(states, ("plain", "paged"), strict=True)]
     expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     for model in (plain, paged):
@@ -317,10 +319,12 @@ def test_a_distributed_checkpoint_is_saved_and_loaded_in_place(
     for folder in ("plain", "paged"):
         target = farpool.offload(language_model(1), pool)
         state = {"model": target.state_dict(), "optimizer": trained(target).state_dict()["state"]}
+        state["rows"] = pool.zeros(2, 32)
         dcp.load(state, checkpoint_id=tmp_path / folder)
         assert_paged(target)
         assert_same_state(dict(target.state_dict()), expected)
         assert_same_state(state["optimizer"], states[0]["optimizer"])
+        assert_same(state["rows"], expected["transformer.wte.weight"][3:5])
     other = language_model(1)
     dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / "paged")
     assert_same_state(dict(other.state_dict()), expected)
@@ -335,17 +339,13 @@ import torch, farpool
 import safetensors.torch, transformers, lightning.fabric.utilities.cloud_io as cloud_io
 import torch.distributed.checkpoint as dcp
 
-WEIGHTS = 96 << 20
-
 def status(key):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(key))
 
 folder = pathlib.Path(sys.argv[1])
-config = transformers.GPT2Config(vocab_size=1024, n_positions=64, n_embd=512, n_layer=7, n_head=8)
+config = transformers.GPT2Config(vocab_size=1024, n_positions=64, n_embd=512, n_layer=4, n_head=8)
 with farpool.Pool("16MiB", [farpool.Dram("8MiB"), farpool.Nvme(folder / "far.pool", "512MiB")]) as pool:
-    with farpool.paged(pool):
-        model = transformers.GPT2LMHeadModel(config)
-    farpool.offload(model, pool)
+    model = farpool.offload(transformers.GPT2LMHeadModel(config), pool)
     size = sum(p.nbytes for p in model.parameters())
     savers = {
         "torch.save": lambda: torch.save(model.state_dict(), folder / "a.pt"),
@@ -371,6 +371,6 @@ def test_no_saver_holds_the_weights_in_plain_memory(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     size, grown = json.loads(done.stdout.splitlines()[-1])
-    assert size > 80 << 20
+    assert size > 48 << 20
     for saver, nbytes in grown.items():
-        assert nbytes < size / 4, (saver, nbytes, size)
+        assert nbytes < size / 3, (saver, nbytes, size)

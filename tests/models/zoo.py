@@ -1,20 +1,13 @@
-"""Models built from their configurations with a fixed seed, and batches for them."""
+"""Models built from their configurations with a fixed seed, and batches for them.
+
+Their library is imported when one is built: it takes seconds, which collecting tests need not spend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 Batch = dict[str, torch.Tensor]
 
@@ -32,6 +25,8 @@ def _pictures() -> Batch:
 
 
 def _bert() -> torch.nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
     return BertForMaskedLM(
         BertConfig(
             vocab_size=VOCABULARY,
@@ -45,12 +40,16 @@ def _bert() -> torch.nn.Module:
 
 
 def _gpt2() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_inner=INNER, n_positions=64)
     )
 
 
 def _llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -65,6 +64,8 @@ def _llama() -> torch.nn.Module:
 
 
 def _vit() -> torch.nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
     return ViTForImageClassification(
         ViTConfig(
             image_size=32,

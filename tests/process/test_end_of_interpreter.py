@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +15,13 @@ def open_pool():
 def make():
     return torch.nn.Sequential(*[torch.nn.Linear(32, 32, bias=False) for _ in range(4)])
 """
-LOST = "farpool: the program ended while a pool held 4 live parameters (16.0 KiB), which are lost"
+LOST = "farpool: the program ended while a pool held 4 live parameters (16 KiB), which are lost"
 
 
-def run(code: str, folder: object) -> subprocess.CompletedProcess[str]:
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", PRELUDE + code],
-        cwd=str(folder),
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=200,
@@ -28,13 +29,13 @@ def run(code: str, folder: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_parameters_in_an_open_pool_are_named_in_one_line(tmp_path: object) -> None:
+def test_parameters_in_an_open_pool_are_named_in_one_line(tmp_path: Path) -> None:
     done = run("pool = open_pool(); model = farpool.offload(make(), pool)", tmp_path)
     assert done.returncode == 0
     assert done.stderr.startswith(LOST)
     assert len(done.stderr.splitlines()) == 1
     assert "farpool.restore(model)" in done.stderr
-    assert not list(tmp_path.iterdir())  # type: ignore[attr-defined]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -46,12 +47,12 @@ def test_parameters_in_an_open_pool_are_named_in_one_line(tmp_path: object) -> N
     ],
     ids=["no parameters", "no tensors", "dropped"],
 )
-def test_without_live_parameters_nothing_is_said(code: str, tmp_path: object) -> None:
+def test_without_live_parameters_nothing_is_said(code: str, tmp_path: Path) -> None:
     done = run(code, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_error_within_the_with_block_is_shown_and_the_pool_is_left(tmp_path: object) -> None:
+def test_an_error_within_the_with_block_is_shown_and_the_pool_is_left(tmp_path: Path) -> None:
     done = run(
         "import warnings; warnings.simplefilter('default')\n"
         "with open_pool() as pool:\n    model = farpool.offload(make(), pool)\n    raise KeyError('mine')",
@@ -63,7 +64,7 @@ def test_an_error_within_the_with_block_is_shown_and_the_pool_is_left(tmp_path: 
     assert "which are lost" not in done.stderr
 
 
-def test_a_pool_that_could_not_be_left_says_both(tmp_path: object) -> None:
+def test_a_pool_that_could_not_be_left_says_both(tmp_path: Path) -> None:
     done = run(
         "from farpool.tensors import leaving; leaving.available_memory = lambda: 1000\n"
         "with open_pool() as pool:\n    model = farpool.offload(make(), pool)\n    raise KeyError('mine')",

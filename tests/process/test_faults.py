@@ -360,11 +360,14 @@ def test_a_tier_that_is_full_on_purpose_is_a_typed_error_and_works_when_it_has_r
 
 def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_closed() -> None:
     tier = Faulty(Dram("1MiB"), script={}, stall_seconds=100_000.0)  # whoever waits for it never ends
-    with Pool("32KiB", [tier], timeout=0.5) as pool:
-        tensor = pool.from_tensor(randn(4000))
-        churn(pool)
-        tier._script = {tier.operations + i: farpool.tiers.faulty.Fault.STALL for i in range(4)}
-        with pytest.raises(farpool.TierTimeoutError, match=r"waited 0\.5 s") as caught:
-            tensor.sum()
-        assert caught.value.tier == "dram"
-        check_accounts(pool)
+    pool = Pool("32KiB", [tier], timeout=0.5)
+    tensor = pool.from_tensor(randn(4000))
+    churn(pool)
+    tier._script = {tier.operations + i: farpool.tiers.faulty.Fault.STALL for i in range(4)}
+    with pytest.raises(farpool.TierTimeoutError, match=r"waited 0\.5 s") as caught:
+        tensor.sum()
+    assert caught.value.tier == "dram"
+    check_accounts(pool)
+    del caught, tensor  # what still lives would be read when the pool is left
+    with pytest.warns(farpool.FarpoolWarning, match="may still use the memory and files of the fast tier, dram"):
+        pool.__exit__(None, None, None)

@@ -10,17 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 import farpool
 from farpool import FarpoolWarning, Pool, UnsupportedError
 from farpool.tensors import compilation
 from tests.tensors.bits import assert_same, tensors_of
+
+if TYPE_CHECKING:
+    from torch._dynamo.testing import CompileCounter
 
 _X = torch.linspace(-1, 1, 4 * 16).view(4, 16)
 
@@ -47,6 +49,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def graphs() -> CompileCounter:
     """A backend that counts the graphs it is given and runs them as they are."""
+    from torch._dynamo.testing import CompileCounter  # takes seconds to import
+
     return CompileCounter()
 
 

@@ -25,8 +25,25 @@ OPTIMIZERS: dict[str, Any] = {
     "nadam": lambda p, **form: torch.optim.NAdam(p, **form),
     "lbfgs": lambda p, **form: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
+SAMPLE = {
+    ("sgd", "loop", "before"),
+    ("adam", "foreach", "after"),
+    ("adamw", "fused", "before"),
+    ("adagrad", "fused", "after"),
+    ("rmsprop", "foreach", "before"),
+    ("adadelta", "loop", "after"),
+    ("nadam", "foreach", "after"),
+    ("lbfgs", "loop", "before"),
+}
+"""Each optimizer, and each form before and after offloading; the slow tests try every combination."""
 CASES = [
-    pytest.param(name, form, when, id=f"{name}-{form}-{when}")
+    pytest.param(
+        name,
+        form,
+        when,
+        id=f"{name}-{form}-{when}",
+        marks=[] if (name, form, when) in SAMPLE else pytest.mark.slow,
+    )
     for (name, form), when in itertools.product(itertools.product(OPTIMIZERS, FORMS), ("before", "after"))
     if not (form == "fused" and name not in ("sgd", "adam", "adamw", "adagrad"))
     and not (name == "lbfgs" and form != "loop")

@@ -45,6 +45,7 @@ def measure_operations(device: str, calls: int, rounds: int, progress: Progress)
                 work()
             plain, paged = in_turn(works, rounds, case.name, progress)
             measured.append(Operation.of(case.name, case.paged_arguments, plain, paged))
+        del case, works  # nobody needs their tensors when the pool ends
     return tuple(measured)
 
 

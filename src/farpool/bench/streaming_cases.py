@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -53,10 +54,10 @@ def fewest_of(model: Stack, budget: int, device: str) -> int:
     """Bytes that one pass of a paged copy of the model has to bring in, in steady state."""
     inputs = model.inputs(_PROBE_TOKENS)
     with Pool(budget, [Dram(2 * model.nbytes)], device=device, prefetch=False) as pool:
-        probe = offload(copy.deepcopy(model), pool)
-        seconds_of(probe, inputs, device)
-        fewest = fewest_bytes(pool, lambda: seconds_of(probe, inputs, device))
-        del probe  # nobody needs its weights when the pool ends
+        step = partial(seconds_of, offload(copy.deepcopy(model), pool), inputs, device)
+        step()
+        fewest = fewest_bytes(pool, step)
+        del step  # nobody needs the copy's weights when the pool ends
         return fewest.fetched
 
 
@@ -133,6 +134,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
         told(settings.rounds, settings.rounds)
         strip = _strip(pool, lambda: run(paged, "farpool"))
         stats = pool.stats()
+        paged = demand = plain  # nobody needs the copies' weights when the pools end
     limits = [max(seconds, transfer) for seconds in samples.resident]
     peers = [measured("demand fetching", samples.demand, samples.paged, limits)]
     if peer is None:

@@ -158,6 +158,7 @@ def measure_case(
         limits = [max(one.seconds, link_seconds) for one in samples.resident]
         ours = [one.seconds for one in samples.paged]
         peers = tuple(candidate.result(ours, limits) for candidate in candidates)
+        del paged, paged_model  # nobody needs their tensors when the pool ends
     resident_seconds = [one.seconds for one in samples.resident]
     return Case(
         wanted=ratio,

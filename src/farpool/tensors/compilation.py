@@ -40,7 +40,7 @@ def _step_aside_in(compiler: Any) -> None:
     compile_frame = entry.__call__
     skipped = compiler.ConvertFrameReturn
     left_alone = compiler.FrameExecStrategy(compiler.FrameAction.SKIP, compiler.FrameAction.SKIP)
-    # torch before 2.12 has no place for a reason.
+    # Older torch, such as 2.11, has no place for a reason.
     reason = {"skip_reason": "it computes with paged tensors"} if "skip_reason" in _fields_of(skipped) else {}
 
     def call(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:

@@ -107,7 +107,10 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
     if signature.treatment is Treatment.COPIES:
         return compute_on_copies(signature, func, args, kwargs)
 
-    first = paged_arguments(args, kwargs)[0]
+    found = paged_arguments(args, kwargs)
+    if not found:  # meanwhile another thread has taken them out of the pool
+        return func(*args, **kwargs)
+    first = found[0]
     operands = Operands()
     writes = signature.writes
     for position, value in enumerate(args):

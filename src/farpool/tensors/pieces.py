@@ -1,12 +1,12 @@
-"""Elementwise operations on tensors larger than the fast tier, piece by piece, with the bits of one call on all of it.
+"""Elementwise operations on tensors larger than the fast tier, in pieces, with the bits of one call on the whole.
 
-torch's kernels for the CPU compute the elements of a tensor in vector registers, and the last few of each thread's share
-one by one. Both round alike nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits, and a compiler
-may contract one of them and not the other. So a cut must not change how an element is computed.
+torch's kernels for the CPU compute the elements of a tensor in vector registers, and the last few of each thread's
+share one by one. Both round alike nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits, and a
+compiler may contract one of them and not the other. So a cut must not change how an element is computed.
 
-- Operations of one tensor (also in a ``_foreach_`` list) are divided among threads in equal shares. Cuts are made at the
-  beginning of each share and at whole vectors after it, and a piece is computed in calls whose own shares are whole
-  vectors again.
+- Operations of one tensor (also in a ``_foreach_`` list) are divided among threads in equal shares. Cuts are made at
+  the beginning of each share and at whole vectors after it, and a piece is computed in calls whose own shares are
+  whole vectors again.
 - Fused optimizers divide a tensor at cache lines, so only its very last elements are computed one by one. Cuts are made
   at whole vectors.
 
@@ -28,7 +28,7 @@ from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.schema import signature_of
-from farpool.tensors.transfer import block_cuts, same_layout, stream, streamable
+from farpool.tensors.transfer import block_cuts, same_layout, stream
 
 __all__ = ["compute_in_pieces"]
 
@@ -57,7 +57,8 @@ class _Operand:
 def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
     """Whether pieces are known to have the bits of the whole, on this device."""
     if tensor.device.type == "cpu":
-        return tensor.dtype in _DTYPES
+        # torch's fused SGD leaves other bits in half-precision moments from run to run, also at once.
+        return tensor.dtype in (_EXACT if func._opname == "_fused_sgd_" else _DTYPES)
     name = func._opname.removeprefix("_foreach_").removesuffix("_")
     return name in _ROUND_ONCE and tensor.dtype in _EXACT and kwargs.get("alpha", 1) == 1
 
@@ -101,12 +102,21 @@ def _alike(operands: Sequence[_Operand]) -> bool:
     return True
 
 
-def _replace(value: Any, instead: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _replace(value: Any, instead: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return instead(value)
+        return instead[id(value)]
     if isinstance(value, list | tuple):
-        return [instead(item) if isinstance(item, torch.Tensor) else item for item in value]
+        return [_replace(item, instead) for item in value]
     return value
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], instead: dict[int, torch.Tensor]) -> Any:
+    """The operation's only result, on other tensors."""
+    result = func(
+        *[_replace(value, instead) for value in args],
+        **{name: _replace(value, instead) for name, value in kwargs.items()},
+    )
+    return result[0] if isinstance(result, list | tuple) else result
 
 
 def _share(count: int) -> int:
@@ -174,7 +184,8 @@ def compute_in_pieces(
     used = list(operands.values())
     result: torch.Tensor | None = None
     if all(operand.mode is Mode.READ for operand in used):
-        described = _described(func, args, kwargs, operands, constants)
+        on_meta = {key: meta_view(operand.tensor) for key, operand in operands.items()}
+        described = _call(func, args, kwargs, on_meta | constants)
         if described.dtype is not paged[0].dtype or not same_layout(paged[0], described):
             return NotImplemented
         result = make_result(described)
@@ -184,12 +195,9 @@ def compute_in_pieces(
     def compute(*pieces: torch.Tensor) -> None:
         for part in [slice(None)] if fused else _calls(len(pieces[0])):
             parts = {key: piece[part] for key, piece in zip(operands, pieces, strict=False)} | constants
-            computed = func(
-                *[_replace(value, lambda tensor: parts[id(tensor)]) for value in args],
-                **{name: _replace(value, lambda tensor: parts[id(tensor)]) for name, value in kwargs.items()},
-            )
+            computed = _call(func, args, kwargs, parts)
             if result is not None:
-                pieces[-1][part].copy_(computed[0] if isinstance(computed, list | tuple) else computed)
+                pieces[-1][part].copy_(computed)
 
     count = paged[0].numel()
     streamed = [(operand.tensor, operand.mode) for operand in used]
@@ -198,22 +206,3 @@ def compute_in_pieces(
     steps = _steps(count, paged, count if fused else _share(count))
     stream(signature_of(func).name, compute, *streamed, steps=steps)
     return result
-
-
-def _described(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    operands: dict[int, _Operand],
-    constants: dict[int, torch.Tensor],
-) -> torch.Tensor:
-    """The result of the operation on the meta device: shape, strides and dtype."""
-
-    def instead(tensor: torch.Tensor) -> torch.Tensor:
-        return meta_view(tensor) if id(tensor) in operands else constants[id(tensor)]
-
-    described = func(
-        *[_replace(value, instead) for value in args],
-        **{name: _replace(value, instead) for name, value in kwargs.items()},
-    )
-    return described[0] if isinstance(described, list | tuple) else described  # type: ignore[no-any-return]

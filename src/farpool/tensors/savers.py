@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def apply() -> None:
     when_imported("lightning_fabric.utilities.cloud_io", _write_lightning_in)
     when_imported("safetensors.torch", _write_safetensors_in)
     when_imported("torch.distributed.checkpoint._state_dict_stager", _stage_in)
+    when_imported("torch.distributed.checkpoint.filesystem", _load_for_writing_in)
     when_imported("torch.serialization", _write_records_in)
 
 
@@ -278,3 +280,33 @@ def _stage_in(module: Any) -> None:
         return staged
 
     stager._offload_tensor = stage
+
+
+def _load_for_writing_in(module: Any) -> None:
+    serial, overlapping = module._SerialCpuLoader, module._OverlappingCpuLoader
+    values, init = serial.values, overlapping.__init__
+
+    @functools.wraps(values)
+    def serial_values(self: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+        for nbytes, item in self.items:
+            tensor = self.resolve_fun(item).detach()
+            if type(tensor) is PagedTensor and tensor.is_cpu:
+                # The writer keeps all tensors until its file is complete, so it gets the paged one, which torch.save
+                # reads when it writes it. As with plain ones, a part of a storage must not bring the rest with it.
+                yield (tensor if tensor._storage.nbytes == tensor.nbytes else tensor.clone()), item
+            else:
+                one = serial(lambda _, tensor=tensor: tensor)
+                one.add(nbytes, item)
+                yield from values(one)
+
+    @functools.wraps(init)
+    def overlapping_init(self: Any, resolve_fun: Any, *args: Any, **kwargs: Any) -> None:
+        # This loader moves tensors with `to`, which does not take a paged one out of its pool.
+        def resolve(item: Any) -> Any:
+            tensor = resolve_fun(item)
+            return tensor.detach().cpu() if type(tensor) is PagedTensor and not tensor.is_cpu else tensor
+
+        init(self, resolve, *args, **kwargs)
+
+    serial.values = serial_values
+    overlapping.__init__ = overlapping_init

@@ -18,6 +18,7 @@ from farpool.tensors.factories import allocate, from_tensor
 from farpool.tensors.operands import paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.pieces import compute_in_pieces
+from farpool.tensors.schema import signature_of
 
 _SHARE = 64
 """Elements that take no more than this fraction of the budget together are computed together."""
@@ -26,11 +27,12 @@ _PINNED = 2
 # One number for each tensor: results that stay plain.
 _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
 _FUSED = frozenset(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"))
-_ELEMENTWISE = _FUSED | {
-    f"_foreach_{name}{in_place}"
-    for name in "add sub mul div addcmul addcdiv lerp sqrt neg abs reciprocal maximum minimum".split()
-    for in_place in ("", "_")
-}
+_NAMES = (
+    *("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp"),
+    *("sqrt", "neg", "abs", "reciprocal", "maximum", "minimum"),
+)
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_ELEMENTWISE = _FUSED | {f"_foreach_{name}{ending}" for name in _NAMES for ending in ("", "_")} | {_UNSCALE}
 """Operations that give the same bits in pieces as at once."""
 
 
@@ -70,6 +72,14 @@ def _parts(lists: Sequence[Sequence[Any]], count: int) -> Iterator[slice]:
     yield slice(start, count)
 
 
+def _ask_for_the_largest(op: str, lists: Sequence[Sequence[Any]], count: int) -> None:
+    """Raise the error that names the budget with which each element of the lists works."""
+    elements = [[value[index] for value in lists if type(value[index]) is PagedTensor] for index in range(count)]
+    largest = max(elements, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
+    pool = largest[0]._storage.pool
+    pool.release(pool.acquire([tensor._footprint.reader() for tensor in largest], op))
+
+
 def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     paged = paged_arguments(args, kwargs)
     if not paged:
@@ -105,11 +115,15 @@ def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results: list[Any] = []
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and value]
     for part in _parts(lists, count):
-        result = _run(
-            func,
-            [_elements(name, value, part) for name, value in zip(names, args, strict=False)],
-            {name: _elements(name, value, part) for name, value in kwargs.items()},
-        )
+        try:
+            result = _run(
+                func,
+                [_elements(name, value, part) for name, value in zip(names, args, strict=False)],
+                {name: _elements(name, value, part) for name, value in kwargs.items()},
+            )
+        except BudgetError:
+            _ask_for_the_largest(signature_of(func).name, lists, count)
+            raise
         if result is not None:
             results.extend(result)
     return results if func._schema.returns else None

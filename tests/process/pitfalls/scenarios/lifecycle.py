@@ -77,8 +77,10 @@ def after_close_everything_raises_that_the_pool_is_closed() -> None:
 
 @scenario()
 def a_tensor_of_a_closed_pool_can_be_printed_or_says_that_it_is_closed() -> None:
-    module, tensor, _ = _closed()
+    pool = Pool("64KiB", dram="1MiB")
+    module, tensor = farpool.offload(model(), pool), pool.from_tensor(randn(4, 3))
     values = (tensor, tensor[1:], module[0].weight, module[0].weight[1:], tensor[0, 0])
+    BlockPool.__exit__(pool, None, None, None)
     for show in (repr, str, "{}".format):
         for value in values:
             try:

@@ -1,0 +1,141 @@
+"""The smallest budget with which operations work, in a new pool that is given the same storages in the same order.
+
+Blocks are cut in proportion to the budget, and small storages share them, so an operation's need is a function of the
+budget. It is worked out as the new pool would: cut, pack, count each block that is touched once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from farpool.engine import ALIGNMENT, Mode
+from farpool.storage import Cut, Storage, block_bytes, cut
+from farpool.use import Use
+
+__all__ = ["smallest_budget", "uses_of_layers"]
+
+_NUMBER = re.compile(r"\d+")
+_SMALLER = 2
+"""An operation with less than this fraction of the largest one's bytes is not what a budget is too small for."""
+
+
+def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[Storage]) -> int:
+    """Bytes of fast tier with which each of these operations works; with one byte less, one of them does not.
+
+    Parameters
+    ----------
+    operations : sequence of sequence of Use
+        What each of them needs at once. Of all but the first, those that are much smaller than others are left out.
+    storages : collection of Storage
+        All of the pool.
+    """
+    raw = [sum({use.storage: use.stop - use.start for use in uses}.values()) for uses in operations]
+    large = [uses for uses, nbytes in zip(operations, raw, strict=True) if nbytes * _SMALLER >= max(raw)]
+    considered = [operations[0], *large]
+    used = {use.storage for uses in considered for use in uses}
+    classes = {storage.cls for storage in used}
+    streams = _streams(used.union(storage for storage in storages if storage.cls in classes))
+    alignment = next(iter(used)).pool.allocation.sizes.packed
+
+    def needed(budget: int) -> int:
+        sizes = cut(budget, packed=alignment)
+        packed = _pack(streams, sizes)
+        return max(_bytes_of(uses, sizes, packed) for uses in considered)
+
+    too_small, budget = 0, ALIGNMENT
+    while (need := needed(budget)) > budget:
+        too_small, budget = budget, need
+    while budget - too_small > 1:
+        middle = (budget + too_small) // 2
+        if needed(middle) > middle:
+            too_small = middle
+        else:
+            budget = middle
+    return budget
+
+
+def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[list[Use]]:
+    """What the layers of a model need at once, as far as their names tell.
+
+    That is each weight with its bias, and what an operation takes whole of one layer, of all others whose names differ
+    in numbers only. Tables are left out: their rows are read one by one.
+
+    Parameters
+    ----------
+    storages : iterable of Storage
+        All of the pool.
+    uses : sequence of Use
+        What an operation needs.
+    """
+    named = {storage.name: storage for storage in storages if storage.name and storage.cls == "weights"}
+    layers = _alike(named, uses)
+    for name, storage in named.items():
+        module, _, own = name.rpartition(".")
+        bias = own.replace("weight", "bias")
+        other = named.get(f"{module}.{bias}" if module else bias) if bias != own else None
+        layers.append([storage] if other is None else [storage, other])
+    return [[Use(storage, 0, storage.nbytes, Mode.READ) for storage in layer] for layer in layers]
+
+
+def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]]:
+    """The storages of each layer that stand where those of an operation stand in theirs."""
+    wanted = {use.storage.name for use in uses if use.stop - use.start == use.storage.nbytes}
+    patterns = {_NUMBER.sub("#", name) for name in wanted}
+    if len(wanted) < len(uses) or len({tuple(_NUMBER.findall(name)) for name in wanted}) != 1:
+        return []
+    layers: dict[tuple[str, ...], list[Storage]] = {}
+    for name, storage in named.items():
+        if _NUMBER.sub("#", name) in patterns:
+            layers.setdefault(tuple(_NUMBER.findall(name)), []).append(storage)
+    return [layer for layer in layers.values() if len(layer) == len(wanted)]
+
+
+def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
+    """The storages that share blocks if they are small, each list in the order in which it is packed."""
+    streams: dict[tuple[str, bool, bool], list[Storage]] = {}
+    for storage in sorted(storages, key=lambda storage: storage.made):
+        streams.setdefault((storage.cls, storage.adopted, False), []).append(storage)
+    # Those that are packed again when they are first used keep their first place empty behind them.
+    for storage in sorted(storages, key=lambda storage: storage.first_used):
+        if storage.first_used >= 0:
+            streams.setdefault((storage.cls, storage.adopted, True), []).append(storage)
+    return list(streams.values())
+
+
+def _pack(streams: Iterable[Sequence[Storage]], sizes: Cut) -> dict[int, tuple[int, int]]:
+    """The shared block of each small storage, by the storage's id: its stream, and its number there."""
+    packed: dict[int, tuple[int, int]] = {}
+    for stream, storages in enumerate(streams):
+        number, used = 0, 0
+        for storage in storages:
+            if 0 < storage.nbytes <= sizes.small:
+                if used + storage.nbytes > sizes.shared:
+                    number, used = number + 1, 0
+                packed[id(storage)] = stream, number
+                used = -(-(used + storage.nbytes) // sizes.packed) * sizes.packed
+    return packed
+
+
+def _bytes_of(uses: Iterable[Use], sizes: Cut, packed: dict[int, tuple[int, int]]) -> int:
+    """Bytes of the blocks that uses touch, each counted once."""
+    shared: set[tuple[int, int]] = set()
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    total = 0
+    for use in uses:
+        storage, start, stop = use.storage, use.start, use.stop
+        if stop <= start:
+            continue
+        if storage.nbytes <= sizes.small:
+            shared.add(packed[id(storage)])
+            continue
+        step = block_bytes(storage.nbytes, sizes, storage.row_bytes, storage.cls)
+        touched = start // step * step, min(-(-stop // step) * step, storage.nbytes)
+        ranges.setdefault(id(storage), []).append(touched)
+    for touched_ranges in ranges.values():
+        end = 0
+        for start, stop in sorted(touched_ranges):
+            if stop > end:
+                total += -(-(stop - max(start, end)) // sizes.alignment) * sizes.alignment
+                end = stop
+    return total + len(shared) * -(-sizes.shared // sizes.alignment) * sizes.alignment
