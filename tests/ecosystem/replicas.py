@@ -52,7 +52,7 @@ def _train(model: torch.nn.Module, rank: int, **options: Any) -> list[torch.Tens
 def main(rank: int, world: int, store: str, place: str, file: str) -> None:
     """Train as one of `world` processes."""
     torch.set_num_threads(1)
-    deadline = datetime.timedelta(seconds=60)
+    deadline = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=deadline)
     evictions = 0
     with contextlib.ExitStack() as stack:

@@ -417,6 +417,23 @@ def _saved_on_cpu(place: Place) -> Iterator[torch.Tensor]:
     yield from (parameter.grad for parameter in model.parameters())
 
 
+def _exported(place: Place) -> Iterator[torch.Tensor]:
+    model = place(regression())
+    inputs = torch.randn(3, 24)
+    yield torch.export.export(model, (inputs,)).module()(inputs)
+
+
+def _shared_with_processes(place: Place) -> Iterator[torch.Tensor]:
+    model = place(regression())
+    model.share_memory()
+    yield from model.parameters()
+
+
+def _as_arrays(place: Place) -> Iterator[torch.Tensor]:
+    model = place(regression())
+    yield from (torch.from_numpy(parameter.detach().numpy()) for parameter in model.parameters())
+
+
 PROGRAMS = [
     Program("torch/RNN", _recurrent("RNN", nonlinearity="relu"), copies=4),
     Program("torch/LSTM", _recurrent("LSTM", dropout=0.1), copies=4),
@@ -445,12 +462,7 @@ PROGRAMS = [
     Program("torch/spectral_norm", _parametrized(parametrizations.spectral_norm), copies=4),
     Program("torch/orthogonal", _parametrized(parametrizations.orthogonal), copies=4),
     Program("torch/prune", _pruned_in_the_pool, copies=4),
-    Program(
-        "torch/prune before offload",
-        _pruned_before,
-        copies=4,
-        refused=Refusal(UnsupportedError, "drop the outputs that were computed with it first"),
-    ),
+    Program("torch/prune before offload", _pruned_before, copies=4),
     Program("torch/DataLoader workers", _loader_workers, copies=4),
     Program("torch/deepcopy, state_dict and save", _copies, copies=6),
     Program("torch/hooks and optimizers in backward", _hooks, copies=4),
@@ -458,4 +470,11 @@ PROGRAMS = [
     Program("torch/parameters as one vector", _vectors),
     Program("torch/init", _initializations),
     Program("torch/saved tensors on the host", _saved_on_cpu, copies=2),
+    Program("torch/export", _exported, refused=Refusal(UnsupportedError, "restore")),
+    Program(
+        "torch/memory shared with processes",
+        _shared_with_processes,
+        refused=Refusal(UnsupportedError, r"pool\.materialize"),
+    ),
+    Program("torch/numpy", _as_arrays, refused=Refusal(UnsupportedError, r"pool\.materialize")),
 ]

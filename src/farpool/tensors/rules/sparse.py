@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from farpool.engine import ALIGNMENT
-from farpool.tensors.dispatch import fallback
+from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.rows import gather_rows, is_table, scatter_rows
 
@@ -57,7 +57,7 @@ def add_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return table
 
 
-@fallback(_aten.sparse_mask.default)
+@rule(_aten.sparse_mask.default)
 def _sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, mask = args
     if type(table) is not PagedTensor or not _names_rows(table, mask):
