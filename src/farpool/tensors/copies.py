@@ -33,7 +33,7 @@ def private_copy(tensor: PagedTensor) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         start, stop = tensor.byte_range()
         before = start % _ALIGNMENT // tensor.itemsize
-        offset = tensor.storage_offset() - before if start != stop else 0
+        offset = int(tensor.storage_offset()) - before if start != stop else 0
         memory = tensor.like(((stop - start) // tensor.itemsize + before,), (1,), offset)
         copy = materialize(memory).as_strided(tensor.size(), tensor.stride(), before)
         if tensor.is_conj():

@@ -23,5 +23,5 @@ def _split_at_values(keys: Any, source: torch.Tensor, indices: torch.Tensor, dim
     return _split.redispatch(keys.remove(_HOOK), source, indices, dim)
 
 
-_library = torch.library.Library("aten", "IMPL")
+_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 _library.impl("tensor_split.tensor_indices_or_sections", _split_at_values, _HOOK.name, with_keyset=True)
