@@ -343,8 +343,8 @@ def status(key):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(key))
 
 folder = pathlib.Path(sys.argv[1])
-config = transformers.GPT2Config(vocab_size=1024, n_positions=64, n_embd=512, n_layer=4, n_head=8)
-with farpool.Pool("16MiB", [farpool.Dram("8MiB"), farpool.Nvme(folder / "far.pool", "512MiB")]) as pool:
+config = transformers.GPT2Config(vocab_size=1024, n_positions=64, n_embd=512, n_layer=7, n_head=8)
+with farpool.Pool("8MiB", [farpool.Dram("4MiB"), farpool.Nvme(folder / "far.pool", "512MiB")]) as pool:
     model = farpool.offload(transformers.GPT2LMHeadModel(config), pool)
     size = sum(p.nbytes for p in model.parameters())
     savers = {
@@ -371,6 +371,7 @@ def test_no_saver_holds_the_weights_in_plain_memory(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     size, grown = json.loads(done.stdout.splitlines()[-1])
-    assert size > 48 << 20
+    assert size > 80 << 20
     for saver, nbytes in grown.items():
-        assert nbytes < size / 3, (saver, nbytes, size)
+        # Fast tier and DRAM tier may have been touched meanwhile, and there are buffers: some 30 MiB altogether.
+        assert nbytes < size / 2, (saver, nbytes, size)

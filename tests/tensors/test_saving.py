@@ -152,7 +152,7 @@ def test_save_file_writes_the_file_of_plain_tensors(
     save_file(paged, str(tmp_path / "mixed"), metadata)
     assert (tmp_path / "mixed").read_bytes() == (tmp_path / "plain").read_bytes()
     assert save(paged, metadata) == (tmp_path / "plain").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "paged", "plain"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far.pool", "mixed", "paged", "plain"]
 
 
 def test_save_model_keeps_one_of_tied_weights_as_for_the_plain_model(tmp_path: Path, evil: EvilPool) -> None:
