@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from farpool.errors import BudgetError, UnsupportedError
+from farpool.errors import BudgetError, PoolClosedError, UnsupportedError
 from farpool.tensors import survivors
 from farpool.tensors.compute import compute
 from farpool.tensors.lazy import lazy_bits, run
@@ -35,6 +35,8 @@ _families: dict[str, Rule] = {}
 _fallbacks: dict[Any, Rule] = {}
 _handlers: dict[Any, Rule] = {}
 """What an overload that was seen before is handled by."""
+_OWN = frozenset(("_storage", "_arena", "_footprint"))
+"""What a paged tensor has and a plain one has not."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 _views = torch._C.DispatchKey.ADInplaceOrView
 _modes = torch._C._len_torch_dispatch_stack
@@ -88,7 +90,15 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
         handler = _handlers[func] = _handler_of(func)
     if survivors.in_use:
         return survivors.without_survivors(handler, func, args, kwargs or {})
-    return handler(func, args, kwargs or {})
+    try:
+        return handler(func, args, kwargs or {})
+    except AttributeError as error:
+        if error.name in _OWN and type(error.obj) is not PagedTensor:
+            raise PoolClosedError(
+                f"{func}: another thread took a tensor out of its pool (it left the pool, or called farpool.restore) "
+                "while the operation was under way; it is plain now: repeat the operation"
+            ) from error
+        raise
 
 
 def _handler_of(func: Any) -> Rule:

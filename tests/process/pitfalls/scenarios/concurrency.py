@@ -156,7 +156,7 @@ def closing_while_another_thread_computes_is_a_typed_error_or_a_result() -> None
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        assert started.wait(20)
+        assert started.wait(60)
         with pool:
             pass
         left.set()
