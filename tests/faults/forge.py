@@ -115,7 +115,13 @@ class _Zygote:
         self._process.communicate(timeout=PATIENCE)
 
 
-_zygote = functools.cache(_Zygote)
+_the_one = functools.cache(_Zygote)
+_starting = threading.Lock()
+
+
+def _zygote() -> _Zygote:
+    with _starting:
+        return _the_one()
 
 
 class Forge:
