@@ -154,7 +154,7 @@ def compute_in_pieces(
     make_result: Callable[[torch.Tensor], torch.Tensor],
     *,
     fused: bool = False,
-) -> torch.Tensor | None:
+) -> Any:
     """Run an elementwise operation block by block.
 
     Parameters
