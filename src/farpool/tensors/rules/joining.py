@@ -27,7 +27,8 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ):
             return NotImplemented
     whole = func([stand_in(tensor) for tensor in tensors], dim)
-    result: Any = plain_empty(whole.size(), whole.stride(), whole.dtype, first.device)
-    for tensor, part in zip(tensors, result.split([tensor.size(dim) for tensor in tensors], dim), strict=True):
+    result = plain_empty(whole.size(), whole.stride(), whole.dtype, first.device)
+    parts = _aten.split_with_sizes(result, [tensor.size(dim) for tensor in tensors], dim)
+    for tensor, part in zip(tensors, parts, strict=True):
         part.copy_(tensor)
     return result
