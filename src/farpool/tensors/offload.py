@@ -317,16 +317,21 @@ def move_out(tensors: list[PagedTensor]) -> None:
         groups.setdefault(id(tensor._storage), []).append(tensor)
     with torch.no_grad():
         for group in groups.values():
-            plain = _plain_group(group)
-            gradients = [materialize(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
-            for tensor, twin, gradient in zip(group, plain, gradients, strict=True):
-                if gradient is not None:
-                    paged = tensor.grad
-                    assert paged is not None
-                    tensor.grad = None
-                    swap(paged, gradient)
-                    twin.grad = paged
-                swap(tensor, twin)
+            _move_group_out(group)
+
+
+def _move_group_out(group: list[PagedTensor]) -> None:
+    """Make leaves of one storage plain. Afterwards nothing holds that storage: the next one may need its room."""
+    plain = _plain_group(group)
+    gradients = [materialize(tensor.grad) if type(tensor.grad) is PagedTensor else None for tensor in group]
+    for tensor, twin, gradient in zip(group, plain, gradients, strict=True):
+        if gradient is not None:
+            paged = tensor.grad
+            assert paged is not None
+            tensor.grad = None
+            swap(paged, gradient)
+            twin.grad = paged
+        swap(tensor, twin)
 
 
 def _plain_group(group: list[PagedTensor]) -> list[torch.Tensor]:
