@@ -52,8 +52,6 @@ def test_raw_memory_is_refused_and_the_way_out_is_named(name: str, evil: EvilPoo
 def test_native_code_that_asks_for_an_address_gets_an_error(evil: EvilPool) -> None:
     with pytest.raises(RuntimeError):
         torch.utils.dlpack.to_dlpack(from_tensor(evil, VALUES))
-    with pytest.raises(RuntimeError):
-        torch.tensor_split(VALUES, from_tensor(evil, torch.tensor([1, 2])))
 
 
 def test_a_parameter_is_named_in_the_error(evil: EvilPool) -> None:
