@@ -22,6 +22,9 @@ from tests.tensors.evil_pool import EvilPool
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (4096, 32768, 32769, 65537, 99991, 131072 + 65)
+SLOW = pytest.mark.slow
+SAMPLE = [torch.float32, torch.bfloat16, *[pytest.param(dtype, marks=SLOW) for dtype in (torch.float64, torch.float16)]]
+THREADS = [2, *[pytest.param(number, marks=SLOW) for number in (1, 3)]]
 """Whole shares, and shares that end beside a vector; one thread, and several."""
 
 Tensors = list[torch.Tensor]
@@ -219,7 +222,7 @@ def check(operation: Callable[..., Any], plain: Tensors, pool: EvilPool) -> None
 
 
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", THREADS)
 def test_each_element_is_computed_in_the_same_way(number: int, count: int, threads: Callable[[int], None]) -> None:
     threads(number)
     pool = tight(count, torch.bfloat16)
@@ -229,7 +232,7 @@ def test_each_element_is_computed_in_the_same_way(number: int, count: int, threa
 
 
 @pytest.mark.parametrize("kind", ["numbers", "some NaNs"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SAMPLE)
 def test_elementwise_operations_in_pieces_have_the_bits_of_the_whole(
     dtype: torch.dtype, kind: str, threads: Callable[[int], None]
 ) -> None:
@@ -255,7 +258,7 @@ def check_fused(dtype: torch.dtype, count: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", THREADS)
 def test_fused_optimizers_compute_each_element_in_the_same_way(
     number: int, count: int, threads: Callable[[int], None]
 ) -> None:
@@ -264,7 +267,7 @@ def test_fused_optimizers_compute_each_element_in_the_same_way(
 
 
 @pytest.mark.parametrize("kind", ["numbers", "some NaNs"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SAMPLE)
 def test_fused_optimizers_in_pieces_have_the_bits_of_the_whole(
     dtype: torch.dtype, kind: str, threads: Callable[[int], None]
 ) -> None:
