@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod as _Pruning
 from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
-from farpool.errors import PoolMixError, UnsupportedError
+from farpool.errors import PoolFullError, PoolMixError, UnsupportedError
 from farpool.tensors.arena import arena_views, device_of
 from farpool.tensors.arguments import require_movable, require_pool
 from farpool.tensors.compilation import invalidate_guards
@@ -315,9 +315,19 @@ def move_out(tensors: list[PagedTensor]) -> None:
     groups: dict[int, list[PagedTensor]] = {}
     for tensor in tensors:
         groups.setdefault(id(tensor._storage), []).append(tensor)
+    waiting = list(groups.values())
     with torch.no_grad():
-        for group in groups.values():
-            _move_group_out(group)
+        while waiting:
+            # In a full pool, what has to be fetched finds no room; what is resident needs none, and leaves some.
+            full: list[tuple[list[PagedTensor], PoolFullError]] = []
+            for group in waiting:
+                try:
+                    _move_group_out(group)
+                except PoolFullError as error:
+                    full.append((group, error.with_traceback(None)))  # its frames hold tensors
+            if len(full) == len(waiting):
+                raise full[0][1]
+            waiting = [group for group, _ in full]
 
 
 def _move_group_out(group: list[PagedTensor]) -> None:
