@@ -31,7 +31,7 @@ def _machine(root: Path) -> int:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """What each limit on the way from the process's group to the root leaves; none where there are no groups."""
+    """Bytes that each limit from the process's control group up to the root leaves free; nothing without groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

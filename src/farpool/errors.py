@@ -60,7 +60,7 @@ class ConfigError(FarpoolError, ValueError):
 
 
 class BudgetError(FarpoolError, MemoryError):
-    """What one operation needs at once is larger than the fast tier, or what a pool's end does than memory.
+    """The operands of one operation are larger than the fast tier, or a pool's tensors than memory when it is left.
 
     Attributes
     ----------

@@ -64,7 +64,7 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
 
 
 def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[list[Use]]:
-    """What the layers of a model need at once, as far as their names tell.
+    """Operands that the layers of a model need at once, as far as their names tell.
 
     That is each weight with its bias, and what an operation takes whole of one layer, of all others whose names differ
     in numbers only. Tables are left out: their rows are read one by one.

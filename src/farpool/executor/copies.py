@@ -14,7 +14,7 @@ class Copy(Protocol):
     """A copy under way between the host's memory and the device."""
 
     def done(self) -> bool:
-        """Whether it has ended.
+        """Tell if the copy has ended.
 
         Raises if that cannot be told. It may be under way then, so nobody may touch its memory; ask again later.
         """

@@ -295,7 +295,7 @@ class StagedExecutor(Executor):
             job.error = error
 
     def _copied(self, job: _Job) -> bool:
-        """Whether all copies of a job have certainly ended.
+        """Tell if all copies of a job have certainly ended.
 
         While the device cannot tell, as when it is lost, they count as under way: if their memory were given to others,
         the device might still write to it. Who waits is told by a timeout that names the trouble.
