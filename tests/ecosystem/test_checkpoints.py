@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -354,20 +355,26 @@ with farpool.Pool("8MiB", [farpool.Dram("4MiB"), farpool.Nvme(folder / "far.pool
         "lightning": lambda: cloud_io._atomic_save({"state_dict": model.state_dict()}, folder / "d.ckpt"),
         "dcp": lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "e", no_dist=True),
     }
-    grown = {}
-    for round in range(2):
+    # The least of three rounds: the system may take pages away before one and give them back while it lasts.
+    grown = dict.fromkeys(savers, sys.maxsize)
+    for round in range(3):
         for name, save in savers.items():
             open("/proc/self/clear_refs", "w").write("5")
             before = status("VmRSS")
             save()
-            grown[name] = status("VmHWM") - before
+            grown[name] = min(grown[name], status("VmHWM") - before)
     print(json.dumps([size, grown]))
 """
 
 
 def test_no_saver_holds_the_weights_in_plain_memory(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SAVE, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", SAVE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back to the system at once
     )
     assert done.returncode == 0, done.stderr
     size, grown = json.loads(done.stdout.splitlines()[-1])
