@@ -38,6 +38,7 @@ def test_parameters_in_an_open_pool_are_named_in_one_line(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -64,6 +64,7 @@ def refusal(size: str) -> farpool.PoolFullError | None:
     return None
 
 
+@pytest.mark.slow
 def test_doing_what_the_error_says_makes_room() -> None:
     size = "64KiB"
     for _ in range(20):

@@ -24,6 +24,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (4096, 32768, 32769, 65537, 99991, 131072 + 65)
 SLOW = pytest.mark.slow
 SAMPLE = [torch.float32, torch.bfloat16, *[pytest.param(dtype, marks=SLOW) for dtype in (torch.float64, torch.float16)]]
+COUNTS = [pytest.param(count, marks=[] if count == 65537 else SLOW) for count in SIZES]
 THREADS = [2, *[pytest.param(number, marks=SLOW) for number in (1, 3)]]
 """Whole shares, and shares that end beside a vector; one thread, and several."""
 
@@ -221,7 +222,7 @@ def check(operation: Callable[..., Any], plain: Tensors, pool: EvilPool) -> None
     assert_same(bits(paged), bits(plain))
 
 
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("number", THREADS)
 def test_each_element_is_computed_in_the_same_way(number: int, count: int, threads: Callable[[int], None]) -> None:
     threads(number)
@@ -257,7 +258,7 @@ def check_fused(dtype: torch.dtype, count: int, kind: str) -> None:
         check(lambda *tensors, step=step: step(list(tensors)), plain, pool)
 
 
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("number", THREADS)
 def test_fused_optimizers_compute_each_element_in_the_same_way(
     number: int, count: int, threads: Callable[[int], None]

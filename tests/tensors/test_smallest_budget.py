@@ -154,7 +154,9 @@ FORMS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fu
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *[pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "adamw"]]
+)
 def test_one_error_names_the_budget_of_the_whole_step(
     optimizer: str, form: str, build: Callable[[], nn.Module]
 ) -> None:
