@@ -97,7 +97,7 @@ def device_of(pool: BlockPool) -> torch.device:
 
 
 def is_device(asked: Any, device: torch.device) -> bool:
-    """Whether what a call names as a device is this one; without a number it names the current one of its kind."""
+    """Tell if a call names this device; without a number it names the current one of its kind."""
     named = torch.device(asked)
     if named.type != device.type or device.index is None:
         return named.type == device.type

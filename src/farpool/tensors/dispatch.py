@@ -36,7 +36,7 @@ _fallbacks: dict[Any, Rule] = {}
 _handlers: dict[Any, Rule] = {}
 """What an overload that was seen before is handled by."""
 _OWN = frozenset(("_storage", "_arena", "_footprint"))
-"""What a paged tensor has and a plain one has not."""
+"""Attributes that a paged tensor has and a plain one has not."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 _views = torch._C.DispatchKey.ADInplaceOrView
 _modes = torch._C._len_torch_dispatch_stack

@@ -1,4 +1,4 @@
-"""What becomes of the tensors that live in a pool when it ends.
+"""The end of a pool: its live tensors become plain, or it stays open.
 
 Whoever closes a pool by hand is told what still lives in it and can go on; whoever leaves a ``with`` block cannot, so
 there the tensors become plain even where an autograd graph holds them. The graph keeps what they were: a backward
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["live_parameters", "materialize_all", "take_along"]
 
 _SHARE = 0.8
-"""Of the memory that is available, what tensors may take: the rest is for what the program does next."""
+"""Fraction of the available memory that tensors may take; the rest is for what the program does next."""
 
 
 def _living(pool: BlockPool) -> list[PagedTensor]:

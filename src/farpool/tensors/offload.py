@@ -345,7 +345,7 @@ def _move_group_out(group: list[PagedTensor]) -> None:
 
 
 def _plain_group(group: list[PagedTensor]) -> list[torch.Tensor]:
-    """What tensors of one storage are to become."""
+    """Plain copies of paged tensors that share one storage; the copies share memory."""
     storage = group[0]._storage
     source = PagedTensor(storage, group[0]._arena, torch.uint8, (storage.nbytes,), (1,))
     memory = materialize(source).untyped_storage()
