@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -18,6 +19,7 @@ void bind_ports(nb::module_& m);
 void bind_queue(nb::module_& m);
 void bind_node(nb::module_& m);
 void bind_wire(nb::module_& m);
+void bind_pager(nb::module_& m);
 
 // The bytes of an object that has the buffer protocol, for as long as this lives.
 class BufferView {

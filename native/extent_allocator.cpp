@@ -46,6 +46,16 @@ std::int64_t ExtentAllocator::alloc_lowest(std::int64_t nbytes) {
     return size < 0 ? -1 : note(space_.alloc_lowest(size), size, 0);
 }
 
+std::int64_t ExtentAllocator::find(std::int64_t nbytes) const {
+    const std::int64_t size = rounded(nbytes);
+    return size < 0 ? -1 : space_.find(size);
+}
+
+bool ExtentAllocator::fits(std::int64_t offset, std::int64_t nbytes) const {
+    const std::int64_t size = rounded(nbytes);
+    return size >= 0 && space_.fits(offset, size);
+}
+
 bool ExtentAllocator::alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
     if (offset < 0 || offset % alignment_ != 0) {
         fail_value("ExtentAllocator: offset must be 0 or more and a multiple of " + std::to_string(alignment_) + ", got " +

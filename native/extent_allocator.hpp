@@ -19,6 +19,10 @@ public:
     std::int64_t alloc(std::int64_t nbytes, std::int64_t tag = 0);
     std::int64_t alloc_lowest(std::int64_t nbytes);
     bool alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag = 0);
+    // Where `alloc` would take them, -1 where it would fail; nothing is taken.
+    std::int64_t find(std::int64_t nbytes) const;
+    // Whether `alloc_at` would succeed.
+    bool fits(std::int64_t offset, std::int64_t nbytes) const;
     std::int64_t free(std::int64_t offset);
     void grow(std::int64_t capacity);
     bool shrink(std::int64_t capacity);
@@ -30,6 +34,15 @@ public:
     // Empty where no range begins.
     std::optional<std::int64_t> tag(std::int64_t offset) const;
     std::vector<std::int64_t> tags() const;
+    // Calls `visit(offset, nbytes, tag)` for each range in order of offset, until it returns false.
+    template <typename Visit>
+    void each(Visit visit) const {
+        for (const auto& [offset, taken] : taken_) {
+            if (!visit(offset, taken.nbytes, taken.tag)) {
+                break;
+            }
+        }
+    }
 
 private:
     struct Taken {

@@ -23,13 +23,16 @@ Hole FreeSpace::hole_at(std::int64_t offset) const {
     return hole.nbytes > 0 && offset < hole.offset + hole.nbytes ? hole : Hole{offset, 0};
 }
 
-std::int64_t FreeSpace::alloc(std::int64_t units) {
+std::int64_t FreeSpace::find(std::int64_t units) const {
     const auto found = by_size_.lower_bound({units, 0});
-    if (found == by_size_.end()) {
-        return -1;
+    return found == by_size_.end() ? -1 : found->second;
+}
+
+std::int64_t FreeSpace::alloc(std::int64_t units) {
+    const std::int64_t offset = find(units);
+    if (offset >= 0) {
+        take(offset, units);
     }
-    const std::int64_t offset = found->second;
-    take(offset, units);
     return offset;
 }
 
@@ -42,14 +45,19 @@ std::int64_t FreeSpace::alloc_lowest(std::int64_t units) {
     return hole.offset;
 }
 
-bool FreeSpace::take(std::int64_t offset, std::int64_t units) {
+bool FreeSpace::fits(std::int64_t offset, std::int64_t units) const {
     if (offset < 0 || units < 1 || offset > units_ - units) {
         return false;
     }
     const Hole hole = hole_at(offset);
-    if (hole.nbytes == 0 || hole.offset + hole.nbytes < offset + units) {
+    return hole.nbytes > 0 && offset + units <= hole.offset + hole.nbytes;
+}
+
+bool FreeSpace::take(std::int64_t offset, std::int64_t units) {
+    if (!fits(offset, units)) {
         return false;
     }
+    const Hole hole = hole_at(offset);
     drop(hole);
     add(hole.offset, offset);
     add(offset + units, hole.offset + hole.nbytes);

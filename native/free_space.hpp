@@ -15,10 +15,14 @@ public:
 
     // Best fit, the lowest among equals; -1 where no hole is large enough.
     std::int64_t alloc(std::int64_t units);
+    // Where `alloc` would take them; nothing is taken.
+    std::int64_t find(std::int64_t units) const;
     // First fit: the lowest hole that is large enough.
     std::int64_t alloc_lowest(std::int64_t units);
     // This very range; false (and nothing taken) if any of it is taken or outside.
     bool take(std::int64_t offset, std::int64_t units);
+    // Whether `take` would succeed.
+    bool fits(std::int64_t offset, std::int64_t units) const;
     void free(std::int64_t offset, std::int64_t units);
     void grow(std::int64_t units);
     // False (and nothing changed) if anything beyond is taken.

@@ -24,4 +24,5 @@ NB_MODULE(_native, m) {
     bind_queue(m);
     bind_node(m);
     bind_wire(m);
+    bind_pager(m);
 }

@@ -1,8 +1,11 @@
-"""The native core: aligned memory, extent allocation, tier ports, the transfer queue, policies, checksums."""
+"""The native core: aligned memory, extent allocation, tier ports, the transfer queue, the pager, checksums."""
 
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 from typing import Protocol
+
+from farpool.engine.messages import Move, Space, Transfer
 
 class Memory:
     """Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``)."""
@@ -358,3 +361,241 @@ class NodeServer:
     def stats(self) -> dict[str, int]: ...
     def events(self) -> builtins.list[tuple[str, int, str]]:
         """Kind, session and text of what happened since the last call."""
+
+class Mode(IntEnum):
+    """What an access does with the bytes."""
+
+    READ = 0
+    WRITE = 1
+    """Reads and changes them, or changes only some."""
+    OVERWRITE = 2
+    """Writes each byte without looking at the old ones, which therefore need not be fetched."""
+
+class Kind(IntEnum):
+    """Direction of a transfer."""
+
+    FETCH = 0
+    WRITE_BACK = 1
+
+class State(IntEnum):
+    """Where a block stands."""
+
+    FREE = 0
+    """The number is not in use."""
+    ABSENT = 1
+    FETCHING = 2
+    RESIDENT = 3
+    WRITING_BACK = 4
+    """Leaving: its arena range may already be promised to another block, which waits for the write."""
+
+class Run:
+    """Consecutive blocks of one storage, wanted contiguous in the arena."""
+
+    def __init__(self, first: int, count: int, mode: Mode, table: int = -1) -> None: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def mode(self) -> Mode: ...
+    @property
+    def table(self) -> int:
+        """For rows picked by data: the first block of their table.
+
+        Such an access says nothing about the rows of the next pass, so the tape only notes the table. -1 else.
+        """
+
+class Block:
+    """One row of a pager's table of blocks, as it was when it was asked for."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def place(self) -> int:
+        """Offset in the arena; -1 unless fetching, resident or writing back."""
+    @property
+    def copy(self) -> int:
+        """Offset of the copy in its tier, valid while the block is not dirty."""
+    @property
+    def next_use(self) -> int:
+        """Key for eviction: the farther, the sooner it goes."""
+    @property
+    def last_use(self) -> int:
+        """Position on the tape of the latest access."""
+    @property
+    def pins(self) -> int: ...
+    @property
+    def name(self) -> int:
+        """What the tape calls it: its ordinal of birth among the blocks that live."""
+    @property
+    def tier(self) -> int:
+        """Tier of the copy below; -1 without one."""
+    @property
+    def state(self) -> State: ...
+    @property
+    def dirty(self) -> bool: ...
+    @property
+    def prefetched(self) -> bool:
+        """Whether it was fetched ahead and has not been accessed since."""
+
+class PagerCounters:
+    """What a pager has done so far."""
+
+    @property
+    def accesses(self) -> int:
+        """Runs accessed."""
+    @property
+    def hits(self) -> int:
+        """Runs found whole and in place."""
+    @property
+    def late(self) -> int:
+        """Runs whose transfer was under way when they were accessed."""
+    @property
+    def demand_fetches(self) -> int: ...
+    @property
+    def prefetches(self) -> int: ...
+    @property
+    def prefetches_used(self) -> int: ...
+    @property
+    def prefetches_wasted(self) -> int:
+        """Blocks prefetched that left, or were overwritten, before they were accessed."""
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def write_backs(self) -> int: ...
+    @property
+    def moves(self) -> int: ...
+    @property
+    def moved_bytes(self) -> int: ...
+
+class PagerAccess:
+    """One operation's wish for its operands, and the answer."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]: ...
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Arena offset of each run; valid while granted."""
+    @property
+    def granted(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None:
+        """Why it will not be granted. Nothing is pinned then."""
+    def waits_for(self, block: int) -> bool:
+        """Whether the block is one of those that it waits for, or waited for before it was granted."""
+
+class Pager:
+    """Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
+
+    The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+    `completed` or `failed`, then calls `proceed`. It holds one lock around the pager.
+
+    Parameters
+    ----------
+    capacity : int
+        Bytes of the arena.
+    spaces : sequence of Space or None
+        The lower tiers from fast to slow; None stands for a read-only source, which blocks only come from.
+    classes : tuple of str
+        Names that a block's class may have.
+    alignment : int
+        Of blocks in the arena, in bytes; each block of a storage but the last must be a multiple of it.
+    history : int
+        Accesses that the tape remembers; a loop longer than this is not predicted.
+    prefetch : bool
+        Whether to fetch along the tape ahead of the accesses.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        spaces: Sequence[Space | None],
+        classes: tuple[str, ...],
+        *,
+        alignment: int = 64,
+        history: int = 262144,
+        prefetch: bool = True,
+    ) -> None: ...
+    def add_source(self) -> int:
+        """Make known another read-only source; returns its index among the tiers."""
+    def create(self, sizes: Sequence[int], cls: str) -> int:
+        """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
+    def adopt(self, block: int, source: int, offset: int, place: int, nbytes: int) -> None:
+        """Part of this absent block's clean copy lies in a source; `place` is relative to the block."""
+    def can_adopt(self, block: int) -> bool:
+        """Whether the block is absent and its content, if any, is a source's."""
+    def retire(self, first: int, count: int) -> None:
+        """The program has dropped the blocks of one `create`; follow with `forget` as soon as that says yes."""
+    def forget(self, first: int, count: int) -> bool:
+        """Free retired blocks; False (and nothing done) while they are moved, pinned or waited for."""
+    def request(self, runs: Iterable[Run], now: float = 0.0) -> PagerAccess:
+        """Ask for runs, which must not overlap. They are granted at once or later.
+
+        Parameters
+        ----------
+        now : float
+            Seconds on a clock that does not go back. What lies between a grant and the next request is taken for the
+            program's own computing; without it nothing is fetched ahead, since that would gain nothing.
+
+        Raises
+        ------
+        TooLargeError
+            They do not fit into the arena together; nothing was changed.
+        """
+    def release(self, access: PagerAccess, *, go_on: bool = True) -> None:
+        """The operation is done with its operands. Without `go_on` nobody is served and nothing changes its place."""
+    def abandon(self, access: PagerAccess) -> None:
+        """Give up waiting, or what was granted meanwhile. What is under way goes on."""
+    def take_commands(self) -> list[Transfer | Move]:
+        """Return what to start now, in this order; a move is to be made before what follows it is started."""
+    def take_raised(self) -> list[int]:
+        """Ids of transfers, started before, for which somebody waits by now."""
+    def completed(self, transfer: int, start: float = 0.0, end: float = 0.0) -> None:
+        """A transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`."""
+    def failed(self, transfer: int, error: BaseException) -> None:
+        """A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody."""
+    def proceed(self, now: float = 0.0) -> None:
+        """After completions were reported: grant what can be granted now."""
+    def resize(self, capacity: int) -> bool:
+        """Change the arena's bytes. False while something still lies beyond; then call again after completions.
+
+        Raises
+        ------
+        NoRoomError
+            No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.
+        """
+    def block(self, block: int) -> Block:
+        """Look at one block."""
+    def class_of(self, block: int) -> str: ...
+    def blocks(self) -> list[int]:
+        """Blocks in use, in order."""
+    def resident(self) -> list[int]:
+        """Blocks that own a range of the arena, in order of place."""
+    def place_of(self, run: Run) -> int:
+        """Arena offset of a run that is resident and contiguous, else -1."""
+    def run_bytes(self, run: Run) -> int:
+        """Arena bytes that a run occupies."""
+    def transfer(self, id: int) -> Transfer | None:
+        """The transfer with this id, if it is under way."""
+    def transfers(self) -> list[Transfer]:
+        """The transfers under way, in the order in which they were started."""
+    @property
+    def under_way(self) -> int:
+        """Number of transfers under way."""
+    @property
+    def still(self) -> bool:
+        """Whether no transfer is under way and each resident block holds its content."""
+    @property
+    def capacity(self) -> int:
+        """Bytes of the arena."""
+    @property
+    def used(self) -> int:
+        """Bytes of the arena that blocks own."""
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes prefetched, or on their way, that have not been accessed yet."""
+    @property
+    def divergences(self) -> int:
+        """How often the program did something else than the tape foretold."""
+    @property
+    def counters(self) -> PagerCounters: ...

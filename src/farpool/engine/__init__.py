@@ -5,11 +5,10 @@ calls give the same transfers, always; so a run can be replayed from its seed, a
 """
 
 from farpool.engine.arena import ALIGNMENT
-from farpool.engine.backing import NoRoomError
 from farpool.engine.blocks import NOWHERE, State
 from farpool.engine.engine import Engine
-from farpool.engine.line import Access, TooLargeError
-from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
+from farpool.engine.line import Access
+from farpool.engine.messages import Kind, Mode, Move, NoRoomError, Piece, Run, Space, TooLargeError, Transfer
 
 __all__ = [
     "ALIGNMENT",

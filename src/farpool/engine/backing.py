@@ -9,13 +9,9 @@ from collections.abc import Callable, Sequence
 
 from farpool.engine.arena import ArenaMap
 from farpool.engine.blocks import NOWHERE, BlockTable
-from farpool.engine.messages import Piece, Space
+from farpool.engine.messages import NoRoomError, Piece, Space
 
-__all__ = ["Backing", "NoRoomError"]
-
-
-class NoRoomError(Exception):
-    """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""
+__all__ = ["Backing"]
 
 
 class Backing:

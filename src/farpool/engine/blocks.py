@@ -9,9 +9,8 @@ comes free only when no transfer is under way on the block, which depends on tim
 from __future__ import annotations
 
 from array import array
-from enum import IntEnum
 
-from farpool._native import ExtentAllocator
+from farpool._native import ExtentAllocator, State
 
 __all__ = ["NOWHERE", "BlockTable", "State"]
 
@@ -19,18 +18,6 @@ NOWHERE = -1
 _FIRST_CAPACITY = 1024
 _GROWTH = 4
 """A full table grows by this fraction: what is not in use yet takes memory too."""
-
-
-class State(IntEnum):
-    """Where a block stands."""
-
-    FREE = 0
-    """The number is not in use."""
-    ABSENT = 1
-    FETCHING = 2
-    RESIDENT = 3
-    WRITING_BACK = 4
-    """Leaving: its arena range may already be promised to another block, which waits for the write."""
 
 
 class BlockTable:

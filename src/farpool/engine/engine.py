@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farpool.engine.arena import ALIGNMENT, ArenaMap
-from farpool.engine.backing import NoRoomError
 from farpool.engine.blocks import NOWHERE, BlockTable, State
-from farpool.engine.line import Access, Line, TooLargeError
+from farpool.engine.line import Access, Line
 from farpool.engine.lookahead import LookAhead
-from farpool.engine.messages import Mode, Move, Piece, Run, Space, Transfer
+from farpool.engine.messages import Mode, Move, NoRoomError, Piece, Run, Space, TooLargeError, Transfer
 from farpool.engine.placement import Placement
 from farpool.engine.residency import Counters
 from farpool.engine.tape import Tape

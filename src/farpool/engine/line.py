@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farpool.engine.backing import NoRoomError
 from farpool.engine.blocks import NOWHERE
-from farpool.engine.messages import Mode, Run
+from farpool.engine.messages import Mode, NoRoomError, Run, TooLargeError
 from farpool.engine.placement import Placement
 
-__all__ = ["Access", "Line", "TooLargeError"]
+__all__ = ["Access", "Line"]
 
 _NONE: frozenset[int] = frozenset()
 _ATTEMPTS = 3
 """A scattered run that finds no room beside its parts has them leave first and comes back at the next attempt."""
-
-
-class TooLargeError(Exception):
-    """The runs of one access together exceed the arena. ``args``: bytes needed."""
 
 
 @dataclass(slots=True, eq=False)

@@ -3,39 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-__all__ = ["Kind", "Mode", "Move", "Piece", "Run", "Space", "Transfer"]
+from farpool._native import Kind, Mode, Run, State
 
-
-class Mode(IntEnum):
-    """What an access does with the bytes."""
-
-    READ = 0
-    WRITE = 1
-    """Reads and changes them, or changes only some."""
-    OVERWRITE = 2
-    """Writes each byte without looking at the old ones, which therefore need not be fetched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive blocks of one storage, wanted contiguous in the arena."""
-
-    first: int
-    count: int
-    mode: Mode
-    table: int = -1
-    """For rows picked by data: the first block of their table. Such an access says nothing about the rows of the
-    next pass, so the tape only notes the table."""
-
-
-class Kind(IntEnum):
-    """Direction of a transfer."""
-
-    FETCH = 0
-    WRITE_BACK = 1
+__all__ = ["Kind", "Mode", "Move", "NoRoomError", "Piece", "Run", "Space", "State", "TooLargeError", "Transfer"]
 
 
 class Piece(NamedTuple):
@@ -80,3 +52,11 @@ class Space(Protocol):
         ...
 
     def free(self, offset: int, nbytes: int, cls: str) -> None: ...
+
+
+class TooLargeError(Exception):
+    """The runs of one access together exceed the arena. ``args``: bytes needed."""
+
+
+class NoRoomError(Exception):
+    """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farpool.engine.backing import NoRoomError
 from farpool.engine.blocks import NOWHERE, State
-from farpool.engine.messages import Mode, Move, Run
+from farpool.engine.messages import Mode, Move, NoRoomError, Run
 from farpool.engine.residency import Residency
 from farpool.engine.tape import SPARE, coming_use
 

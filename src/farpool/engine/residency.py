@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from farpool._native import NextUse
 from farpool.engine.arena import ArenaMap
-from farpool.engine.backing import Backing, NoRoomError
+from farpool.engine.backing import Backing
 from farpool.engine.blocks import NOWHERE, BlockTable, State
 from farpool.engine.credit import Busy, Credit, Rate
-from farpool.engine.messages import Kind, Mode, Move, Piece, Run, Space, Transfer
+from farpool.engine.messages import Kind, Mode, Move, NoRoomError, Piece, Run, Space, Transfer
 from farpool.engine.tape import NEVER, coming_use
 
 __all__ = ["Counters", "Residency"]

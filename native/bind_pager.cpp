@@ -1,0 +1,350 @@
+// The pager's Python face. Messages are Python objects of farpool.engine.messages, so that executors written in Python (on a
+// virtual clock, on a device, checking) take them as they are.
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <variant>
+
+#include "bindings.hpp"
+#include "pager/pager.hpp"
+
+using namespace farpool::pager;
+using farpool::fail_value;
+
+namespace {
+
+// What is imported once and lives as long as the interpreter.
+struct Names {
+    nb::object transfer, move, piece, too_large, no_room;
+
+    static const Names& get() {
+        static const Names* const names = [] {
+            auto* made = new Names;
+            const nb::module_ messages = nb::module_::import_("farpool.engine.messages");
+            made->transfer = messages.attr("Transfer");
+            made->move = messages.attr("Move");
+            made->piece = messages.attr("Piece");
+            made->too_large = messages.attr("TooLargeError");
+            made->no_room = messages.attr("NoRoomError");
+            return made;
+        }();
+        return *names;
+    }
+};
+
+// The bookkeeping of a tier that is a Python object.
+class PythonSpace : public Space {
+public:
+    PythonSpace(nb::object space, nb::tuple classes) : space_(std::move(space)), classes_(std::move(classes)) {}
+    std::int64_t reserve(std::int64_t nbytes, int cls) override {
+        const nb::object offset = space_.attr("reserve")(nbytes, classes_[cls]);
+        return offset.is_none() ? nowhere : nb::cast<std::int64_t>(offset);
+    }
+    void free(std::int64_t offset, std::int64_t nbytes, int cls) override {
+        space_.attr("free")(offset, nbytes, classes_[cls]);
+    }
+    nb::handle object() const { return space_; }
+
+private:
+    nb::object space_;
+    nb::tuple classes_;
+};
+
+Failure hold(nb::handle error) {
+    return {error.inc_ref().ptr(), [](void* object) {
+                if (Py_IsInitialized()) {
+                    nb::gil_scoped_acquire lock;
+                    Py_DECREF(static_cast<PyObject*>(object));
+                }
+            }};
+}
+
+// The exception that a refusal stands for, None where there is none.
+nb::object to_python(const Refusal& refusal) {
+    const Names& names = Names::get();
+    if (const auto* too_large = std::get_if<TooLarge>(&refusal)) {
+        return names.too_large(too_large->needed);
+    }
+    if (const auto* no_room = std::get_if<NoRoom>(&refusal)) {
+        return names.no_room(no_room->block, no_room->nbytes);
+    }
+    if (const auto* failure = std::get_if<Failure>(&refusal)) {
+        return nb::borrow(static_cast<PyObject*>(failure->get()));
+    }
+    return nb::none();
+}
+
+[[noreturn]] void raise(const Refusal& refusal) {
+    const nb::object error = to_python(refusal);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+}
+
+nb::tuple to_python(const Piece& piece) {
+    return nb::borrow<nb::tuple>(Names::get().piece(piece.tier, piece.offset, piece.place, piece.nbytes));
+}
+
+template <typename Item, typename Convert>
+nb::tuple to_tuple(const std::vector<Item>& items, Convert convert) {
+    nb::list list;
+    for (const Item& item : items) {
+        list.append(convert(item));
+    }
+    return nb::tuple(list);
+}
+
+nb::object to_python(const Transfer& transfer) {
+    const Names& names = Names::get();
+    return names.transfer(transfer.id, transfer.kind, transfer.block,
+                          to_tuple(transfer.pieces, [](const Piece& piece) { return to_python(piece); }),
+                          to_tuple(transfer.after, [](TransferId id) { return nb::int_(id); }), transfer.demand);
+}
+
+nb::object to_python(const Command& command) {
+    if (const auto* move = std::get_if<Move>(&command)) {
+        return Names::get().move(move->source, move->target, move->nbytes);
+    }
+    return to_python(*std::get<std::shared_ptr<const Transfer>>(command));
+}
+
+std::vector<Run> to_runs(nb::handle runs) {
+    std::vector<Run> converted;
+    for (const nb::handle run : nb::iter(runs)) {
+        converted.push_back(nb::cast<const Run&>(run));
+    }
+    return converted;
+}
+
+std::string to_string(const Run& run) {
+    static constexpr const char* modes[] = {"READ", "WRITE", "OVERWRITE"};
+    return "Run(first=" + std::to_string(run.first) + ", count=" + std::to_string(run.count) +
+           ", mode=" + modes[static_cast<int>(run.mode)] + ", table=" + std::to_string(run.table) + ")";
+}
+
+// A pager and what its Python face needs beside it.
+class BoundPager {
+public:
+    BoundPager(std::int64_t capacity, nb::handle spaces, nb::tuple classes, std::int64_t alignment, std::int64_t history,
+               bool prefetch)
+        : classes_(std::move(classes)),
+          pager_(capacity, bind(spaces), static_cast<int>(nb::len(classes_)), alignment, history, prefetch) {}
+
+    int class_number(nb::handle name) const {
+        const Py_ssize_t index = PySequence_Index(classes_.ptr(), name.ptr());
+        if (index < 0) {
+            throw nb::python_error();
+        }
+        return static_cast<int>(index);
+    }
+    nb::object class_name(int cls) const { return classes_[cls]; }
+    Pager& operator*() { return pager_; }
+    Pager* operator->() { return &pager_; }
+
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            BoundPager& bound = *nb::inst_ptr<BoundPager>(self);
+            for (const auto& space : bound.pager_.residency().backing.spaces()) {
+                if (space != nullptr) {
+                    Py_VISIT(static_cast<const PythonSpace&>(*space).object().ptr());
+                }
+            }
+        }
+        return 0;
+    }
+
+private:
+    std::vector<std::shared_ptr<Space>> bind(nb::handle spaces) const {
+        std::vector<std::shared_ptr<Space>> bound;
+        for (const nb::handle space : nb::iter(spaces)) {
+            bound.push_back(space.is_none() ? nullptr
+                                            : std::make_shared<PythonSpace>(nb::borrow(space), classes_));
+        }
+        return bound;
+    }
+
+    nb::tuple classes_;
+    Pager pager_;
+};
+
+PyType_Slot pager_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(BoundPager::traverse)}, {0, nullptr}};
+
+// Runs a call of the pager; what it refuses becomes a Python exception.
+template <typename Call>
+auto refusing(Call call) {
+    try {
+        return call();
+    } catch (const Refused& refused) {
+        raise(refused.why);
+    }
+}
+
+}  // namespace
+
+void bind_pager(nb::module_& m) {
+    nb::enum_<Mode>(m, "Mode", nb::is_arithmetic(), "What an access does with the bytes.")
+        .value("READ", Mode::read)
+        .value("WRITE", Mode::write, "Reads and changes them, or changes only some.")
+        .value("OVERWRITE", Mode::overwrite,
+               "Writes each byte without looking at the old ones, which therefore need not be fetched.");
+    nb::enum_<Kind>(m, "Kind", nb::is_arithmetic(), "Direction of a transfer.")
+        .value("FETCH", Kind::fetch)
+        .value("WRITE_BACK", Kind::write_back);
+    nb::enum_<State>(m, "State", nb::is_arithmetic(), "Where a block stands.")
+        .value("FREE", State::free)
+        .value("ABSENT", State::absent)
+        .value("FETCHING", State::fetching)
+        .value("RESIDENT", State::resident)
+        .value("WRITING_BACK", State::writing_back);
+
+    nb::class_<Run>(m, "Run", "Consecutive blocks of one storage, wanted contiguous in the arena.")
+        .def(
+            "__init__",
+            [](Run* self, BlockId first, std::int32_t count, Mode mode, BlockId table) {
+                new (self) Run{first, count, mode, table};
+            },
+            nb::arg("first"), nb::arg("count"), nb::arg("mode"), nb::arg("table") = -1)
+        .def_ro("first", &Run::first)
+        .def_ro("count", &Run::count)
+        .def_ro("mode", &Run::mode)
+        .def_ro("table", &Run::table)
+        .def("__eq__", [](const Run& self, nb::handle other) { return nb::isinstance<Run>(other) && self == nb::cast<const Run&>(other); })
+        .def("__hash__", [](const Run& self) { return nb::hash(nb::make_tuple(self.first, self.count, static_cast<int>(self.mode), self.table)); })
+        .def("__repr__", [](const Run& self) { return to_string(self); });
+
+    nb::class_<Counters>(m, "PagerCounters", "What a pager has done so far.")
+        .def_ro("accesses", &Counters::accesses)
+        .def_ro("hits", &Counters::hits)
+        .def_ro("late", &Counters::late)
+        .def_ro("demand_fetches", &Counters::demand_fetches)
+        .def_ro("prefetches", &Counters::prefetches)
+        .def_ro("prefetches_used", &Counters::prefetches_used)
+        .def_ro("prefetches_wasted", &Counters::prefetches_wasted)
+        .def_ro("evictions", &Counters::evictions)
+        .def_ro("write_backs", &Counters::write_backs)
+        .def_ro("moves", &Counters::moves)
+        .def_ro("moved_bytes", &Counters::moved_bytes);
+
+    nb::class_<Block>(m, "Block", "One row of a pager's table of blocks, as it was when it was asked for.")
+        .def_ro("size", &Block::size)
+        .def_ro("place", &Block::place)
+        .def_ro("copy", &Block::copy)
+        .def_ro("next_use", &Block::next_use)
+        .def_ro("last_use", &Block::last_use)
+        .def_ro("pins", &Block::pins)
+        .def_ro("name", &Block::name)
+        .def_ro("tier", &Block::tier)
+        .def_ro("state", &Block::state)
+        .def_prop_ro("dirty", [](const Block& self) { return self.dirty; })
+        .def_prop_ro("prefetched", [](const Block& self) { return self.prefetched; });
+
+    nb::class_<Access>(m, "PagerAccess", "One operation's wish for its operands, and the answer.", nb::is_weak_referenceable())
+        .def_ro("granted", &Access::granted)
+        .def_prop_ro("places", [](const Access& self) { return to_tuple(self.places, [](std::int64_t p) { return nb::int_(p); }); })
+        .def_prop_ro("runs", [](const Access& self) { return to_tuple(self.runs, [](const Run& run) { return nb::cast(run); }); })
+        .def_prop_ro("error", [](const Access& self) { return to_python(self.refusal); })
+        .def("waits_for", [](const Access& self, BlockId block) { return contains(self.blocks, block); }, nb::arg("block"));
+
+    nb::class_<BoundPager>(m, "Pager", "Decides which block is where, and when it moves.", nb::type_slots(pager_slots))
+        .def(nb::init<std::int64_t, nb::handle, nb::tuple, std::int64_t, std::int64_t, bool>(), nb::arg("capacity"),
+             nb::arg("spaces"), nb::arg("classes"), nb::kw_only(), nb::arg("alignment") = 64,
+             nb::arg("history") = std::int64_t{1} << 18, nb::arg("prefetch") = true)
+        .def("add_source", [](BoundPager& self) { return self->add_source(); })
+        .def(
+            "create",
+            [](BoundPager& self, const std::vector<std::int64_t>& sizes, nb::handle cls) {
+                return self->create(sizes, self.class_number(cls));
+            },
+            nb::arg("sizes"), nb::arg("cls"))
+        .def(
+            "adopt",
+            [](BoundPager& self, BlockId block, std::int32_t tier, std::int64_t offset, std::int64_t place, std::int64_t nbytes) {
+                self->adopt(block, {tier, offset, place, nbytes});
+            },
+            nb::arg("block"), nb::arg("source"), nb::arg("offset"), nb::arg("place"), nb::arg("nbytes"))
+        .def("can_adopt", [](BoundPager& self, BlockId block) { return self->can_adopt(block); }, nb::arg("block"))
+        .def("retire", [](BoundPager& self, BlockId first, std::int32_t count) { self->retire(first, count); }, nb::arg("first"),
+             nb::arg("count"))
+        .def("forget", [](BoundPager& self, BlockId first, std::int32_t count) { return self->forget(first, count); },
+             nb::arg("first"), nb::arg("count"))
+        .def(
+            "request",
+            [](BoundPager& self, nb::handle runs, double now) {
+                return refusing([&] { return self->request(to_runs(runs), now); });
+            },
+            nb::arg("runs"), nb::arg("now") = 0.0)
+        .def("release", [](BoundPager& self, Access& access, bool go_on) { self->release(access, go_on); }, nb::arg("access"),
+             nb::kw_only(), nb::arg("go_on") = true)
+        .def("abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); }, nb::arg("access"))
+        .def("take_commands",
+             [](BoundPager& self) {
+                 nb::list commands;
+                 for (const Command& command : self->take_commands()) {
+                     commands.append(to_python(command));
+                 }
+                 return commands;
+             })
+        .def("take_raised", [](BoundPager& self) { return self->take_raised(); })
+        .def("completed",
+             [](BoundPager& self, TransferId transfer, double start, double end) { self->completed(transfer, start, end); },
+             nb::arg("transfer"), nb::arg("start") = 0.0, nb::arg("end") = 0.0)
+        .def("failed", [](BoundPager& self, TransferId transfer, nb::handle error) { self->failed(transfer, hold(error)); },
+             nb::arg("transfer"), nb::arg("error"))
+        .def("proceed", [](BoundPager& self, double now) { self->proceed(now); }, nb::arg("now") = 0.0)
+        .def("resize", [](BoundPager& self, std::int64_t capacity) { return refusing([&] { return self->resize(capacity); }); },
+             nb::arg("capacity"))
+        .def(
+            "block",
+            [](BoundPager& self, BlockId block) {
+                self->require_blocks(block, 1);
+                return self->residency().blocks[block];
+            },
+            nb::arg("block"))
+        .def(
+            "class_of",
+            [](BoundPager& self, BlockId block) {
+                self->require_blocks(block, 1);
+                return self.class_name(self->residency().blocks[block].cls);
+            },
+            nb::arg("block"))
+        .def("blocks", [](BoundPager& self) { return self->residency().blocks.used(); })
+        .def("resident", [](BoundPager& self) { return self->residency().arena.owners(); })
+        .def(
+            "place_of",
+            [](BoundPager& self, const Run& run) {
+                self->require_blocks(run.first, run.count);
+                return self->residency().place_of(run);
+            },
+            nb::arg("run"))
+        .def(
+            "run_bytes",
+            [](BoundPager& self, const Run& run) {
+                self->require_blocks(run.first, run.count);
+                return self->residency().run_bytes(run);
+            },
+            nb::arg("run"))
+        .def(
+            "transfer",
+            [](BoundPager& self, TransferId id) -> nb::object {
+                const auto& transfers = self->residency().transfers;
+                const auto found = transfers.find(id);
+                return found == transfers.end() ? nb::none() : to_python(*found->second);
+            },
+            nb::arg("id"))
+        .def("transfers",
+             [](BoundPager& self) {
+                 nb::list transfers;
+                 for (const auto& [id, transfer] : self->residency().transfers) {
+                     transfers.append(to_python(*transfer));
+                 }
+                 return transfers;
+             })
+        .def_prop_ro("under_way", [](BoundPager& self) { return self->residency().transfers.size(); })
+        .def_prop_ro("still", [](BoundPager& self) { return self->still(); })
+        .def_prop_ro("capacity", [](BoundPager& self) { return self->residency().arena.capacity(); })
+        .def_prop_ro("used", [](BoundPager& self) { return self->residency().arena.used(); })
+        .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
+        .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
+        .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });
+}

@@ -1,0 +1,102 @@
+// The map of the arena: which range belongs to which block, what is still being read out of a range, how to make a gap.
+//
+// A dirty victim's range is free for its successor as soon as the write-back is queued: the successor's transfer is ordered
+// after it, so the link never waits for the program to come back. Until the write has completed the range is a hazard: a
+// transfer into it must wait, and nothing may be moved there.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "extent_allocator.hpp"
+#include "messages.hpp"
+
+namespace farpool::pager {
+
+// How to open a hole: the blocks to slide, each with its new place, in the order in which to do it.
+using Slides = std::vector<std::pair<BlockId, std::int64_t>>;
+
+class ArenaMap {
+public:
+    ArenaMap(std::int64_t capacity, std::int64_t alignment) : alignment_(alignment), ranges_(capacity, alignment) {}
+
+    // Bytes that a block of `nbytes` bytes takes.
+    std::int64_t rounded(std::int64_t nbytes) const { return (nbytes + alignment_ - 1) / alignment_ * alignment_; }
+    std::int64_t alignment() const noexcept { return alignment_; }
+    std::int64_t capacity() const noexcept { return ranges_.capacity(); }
+    std::int64_t used() const noexcept { return ranges_.used(); }
+    std::int64_t free() const noexcept { return ranges_.capacity() - ranges_.used(); }
+    // Counts the changes of the map.
+    std::uint64_t version() const noexcept { return version_; }
+    bool has_hazards() const noexcept { return !hazards_.empty(); }
+
+    // Offset of a hole of `nbytes` bytes, -1 if there is none. Nothing is taken.
+    std::int64_t find(std::int64_t nbytes) const { return ranges_.find(nbytes); }
+    bool fits(std::int64_t place, std::int64_t nbytes) const { return ranges_.fits(place, nbytes); }
+    // Gives this very range to `block`; false if any byte of it is taken.
+    bool take(BlockId block, std::int64_t place, std::int64_t nbytes);
+    void drop(std::int64_t place);
+
+    // The bytes of this range are read by `transfer` until it completes.
+    void add_hazard(TransferId transfer, std::int64_t place, std::int64_t nbytes);
+    void remove_hazard(TransferId transfer);
+    // Transfers that still read bytes of this range.
+    std::vector<TransferId> hazards_of(std::int64_t place, std::int64_t nbytes) const;
+
+    // Blocks that own a range, in order of place.
+    std::vector<BlockId> owners() const;
+    // Calls `visit(block, place, nbytes)` for each range in order of place, until it returns false.
+    template <typename Visit>
+    void each_owner(Visit visit) const {
+        ranges_.each([&](std::int64_t place, std::int64_t nbytes, std::int64_t tag) {
+            return visit(static_cast<BlockId>(tag), place, nbytes);
+        });
+    }
+    // Blocks with bytes at or beyond `capacity`.
+    std::vector<BlockId> owners_beyond(std::int64_t capacity) const;
+
+    // The cheapest way to open a hole of `nbytes` by sliding neighbours towards the start, at most `most` bytes of them.
+    // Looks at each stretch of the arena without an immovable range, and in it at each window whose holes add up.
+    template <typename Movable>
+    std::optional<Slides> gap(std::int64_t nbytes, std::int64_t most, Movable movable) const {
+        std::vector<Range> movables;
+        std::vector<std::pair<std::int64_t, std::int64_t>> obstacles;
+        each_owner([&](BlockId owner, std::int64_t place, std::int64_t size) {
+            if (movable(owner)) {
+                movables.push_back({owner, place, size});
+            } else {
+                obstacles.emplace_back(place, place + size);
+            }
+            return true;
+        });
+        return cheapest_gap(nbytes, most, movables, std::move(obstacles));
+    }
+    // Carries out one step of a gap in the map; returns the copy to make.
+    Move slide(BlockId block, std::int64_t place, std::int64_t target, std::int64_t nbytes);
+    // Changes the capacity; false (and nothing changed) while something lies, or is still read, beyond it.
+    bool resize(std::int64_t capacity);
+
+private:
+    struct Range {
+        BlockId owner;
+        std::int64_t place;
+        std::int64_t nbytes;
+    };
+    struct Hazard {
+        TransferId transfer;
+        std::int64_t low;
+        std::int64_t high;
+    };
+
+    std::optional<Slides> cheapest_gap(std::int64_t nbytes, std::int64_t most, const std::vector<Range>& movables,
+                                       std::vector<std::pair<std::int64_t, std::int64_t>> obstacles) const;
+
+    std::int64_t alignment_;
+    ExtentAllocator ranges_;       // a range's tag is its owner
+    std::vector<Hazard> hazards_;  // in order of the transfers' numbers
+    std::uint64_t version_ = 0;
+};
+
+}  // namespace farpool::pager

@@ -1,0 +1,61 @@
+// Backing: where below the arena the bytes of blocks lie, in tiers or in sources, and room for them.
+//
+// Placement below is static: a block that has to leave goes to the first tier with room and keeps its place there.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "arena_map.hpp"
+#include "block_table.hpp"
+
+namespace farpool::pager {
+
+// The copies of blocks; a block has one in a tier, or some of its parts in sources, or none.
+class Backing {
+public:
+    // `spaces`: lower tiers from fast to slow; a null one stands for a read-only source, which blocks only come from.
+    // `may_lose`: whether the arena has a block's bytes safe, so that it can do without its copy.
+    Backing(BlockTable& blocks, const ArenaMap& arena, std::vector<std::shared_ptr<Space>> spaces,
+            std::function<bool(BlockId)> may_lose)
+        : blocks_(blocks), arena_(arena), spaces_(std::move(spaces)), may_lose_(std::move(may_lose)) {}
+
+    // Makes known another read-only source; returns its index among the tiers.
+    std::int32_t add_source();
+    // Part of a block's clean copy lies in a source; `piece.place` is relative to the block.
+    void adopt(BlockId block, const Piece& piece);
+    // Whether there is a copy, clean or stale.
+    bool has(BlockId block) const { return blocks_[block].tier >= 0 || blocks_[block].sourced; }
+    // What to read to have the block at `place` in the arena. It has a copy.
+    std::vector<Piece> pieces(BlockId block, std::int64_t place) const;
+    // The block's copy in its tier, and its range in the arena.
+    Piece extent(BlockId block, std::int64_t place) const;
+    // Finds a place for the block's copy in a tier, if it has none; false where no tier has room.
+    bool reserve(BlockId block);
+    void drop_sources(BlockId block);
+    // The block has no copy any more.
+    void drop(BlockId block);
+    // The block's tier failed to take it, and is not tried again; false if no other is left.
+    bool bar(BlockId block);
+    // Any tier may be tried again.
+    void unbar(BlockId block) { barred_.erase(block); }
+    const std::vector<std::shared_ptr<Space>>& spaces() const noexcept { return spaces_; }
+
+private:
+    bool make_way(std::int32_t tier, std::int64_t nbytes);
+    void free(BlockId block);
+    bool is_barred(BlockId block, std::size_t tier) const;
+
+    BlockTable& blocks_;
+    const ArenaMap& arena_;
+    std::vector<std::shared_ptr<Space>> spaces_;
+    std::function<bool(BlockId)> may_lose_;
+    std::unordered_map<BlockId, std::vector<Piece>> sources_;
+    std::unordered_map<BlockId, std::vector<bool>> barred_;  // by tier: those that failed to take a block
+};
+
+}  // namespace farpool::pager

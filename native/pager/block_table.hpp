@@ -1,0 +1,75 @@
+// The table of blocks. Beside its number a block has a name, which the tape uses.
+//
+// Names are handed out lowest first and are free again as soon as the program drops the block. A program that allocates
+// and frees in the same order on every pass therefore gets the same names on every pass: the name of a gradient or a
+// temporary is its ordinal of birth. The number itself comes free only when no transfer is under way on the block, which
+// depends on timing.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "extent_allocator.hpp"
+#include "messages.hpp"
+
+namespace farpool::pager {
+
+enum class State : std::int8_t {
+    free = 0,  // the number is not in use
+    absent = 1,
+    fetching = 2,
+    resident = 3,
+    writing_back = 4,  // leaving: its arena range may already be promised to another block, which waits for the write
+};
+
+struct Block {
+    std::int64_t size = 0;
+    std::int64_t place = nowhere;  // offset in the arena while fetching, resident or writing back
+    std::int64_t copy = nowhere;   // offset of the copy in its tier; valid while the block is not dirty
+    std::int64_t next_use = 0;     // key for eviction: the farther, the sooner it goes
+    std::int64_t last_use = 0;     // position on the tape of the latest access
+    std::int32_t pins = 0;
+    std::int32_t name = -1;
+    std::int32_t heap_slot = -1;  // where the eviction order keeps it; -1 while it may not be evicted
+    std::int16_t tier = -1;       // tier of the copy below; -1 without one
+    std::int8_t cls = 0;
+    State state = State::free;
+    bool dirty : 1 = false;
+    bool sourced : 1 = false;     // parts of its clean copy lie in sources
+    bool hollow : 1 = false;      // placed to be overwritten, while its only content is still the copy below
+    bool prefetched : 1 = false;  // and not accessed since
+    bool shunned : 1 = false;     // its last prefetch failed: left alone until it is accessed
+    bool stuck : 1 = false;       // no tier takes its bytes: not a victim until the next access tries again
+    bool moving : 1 = false;      // a transfer is under way on it
+};
+
+class BlockTable {
+public:
+    BlockTable();
+
+    // Takes consecutive numbers and names, one for each size in bytes; returns the first number.
+    BlockId create(std::span<const std::int64_t> sizes, int cls);
+    // The program has dropped the blocks of one `create`: their names are free.
+    void retire(BlockId first, std::int32_t count);
+    // Gives the numbers of retired blocks back.
+    void forget(BlockId first, std::int32_t count);
+    // Number of the block that bears this name now; -1 if none does.
+    BlockId named(std::int64_t name) const;
+
+    Block& operator[](BlockId block) { return blocks_[static_cast<std::size_t>(block)]; }
+    const Block& operator[](BlockId block) const { return blocks_[static_cast<std::size_t>(block)]; }
+    std::size_t size() const noexcept { return blocks_.size(); }
+    // Throws PortFailure (a ValueError in Python) unless each number of the range is in use.
+    void require_used(BlockId first, std::int32_t count) const;
+    // Numbers in use, in order.
+    std::vector<BlockId> used() const;
+
+private:
+    ExtentAllocator numbers_;
+    ExtentAllocator names_;
+    std::vector<Block> blocks_;
+    std::vector<BlockId> named_;
+};
+
+}  // namespace farpool::pager

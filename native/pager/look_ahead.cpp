@@ -1,0 +1,282 @@
+#include "look_ahead.hpp"
+
+#include <algorithm>
+
+namespace farpool::pager {
+
+namespace {
+
+constexpr int strides_ahead = 8;
+// Without a tape nobody knows what others do without: this fraction of what is fetched.
+constexpr double stride_rent = 4;
+constexpr std::int64_t batch = 16;  // the end of the known future is looked at when so many accesses have been added to it
+constexpr std::int64_t age = 256;   // accesses after which the largest one is taken to be a quarter smaller
+constexpr std::int64_t worth = 8;   // a window must promise this many times what one operation pins: so much room it takes
+
+}  // namespace
+
+// ---- accesses ----
+
+std::int64_t LookAhead::note_access(const Run& run, std::int64_t key, std::int64_t nbytes) {
+    if (key >= never) {
+        if (!tape_.followed()) {
+            strides_.record(residency_.blocks[run.first].name, run.count);
+        }
+        return key;
+    }
+    if (window_ == 0) {
+        return key;
+    }
+    if (const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now()); turn != 0) {
+        const double room = static_cast<double>(largest_ + residency_.ahead_bytes);
+        residency_.gate.charge_room(room * static_cast<double>(nbytes) / static_cast<double>(turn));
+    }
+    return residency_.gate.ample() ? key_for(key, tape_.pointer(), nbytes) : key;
+}
+
+void LookAhead::note_miss(const Run& run, double busy) {
+    if (tape_.foretold() || (!tape_.followed() && strides_.foretold())) {
+        if (const double rate = residency_.rate.seconds_per_byte(); rate != 0.0) {
+            const auto nbytes = static_cast<double>(residency_.run_bytes(run));
+            residency_.gate.note_foretold(std::min(nbytes, busy / rate), largest_);
+        }
+    }
+}
+
+void LookAhead::note_pinned(std::int64_t nbytes) {
+    if (nbytes > largest_) {
+        set_largest(nbytes);
+    }
+}
+
+void LookAhead::set_largest(std::int64_t nbytes) {
+    largest_ = residency_.ahead_at_least = nbytes;
+    retention_.set_room(std::max(std::int64_t{0}, residency_.arena.capacity() - 2 * nbytes));
+}
+
+// The key of blocks accessed at `start` of the known future (or the present) whose next use is at `use`.
+std::int64_t LookAhead::key_for(std::int64_t use, std::int64_t start, std::int64_t nbytes) {
+    const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now());
+    return retention_.keeps(nbytes, tape_.volume(start, use), turn) ? use : use + spare;
+}
+
+void LookAhead::set_window() {
+    window_ = 0;
+    const double rate = residency_.rate.seconds_per_byte();
+    if (!fetch_ || rate == 0.0 || !residency_.gate.open()) {
+        return;
+    }
+    std::int64_t gain =
+        std::max(std::int64_t{0}, tape_.volume(tape_.pointer(), tape_.now()) - retention_.room());
+    if (!residency_.gate.ample()) {
+        const double computing = tape_.seconds(tape_.pointer(), tape_.now()) / rate;
+        if (computing < static_cast<double>(gain)) {
+            gain = static_cast<std::int64_t>(computing);
+        }
+    }
+    if (gain > worth * largest_) {
+        window_ = std::min(residency_.arena.capacity(), gain / 2);
+    }
+}
+
+// ---- looking ahead ----
+
+bool LookAhead::due(bool freed) const {
+    return (blocked_ && freed) || (!blocked_ && tape_.now() - cursor_ >= batch) || cursor_ <= tape_.pointer() ||
+           jumps_ != tape_.jumps() || residency_.lost != never || !tape_.followed();
+}
+
+void LookAhead::advance(const BlockSet& keep) {
+    if (!tape_.followed()) {
+        if (tape_.pointer() < 0) {
+            give_up();
+            follow_strides(keep);
+        }
+        return;
+    }
+    if (jumps_ != tape_.jumps()) {
+        rekey();
+        jumps_ = tape_.jumps();
+        restart();
+    }
+    const std::int64_t lost = std::exchange(residency_.lost, never);
+    if (cursor_ <= tape_.pointer()) {
+        restart();
+    } else if (lost < cursor_) {
+        go_back(std::max(lost, tape_.pointer() + 1));
+    }
+    pass_by();
+    if (tape_.now() - aged_ > age) {
+        aged_ = tape_.now();
+        set_largest(largest_ - largest_ / 4);
+    }
+    set_window();
+    while (cursor_ <= tape_.now() && step(cursor_, keep)) {
+        ++cursor_;
+    }
+    blocked_ = cursor_ <= tape_.now();
+}
+
+void LookAhead::resized() {
+    residency_.gate.set_capacity(residency_.arena.capacity());
+    set_largest(largest_);
+    restart();
+}
+
+void LookAhead::retreat() {
+    jumps_ = -1;
+    restart();
+}
+
+void LookAhead::restart() {
+    cursor_ = tape_.pointer() + 1;
+    births_.clear();
+    birth_bytes_ = 0;
+}
+
+// Something that the cursor had passed as resident had to leave.
+void LookAhead::go_back(std::int64_t position) {
+    cursor_ = position;
+    while (!births_.empty() && births_.back().first >= position) {
+        birth_bytes_ -= births_.back().second;
+        births_.pop_back();
+    }
+}
+
+// The pointer has moved on: births it has passed have happened; what nobody asked for may leave.
+void LookAhead::pass_by() {
+    while (!births_.empty() && births_.front().first <= tape_.pointer()) {
+        birth_bytes_ -= births_.front().second;
+        births_.pop_front();
+    }
+    while (!fetched_.empty() && fetched_.front().first <= tape_.pointer()) {
+        expect_no_more(fetched_.front().second);
+        fetched_.pop_front();
+    }
+}
+
+// The program has left the tape: nobody knows any more when what was fetched will be used.
+void LookAhead::give_up() {
+    for (const auto& [position, run] : fetched_) {
+        expect_no_more(run);
+    }
+    fetched_.clear();
+}
+
+void LookAhead::expect_no_more(const Run& run) {
+    for (BlockId block = run.first; block < run.stop(); ++block) {
+        if (residency_.blocks[block].prefetched) {
+            residency_.set_next_use(block, unknown_use(residency_.blocks[block].last_use));
+        }
+    }
+}
+
+void LookAhead::rekey() {
+    const auto upcoming = tape_.upcoming();
+    set_window();
+    for (const BlockId block : residency_.arena.owners()) {
+        const Block& b = residency_.blocks[block];
+        const auto use = upcoming.find(b.name);
+        if (use == upcoming.end()) {
+            residency_.set_next_use(block, unknown_use(b.last_use));
+        } else if (window_ != 0 && residency_.gate.ample()) {
+            residency_.set_next_use(block, key_for(use->second, tape_.pointer(), b.size));
+        } else {
+            residency_.set_next_use(block, use->second);
+        }
+    }
+    fetched_.clear();
+}
+
+// Prepares for the access at `position`; false if there is no room for it yet.
+bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
+    BlockTable& blocks = residency_.blocks;
+    const Tape::Token token = tape_.token(position);
+    if (token.name < 0) {
+        return true;
+    }
+    const BlockId first = blocks.named(token.name);
+    if (token.created || first < 0) {
+        births_.emplace_back(position, tape_.nbytes(position));
+        birth_bytes_ += tape_.nbytes(position);
+        return true;
+    }
+    if (blocks.named(token.name + token.count - 1) != first + token.count - 1) {
+        return true;  // another storage bears these names by now
+    }
+    const Run run{first, token.count, Mode::read, -1};
+    bool any_absent = false;
+    bool all_absent = true;
+    bool shunned = false;
+    for (BlockId block = first; block < run.stop(); ++block) {
+        if (block + 1 < run.stop() && blocks[block].size % residency_.arena.alignment() != 0) {
+            return true;  // several storages bear them: only the last block of one may be of any size
+        }
+        const bool absent = blocks[block].state == State::absent;
+        any_absent = any_absent || absent;
+        all_absent = all_absent && absent;
+        shunned = shunned || blocks[block].shunned;
+    }
+    if (!any_absent || shunned) {
+        return true;
+    }
+    const std::int64_t nbytes = residency_.run_bytes(run);
+    if (residency_.ahead_bytes + nbytes > window_ || !residency_.gate.covers(residency_.ahead_bytes + nbytes)) {
+        return false;
+    }
+    const std::tuple situation{position, residency_.arena.version(), residency_.evictable.victim(),
+                               residency_.ahead_bytes};
+    if (in_vain_ == situation) {
+        return false;
+    }
+    if (birth_bytes_ != 0 && !clear(nbytes + birth_bytes_, position, keep)) {
+        in_vain_ = situation;
+        return false;
+    }
+    if (residency_.bring(run, keep, position)) {
+        fetched_.emplace_back(position, run);
+        return true;
+    }
+    in_vain_ = situation;
+    // What is there in part and cannot be filled in has to be gathered when it is wanted: leave it.
+    return !all_absent;
+}
+
+// Evicts what may leave for `position` until `nbytes` bytes are free; false if that does not suffice.
+bool LookAhead::clear(std::int64_t nbytes, std::int64_t position, const BlockSet& keep) {
+    while (residency_.arena.free() < nbytes) {
+        const BlockId victim = residency_.evictable.victim();
+        if (victim < 0 || contains(keep, victim) || !residency_.may_leave_for(position) || !residency_.try_evict(victim)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void LookAhead::follow_strides(const BlockSet& keep) {
+    if (!fetch_) {
+        return;
+    }
+    BlockTable& blocks = residency_.blocks;
+    for (const std::int64_t name : strides_.coming(strides_ahead)) {
+        const BlockId block = blocks.named(name);
+        if (block < 0 || !residency_.backing.has(block)) {
+            return;
+        }
+        if (blocks[block].state != State::absent || blocks[block].shunned) {
+            continue;
+        }
+        const Run run{block, 1, Mode::read, -1};
+        const std::int64_t nbytes = residency_.run_bytes(run);
+        if (!residency_.gate.covers(residency_.ahead_bytes + nbytes)) {
+            return;
+        }
+        // Its key is that of a block used just now: without a known future the least recent one leaves first.
+        if (!residency_.bring(run, keep, unknown_use(tape_.now()))) {
+            return;
+        }
+        residency_.gate.charge_room(static_cast<double>(nbytes) / stride_rent);
+    }
+}
+
+}  // namespace farpool::pager

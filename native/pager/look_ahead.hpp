@@ -1,0 +1,83 @@
+// Look-ahead: fetch along the tape before the program asks, into room that others do not need sooner.
+//
+// The cursor runs ahead of the tape's pointer. What it fetches takes the place of blocks that are not kept until their next
+// use (`Retention`) and are needed later. It stops where there are none left, where as much lies ready as can pay for itself
+// (the window), and where earlier predictions were so often wrong that fetching on demand is better (`PrefetchGate`).
+//
+// The window: what lies ready ahead of its use could have been room for a block that is kept, so each turn of a loop fetches
+// as many bytes more as lie ready. That is worth it while it is less than what can be gained: transfers that run while the
+// program computes, at most the turn's computing and at most what does not fit.
+//
+// Blocks that the program will create on the way need room too; it is kept for them, or a block fetched too early would have
+// to leave for them again. Where the tape does not know the future, a steady stride does (`Strides`).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "residency.hpp"
+#include "retention.hpp"
+#include "strides.hpp"
+#include "tape.hpp"
+
+namespace farpool::pager {
+
+class LookAhead {
+public:
+    // `fetch`: whether to fetch ahead. Without, the tape still says what leaves.
+    LookAhead(Tape& tape, Residency& residency, bool fetch)
+        : tape_(tape), residency_(residency), fetch_(fetch), retention_(residency.arena.capacity()) {}
+
+    // The tape has a new access to a run of `nbytes` bytes, and gave its blocks this key; returns the one to use.
+    std::int64_t note_access(const Run& run, std::int64_t key, std::int64_t nbytes);
+    // The access just noted finds no blocks that are there or on their way; the program had computed for `busy` seconds.
+    void note_miss(const Run& run, double busy);
+    // An operation accesses so many bytes at once.
+    void note_pinned(std::int64_t nbytes);
+    // Whether `advance` may find something to do, now that an access has been noted or (`freed`) has ended.
+    bool due(bool freed) const;
+    // Does what can be done after an access. What somebody waits for (`keep`) is not evicted.
+    void advance(const BlockSet& keep);
+    // The arena has other bytes now.
+    void resized();
+    // Something was undone (a failure, a smaller budget): look again from the start.
+    void retreat();
+
+private:
+    void set_largest(std::int64_t nbytes);
+    std::int64_t key_for(std::int64_t use, std::int64_t start, std::int64_t nbytes);
+    void set_window();
+    void restart();
+    void go_back(std::int64_t position);
+    void pass_by();
+    void give_up();
+    void expect_no_more(const Run& run);
+    void rekey();
+    bool step(std::int64_t position, const BlockSet& keep);
+    bool clear(std::int64_t nbytes, std::int64_t position, const BlockSet& keep);
+    void follow_strides(const BlockSet& keep);
+
+    Tape& tape_;
+    Residency& residency_;
+    bool fetch_;
+    Retention retention_;
+    Strides strides_;
+    std::int64_t cursor_ = 0;
+    std::int64_t jumps_ = -1;  // the tape's count of jumps for which the keys were made
+    // Blocks that will be created, by position, with their bytes.
+    std::deque<std::pair<std::int64_t, std::int64_t>> births_;
+    std::int64_t birth_bytes_ = 0;
+    // What was fetched ahead, by the position of the use that it was fetched for.
+    std::deque<std::pair<std::int64_t, Run>> fetched_;
+    std::int64_t largest_ = 0;  // bytes that the largest of the latest accesses has pinned at once
+    std::int64_t aged_ = 0;     // where on the tape `largest_` was last lowered
+    std::int64_t window_ = 0;   // bytes that may lie ready
+    bool blocked_ = false;      // the cursor could not go on
+    // The position for which there was no room, and what the arena looked like then.
+    std::optional<std::tuple<std::int64_t, std::uint64_t, BlockId, std::int64_t>> in_vain_;
+};
+
+}  // namespace farpool::pager

@@ -1,0 +1,90 @@
+// What goes into the pager and what comes out of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <variant>
+#include <vector>
+
+namespace farpool::pager {
+
+using BlockId = std::int32_t;
+using TransferId = std::int64_t;
+
+inline constexpr std::int64_t nowhere = -1;
+
+enum class Mode : std::int8_t {
+    read = 0,
+    write = 1,      // reads and changes the bytes, or changes only some
+    overwrite = 2,  // writes each byte without looking at the old ones, which therefore need not be fetched
+};
+
+// Consecutive blocks of one storage, wanted contiguous in the arena.
+struct Run {
+    BlockId first = 0;
+    std::int32_t count = 0;
+    Mode mode = Mode::read;
+    // For rows picked by data: the first block of their table. Such an access says nothing about the rows of the next
+    // pass, so the tape only notes the table.
+    BlockId table = -1;
+
+    BlockId stop() const noexcept { return first + count; }
+    bool operator==(const Run&) const = default;
+};
+
+enum class Kind : std::int8_t { fetch = 0, write_back = 1 };
+
+// One contiguous part of a transfer.
+struct Piece {
+    std::int32_t tier;    // index of the tier (or source) that holds the other end
+    std::int64_t offset;  // in that tier
+    std::int64_t place;   // in the arena
+    std::int64_t nbytes;
+};
+
+// Bytes to move between the arena and a tier. Without pieces it only waits for `after`: a barrier.
+struct Transfer {
+    TransferId id;
+    Kind kind;
+    BlockId block;
+    bool demand;  // somebody waits for it now
+    std::vector<Piece> pieces;
+    std::vector<TransferId> after;  // these must have completed first: the arena bytes are theirs until then
+};
+
+// Bytes to move inside the arena, at once and before any transfer that follows; source and target may overlap.
+struct Move {
+    std::int64_t source;
+    std::int64_t target;
+    std::int64_t nbytes;
+};
+
+using Command = std::variant<std::shared_ptr<const Transfer>, Move>;
+
+// Why a transfer failed, in the caller's own form; the pager only hands it on.
+using Failure = std::shared_ptr<void>;
+
+// The runs of one access together exceed the arena.
+struct TooLarge {
+    std::int64_t needed;
+};
+
+// No lower tier takes a block that has to leave.
+struct NoRoom {
+    BlockId block;
+    std::int64_t nbytes;
+};
+
+// Why an access is not granted; empty while nothing speaks against it.
+using Refusal = std::variant<std::monostate, TooLarge, NoRoom, Failure>;
+
+// A lower tier's bookkeeping, as far as the pager needs it. Reservation is quick and does no I/O.
+class Space {
+public:
+    virtual ~Space() = default;
+    // Offset of a new extent for a block of this class; `nowhere` when there is no room.
+    virtual std::int64_t reserve(std::int64_t nbytes, int cls) = 0;
+    virtual void free(std::int64_t offset, std::int64_t nbytes, int cls) = 0;
+};
+
+}  // namespace farpool::pager

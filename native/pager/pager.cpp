@@ -1,0 +1,386 @@
+#include "pager.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "error.hpp"
+
+namespace farpool::pager {
+
+namespace {
+
+// A scattered run that finds no room beside its parts has them leave first and comes back at the next attempt.
+constexpr int attempts = 3;
+
+BlockSet blocks_of(const std::vector<Run>& runs) {
+    BlockSet blocks;
+    for (const Run& run : runs) {
+        for (BlockId block = run.first; block < run.stop(); ++block) {
+            blocks.push_back(block);
+        }
+    }
+    std::ranges::sort(blocks);
+    return blocks;
+}
+
+}  // namespace
+
+Pager::Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, int classes, std::int64_t alignment,
+             std::int64_t history, bool prefetch)
+    : classes_(classes),
+      tape_(history),
+      residency_(capacity, std::move(spaces), alignment),
+      look_ahead_(tape_, residency_, prefetch) {}
+
+// ---- blocks ----
+
+BlockId Pager::create(std::span<const std::int64_t> sizes, int cls) {
+    if (sizes.empty() || cls < 0 || cls >= classes_) {
+        fail_value("Pager.create: got " + std::to_string(sizes.size()) + " sizes and class " + std::to_string(cls) +
+                   "; at least one size and a class below " + std::to_string(classes_) + " are needed");
+    }
+    for (const std::int64_t& size : sizes) {
+        const bool last = &size == &sizes.back();
+        if (size < 1 || (!last && size % residency_.arena.alignment() != 0)) {
+            fail_value("Pager.create: a block has at least one byte, and all but the last a multiple of " +
+                       std::to_string(residency_.arena.alignment()) + "; got " + std::to_string(size));
+        }
+    }
+    return residency_.blocks.create(sizes, cls);
+}
+
+void Pager::adopt(BlockId block, const Piece& piece) {
+    require_blocks(block, 1);
+    residency_.backing.adopt(block, piece);
+}
+
+bool Pager::can_adopt(BlockId block) const {
+    require_blocks(block, 1);
+    return residency_.blocks[block].state == State::absent && residency_.blocks[block].tier < 0;
+}
+
+void Pager::retire(BlockId first, std::int32_t count) {
+    require_blocks(first, count);
+    residency_.blocks.retire(first, count);
+}
+
+bool Pager::forget(BlockId first, std::int32_t count) {
+    require_blocks(first, count);
+    for (BlockId block = first; block < first + count; ++block) {
+        if (residency_.blocks[block].pins != 0 || residency_.blocks[block].moving || wants(block)) {
+            return false;
+        }
+    }
+    for (BlockId block = first; block < first + count; ++block) {
+        residency_.forget(block);
+    }
+    residency_.blocks.forget(first, count);
+    return true;
+}
+
+// ---- accesses ----
+
+std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
+    for (const Run& run : runs) {
+        require_blocks(run.first, run.count);
+        if (run.table >= 0) {
+            require_blocks(run.table, 1);
+        }
+    }
+    auto access = std::make_shared<Access>();
+    access->runs = std::move(runs);
+    // An access to rows goes through the line, which puts them beside each other.
+    const bool of_rows = std::ranges::any_of(access->runs, [](const Run& run) { return run.table >= 0; });
+    access->granted = !of_rows && waiting_.empty() && !residency_.has_stuck() && lies_ready(*access);
+    std::int64_t needed = 0;
+    if (!access->granted) {
+        for (const Run& run : access->runs) {
+            needed += residency_.run_bytes(run);
+        }
+        if (needed > residency_.arena.capacity()) {
+            throw Refused{TooLarge{needed}};
+        }
+    }
+    const double busy = busy_until(now);
+    if (access->granted) {
+        pin_at_once(access->runs, busy);
+        if (!resizing_ && look_ahead_.due(false)) {
+            look_ahead_.advance({});
+        }
+        return access;
+    }
+    access->blocks = blocks_of(access->runs);
+    for (const Run& run : access->runs) {
+        note(run, busy, &run == &access->runs.front());
+    }
+    look_ahead_.note_pinned(needed);
+    if (residency_.has_stuck() && waiting_.empty()) {
+        residency_.unstick();
+    }
+    waiting_.push_back(access);
+    serve();
+    return access;
+}
+
+// Seconds since the latest grant, in which the program computed and transfers could run.
+double Pager::busy_until(double now) {
+    double busy = 0.0;
+    if (waiting_.empty() && now > granted_at_) {
+        busy = now - granted_at_;
+        residency_.computing.note(granted_at_, now);
+    }
+    now_ = granted_at_ = now;
+    return busy;
+}
+
+// Whether each run can be granted as it lies; then the access has their places.
+bool Pager::lies_ready(Access& access) const {
+    std::vector<std::int64_t> places;
+    places.reserve(access.runs.size());
+    for (const Run& run : access.runs) {
+        const std::int64_t place = residency_.place_of(run);
+        // A rescued block is resident while it is still being written back: its bytes must not change under the write.
+        if (place == nowhere || (run.mode != Mode::read && !residency_.settled(run))) {
+            return false;
+        }
+        places.push_back(place);
+    }
+    access.places = std::move(places);
+    return true;
+}
+
+// As `note` and `pin`, for runs that lie ready.
+void Pager::pin_at_once(const std::vector<Run>& runs, double busy) {
+    std::int64_t total = 0;
+    for (const Run& run : runs) {
+        const std::int64_t nbytes = residency_.run_bytes(run);
+        total += nbytes;
+        const std::int64_t key = look_ahead_.note_access(
+            run, tape_.record(residency_.blocks[run.first].name, run.count, nbytes, false, busy), nbytes);
+        busy = 0.0;
+        for (BlockId block = run.first; block < run.stop(); ++block) {
+            residency_.blocks[block].last_use = tape_.now();
+            residency_.blocks[block].next_use = key;
+            residency_.use(block);
+        }
+        residency_.pin(run);
+    }
+    residency_.counters.accesses += static_cast<std::int64_t>(runs.size());
+    residency_.counters.hits += static_cast<std::int64_t>(runs.size());
+    look_ahead_.note_pinned(total);
+}
+
+// Counts the access, puts it on the tape, sets its blocks' next use. `busy`: seconds of computing before the request that the
+// run is part of; the tape has them with its first run.
+void Pager::note(const Run& run, double busy, bool first) {
+    Residency& residency = residency_;
+    const std::int64_t nbytes = residency.run_bytes(run);
+    std::int64_t key = 0;
+    bool created = false;
+    if (run.table >= 0) {
+        key = tape_.record_table(residency.blocks[run.table].name, first ? busy : 0.0);
+    } else {
+        const Block& head = residency.blocks[run.first];
+        created = head.state == State::absent && !residency.backing.has(run.first);
+        key = look_ahead_.note_access(run, tape_.record(head.name, run.count, nbytes, created, first ? busy : 0.0), nbytes);
+    }
+    ++residency.counters.accesses;
+    if (residency.place_of(run) != nowhere) {
+        ++residency.counters.hits;
+    } else {
+        bool late = true;
+        for (BlockId block = run.first; late && block < run.stop(); ++block) {
+            const State state = residency.blocks[block].state;
+            late = state == State::resident || state == State::fetching;
+        }
+        residency.counters.late += late ? 1 : 0;
+        if (!late && run.table < 0 && !created) {
+            look_ahead_.note_miss(run, busy);
+        }
+    }
+    for (BlockId block = run.first; block < run.stop(); ++block) {
+        residency.blocks[block].last_use = tape_.now();
+        residency.set_next_use(block, key);
+        residency.use(block);
+    }
+}
+
+void Pager::release(Access& access, bool go_on) {
+    if (!access.granted) {
+        fail_value("Pager.release: the access is not granted, or has been released before");
+    }
+    access.granted = false;
+    for (const Run& run : access.runs) {
+        residency_.unpin(run);
+    }
+    if (!go_on) {
+        return;
+    }
+    if (!waiting_.empty()) {
+        serve();
+    } else if (!resizing_ && look_ahead_.due(true)) {
+        look_ahead_.advance({});
+    }
+}
+
+void Pager::abandon(const std::shared_ptr<Access>& access) {
+    if (access->granted) {
+        release(*access, true);
+        return;
+    }
+    const auto found = std::ranges::find(waiting_, access);
+    if (found == waiting_.end()) {
+        return;
+    }
+    waiting_.erase(found);
+    for (const BlockId block : access->blocks) {
+        if (!wants(block)) {
+            residency_.faults.erase(block);
+        }
+    }
+    serve();
+}
+
+// ---- the line ----
+
+bool Pager::wants(BlockId block) const {
+    return std::ranges::any_of(waiting_, [&](const auto& access) { return contains(access->blocks, block); });
+}
+
+// The blocks that anybody waits for.
+BlockSet Pager::wanted() const {
+    BlockSet blocks;
+    for (const auto& access : waiting_) {
+        blocks.insert(blocks.end(), access->blocks.begin(), access->blocks.end());
+    }
+    std::ranges::sort(blocks);
+    return blocks;
+}
+
+// Grants what can be granted, in line; then looks ahead.
+void Pager::serve() {
+    if (serve_line()) {
+        granted_at_ = now_;
+    }
+    if (!resizing_ && std::ranges::all_of(waiting_, [](const auto& access) { return access->under_way; })) {
+        look_ahead_.advance(wanted());
+    }
+}
+
+// Grants what can be granted, and refuses what cannot ever be; true if any was granted.
+bool Pager::serve_line() {
+    bool blocked = false;
+    bool served = false;
+    for (std::size_t index = 0; index < waiting_.size();) {
+        Access& access = *waiting_[index];
+        if (lies_ready(access) || (!blocked && make_ready(access))) {
+            for (const Run& run : access.runs) {
+                residency_.pin(run);
+            }
+            access.granted = served = true;
+        } else if (std::holds_alternative<std::monostate>(access.refusal)) {
+            blocked = true;
+            ++index;
+            continue;
+        }
+        waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
+    }
+    return served;
+}
+
+// Does what can be done now for the head of the line; true if that was all it needed.
+bool Pager::make_ready(Access& access) {
+    if (!residency_.faults.empty()) {
+        for (const BlockId block : access.blocks) {
+            if (const auto fault = residency_.faults.find(block); fault != residency_.faults.end()) {
+                if (std::holds_alternative<std::monostate>(access.refusal)) {
+                    access.refusal = fault->second;
+                }
+                residency_.faults.erase(fault);
+            }
+        }
+        if (!std::holds_alternative<std::monostate>(access.refusal)) {
+            return false;
+        }
+    }
+    const auto refuse = [&](Refusal why) {
+        Failure failure = residency_.unstick();
+        access.refusal = failure ? Refusal{std::move(failure)} : std::move(why);
+        return false;
+    };
+    bool all = false;
+    try {
+        std::vector<Run> rows;
+        std::ranges::copy_if(access.runs, std::back_inserter(rows), [](const Run& run) { return run.table >= 0; });
+        if (rows.size() > 1) {
+            residency_.bring_rows(rows, access.blocks);
+        }
+        access.under_way = false;
+        for (int attempt = 0; attempt < attempts; ++attempt) {
+            all = true;
+            for (const Run& run : access.runs) {
+                all = residency_.bring(run, access.blocks) && all;
+            }
+            if (all || !residency_.transfers.empty()) {
+                break;
+            }
+        }
+    } catch (const NoRoom& none) {
+        return refuse(none);
+    }
+    access.under_way = all;
+    if (!all && residency_.transfers.empty() && !residency_.any_pinned()) {
+        std::int64_t needed = 0;
+        for (const Run& run : access.runs) {
+            needed += residency_.run_bytes(run);
+        }
+        return refuse(TooLarge{needed});
+    }
+    return lies_ready(access);
+}
+
+// ---- transfers ----
+
+void Pager::completed(TransferId transfer, double start, double end) {
+    if (waiting_.empty()) {  // the program computes, and has done so since the latest grant
+        residency_.computing.note(granted_at_, end);
+    }
+    residency_.completed(transfer, start, end);
+}
+
+void Pager::failed(TransferId transfer, const Failure& error) {
+    const auto found = residency_.transfers.find(transfer);
+    if (found != residency_.transfers.end()) {
+        residency_.failed(transfer, error, wants(found->second->block));
+    }
+    look_ahead_.retreat();
+}
+
+void Pager::proceed(double now) {
+    now_ = std::max(now_, now);
+    serve();
+}
+
+// ---- the budget ----
+
+bool Pager::resize(std::int64_t capacity) {
+    resizing_ = !residency_.arena.resize(capacity);
+    if (resizing_) {
+        for (const BlockId block : residency_.arena.owners_beyond(capacity)) {
+            if (residency_.at_rest(block) && !residency_.try_evict(block)) {
+                // What refused it before is tried again at the next attempt.
+                Failure failure = residency_.unstick();
+                throw Refused{failure ? Refusal{std::move(failure)}
+                                      : Refusal{NoRoom{block, residency_.blocks[block].size}}};
+            }
+        }
+        resizing_ = !residency_.arena.resize(capacity);
+    }
+    if (!resizing_) {
+        look_ahead_.resized();
+    }
+    return !resizing_;
+}
+
+}  // namespace farpool::pager

@@ -1,0 +1,127 @@
+// The pager: decides which block is where, and when it moves. Deterministic and without I/O: no clock, no file, no thread.
+//
+// It is told what is accessed and what has completed, and answers with the transfers to start, in order. The same calls give
+// the same transfers, always; so a run can be replayed from its seed, and a planner can use the pager itself.
+//
+// An access is granted when each of its runs lies contiguous in the arena, whole and pinned, all at once. One that cannot be
+// granted as it is asked for stands in line, and only the head of the line may make room: so two threads never take each
+// other's operands away in turn, and each operation that fits alone gets its turn.
+//
+// The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with `completed`
+// or `failed`, then calls `proceed`. It holds one lock around the pager.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "look_ahead.hpp"
+#include "messages.hpp"
+#include "residency.hpp"
+#include "tape.hpp"
+
+namespace farpool::pager {
+
+// One operation's wish for its operands, and the answer.
+struct Access {
+    std::vector<Run> runs;
+    std::vector<std::int64_t> places;  // arena offset of each run; valid while granted
+    Refusal refusal;                   // why it will not be granted; nothing is pinned then
+    bool granted = false;
+    bool under_way = false;  // all that it waits for is being transferred
+    BlockSet blocks;         // of all runs; empty where the access was granted at once
+};
+
+// Thrown where a call cannot be carried out; what it was to change is as it was.
+struct Refused {
+    Refusal why;
+};
+
+class Pager {
+public:
+    // capacity: bytes of the arena. `spaces`: the lower tiers from fast to slow; a null one stands for a read-only source,
+    // which blocks only come from. `classes`: how many classes of blocks there are. `alignment`: of blocks in the arena, in
+    // bytes; each block of a storage but the last must be a multiple of it. `history`: accesses that the tape remembers.
+    // `prefetch`: whether to fetch along the tape ahead of the accesses.
+    Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, int classes, std::int64_t alignment,
+          std::int64_t history, bool prefetch);
+
+    // ---- blocks ----
+
+    // Makes known another read-only source; returns its index among the tiers.
+    std::int32_t add_source() { return residency_.backing.add_source(); }
+    // Makes consecutive blocks of these sizes in bytes. They have no content until they are written.
+    BlockId create(std::span<const std::int64_t> sizes, int cls);
+    // Part of this absent block's clean copy lies in a source; `piece.place` is relative to the block.
+    void adopt(BlockId block, const Piece& piece);
+    // Whether the block is absent and its content, if any, is a source's.
+    bool can_adopt(BlockId block) const;
+    // The program has dropped the blocks of one `create`; follow with `forget` as soon as that says yes.
+    void retire(BlockId first, std::int32_t count);
+    // Frees retired blocks; false (and nothing done) while they are being moved, are pinned or are waited for.
+    bool forget(BlockId first, std::int32_t count);
+
+    // ---- accesses ----
+
+    // Asks for runs, which must not overlap. They are granted at once or later. `now`: seconds on a clock that does not go
+    // back. What lies between a grant and the next request is taken for the program's own computing; without it nothing is
+    // fetched ahead, since that would gain nothing. Throws Refused (TooLarge) where they do not fit into the arena together.
+    std::shared_ptr<Access> request(std::vector<Run> runs, double now);
+    // The operation is done with its operands. Without `go_on` nobody else is served and nothing changes its place.
+    void release(Access& access, bool go_on);
+    // Gives up waiting, or what was granted meanwhile. What is under way goes on.
+    void abandon(const std::shared_ptr<Access>& access);
+
+    // ---- transfers ----
+
+    // What to start now, in this order. A move is to be made before any transfer that follows it is started.
+    std::vector<Command> take_commands() { return std::exchange(residency_.commands, {}); }
+    // Transfers, started before, for which somebody waits by now.
+    std::vector<TransferId> take_raised() { return std::exchange(residency_.raised, {}); }
+    // A transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`.
+    void completed(TransferId transfer, double start, double end);
+    // A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody.
+    void failed(TransferId transfer, const Failure& error);
+    // After completions were reported: grants what can be granted now.
+    void proceed(double now);
+
+    // ---- the budget ----
+
+    // Changes the arena's bytes. False while something still lies beyond; then call again after completions. Throws Refused
+    // where no lower tier takes what has to leave; the capacity is as it was.
+    bool resize(std::int64_t capacity);
+
+    // ---- looking ----
+
+    const Residency& residency() const noexcept { return residency_; }
+    Residency& residency() noexcept { return residency_; }
+    const Tape& tape() const noexcept { return tape_; }
+    const std::vector<std::shared_ptr<Access>>& waiting() const noexcept { return waiting_; }
+    // Whether no transfer is under way and each resident block holds its content.
+    bool still() const noexcept { return residency_.transfers.empty() && residency_.hollow_blocks == 0; }
+    // Throws PortFailure (a ValueError in Python) unless these are blocks in use.
+    void require_blocks(BlockId first, std::int32_t count) const { residency_.blocks.require_used(first, count); }
+
+private:
+    double busy_until(double now);
+    void pin_at_once(const std::vector<Run>& runs, double busy);
+    void note(const Run& run, double busy, bool first);
+    bool make_ready(Access& access);
+    bool lies_ready(Access& access) const;
+    bool serve_line();
+    void serve();
+    bool wants(BlockId block) const;
+    BlockSet wanted() const;
+
+    int classes_;
+    Tape tape_;
+    Residency residency_;
+    LookAhead look_ahead_;
+    std::vector<std::shared_ptr<Access>> waiting_;  // in the order of asking
+    double now_ = 0.0;
+    double granted_at_ = 0.0;  // when an access was last granted: since then the program computes
+    bool resizing_ = false;    // the arena is to become smaller: nothing is fetched ahead until it is
+};
+
+}  // namespace farpool::pager

@@ -1,0 +1,82 @@
+// The prefetch gate: fetching ahead has to pay for itself.
+//
+// A fetch gains the time in which, meanwhile, the program computes or other blocks are written back; fetched on demand it
+// would be waited for. Against that stands the room that lies ready, which others have to do without: in each turn of a loop
+// as many bytes more are fetched. And a block that leaves without having been accessed costs several times its transfer: the
+// link was busy with it, and what it pushed out, and what left early because the future looked otherwise, comes back.
+//
+// While the balance is positive, fetching ahead goes on. When it is used up, the pool fetches on demand until there is
+// evidence: fetches that were foretold, and waited for although the program had computed before them. Each time that the
+// evidence was misleading, twice as much is asked for. So a program that becomes predictable is found out, and one that never
+// does pays next to nothing.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace farpool::pager {
+
+// An account in bytes: time times the link's rate.
+class PrefetchGate {
+public:
+    // `capacity`: bytes of the arena.
+    explicit PrefetchGate(std::int64_t capacity) : capacity_(capacity) {}
+
+    void set_capacity(std::int64_t capacity) { capacity_ = capacity; }
+    // These bytes could have been fetched ahead; `enough` bytes may be at stake when it is tried.
+    void note_foretold(double nbytes, std::int64_t enough);
+    // A fetch has ended; these shares of it ran while the program computed, and while others were written back.
+    void note_fetch(double nbytes, double computing, double writing, bool ahead);
+    // Charge for arena space taken by prefetched bytes.
+    void charge_room(double nbytes);
+    // These bytes were fetched ahead in vain.
+    void charge_waste(double nbytes);
+    // Whether fetching ahead is worth it.
+    bool open() const noexcept { return open_; }
+    // Whether it has gained so much that the arena may be filled anew for its sake.
+    bool ample() const noexcept { return ample_; }
+    // Whether so many bytes may be at stake.
+    bool covers(std::int64_t nbytes) const;
+
+private:
+    void check();
+
+    std::int64_t capacity_;
+    double balance_ = 0.0;
+    int patience_ = 1;
+    double usual_ = 0.0;  // share of a fetch on demand beside which others are written back: what fetching ahead does not gain
+    bool open_ = false;
+    bool ample_ = false;
+};
+
+// When something was busy, lately.
+class BusyTimes {
+public:
+    // It was busy from `start` to `end`. Returns the seconds of it that had not been noted before.
+    double note(double start, double end);
+    // Busy seconds between two times.
+    double between(double start, double end) const { return until(end) - until(start); }
+
+private:
+    double until(double time) const;
+
+    // Its beginnings and ends in turn, and the busy seconds up to each.
+    std::vector<double> times_{0.0};
+    std::vector<double> totals_{0.0};
+};
+
+// Seconds a byte of a link, over the latest transfers, which may overlap.
+class LinkRate {
+public:
+    // One more transfer; each counts a tenth less than the one after it.
+    void note(std::int64_t nbytes, double start, double end);
+    // 0 before anything was moved.
+    double seconds_per_byte() const { return bytes_ != 0.0 ? seconds_ / bytes_ : 0.0; }
+
+private:
+    BusyTimes busy_;
+    double bytes_ = 0.0;
+    double seconds_ = 0.0;
+};
+
+}  // namespace farpool::pager

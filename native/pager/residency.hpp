@@ -1,0 +1,162 @@
+// Residency: the state of each block, its steps into the arena and out of it, and how room is made there.
+//
+// A block is absent, fetching, resident or writing back (see `State`). Two further conditions cut across these:
+//
+// - hollow: placed for an access that overwrites it, while its only content is still the copy below. If that access never
+//   comes to pass, the hollow block is dropped and nothing is lost.
+// - stuck: no tier takes its bytes. It stays resident and is not a victim until the next access tries again.
+//
+// Room is made in this order: a hole that fits; evicting, farthest next use first, until enough is free (clean blocks cost
+// nothing, dirty ones are written back); sliding neighbours together.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "arena_map.hpp"
+#include "backing.hpp"
+#include "block_table.hpp"
+#include "farthest_use.hpp"
+#include "messages.hpp"
+#include "prefetch_gate.hpp"
+#include "tape.hpp"
+
+namespace farpool::pager {
+
+struct Counters {
+    std::int64_t accesses = 0;  // runs accessed
+    std::int64_t hits = 0;      // runs found whole and in place
+    std::int64_t late = 0;      // runs whose transfer was under way when they were accessed
+    std::int64_t demand_fetches = 0;
+    std::int64_t prefetches = 0;
+    std::int64_t prefetches_used = 0;
+    std::int64_t prefetches_wasted = 0;  // blocks prefetched that left, or were overwritten, before they were accessed
+    std::int64_t evictions = 0;
+    std::int64_t write_backs = 0;
+    std::int64_t moves = 0;
+    std::int64_t moved_bytes = 0;
+};
+
+// Blocks in ascending order.
+using BlockSet = std::vector<BlockId>;
+bool contains(const BlockSet& set, BlockId block);
+
+class Residency {
+public:
+    Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment);
+    Residency(const Residency&) = delete;
+    Residency& operator=(const Residency&) = delete;
+
+    // ---- looking ----
+
+    // Arena bytes that a run occupies.
+    std::int64_t run_bytes(const Run& run) const;
+    // Arena offset of a run that is resident and contiguous, else `nowhere`.
+    std::int64_t place_of(const Run& run) const;
+    // Whether no transfer is under way on the run (a rescued block is resident while its write-back still runs).
+    bool settled(const Run& run) const;
+    bool any_pinned() const;
+    // Whether a block is resident, unpinned, and no transfer is under way on it.
+    bool at_rest(BlockId block) const;
+
+    // ---- pins and keys ----
+
+    void pin(const Run& run);
+    void unpin(const Run& run);
+    // The block's bytes are not those of its copy any more.
+    void soil(BlockId block);
+    void set_next_use(BlockId block, std::int64_t key);
+    // The block is accessed: if it was prefetched, that was right.
+    void use(BlockId block);
+
+    // ---- coming and leaving ----
+
+    // Places and fetches what is missing of a run; false if that has to wait (or, ahead of time, is not worth it). `keep`
+    // must not be evicted for it. `use`, ahead of time, is the position of the coming use: only blocks needed later than
+    // that make room. Throws NoRoom.
+    bool bring(const Run& run, const BlockSet& keep, std::optional<std::int64_t> use = {});
+    // Gives the missing ones of many small runs one place beside each other, as far as there is one. They come and go
+    // together, so they leave one large hole behind instead of many small ones.
+    void bring_rows(std::span<const Run> runs, const BlockSet& keep);
+    // Makes a resident, unpinned block leave: at once if it is clean, else by writing it back. Throws NoRoom where no lower
+    // tier takes it; it stays.
+    void evict(BlockId block);
+    // As `evict`, but false where that throws.
+    bool try_evict(BlockId block);
+    // Whether the victim may leave for what is fetched ahead for that use: it is needed later, and not kept.
+    bool may_leave_for(std::int64_t use) const;
+    // The block dies. Nothing is under way on it and nobody has pinned it.
+    void forget(BlockId block);
+    // Lets the stuck blocks be tried again; returns the error of one of them, or null.
+    Failure unstick();
+
+    // ---- completions ----
+
+    // A transfer has ended well; it was on its link from `start` to `end`.
+    void completed(TransferId number, double start, double end);
+    // A transfer has ended badly. What waited for it is undone; the bytes it was to save stay where they are.
+    // `waited_for`: whether an access waits for its block.
+    void failed(TransferId number, const Failure& error, bool waited_for);
+
+    BlockTable blocks;
+    ArenaMap arena;
+    Backing backing;
+    FarthestUse evictable;
+    PrefetchGate gate;
+    LinkRate rate;        // of fetches
+    BusyTimes computing;  // when the program computed
+    BusyTimes writing;    // when blocks were written back
+    Counters counters;
+    std::vector<Command> commands;
+    std::vector<TransferId> raised;  // transfers that somebody waits for by now
+    // Those under way, by number, which is the order in which they were started.
+    std::map<TransferId, std::shared_ptr<const Transfer>> transfers;
+    // Blocks whose last fetch failed while somebody waited for it, who takes the error.
+    std::unordered_map<BlockId, Failure> faults;
+    std::int64_t ahead_bytes = 0;     // prefetched, or on their way, and not accessed yet
+    std::int64_t ahead_at_least = 0;  // while fewer bytes lie ready, blocks that were to be kept make room too
+    std::int64_t lost = never;        // the soonest use of a block that left since the look-ahead last asked
+    std::int64_t hollow_blocks = 0;
+
+private:
+    void enter(BlockId block);
+    void fill(BlockId block, Mode mode, std::optional<std::int64_t> use);
+    TransferId start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after, bool demand);
+    void raise_for(BlockId block, std::optional<std::int64_t> use);
+    void write_out(BlockId block, TransferId number);
+    bool rescue(BlockId block);
+    void leave(BlockId block);
+    void give_up(const Transfer& transfer);
+    bool forget_prefetch(BlockId block);
+    void count_waste(BlockId block);
+    void clear_hollow(BlockId block);
+    bool may_lose_copy(BlockId block) const;
+
+    std::int64_t place_anew(const Run& run, const BlockSet& keep, std::optional<std::int64_t> use);
+    void settle_at(const Run& run, std::int64_t base);
+    bool fill_in(const Run& run, std::int64_t base);
+    bool relocate(const Run& run, const BlockSet& keep);
+    std::int64_t make_room(std::int64_t nbytes, const BlockSet& keep, std::optional<std::int64_t> use);
+    bool slide_together(std::int64_t nbytes, std::int64_t most);
+
+    std::unordered_map<BlockId, TransferId> moving_;  // the transfer under way for a block
+    std::vector<std::pair<BlockId, Failure>> stuck_;  // with the error of the tier that did not take it
+    TransferId number_ = 0;
+    // The search for a gap that failed: version of the map, bytes, and bytes to move at most.
+    std::optional<std::tuple<std::uint64_t, std::int64_t, std::int64_t>> in_vain_;
+
+public:
+    bool has_stuck() const noexcept { return !stuck_.empty(); }
+    // The errors of all stuck blocks.
+    const std::vector<std::pair<BlockId, Failure>>& stuck() const noexcept { return stuck_; }
+};
+
+}  // namespace farpool::pager

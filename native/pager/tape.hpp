@@ -1,0 +1,106 @@
+// The tape: the recorded sequence of accesses, and where the program stands on it.
+//
+// The tape is simply the history. A program that loops does again what followed the last time it stood in the same context,
+// so a pointer trails the present by one turn of the loop: at each access it moves on by one, and what lies between it and
+// the present is the future. The context is the last few accesses. When the program does something else than the pointer
+// foretells, the pointer looks for the context in the history and goes on from there. Nothing has to know what a step is:
+//
+// - an inner loop (micro-batches) inside an outer one (optimizer steps): at the end of the inner loop the pointer jumps
+//   once, to the end of the inner loop of the turn before, and from then on trails by a whole outer turn;
+// - training and evaluation, or prefill and decode: each is found again by its own context;
+// - accesses picked by data (rows of a table) are a single wildcard, so they do not break the context.
+//
+// Positions count accesses from the beginning and only grow. The history is a ring; what fell out of it is forgotten.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace farpool::pager {
+
+// Added to a next use: the block is not kept until then (see retention.hpp).
+inline constexpr std::int64_t spare = std::int64_t{1} << 60;
+// A next use beyond the known future. Added to it: how long ago the block was used, so that the least recent goes first.
+inline constexpr std::int64_t never = std::int64_t{1} << 61;
+
+// The position that a key stands for; a key beyond `never` stands for itself.
+constexpr std::int64_t coming_use(std::int64_t key) { return key >= never ? key : key & (spare - 1); }
+// The key of a block that is next used at nobody knows when, and was last used at `position`.
+constexpr std::int64_t unknown_use(std::int64_t position) { return 2 * never - position; }
+
+class Tape {
+public:
+    struct Token {
+        std::int64_t name;  // of the first block; -1 for a wildcard
+        std::int32_t count;
+        bool created;  // the blocks had no content: the program had made them just then
+    };
+
+    // `length`: accesses to remember; a loop longer than this is not predicted.
+    explicit Tape(std::int64_t length);
+
+    // Appends an access to `count` blocks from `name` on, of `nbytes` bytes, before which the program computed for `busy`
+    // seconds. Returns the key of these blocks: their next use, or beyond `never`.
+    std::int64_t record(std::int32_t name, std::int32_t count, std::int64_t nbytes, bool created, double busy);
+    // Appends an access to rows of a table, picked by data; several in a row count as one.
+    std::int64_t record_table(std::int32_t name, double busy);
+
+    // Position of the latest access; -1 before there was one.
+    std::int64_t now() const noexcept { return now_; }
+    // Position whose successor is expected next; -1 off the tape.
+    std::int64_t pointer() const noexcept { return pointer_; }
+    // Whether the latest access was the one expected.
+    bool foretold() const noexcept { return foretold_; }
+    std::int64_t divergences() const noexcept { return divergences_; }
+    // Counts the times that the pointer landed somewhere new, or got lost: older keys mean nothing after that.
+    std::int64_t jumps() const noexcept { return jumps_; }
+    // Whether the future is known well enough to act on it.
+    bool followed() const noexcept { return confirmed_ >= confirm; }
+
+    Token token(std::int64_t position) const;
+    std::int64_t nbytes(std::int64_t position) const { return at(position).nbytes; }
+    // Bytes accessed after position `start`, up to and with `stop`.
+    std::int64_t volume(std::int64_t start, std::int64_t stop) const { return at(stop).volume - at(start).volume; }
+    // Seconds that the program computed between two positions.
+    double seconds(std::int64_t start, std::int64_t stop) const { return at(stop).clock - at(start).clock; }
+    // First coming use of each block that the known future names, by name.
+    std::unordered_map<std::int64_t, std::int64_t> upcoming() const;
+
+private:
+    static constexpr std::int64_t context = 3;
+    static constexpr std::int64_t confirm = 4;
+    static constexpr std::int64_t skip = 8;
+    static constexpr std::int64_t stray = 3;
+
+    struct Entry {
+        std::int64_t token;
+        std::int64_t nbytes;
+        std::int64_t volume;  // bytes of all accesses up to here
+        double clock;         // seconds that the program has computed up to here
+        std::int64_t next;    // position of the next access to the same first block; 0 while there is none yet
+    };
+
+    const Entry& at(std::int64_t position) const { return entries_[static_cast<std::size_t>(position % length_)]; }
+    Entry& at(std::int64_t position) { return entries_[static_cast<std::size_t>(position % length_)]; }
+    void append(std::int64_t token, std::int64_t nbytes, double busy);
+    std::size_t place(std::int64_t position) const;
+    void enlarge_index();
+    bool skip_to(std::int64_t token);
+    void search(std::size_t place);
+    void lose();
+
+    std::int64_t length_;
+    std::vector<Entry> entries_;
+    std::vector<std::int64_t> last_;   // by name: position of the latest access that began with this block
+    std::vector<std::int64_t> index_;  // by hash of a context: the latest position where one with that hash ended
+    std::int64_t now_ = -1;
+    std::int64_t pointer_ = -1;
+    std::int64_t confirmed_ = 0;
+    std::int64_t strays_ = 0;
+    bool foretold_ = false;
+    std::int64_t divergences_ = 0;
+    std::int64_t jumps_ = 0;
+};
+
+}  // namespace farpool::pager
