@@ -1,4 +1,4 @@
-// The pager's Python face. Messages are Python objects of farpool.engine.messages, so that executors written in Python (on a
+// The pager's Python face. Messages are Python objects of farpool.pager.messages, so that executors written in Python (on a
 // virtual clock, on a device, checking) take them as they are.
 #include <cstring>
 #include <memory>
@@ -21,7 +21,7 @@ struct Names {
     static const Names& get() {
         static const Names* const names = [] {
             auto* made = new Names;
-            const nb::module_ messages = nb::module_::import_("farpool.engine.messages");
+            const nb::module_ messages = nb::module_::import_("farpool.pager.messages");
             made->transfer = messages.attr("Transfer");
             made->move = messages.attr("Move");
             made->piece = messages.attr("Piece");
@@ -248,7 +248,7 @@ void bind_pager(nb::module_& m) {
 
     nb::class_<BoundPager>(m, "Pager", "Decides which block is where, and when it moves.", nb::type_slots(pager_slots))
         .def(nb::init<std::int64_t, nb::handle, nb::tuple, std::int64_t, std::int64_t, bool>(), nb::arg("capacity"),
-             nb::arg("spaces"), nb::arg("classes"), nb::kw_only(), nb::arg("alignment") = 64,
+             nb::arg("spaces"), nb::arg("classes") = nb::make_tuple("bytes"), nb::kw_only(), nb::arg("alignment") = 64,
              nb::arg("history") = std::int64_t{1} << 18, nb::arg("prefetch") = true)
         .def("add_source", [](BoundPager& self) { return self->add_source(); })
         .def(
@@ -256,7 +256,7 @@ void bind_pager(nb::module_& m) {
             [](BoundPager& self, const std::vector<std::int64_t>& sizes, nb::handle cls) {
                 return self->create(sizes, self.class_number(cls));
             },
-            nb::arg("sizes"), nb::arg("cls"))
+            nb::arg("sizes"), nb::arg("cls") = "bytes")
         .def(
             "adopt",
             [](BoundPager& self, BlockId block, std::int32_t tier, std::int64_t offset, std::int64_t place, std::int64_t nbytes) {
@@ -274,6 +274,13 @@ void bind_pager(nb::module_& m) {
                 return refusing([&] { return self->request(to_runs(runs), now); });
             },
             nb::arg("runs"), nb::arg("now") = 0.0)
+        .def(
+            "touch",
+            [](BoundPager& self, nb::handle runs) -> nb::object {
+                std::vector<std::int64_t> places;
+                return self->touch(to_runs(runs), places) ? nb::cast(places) : nb::none();
+            },
+            nb::arg("runs"))
         .def("release", [](BoundPager& self, Access& access, bool go_on) { self->release(access, go_on); }, nb::arg("access"),
              nb::kw_only(), nb::arg("go_on") = true)
         .def("abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); }, nb::arg("access"))
@@ -340,10 +347,19 @@ void bind_pager(nb::module_& m) {
                  }
                  return transfers;
              })
+        .def(
+            "evict_for_test",
+            [](BoundPager& self, BlockId block) {
+                self->require_blocks(block, 1);
+                return self->residency().try_evict(block);
+            },
+            nb::arg("block"))
         .def_prop_ro("under_way", [](BoundPager& self) { return self->residency().transfers.size(); })
         .def_prop_ro("still", [](BoundPager& self) { return self->still(); })
         .def_prop_ro("capacity", [](BoundPager& self) { return self->residency().arena.capacity(); })
         .def_prop_ro("used", [](BoundPager& self) { return self->residency().arena.used(); })
+        .def("rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
+             nb::arg("nbytes"))
         .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
         .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
         .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });

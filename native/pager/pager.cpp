@@ -206,6 +206,28 @@ void Pager::note(const Run& run, double busy, bool first) {
     }
 }
 
+bool Pager::touch(std::span<const Run> runs, std::vector<std::int64_t>& places) {
+    if (!still()) {
+        return false;
+    }
+    for (const Run& run : runs) {
+        require_blocks(run.first, run.count);
+        const std::int64_t place = residency_.place_of(run);
+        if (place == nowhere) {
+            return false;
+        }
+        for (BlockId block = run.first; run.mode != Mode::read && block < run.stop(); ++block) {
+            if (!residency_.blocks[block].dirty) {
+                return false;
+            }
+        }
+        places.push_back(place);
+    }
+    residency_.counters.accesses += static_cast<std::int64_t>(runs.size());
+    residency_.counters.hits += static_cast<std::int64_t>(runs.size());
+    return true;
+}
+
 void Pager::release(Access& access, bool go_on) {
     if (!access.granted) {
         fail_value("Pager.release: the access is not granted, or has been released before");

@@ -68,6 +68,10 @@ public:
     // back. What lies between a grant and the next request is taken for the program's own computing; without it nothing is
     // fetched ahead, since that would gain nothing. Throws Refused (TooLarge) where they do not fit into the arena together.
     std::shared_ptr<Access> request(std::vector<Run> runs, double now);
+    // Counts an access of runs of which nothing can change before another access makes room, and finds their places. False,
+    // and nothing done, where that is not so: a transfer is under way, a run is not whole in place, or its blocks would become
+    // dirty by this access.
+    bool touch(std::span<const Run> runs, std::vector<std::int64_t>& places);
     // The operation is done with its operands. Without `go_on` nobody else is served and nothing changes its place.
     void release(Access& access, bool go_on);
     // Gives up waiting, or what was granted meanwhile. What is under way goes on.

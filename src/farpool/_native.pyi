@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from farpool.engine.messages import Move, Space, Transfer
+from farpool.pager.messages import Move, Space, Transfer
 
 class Memory:
     """Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``)."""
@@ -510,7 +510,7 @@ class Pager:
         self,
         capacity: int,
         spaces: Sequence[Space | None],
-        classes: tuple[str, ...],
+        classes: tuple[str, ...] = ("bytes",),
         *,
         alignment: int = 64,
         history: int = 262144,
@@ -518,7 +518,7 @@ class Pager:
     ) -> None: ...
     def add_source(self) -> int:
         """Make known another read-only source; returns its index among the tiers."""
-    def create(self, sizes: Sequence[int], cls: str) -> int:
+    def create(self, sizes: Sequence[int], cls: str = "bytes") -> int:
         """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
     def adopt(self, block: int, source: int, offset: int, place: int, nbytes: int) -> None:
         """Part of this absent block's clean copy lies in a source; `place` is relative to the block."""
@@ -541,6 +541,12 @@ class Pager:
         ------
         TooLargeError
             They do not fit into the arena together; nothing was changed.
+        """
+    def touch(self, runs: Iterable[Run]) -> list[int] | None:
+        """Count an access of runs of which nothing can change before another access makes room; returns their places.
+
+        None, and nothing done, where that is not so: a transfer is under way, a run is not whole in place, or its
+        blocks would become dirty by this access.
         """
     def release(self, access: PagerAccess, *, go_on: bool = True) -> None:
         """The operation is done with its operands. Without `go_on` nobody is served and nothing changes its place."""
@@ -579,6 +585,10 @@ class Pager:
         """The transfer with this id, if it is under way."""
     def transfers(self) -> list[Transfer]:
         """The transfers under way, in the order in which they were started."""
+    def evict_for_test(self, block: int) -> bool:
+        """Make a resident block leave although nobody needs its room, even a pinned one; False where no tier takes it."""
+    def rounded(self, nbytes: int) -> int:
+        """Arena bytes that a block of `nbytes` bytes takes."""
     @property
     def under_way(self) -> int:
         """Number of transfers under way."""

@@ -1,6 +1,6 @@
 """Accesses: byte ranges brought into the arena, pinned while an op works on them, and let go.
 
-Storages lie in blocks, an engine places these, an executor moves them. One lock guards engine and bookkeeping;
+Storages lie in blocks, a pager places these, an executor moves them. One lock guards pager and bookkeeping;
 transfers run outside it.
 """
 
@@ -19,14 +19,14 @@ from farpool.allocation import Allocation
 from farpool.calm import Calm
 from farpool.config import PoolConfig
 from farpool.device import FastTier
-from farpool.engine import Access as Grant
-from farpool.engine import Engine, NoRoomError, TooLargeError
 from farpool.errors import PoolClosedError, TierTimeoutError
 from farpool.events import Event
 from farpool.faults import no_room, operands_too_large
 from farpool.ledger import Ledger
 from farpool.lower_tiers import LowerTiers
 from farpool.packing import Packing
+from farpool.pager import Access as Grant
+from farpool.pager import NoRoomError, Pager, TooLargeError
 from farpool.recording import Note, Recorder
 from farpool.space import TierSpace
 from farpool.storage import CLASSES, Dropped, Storage, cut
@@ -98,21 +98,21 @@ class Accesses:
         self.arena, self._executor = device.arena, device.executor
         self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
         sizes = cut(config.fast, packed=self.arena.alignment)
-        self.engine = Engine(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
+        self.pager = Pager(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
         self.recorder = Recorder()
-        self.allocation = Allocation(self.engine, sizes, self.recorder)
+        self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
         self._mutex = threading.Lock()
         self._lock = threading.Condition(self._mutex)
         self._watch: Watch | None = None
         """Debug mode."""
         if config.debug:
-            self._watch = device.watch(self.engine)
+            self._watch = device.watch(self.pager)
             self._executor = self._watch.executor
         self._traffic = Traffic(
-            self.engine, self._executor, self.account, lower.names, self._lock, config.timeout, self._check_open
+            self.pager, self._executor, self.account, lower.names, self._lock, config.timeout, self._check_open
         )
-        self._calm = Calm(self.engine)
+        self._calm = Calm(self.pager)
         self._packing = Packing(
             self.allocation, self._executor, self._lock, self._acquire, self.release, self._check_open, self._births
         )
@@ -181,12 +181,12 @@ class Accesses:
             self._executor.note_use()
             if self.dropped or self.allocation.retired:
                 self._collect_dropped()
-            if self.engine.transfers:
+            if self.pager.under_way:
                 self._traffic.note_completions()
             try:
-                grant = self.engine.request(runs, time.monotonic())
+                grant = self.pager.request(runs, time.monotonic())
             except TooLargeError as error:
-                raise operands_too_large(error, uses, op, self.engine.arena.capacity, self._storages) from None
+                raise operands_too_large(error, uses, op, self.pager.capacity, self._storages) from None
             asked = 0 if grant.granted else time.perf_counter_ns()
             self._traffic.start()
             if not grant.granted:
@@ -194,7 +194,7 @@ class Accesses:
                     self._traffic.wait_for(grant, op)
                 except BaseException:  # an interrupt, too, must not leave operands pinned or a place in the line taken
                     if not self.closed:
-                        self.engine.abandon(grant)
+                        self.pager.abandon(grant)
                         self._traffic.start()
                     raise
                 self._raise_refusal(grant, uses, op)
@@ -202,8 +202,8 @@ class Accesses:
                 self._watch.granted(grant, uses, op)
             self._granted += 1
             self._calm.observe()
-            if self.engine.arena.used > self.peak:
-                self.peak = self.engine.arena.used
+            if self.pager.used > self.peak:
+                self.peak = self.pager.used
             note = self.recorder.granted(runs, op, asked) if self.recorder.recordings else None
         self.account.deliver()
         places = grant.places
@@ -213,7 +213,7 @@ class Accesses:
     def _raise_refusal(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
         error = grant.error
         if isinstance(error, TooLargeError):
-            raise operands_too_large(error, uses, op, self.engine.arena.capacity, self._storages)
+            raise operands_too_large(error, uses, op, self.pager.capacity, self._storages)
         if isinstance(error, NoRoomError):
             raise no_room(error, op, self._lower.tiers)
         if error is not None:
@@ -250,7 +250,7 @@ class Accesses:
                 self._lock.notify_all()
                 return
             if access.since and self.account.listening:
-                nbytes = sum(self.engine.run_bytes(run) for run in access.grant.runs)
+                nbytes = sum(self.pager.run_bytes(run) for run in access.grant.runs)
                 self.account.note(
                     Event(
                         "compute",
@@ -258,13 +258,13 @@ class Accesses:
                         time.monotonic() - access.since,
                         nbytes,
                         op=access.op,
-                        resident=self.engine.arena.used,
+                        resident=self.pager.used,
                     )
                 )
             if self._watch is not None:
                 self._watch.released(access.grant)
-            self.engine.release(access.grant, go_on=alone)
-            if self.engine.transfers:
+            self.pager.release(access.grant, go_on=alone)
+            if self.pager.under_way:
                 self._traffic.note_completions()
             self._traffic.start()
             self._lock.notify_all()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from farpool.engine import Kind, Transfer
 from farpool.events import Event
 from farpool.executor.base import Done
+from farpool.pager import Kind, Transfer
 from farpool.stats import LinkStats, Stall
 
 __all__ = ["Account"]
@@ -21,7 +21,7 @@ class Account:
     Parameters
     ----------
     names : list of str
-        Names of the tiers as the engine numbers them. The pool appends to it when it gets another source.
+        Names of the tiers as the pager numbers them. The pool appends to it when it gets another source.
     """
 
     def __init__(self, names: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from farpool.engine import Engine, Piece
+from farpool.pager import Pager
 from farpool.recording import Made, Recorder
 from farpool.storage import Blocks, Cut, Dropped, block_bytes
 
@@ -40,13 +40,13 @@ class Allocation:
         Blocks in use, as they were made, by the first of them.
     """
 
-    def __init__(self, engine: Engine, sizes: Cut, recorder: Recorder) -> None:
+    def __init__(self, pager: Pager, sizes: Cut, recorder: Recorder) -> None:
         self.sizes = sizes
         self.storages = 0
         self.live: dict[str, int] = {}
         self.written = 0
         self.made: dict[int, Made] = {}
-        self._engine = engine
+        self._pager = pager
         self._recorder = recorder
         self._shared: dict[int, _Shared] = {}
         self._open: dict[tuple[str, int], int] = {}
@@ -81,13 +81,13 @@ class Allocation:
             return Blocks(-1, 0, 0, 0, False, True)
         if nbytes <= self.sizes.small:
             block, inside = self._share(nbytes, cls, source, name)
-            self._engine.adopt(block, Piece(source, offset, inside, nbytes))
+            self._pager.adopt(block, source, offset, inside, nbytes)
             return Blocks(block, 1, inside, self.sizes.shared, True, True)
         blocks = self._create(nbytes, cls, row_bytes, name, adopted=True)
         for index in range(blocks.count):
             start = index * blocks.block_bytes
             size = min(blocks.block_bytes, nbytes - start)
-            self._engine.adopt(blocks.first + index, Piece(source, offset + start, 0, size))
+            self._pager.adopt(blocks.first + index, source, offset + start, 0, size)
         return replace(blocks, adopted=True)
 
     def _create(self, nbytes: int, cls: str, row_bytes: int, name: str, *, adopted: bool) -> Blocks:
@@ -96,16 +96,16 @@ class Allocation:
         return Blocks(self._make(sizes, cls, name, adopted), len(sizes), 0, step, False)
 
     def _make(self, sizes: list[int], cls: str, name: str, adopted: bool) -> int:
-        first = self._engine.create(sizes, cls)
+        first = self._pager.create(sizes, cls)
         made = self.made[first] = Made(first, len(sizes), name, adopted)
         if self._recorder.recordings:
-            self._recorder.created(self._engine.blocks, made)
+            self._recorder.created(self._pager, made)
         return first
 
     def _share(self, nbytes: int, cls: str, source: int, name: str) -> tuple[int, int]:
         key = (cls, source)
         block = self._open.get(key, -1)
-        if block >= 0 and source >= 0 and not self._engine.can_adopt(block):
+        if block >= 0 and source >= 0 and not self._pager.can_adopt(block):
             block = -1  # it is in use already, so its copy in the source cannot be extended
         if block < 0 or self._shared[block].used + nbytes > self._shared[block].nbytes:
             block = self._make([self.sizes.shared], cls, name, source >= 0)
@@ -134,7 +134,7 @@ class Allocation:
             for key in [key for key, block in self._open.items() if block == dropped.first]:
                 del self._open[key]
         del self.made[dropped.first]
-        self._engine.retire(dropped.first, dropped.count)
+        self._pager.retire(dropped.first, dropped.count)
         if self._recorder.recordings:
             self._recorder.freed(dropped.first, dropped.count)
         self.retired.append((dropped.first, dropped.count))
@@ -143,5 +143,5 @@ class Allocation:
         """Free retired blocks on which nothing is under way any more."""
         for _ in range(len(self.retired)):
             first, count = self.retired.popleft()
-            if not self._engine.forget(first, count):
+            if not self._pager.forget(first, count):
                 self.retired.append((first, count))

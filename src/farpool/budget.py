@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farpool.allocation import Allocation
-from farpool.engine import Engine, NoRoomError
 from farpool.errors import BudgetError, TierTimeoutError
 from farpool.faults import no_room
 from farpool.ledger import Ledger
+from farpool.pager import NoRoomError, Pager
 from farpool.sizes import format_size
 from farpool.storage import cut
 from farpool.tiers import Tier
@@ -39,7 +39,7 @@ class Budget:
 
     def __init__(
         self,
-        engine: Engine,
+        pager: Pager,
         arena: HostArena | CudaArena,
         allocation: Allocation,
         traffic: Traffic,
@@ -47,7 +47,7 @@ class Budget:
         tiers: Sequence[Tier],
         timeout: float,
     ) -> None:
-        self._engine = engine
+        self._pager = pager
         self._arena = arena
         self._allocation = allocation
         self._traffic = traffic
@@ -70,7 +70,7 @@ class Budget:
         PoolFullError, TierTimeoutError
             What has to leave cannot; the budget is as it was.
         """
-        before = self._engine.arena.capacity
+        before = self._pager.capacity
         if budget < before:
             self._check_blocks_fit(budget)
             self._shrink(budget)
@@ -78,7 +78,7 @@ class Budget:
                 watch.follow(())  # while the memory beyond is still there
         self._arena.resize(budget)
         if budget > before:
-            self._engine.resize(budget)
+            self._pager.resize(budget)
         change = {"requested": abs(budget - before)}
         change["reserved"] = change["touched"] = change["requested"]
         book = self._ledger.add if budget > before else self._ledger.subtract
@@ -87,16 +87,16 @@ class Budget:
 
     def _shrink(self, budget: int) -> None:
         """Have everything leave the part of the arena that is to go."""
-        before = self._engine.arena.capacity
+        before = self._pager.capacity
         deadline = time.monotonic() + self._timeout
         try:
-            while not self._engine.resize(budget):
+            while not self._pager.resize(budget):
                 self._traffic.start()
                 if time.monotonic() >= deadline:
                     raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
                 self._traffic.wait_a_little(deadline)
         except BaseException as error:
-            self._engine.resize(before)
+            self._pager.resize(before)
             self._traffic.start()
             if isinstance(error, NoRoomError):
                 raise no_room(error, "resize", self._tiers) from None
@@ -104,13 +104,12 @@ class Budget:
 
     def _check_blocks_fit(self, budget: int) -> None:
         """Blocks keep the size with which they were cut."""
-        blocks = self._engine.blocks
-        largest = max((blocks.size[block] for block in blocks.used()), default=0)
+        largest = max((self._pager.block(block).size for block in self._pager.blocks()), default=0)
         if largest > budget:
             raise BudgetError(
                 f"resize: there is a block of {format_size(largest)}, cut for the budget that the pool was made with; "
                 f"{format_size(budget)} are too small for it",
                 op="resize",
                 needed=largest,
-                budget=self._engine.arena.capacity,
+                budget=self._pager.capacity,
             )

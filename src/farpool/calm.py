@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farpool.engine import NOWHERE, Engine, Mode, State
+from farpool.pager import Pager
 from farpool.use import Use
 
 __all__ = ["Calm"]
@@ -29,10 +29,10 @@ class Calm:
         How many have passed and not ended.
     """
 
-    __slots__ = ("_accesses", "_engine", "_evictions", "inside", "open")
+    __slots__ = ("_accesses", "_evictions", "_pager", "inside", "open")
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
         self._evictions = 0
         self._accesses = 0
         self.open = False
@@ -40,8 +40,8 @@ class Calm:
 
     def observe(self) -> None:
         """An access that did not pass has been granted."""
-        counters = self._engine.counters
-        if counters.evictions != self._evictions or not self._engine.still:
+        counters = self._pager.counters
+        if counters.evictions != self._evictions or not self._pager.still:
             self._evictions = counters.evictions
             self._accesses = 0
         else:
@@ -55,28 +55,13 @@ class Calm:
 
     def enter(self, uses: Sequence[Use]) -> tuple[int, ...] | None:
         """Let an access pass; returns where its uses begin in the arena, None if it cannot."""
-        engine = self._engine
-        blocks = engine.blocks
-        state, place, dirty = blocks.state, blocks.place, blocks.dirty
-        if not engine.still:
-            return None
-        offsets = []
+        spans = []
         for use in uses:
             if use.storage.loose or use.stop <= use.start:
                 return None
-            run, offset = use.span()
-            first = run.first
-            if run.count == 1:
-                if state[first] != State.RESIDENT or (run.mode != Mode.READ and not dirty[first]):
-                    return None
-                offsets.append(place[first] + offset)
-                continue
-            at = engine.place_of(run)
-            if at == NOWHERE or (run.mode != Mode.READ and not all(dirty[first : first + run.count])):
-                return None
-            offsets.append(at + offset)
+            spans.append(use.span())
+        places = self._pager.touch([run for run, _ in spans])
+        if places is None:
+            return None
         self.inside += 1
-        counters = engine.counters
-        counters.accesses += len(uses)
-        counters.hits += len(uses)
-        return tuple(offsets)
+        return tuple([place + offset for place, (_, offset) in zip(places, spans, strict=True)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from farpool.engine import State
 from farpool.ledger import Ledger
+from farpool.pager import State
 from farpool.sizes import format_size
 from farpool.stats import ClassStats, Stats, TierStats
 from farpool.tiers import HoldsMemory, Tier
@@ -21,21 +21,21 @@ __all__ = ["explain", "take"]
 
 def take(pool: BlockPool) -> Stats:
     """Count. The caller holds the pool's lock."""
-    engine, blocks = pool.engine, pool.engine.blocks
+    pager = pool.pager
     resident: dict[str, int] = {}
     dirty: dict[str, int] = {}
-    for block in engine.resident():
-        cls = blocks.class_of(block)
-        resident[cls] = resident.get(cls, 0) + blocks.size[block]
-        if blocks.dirty[block] and blocks.state[block] == State.RESIDENT:
-            dirty[cls] = dirty.get(cls, 0) + blocks.size[block]
+    for block in pager.resident():
+        cls, row = pager.class_of(block), pager.block(block)
+        resident[cls] = resident.get(cls, 0) + row.size
+        if row.dirty and row.state == State.RESIDENT:
+            dirty[cls] = dirty.get(cls, 0) + row.size
     arena = pool.ledger.total(tier="fast")
     fast = TierStats(
         "fast",
         pool.arena.kind,
         pool.fast,
         sum(resident.values()),
-        engine.arena.used,
+        pager.used,
         pool.peak,
         arena.page_locked,
         arena.touched,
@@ -56,7 +56,7 @@ def take(pool: BlockPool) -> Stats:
                 max(_touched(space.tier), booked.page_locked),  # what is page-locked is backed, used or not
             )
         )
-    counters = engine.counters
+    counters = pager.counters
     held = arena.touched + sum(tier.touched for tier in tiers)
     return Stats(
         fast=fast,
@@ -77,7 +77,7 @@ def take(pool: BlockPool) -> Stats:
         write_backs=counters.write_backs,
         moves=counters.moves,
         moved_bytes=counters.moved_bytes,
-        divergences=engine.tape.divergences,
+        divergences=pager.divergences,
         stalls=pool.account.stalls,
         stall_seconds=pool.account.stall_seconds,
         last_stalls=tuple(pool.account.last_stalls),

@@ -17,8 +17,8 @@ from farpool.tiers.device import HostArena
 
 if TYPE_CHECKING:
     from farpool.debug import Watch
-    from farpool.engine import Engine
     from farpool.executor.cuda import CudaArena
+    from farpool.pager import Pager
 
 __all__ = ["FastTier", "open_device"]
 
@@ -35,7 +35,7 @@ class FastTier:
     Attributes
     ----------
     watch : callable
-        Makes debug mode for an engine over this arena.
+        Makes debug mode for a pager over this arena.
     staging : dict of str to int
         Bytes of host memory held beside it, as booked on the ledger.
     """
@@ -43,7 +43,7 @@ class FastTier:
     arena: HostArena | CudaArena
     executor: Executor
     release: Callable[[], None]
-    watch: Callable[[Engine], Watch]
+    watch: Callable[[Pager], Watch]
     staging: dict[str, int] = field(default_factory=dict)
 
 
@@ -73,10 +73,10 @@ def _host(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
     arena = HostArena(config.fast)
     executor = ThreadExecutor(arena.address, ports)
 
-    def watch(engine: Engine) -> Watch:
+    def watch(pager: Pager) -> Watch:
         from farpool.debug import HostMemory, Watch
 
-        return Watch(engine, executor, HostMemory(arena))
+        return Watch(pager, executor, HostMemory(arena))
 
     return FastTier(arena, executor, arena.release, watch)
 
@@ -105,11 +105,11 @@ def _cuda(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], 
     locks = PageLocks(host, tiers, ledger)
     executor = StagedExecutor(checked or device, staging.address, nbytes, ports, locks)
 
-    def watch(engine: Engine) -> Watch:
+    def watch(pager: Pager) -> Watch:
         from farpool.debug import DeviceMemory, Watch
 
         assert checked is not None
-        return Watch(engine, executor, DeviceMemory(device.fill), checked)
+        return Watch(pager, executor, DeviceMemory(device.fill), checked)
 
     booked = {"requested": nbytes, "reserved": nbytes, "page_locked": nbytes, "touched": nbytes}
     return FastTier(arena, executor, release, watch, booked)

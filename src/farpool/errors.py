@@ -129,7 +129,7 @@ class TapeTruncatedError(TapeFileError, EOFError):
 
 
 class TierError(FarpoolError, OSError):
-    """A tier failed. Names the tier and, once the engine knows it, the block.
+    """A tier failed. Names the tier and, once the pager knows it, the block.
 
     Attributes
     ----------

@@ -1,12 +1,12 @@
-"""Turns what the engine and the tiers refuse into the errors that a user sees."""
+"""Turns what the pager and the tiers refuse into the errors that a user sees."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from farpool.engine import NoRoomError, TooLargeError
 from farpool.errors import BudgetError, NodeTimeoutError, PoolFullError, TierError, TierTimeoutError
 from farpool.need import smallest_budget, uses_of_layers
+from farpool.pager import NoRoomError, TooLargeError
 from farpool.sizes import format_size
 from farpool.storage import Storage
 from farpool.tiers import Tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from farpool import _native
-from farpool.engine import Engine
+from farpool.pager import Pager
 from farpool.tiers import HasPort, Tier, Verified, Verifies
 from farpool.tiers.safetensors import SafetensorsFile
 
@@ -13,7 +13,7 @@ __all__ = ["LowerTiers"]
 
 
 class LowerTiers:
-    """Tiers and source files, numbered as the engine numbers them: first the tiers, then the files as they come.
+    """Tiers and source files, numbered as the pager numbers them: first the tiers, then the files as they come.
 
     Parameters
     ----------
@@ -52,12 +52,12 @@ class LowerTiers:
         """Bytes of all tiers together."""
         return sum(tier.info.capacity for tier in self.tiers)
 
-    def number_of(self, source: SafetensorsFile, engine: Engine) -> int:
-        """The engine's number of a file, which is opened and made known to it the first time."""
+    def number_of(self, source: SafetensorsFile, pager: Pager) -> int:
+        """The pager's number of a file, which is opened and made known to it the first time."""
         index = self._sources.get(id(source))
         if index is None:
             source.open()
-            index = self._sources[id(source)] = engine.add_source()
+            index = self._sources[id(source)] = pager.add_source()
             self._held.append(source)
             self.ports.append(source.port)
             self.names.append(source.info.name)

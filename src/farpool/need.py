@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 
-from farpool.engine import ALIGNMENT, Mode
+from farpool.pager import ALIGNMENT, Mode
 from farpool.storage import Cut, Storage, block_bytes, cut
 from farpool.use import Use
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from farpool.allocation import USED, Allocation
-from farpool.engine import Mode, Move
 from farpool.errors import BudgetError, PoolFullError, TierError
 from farpool.executor.base import Executor
+from farpool.pager import Mode, Move
 from farpool.storage import Storage
 from farpool.use import Use
 

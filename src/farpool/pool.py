@@ -66,7 +66,7 @@ class BlockPool(Accesses):
         ledger.add("host", "staging", **device.staging)
         super().__init__(config, lower, device, ledger)
         self._budget = Budget(
-            self.engine, self.arena, self.allocation, self._traffic, ledger, lower.tiers, config.timeout
+            self.pager, self.arena, self.allocation, self._traffic, ledger, lower.tiers, config.timeout
         )
         _POOLS.add(self)
 
@@ -85,13 +85,13 @@ class BlockPool(Accesses):
     @property
     def fast(self) -> int:
         """The budget of the fast tier, in bytes."""
-        return self.engine.arena.capacity
+        return self.pager.capacity
 
     def __repr__(self) -> str:
         # Without locks and without asking tiers: a debugger may look in the middle of anything.
         kind = type(self).__name__
         try:
-            sizes = [("fast", self.engine.arena.used, self.fast)]
+            sizes = [("fast", self.pager.used, self.fast)]
             sizes += [(space.name, space.reserved, space.capacity) for space in self.spaces]
             held, closed = self.allocation.storages, self.closed
         except AttributeError:
@@ -205,7 +205,7 @@ class BlockPool(Accesses):
         with self._lock:
             self._check_open()
             self._collect_dropped()
-            index = self._lower.number_of(source, self.engine)
+            index = self._lower.number_of(source, self.pager)
             blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset, name=name)
             storage = Storage(self, extent.nbytes, cls, name, row_bytes, blocks, next(self._births))
             self._storages.add(storage)
@@ -280,7 +280,7 @@ class BlockPool(Accesses):
         writer = TapeWriter(path, metadata(self.device, self.fast, self.allocation.sizes, self._lower.tiers, CLASSES))
         with self._lock:
             self._collect_dropped()
-            return self.recorder.start(writer, self.engine.blocks, self.allocation.made.values())
+            return self.recorder.start(writer, self.pager, self.allocation.made.values())
 
     def stats(self) -> Stats:
         """The account since the pool was made."""

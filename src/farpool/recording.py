@@ -19,11 +19,11 @@ from itertools import groupby
 from types import TracebackType
 from typing import Self
 
-from farpool.engine import Run, State
-from farpool.engine.blocks import NOWHERE, BlockTable
 from farpool.errors import TapeFileError
+from farpool.pager import NOWHERE, Pager, Run, State
 from farpool.storage import Cut
 from farpool.tape_file import Access, Content, Create, Free, Metadata, Record, TapeWriter
+from farpool.tape_file import Run as TapeRun
 from farpool.tape_file.records import TICK
 from farpool.tiers import Tier
 
@@ -174,7 +174,7 @@ class Recording:
         return Access(
             thread,
             note.op,
-            tuple(note.runs),
+            tuple([TapeRun(run.first, run.count, run.mode, run.table) for run in note.runs]),
             max(0, asked - before) * TICK,
             (granted - asked) * TICK,
             (released - granted) * TICK,
@@ -194,9 +194,9 @@ class Recorder:
         self.recordings: tuple[Recording, ...] = ()
         self._changing = threading.Lock()
 
-    def start(self, writer: TapeWriter, blocks: BlockTable, living: Iterable[Made]) -> Recording:
+    def start(self, writer: TapeWriter, pager: Pager, living: Iterable[Made]) -> Recording:
         """Record from now on; the blocks that there are come first."""
-        recording = Recording(self, writer, [create for made in living for create in _creates(blocks, made)])
+        recording = Recording(self, writer, [create for made in living for create in _creates(pager, made)])
         with self._changing:
             self.recordings = (*self.recordings, recording)
         return recording
@@ -206,9 +206,9 @@ class Recorder:
         with self._changing:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
 
-    def created(self, blocks: BlockTable, made: Made) -> None:
+    def created(self, pager: Pager, made: Made) -> None:
         """Blocks were made; nothing has been written to them."""
-        creates = [_create(blocks, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
+        creates = [_create(pager, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
         for recording in self.recordings:
             recording.noted.extend(creates)
 
@@ -255,33 +255,34 @@ def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classe
     )
 
 
-def _creates(blocks: BlockTable, made: Made) -> list[Create]:
+def _creates(pager: Pager, made: Made) -> list[Create]:
     """Records of blocks that live already, some of which may have content and some not."""
     members = range(made.first, made.first + made.count)
     creates = []
-    for content, group in groupby(members, key=lambda block: _content(blocks, block, made.adopted)):
+    for content, group in groupby(members, key=lambda block: _content(pager, block, made.adopted)):
         same = list(group)
-        creates.append(_create(blocks, made, same[0], len(same), content))
+        creates.append(_create(pager, made, same[0], len(same), content))
     return creates
 
 
-def _create(blocks: BlockTable, made: Made, first: int, count: int, content: Content) -> Create:
+def _create(pager: Pager, made: Made, first: int, count: int, content: Content) -> Create:
     return Create(
         first,
         count,
-        blocks.size[first],
-        blocks.size[first + count - 1],
-        blocks.class_of(first),
+        pager.block(first).size,
+        pager.block(first + count - 1).size,
+        pager.class_of(first),
         made.name,
         content,
-        blocks.name[first],
+        pager.block(first).name,
     )
 
 
-def _content(blocks: BlockTable, block: int, adopted: bool) -> Content:
-    if blocks.tier[block] == NOWHERE and not blocks.dirty[block]:
+def _content(pager: Pager, block: int, adopted: bool) -> Content:
+    row = pager.block(block)
+    if row.tier == NOWHERE and not row.dirty:
         if adopted:
             return Content.FILE
-        if blocks.state[block] == State.ABSENT:
+        if row.state == State.ABSENT:
             return Content.NONE
     return Content.POOL

@@ -1,4 +1,4 @@
-"""A tier's bookkeeping as the engine sees it, booked on the ledger."""
+"""A tier's bookkeeping as the pager sees it, booked on the ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["TierSpace"]
 
 
 class TierSpace:
-    """Reserves in a tier for the engine, and keeps the ledger and the peak.
+    """Reserves in a tier for the pager, and keeps the ledger and the peak.
 
     Attributes
     ----------

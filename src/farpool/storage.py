@@ -1,6 +1,6 @@
 """Storages: what a tensor's bytes live in, as an ordered list of extents of blocks.
 
-Engine, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans
+Pager, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans
 several blocks, cut at rows where that is possible, so that rows of a table can come and go without the rest.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from farpool.engine import ALIGNMENT
+from farpool.pager import ALIGNMENT
 
 if TYPE_CHECKING:
     from farpool.pool import BlockPool

@@ -1,4 +1,4 @@
-"""What goes between engine and executor: commands one way, completions the other, and waiting for them."""
+"""What goes between pager and executor: commands one way, completions the other, and waiting for them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 from farpool.account import Account
-from farpool.engine import Access as Grant
-from farpool.engine import Engine
 from farpool.errors import TierTimeoutError
 from farpool.executor.base import Executor
 from farpool.faults import with_tier_and_block
+from farpool.pager import Access as Grant
+from farpool.pager import Pager
 
 __all__ = ["Traffic"]
 
@@ -25,7 +25,7 @@ class Traffic:
     Parameters
     ----------
     names : list of str
-        Names of the tiers as the engine numbers them; the pool appends to it.
+        Names of the tiers as the pager numbers them; the pool appends to it.
     lock : threading.Condition
         The pool's lock. It is given up while a thread waits.
     timeout : float
@@ -36,7 +36,7 @@ class Traffic:
 
     def __init__(
         self,
-        engine: Engine,
+        pager: Pager,
         executor: Executor,
         account: Account,
         names: list[str],
@@ -44,7 +44,7 @@ class Traffic:
         timeout: float,
         check_open: Callable[[], None],
     ) -> None:
-        self._engine = engine
+        self._pager = pager
         self._executor = executor
         self._account = account
         self._names = names
@@ -53,27 +53,27 @@ class Traffic:
         self._check_open = check_open
 
     def start(self) -> None:
-        """Give the executor what the engine wants done."""
-        if commands := self._engine.take_commands():
+        """Give the executor what the pager wants done."""
+        if commands := self._pager.take_commands():
             self._executor.start(commands)
-        if raised := self._engine.take_raised():
+        if raised := self._pager.take_raised():
             self._executor.expedite(raised)
 
     def note_completions(self) -> None:
-        """Tell the engine what has ended."""
+        """Tell the pager what has ended."""
         finished = self._executor.poll()
         for done in finished:
-            transfer = self._engine.transfers.get(done.id)
+            transfer = self._pager.transfer(done.id)
             if transfer is None:
                 continue
             if done.error is not None:
                 tier = self._names[transfer.pieces[0].tier] if transfer.pieces else ""
-                self._engine.failed(done.id, with_tier_and_block(done.error, tier, transfer.block))
+                self._pager.failed(done.id, with_tier_and_block(done.error, tier, transfer.block))
             elif not done.cancelled:
-                self._engine.completed(done.id, done.start, done.end)
-                self._account.transferred(transfer, done, self._engine.arena.used)
+                self._pager.completed(done.id, done.start, done.end)
+                self._account.transferred(transfer, done, self._pager.used)
         if finished:
-            self._engine.proceed(time.monotonic())
+            self._pager.proceed(time.monotonic())
             self.start()
             self._lock.notify_all()
 
@@ -107,12 +107,12 @@ class Traffic:
                     block=block if block >= 0 else None,
                 ) from trouble
             self.wait_a_little(deadline)
-        self._account.stalled(op, start, time.monotonic() - start, block, tier, self._engine.arena.used)
+        self._account.stalled(op, start, time.monotonic() - start, block, tier, self._pager.used)
 
     def wait_a_little(self, deadline: float) -> None:
-        """Let transfers end, or other threads release what they hold; then tell the engine."""
+        """Let transfers end, or other threads release what they hold; then tell the pager."""
         remaining = max(0.0, min(deadline - time.monotonic(), _SLICE))
-        if self._engine.transfers:
+        if self._pager.under_way:
             self._lock.release()
             try:
                 self._executor.wait(remaining)
@@ -125,8 +125,8 @@ class Traffic:
 
     def _awaited(self, grant: Grant) -> tuple[int, str]:
         """The first block that the access waits for, and the tier at the other end."""
-        waiting = [t for t in self._engine.transfers.values() if t.pieces]
-        own = [transfer for transfer in waiting if transfer.block in grant.blocks]
+        waiting = [t for t in self._pager.transfers() if t.pieces]
+        own = [transfer for transfer in waiting if grant.waits_for(transfer.block)]
         for transfer in own or waiting:
             return transfer.block, self._names[transfer.pieces[0].tier]
         return -1, ""

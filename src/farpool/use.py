@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from farpool.engine import Mode, Run
+from farpool.pager import Mode, Run
 from farpool.sizes import format_size
 from farpool.storage import Storage
 

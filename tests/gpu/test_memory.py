@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import farpool
-from farpool.engine import Mode
 from farpool.executor.staged import StagedExecutor
+from farpool.pager import Mode
 from farpool.use import Use
 from tests.gpu.programs import batch, build, train, weight_bytes, within
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from farpool import Dram, Pool, PoolClosedError, TierError, TierTimeoutError
-from farpool.engine import Mode, State
+from farpool.pager import Mode, State
 from farpool.pool import Access
 from farpool.storage import Storage
 from farpool.tiers.base import Extent, Transfer
@@ -180,13 +180,12 @@ def test_a_block_that_was_placed_and_never_written_is_not_read_in_passing() -> N
             write(pool, storage, content(seed))
         pool.resize(2 * BLOCK)
         pool.resize(16 * BLOCK)
-        state = pool.engine.blocks.state
-        placed, failed = [s for s in storages if state[s.first] == State.ABSENT][:2]
+        placed, failed = [s for s in storages if pool.pager.block(s.first).state == State.ABSENT][:2]
         tier.fail = True
         with pytest.raises(TierError):
             pool.acquire([Use(placed, 0, BLOCK, OVERWRITE), Use(failed, 0, BLOCK, READ)], "test")
         tier.fail = False
-        assert state[placed.first] == State.RESIDENT
+        assert pool.pager.block(placed.first).state == State.RESIDENT
         pool._calm.open = True
         assert read(pool, placed) == content(storages.index(placed))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, Verified
 from farpool.debug.memory import POISON
-from farpool.engine import Mode, Move, Transfer
+from farpool.pager import Mode, Move, Transfer
 from farpool.storage import Storage
 from farpool.use import Use, runs_of
 
@@ -145,11 +146,7 @@ def test_a_write_beyond_the_end_of_a_block_is_found(pool: Planted) -> None:
 def test_a_block_that_is_moved_while_an_access_holds_it_is_found(pool: Planted) -> None:
     storage = pool.put()
     access = pool.acquire([Use(storage, 0, storage.nbytes, READ)], "aten.held")
-    blocks, block = pool.engine.blocks, storage.first
-    blocks.pins[block] -= 1  # the planted fault: the engine forgets that somebody holds it
-    pool.engine._residency.enter(block)
-    pool.engine._residency.evict(block)
-    blocks.pins[block] += 1
+    assert pool.pager.evict_for_test(storage.first)  # the planted fault: the pager does not care that somebody holds it
     with pytest.raises((LifetimeError, OrderError), match=r"aten.held as generation|which an access holds"):
         pool.release(access)
 
@@ -158,25 +155,23 @@ def test_bytes_that_come_back_changed_from_below_are_found(pool: Planted) -> Non
     storage = pool.put()
     others = [pool.put() for _ in range(30)]
     (tier,) = pool._lower.tiers
-    blocks = pool.engine.blocks
-    assert blocks.tier[storage.first] == 0
-    assert blocks.place[storage.first] < 0
+    block = pool.pager.block(storage.first)
+    assert block.tier == 0
+    assert block.place < 0
     memory = tier._memory  # type: ignore[attr-defined]
-    memoryview(memory)[blocks.copy[storage.first] + 1] ^= 1
+    memoryview(memory)[block.copy + 1] ^= 1
     with pytest.raises(LifetimeError, match="came back from below with other bytes than it left with"):
         pool.touch(storage)
     assert len(others) == 30
 
 
 def test_a_transfer_that_lost_its_waits_is_found(pool: Planted) -> None:
-    take = pool.engine.take_commands
+    start = pool._executor.start
 
-    def hasty() -> list[Transfer | Move]:
-        return [
-            Transfer(c.id, c.kind, c.block, c.pieces, (), c.demand) if isinstance(c, Transfer) else c for c in take()
-        ]
+    def hasty(commands: Sequence[Transfer | Move]) -> None:
+        start([replace(c, after=()) if isinstance(c, Transfer) else c for c in commands])
 
-    pool.engine.take_commands = hasty  # type: ignore[method-assign]
+    pool._executor.start = hasty  # type: ignore[method-assign]
     storages = [pool.allocate(_BLOCK) for _ in range(40)]
     rng = random.Random(0)
     with pytest.raises(OrderError, match=r"does not wait for write-back|while write-back \d+"):
@@ -219,17 +214,17 @@ def test_a_range_promised_while_the_end_of_its_write_back_was_not_noted_is_not_r
     place = pool.touch(kept[3])
     runs, _ = runs_of([Use(new, 0, _BLOCK, OVERWRITE)])
     with pool._lock:
-        pool.engine._residency.evict(kept[3].first)
+        assert pool.pager.evict_for_test(kept[3].first)
         pool._traffic.start()
         assert pool._executor.wait(20)
-        grant = pool.engine.request(runs)
-        assert pool.engine.place_of(runs[0]) < 0
-        assert pool.engine.blocks.place[new.first] == place
-        pool._traffic.note_completions()  # as `release` does, with what the engine has decided not yet started
+        grant = pool.pager.request(runs)
+        assert pool.pager.place_of(runs[0]) < 0
+        assert pool.pager.block(new.first).place == place
+        pool._traffic.note_completions()  # as `release` does, with what the pager has decided not yet started
         assert pool._watch is not None
         pool._watch.raise_findings()
         assert pool.peek(place, _BLOCK) == poison(_BLOCK)
-        pool.engine.abandon(grant)
+        pool.pager.abandon(grant)
         pool._traffic.start()
     assert pool.touch(new, WRITE) == place
 
@@ -264,7 +259,7 @@ def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
             assert view == expected
             pool.release(access)
             del fresh
-        assert pool.engine.counters.write_backs
+        assert pool.pager.counters.write_backs
         storages.clear()
 
 

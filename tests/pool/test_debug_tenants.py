@@ -1,4 +1,4 @@
-"""The map that debug mode keeps of the bytes, led through what an engine may decide between two looks."""
+"""The map that debug mode keeps of the bytes, led through what a pager may decide between two looks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from farpool.debug.tenants import Tenants, gaps
-from farpool.engine import Kind, Move, Piece, Transfer
+from farpool.pager import Kind, Move, Piece, Transfer
 
 
-class Engine:
-    """As much of an engine as the map looks at."""
+class Pager:
+    """As much of a pager as the map looks at."""
 
     def __init__(self, **places: int) -> None:
-        self.transfers: dict[int, Transfer] = {}
-        self.arena = SimpleNamespace(capacity=4096, rounded=lambda nbytes: -(-nbytes // 64) * 64)
-        self.blocks = SimpleNamespace(place=[-1] * 8, size=[500] * 8)
+        self.capacity = 4096
+        self.under_way: list[Transfer] = []
+        self.places = [-1] * 8
         self.owners: list[int] = []
         self.put(**places)
 
@@ -25,14 +25,23 @@ class Engine:
         """Block 3 lies at 512: ``b3=512``."""
         self.owners = [int(name[1:]) for name in places]
         for name, place in places.items():
-            self.blocks.place[int(name[1:])] = place
+            self.places[int(name[1:])] = place
 
     def resident(self) -> list[int]:
         return self.owners
 
+    def transfers(self) -> list[Transfer]:
+        return self.under_way
 
-def tenants(engine: Engine) -> Tenants:
-    made = Tenants(engine)  # type: ignore[arg-type]
+    def rounded(self, nbytes: int) -> int:
+        return -(-nbytes // 64) * 64
+
+    def block(self, number: int) -> SimpleNamespace:
+        return SimpleNamespace(place=self.places[number], size=500)
+
+
+def tenants(pager: Pager) -> Tenants:
+    made = Tenants(pager)  # type: ignore[arg-type]
     made.update(())
     for tenant in made:
         tenant.filled = True
@@ -44,16 +53,16 @@ def write_back(number: int, block: int, place: int) -> Transfer:
 
 
 def test_a_block_that_left_without_a_word_is_free_at_once() -> None:
-    made = tenants(engine := Engine(b1=0, b2=512))
-    engine.put(b2=512)
+    made = tenants(pager := Pager(b1=0, b2=512))
+    pager.put(b2=512)
     (left,) = made.update(())
     assert (left.tenant.block, left.free, left.moved, left.written) == (1, [(0, 512)], None, False)
     assert made.free() == [(0, 512), (1012, 3084)]
 
 
 def test_a_block_that_moves_twice_over_one_that_left_keeps_its_bytes() -> None:
-    made = tenants(engine := Engine(b1=0, b2=1024))
-    engine.put(b2=512)
+    made = tenants(pager := Pager(b1=0, b2=1024))
+    pager.put(b2=512)
     (left,) = made.update([Move(1024, 0, 500), Move(0, 512, 500)])
     assert (left.tenant.block, left.free, left.moved) == (1, [(0, 512)], None)
     assert made[2].place == 512
@@ -61,8 +70,8 @@ def test_a_block_that_moves_twice_over_one_that_left_keeps_its_bytes() -> None:
 
 
 def test_a_block_that_is_moved_and_then_written_back_leaves_from_its_new_place() -> None:
-    made = tenants(engine := Engine(b1=1024))
-    engine.put()
+    made = tenants(pager := Pager(b1=1024))
+    pager.put()
     (left,) = made.update([Move(1024, 0, 500), write_back(7, 1, 0)])
     assert left.written
     assert not left.free
@@ -75,19 +84,19 @@ def test_a_block_that_is_moved_and_then_written_back_leaves_from_its_new_place()
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_block_that_is_kept_while_it_is_written_back_stays_filled(failed: bool) -> None:
-    made = tenants(engine := Engine(b1=0))
-    engine.put()
+    made = tenants(pager := Pager(b1=0))
+    pager.put()
     made.update([write_back(7, 1, 0)])
     if not failed:
-        engine.put(b1=0)
+        pager.put(b1=0)
     assert made.written_back(write_back(7, 1, 0), failed=failed) is None
     assert made[1].filled
     assert made.generation[1] == 3
 
 
 def test_a_block_moved_before_it_left_is_nobodys_at_its_target() -> None:
-    made = tenants(engine := Engine(b1=1024))
-    engine.put()
+    made = tenants(pager := Pager(b1=1024))
+    pager.put()
     move = Move(1024, 0, 500)
     (left,) = made.update([move])
     assert left.moved is move
@@ -95,11 +104,11 @@ def test_a_block_moved_before_it_left_is_nobodys_at_its_target() -> None:
 
 
 def test_what_was_promised_a_range_whose_write_back_failed_leaves_it_to_its_owner() -> None:
-    made = tenants(engine := Engine(b1=0))
-    engine.put(b2=0)
+    made = tenants(pager := Pager(b1=0))
+    pager.put(b2=0)
     made.update([write_back(7, 1, 0)])
     made.written_back(write_back(7, 1, 0), failed=True)
-    engine.put(b1=0)
+    pager.put(b1=0)
     (left,) = made.update(())
     assert (left.tenant.block, left.free) == (2, [(500, 12)])
     assert made[1].filled
@@ -107,10 +116,10 @@ def test_what_was_promised_a_range_whose_write_back_failed_leaves_it_to_its_owne
 
 @pytest.mark.parametrize(("started", "free"), [(False, [(0, 512)]), (True, [(500, 12)])])
 def test_what_a_write_back_left_is_free_until_the_next_owners_transfer_is_started(started: bool, free: Any) -> None:
-    made = tenants(engine := Engine(b1=0))
-    engine.put()
+    made = tenants(pager := Pager(b1=0))
+    pager.put()
     made.update([write_back(7, 1, 0)])
-    engine.put(b2=0)
+    pager.put(b2=0)
     if started:
         made.update([Transfer(8, Kind.FETCH, 2, (Piece(0, 0, 0, 500),), (7,), True)])
     assert made.written_back(write_back(7, 1, 0), failed=False) is not None

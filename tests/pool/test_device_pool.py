@@ -17,16 +17,16 @@ from farpool import pool as pool_module
 from farpool.config import PoolConfig
 from farpool.debug import HostMemory, Watch
 from farpool.device import FastTier
-from farpool.engine import Engine, Mode
 from farpool.executor.checked_device import CheckedDevice
 from farpool.executor.page_locks import PageLocks
 from farpool.executor.staged import StagedExecutor
 from farpool.ledger import Ledger
+from farpool.pager import Mode, Pager
 from farpool.storage import Storage
 from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
 from farpool.use import Use
-from tests.engine.host_device import HostDevice
+from tests.pager.host_device import HostDevice
 
 STAGING, CHUNK = 1 << 14, 1 << 16
 FAST, BLOCK, BLOCKS = 1 << 16, 1 << 12, 48
@@ -65,8 +65,8 @@ class Machine:
             arena.release()
             staging.release()
 
-        def watch(engine: Engine) -> Watch:
-            return Watch(engine, executor, HostMemory(arena), self.device)
+        def watch(pager: Pager) -> Watch:
+            return Watch(pager, executor, HostMemory(arena), self.device)
 
         return FastTier(arena, executor, release, watch, {"page_locked": STAGING})
 

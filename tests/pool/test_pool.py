@@ -12,8 +12,8 @@ import pytest
 
 import farpool
 from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, Verified
-from farpool.engine import Mode
 from farpool.node.process import running_node
+from farpool.pager import Mode
 from farpool.storage import Storage
 from farpool.use import Use
 

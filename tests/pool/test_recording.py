@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from farpool import Pool
-from farpool.engine import Mode, Run
 from farpool.errors import PoolClosedError, TapeFileError, TapeTruncatedError
+from farpool.pager import Mode
 from farpool.storage import Storage
-from farpool.tape_file import Access, Content, Create, Free, Record, TapeFile
+from farpool.tape_file import Access, Content, Create, Free, Record, Run, TapeFile
 from farpool.use import Use
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -261,7 +261,7 @@ def test_a_forked_child_leaves_the_file_to_its_parent(pool: Pool, path: Path) ->
 KILLED = """
 import sys
 from farpool import Pool
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.use import Use
 with Pool("256KiB", dram="4MiB") as pool:
     storages = [pool.allocate(16_384) for _ in range(30)]

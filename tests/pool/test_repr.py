@@ -6,7 +6,7 @@ import threading
 
 import farpool
 from farpool import Dram, Pool
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.use import Use
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from farpool.engine import Mode
 from farpool.errors import BudgetError, PoolClosedError
+from farpool.pager import Mode
 from farpool.storage import Blocks, Storage
 from farpool.use import Use
 

@@ -18,7 +18,7 @@ from torch import nn
 import farpool
 from farpool import BudgetError, Dram, FarpoolWarning, Faulty, PagedTensor, Pool, TierError, UnsupportedError
 from farpool.available import available_memory
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.tensors import leaving
 from farpool.use import Use
 from tests.tensors.bits import assert_same, tensors_of

@@ -7,8 +7,8 @@ from python_tier import DictTier
 
 from farpool import Pool
 from farpool._native import Memory, Port
-from farpool.engine import Mode
 from farpool.errors import ConfigError, TierError
+from farpool.pager import Mode
 from farpool.tiers import Dram, Faulty, Throttled, TierInfo
 from farpool.use import Use
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from farpool import Pool
-from farpool.engine import Mode
 from farpool.errors import ConfigError, TierError, TierFullError, TierTimeoutError
+from farpool.pager import Mode
 from farpool.tiers import Dram, Faulty, Nvme, Traced, TraceRecord
 from farpool.use import Use
 

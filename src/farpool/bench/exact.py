@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farpool.config import PoolConfig
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.pool import BlockPool
 from farpool.stats import TierStats
 from farpool.storage import Storage

@@ -1,9 +1,9 @@
-"""What more blocks cost: engine time per access and memory per block.
+"""What more blocks cost: pager time per access and memory per block.
 
 Each size runs in a fresh process, on simulated tiers: the blocks lie below, a quarter of them fits into the arena, and
-a program reads them one by one, in a loop and then at random. Time is processor time of the engine and of the
-simulation round it. Memory is the growth of the process's resident set by the engine with all its tables and by the
-bookkeeping of the tier; it is measured with a short history, since the history that the engine remembers (the tape) has
+a program reads them one by one, in a loop and then at random. Time is processor time of the pager and of the
+simulation round it. Memory is the growth of the process's resident set by the pager with all its tables and by the
+bookkeeping of the tier; it is measured with a short history, since the history that the pager remembers (the tape) has
 a fixed length and is one constant amount.
 
 Resizing: a pool gives half its budget back while a program goes over twice as many bytes; the process's resident set
@@ -25,7 +25,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from farpool.bench.engine_run import EngineRun
+from farpool.bench.pager_run import PagerRun
 from farpool.bench.resize_run import ResizeRun
 from farpool.errors import FarpoolError
 from farpool.sizes import format_size
@@ -50,11 +50,11 @@ class Settings:
     Attributes
     ----------
     device : str
-        ``cpu``: the engine computes nothing on a device.
+        ``cpu``: the pager computes nothing on a device.
     least, most : int
         Blocks of the smallest and of the largest run; between them, powers of ten.
     history : int
-        Accesses that the engine remembers while time is measured; a pool's own number by default.
+        Accesses that the pager remembers while time is measured; a pool's own number by default.
     accesses : int
         Of each pattern, measured.
     fast : int
@@ -87,7 +87,7 @@ class Point:
     Attributes
     ----------
     nbytes : int
-        Memory of engine and blocks, without the history.
+        Memory of pager and blocks, without the history.
     further : float or None
         Bytes of each block more than in the point before; None in the first one.
     loop, shuffled : tuple of float
@@ -108,7 +108,7 @@ class Outcome:
     Attributes
     ----------
     history, history_bytes : int
-        Accesses that the engine remembers, and the memory that they take.
+        Accesses that the pager remembers, and the memory that they take.
     """
 
     history: int
@@ -129,12 +129,12 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     progress("Resizing", 0, 1)
     resize = _child("farpool.bench.resize_run", ResizeRun, settings.fast)
     progress("Resizing", 1, 1)
-    slim: list[EngineRun] = []
-    timed: list[EngineRun] = []
+    slim: list[PagerRun] = []
+    timed: list[PagerRun] = []
     for step, runs, history in (("Memory", slim, _SHORT), ("Time", timed, settings.history)):
         for number, blocks in enumerate(sizes):
             progress(step, number, len(sizes))
-            runs.append(_child("farpool.bench.engine_run", EngineRun, blocks, history, settings.accesses))
+            runs.append(_child("farpool.bench.pager_run", PagerRun, blocks, history, settings.accesses))
         progress(step, len(sizes), len(sizes))
     further = [None, *((b.nbytes - a.nbytes) / (b.blocks - a.blocks) for a, b in pairwise(slim))]
     points = (
@@ -209,6 +209,6 @@ def figures(outcome: Outcome) -> dict[str, Figure]:
     axes.axhline(200, color=INK, linewidth=1, linestyle=":")
     axes.legend()
     return {
-        "Processor time of the engine for one access: median.": time,
-        "Memory of the engine over the number of blocks, without the history; dotted: 200 bytes.": memory,
+        "Processor time of the pager for one access: median.": time,
+        "Memory of the pager over the number of blocks, without the history; dotted: 200 bytes.": memory,
     }

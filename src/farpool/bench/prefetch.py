@@ -123,7 +123,7 @@ def _next(settings: Settings, kind: str, compute: float, prefetch: bool, seeds: 
 def _seconds(settings: Settings, kind: str, compute: float, prefetch: bool, seed: int) -> float:
     """Seconds that a program takes in a new pool, after its blocks have been filled."""
     from farpool import Dram, Pool, Throttled
-    from farpool.engine import Mode
+    from farpool.pager import Mode
     from farpool.use import Use
 
     rng = random.Random(f"{kind} {seed}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from farpool.config import PoolConfig
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.pool import BlockPool
 from farpool.storage import Storage
 from farpool.tiers import Nvme

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from farpool.engine.belady import BlockAccess, Moved, Operand, belady_bytes
+from farpool.pager.belady import BlockAccess, Moved, Operand, belady_bytes
 from farpool.pool import BlockPool
 from farpool.tape_file import Content, Create, Free, TapeFile
 

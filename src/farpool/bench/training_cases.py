@@ -20,8 +20,8 @@ from farpool.bench.strip import strip_of
 from farpool.bench.trainer import Step, Trainer
 from farpool.bench.training import Case, Phase, Settings
 from farpool.bench.training_peers import open_candidates
-from farpool.engine.belady import Moved
 from farpool.events import Event
+from farpool.pager.belady import Moved
 from farpool.stats import Stats
 from farpool.storage import cut
 

@@ -101,7 +101,7 @@ def growth(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """Engine time per access and memory per block, from a thousand to a million blocks."""
+    """Pager time per access and memory per block, from a thousand to a million blocks."""
     _perform("growth", {"most": most}, device, quick, json, report)
 
 

@@ -1,6 +1,6 @@
-"""What lies where in the arena, as told by the engine's map and by the commands that change the bytes.
+"""What lies where in the arena, as told by the pager's map and by the commands that change the bytes.
 
-The engine's map is ahead of the bytes: it has changed when a command is made. Debug mode needs to know what the bytes
+The pager's map is ahead of the bytes: it has changed when a command is made. Debug mode needs to know what the bytes
 are now, so it keeps a map of its own and brings it up to date with the commands that are about to be started.
 """
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from farpool.engine import Engine, Kind, Move, Transfer
+from farpool.pager import Kind, Move, Pager, Transfer
 
 __all__ = ["Left", "Tenant", "Tenants", "gaps"]
 
@@ -60,8 +60,8 @@ class Tenants:
         For each block, how often it got, changed or lost its place.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
         self._here: dict[int, Tenant] = {}
         self._leaving: dict[int, Tenant] = {}
         """Blocks whose range has been given up, by the write-back that still reads it."""
@@ -77,7 +77,7 @@ class Tenants:
         return self._here.get(block)
 
     def update(self, commands: Sequence[Transfer | Move]) -> list[Left]:
-        """Follow the engine's map, of which `commands`, about to be started, are the last changes.
+        """Follow the pager's map, of which `commands`, about to be started, are the last changes.
 
         Returns
         -------
@@ -114,7 +114,7 @@ class Tenants:
         return left
 
     def _rounded(self, tenant: Tenant) -> int:
-        return self._engine.arena.rounded(tenant.nbytes)
+        return self._pager.rounded(tenant.nbytes)
 
     def _follow_moves(self, commands: Sequence[Transfer | Move]) -> tuple[dict[int, int], dict[int, Move]]:
         """Where each block's bytes will be after the commands, and the last move of those that are moved."""
@@ -141,12 +141,11 @@ class Tenants:
         return [(tenant.place, tenant.place + self._rounded(tenant)) for tenant in self._leaving.values()]
 
     def _owners(self) -> dict[int, int]:
-        place = self._engine.blocks.place
-        return {block: place[block] for block in self._engine.resident()}
+        return {block: self._pager.block(block).place for block in self._pager.resident()}
 
     def _write_back_of(self, block: int) -> Transfer | None:
         """A block that was kept while it was being written back may leave after all, by the same write."""
-        for transfer in self._engine.transfers.values():
+        for transfer in self._pager.transfers():
             if transfer.block == block and transfer.kind == Kind.WRITE_BACK:
                 return transfer
         return None
@@ -157,7 +156,7 @@ class Tenants:
                 self._stay(number)
                 return
         self.generation[block] += 1
-        self._here[block] = Tenant(block, place, self._engine.blocks.size[block])
+        self._here[block] = Tenant(block, place, self._pager.block(block).size)
 
     def _stay(self, number: int) -> None:
         tenant = self._leaving.pop(number)
@@ -165,7 +164,7 @@ class Tenants:
         self._here[tenant.block] = tenant
 
     def written_back(self, transfer: Transfer, *, failed: bool) -> Tenant | None:
-        """A write-back has ended, of which the engine does not know yet; the block whose range it leaves behind."""
+        """A write-back has ended, of which the pager does not know yet; the block whose range it leaves behind."""
         tenant = self._leaving.get(transfer.id)
         if tenant is None:
             return None
@@ -188,15 +187,14 @@ class Tenants:
     def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
         """Parts ``(place, bytes)`` of a range that nobody has, not even a block whose transfer has only been started.
 
-        The engine may have given them to a block already; nothing comes there before its commands are started.
+        The pager may have given them to a block already; nothing comes there before its commands are started.
         """
         return gaps(self._taken(), place, place + nbytes)
 
     def about_to_be_taken(self) -> list[tuple[int, int]]:
-        """Parts ``(place, bytes)`` that were free until now, and that the engine has just given to a block."""
-        size = self._engine.blocks.size
+        """Parts ``(place, bytes)`` that were free until now, and that the pager has just given to a block."""
         coming = [
-            (place, place + size[block])
+            (place, place + self._pager.block(block).size)
             for block, place in self._owners().items()
             if block not in self._here or self._here[block].place != place
         ]
@@ -212,7 +210,7 @@ class Tenants:
 
     def free(self) -> list[tuple[int, int]]:
         """Parts ``(place, bytes)`` of the arena that belong to no block and that no write-back reads."""
-        return gaps(self._taken(), 0, self._engine.arena.capacity)
+        return gaps(self._taken(), 0, self._pager.capacity)
 
     def _taken(self) -> list[tuple[int, int]]:
         taken = [(tenant.place, tenant.place + tenant.nbytes) for tenant in self._here.values()]

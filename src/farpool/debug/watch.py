@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from farpool.debug.executor import WatchedExecutor
 from farpool.debug.memory import Memory
 from farpool.debug.tenants import Tenant, Tenants, gaps
-from farpool.engine import Access as Grant
-from farpool.engine import Engine, Kind, Mode, Move, State, Transfer
 from farpool.errors import FarpoolError, LifetimeError, OrderError
 from farpool.executor.base import Executor
 from farpool.executor.checked import Span
 from farpool.executor.checked_device import CheckedDevice
+from farpool.pager import Access as Grant
+from farpool.pager import Kind, Mode, Move, Pager, Transfer
 from farpool.use import Use
 
 __all__ = ["Watch"]
@@ -58,7 +58,7 @@ class Watch:
 
     Parameters
     ----------
-    engine : Engine
+    pager : Pager
     executor : Executor
         Runs the pool's transfers; the pool uses `Watch.executor` in its place.
     memory : Memory
@@ -69,16 +69,16 @@ class Watch:
 
     def __init__(
         self,
-        engine: Engine,
+        pager: Pager,
         executor: Executor,
         memory: Memory,
         device: CheckedDevice | None = None,
     ) -> None:
         self.executor = WatchedExecutor(executor, self)
-        self._engine = engine
+        self._pager = pager
         self._memory = memory
         self._device = device
-        self._tenants = Tenants(engine)
+        self._tenants = Tenants(pager)
         self._content: dict[int, int] = {}
         """Checksum of each block whose content is known and that nobody may be writing."""
         self._held: dict[Grant, _Held] = {}
@@ -110,20 +110,20 @@ class Watch:
         for tenant in self._tenants:
             if not self.executor.under_way(tenant.place, tenant.nbytes):
                 self._verify(tenant, "")
-        self._check_free(self._engine.arena.capacity)
+        self._check_free(self._pager.capacity)
 
     def _lifetime(self, message: str) -> None:
         self._findings.append(LifetimeError(message))
 
     def _name(self, block: int, names: dict[int, str] | None = None) -> str:
-        name = (names or {}).get(block) or self._engine.blocks.class_of(block)
+        name = (names or {}).get(block) or self._pager.class_of(block)
         return f"block {block} ({name})"
 
-    # ---- following the engine -----------------------------------------------------------------------------------
+    # ---- following the pager -----------------------------------------------------------------------------------
 
     def follow(self, commands: Sequence[Transfer | Move]) -> None:
-        """Note what the engine has decided, before `commands`, the outcome, are started; poison what came free."""
-        capacity = self._engine.arena.capacity
+        """Note what the pager has decided, before `commands`, the outcome, are started; poison what came free."""
+        capacity = self._pager.capacity
         if capacity > self._capacity:
             self._memory.fill(self._capacity, capacity - self._capacity)
         self._capacity = capacity
@@ -153,20 +153,18 @@ class Watch:
         for index, other in enumerate(self._in_vain):
             if other is move:  # it has left since
                 del self._in_vain[index]
-                self._memory.fill(move.target, self._engine.arena.rounded(move.nbytes))
+                self._memory.fill(move.target, self._pager.rounded(move.nbytes))
                 break
-        stop = move.source + self._engine.arena.rounded(move.nbytes)
+        stop = move.source + self._pager.rounded(move.nbytes)
         for place, nbytes in gaps([(move.target, move.target + move.nbytes)], move.source, stop):
             self._memory.fill(place, nbytes)
 
     def ended(self, transfer: Transfer, *, failed: bool) -> None:
-        """A transfer has ended; the engine will be told next."""
+        """A transfer has ended; the pager will be told next."""
         if transfer.kind == Kind.WRITE_BACK:
             tenant = self._tenants.written_back(transfer, failed=failed)
             if tenant is not None:
-                for place, nbytes in self._tenants.without_tenants(
-                    tenant.place, self._engine.arena.rounded(tenant.nbytes)
-                ):
+                for place, nbytes in self._tenants.without_tenants(tenant.place, self._pager.rounded(tenant.nbytes)):
                     self._memory.fill(place, nbytes)
         elif transfer.pieces and not failed:
             tenant = self._tenants.fetched(transfer)
@@ -189,8 +187,7 @@ class Watch:
     def collected(self) -> None:
         """Dropped storages have been collected: their blocks' numbers may be given to others now."""
         self.follow(())
-        state = self._engine.blocks.state
-        for block in [block for block in self._content if state[block] == State.FREE]:
+        for block in self._content.keys() - self._pager.blocks():
             del self._content[block]
             self._last_op.pop(block, None)
 
@@ -263,7 +260,7 @@ class Watch:
                 op,
             )
         except FarpoolError:
-            self._engine.abandon(grant)
+            self._pager.abandon(grant)
             raise
         held = self._held[grant] = _Held(
             op,
@@ -277,8 +274,8 @@ class Watch:
                 held.writings[block] = self._writings[block]
                 continue
             self._content.pop(block, None)
-            if mode == Mode.OVERWRITE and not self._writers[block] and self._engine.blocks.pins[block] == 1:
-                self._memory.fill(tenant.place, self._engine.arena.rounded(tenant.nbytes))
+            if mode == Mode.OVERWRITE and not self._writers[block] and self._pager.block(block).pins == 1:
+                self._memory.fill(tenant.place, self._pager.rounded(tenant.nbytes))
             elif self._memory.readable:
                 held.frozen += self._freeze(tenant, written)
             tenant.filled = True

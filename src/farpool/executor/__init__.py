@@ -1,1 +1,1 @@
-"""Runs the engine's transfers."""
+"""Runs the pager's transfers."""

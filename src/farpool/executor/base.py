@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farpool.engine.messages import Move, Transfer
+from farpool.pager import Move, Transfer
 
 __all__ = ["Done", "Executor"]
 

@@ -1,9 +1,9 @@
 """Checks that transfers, moves and accesses are in order: nobody touches a range of the arena that another still needs.
 
-The engine promises a range to its next owner before the last one has left it, and names in `Transfer.after` what has to
+The pager promises a range to its next owner before the last one has left it, and names in `Transfer.after` what has to
 end first. `CheckedExecutor` stands before another executor, keeps what is under way, and raises where something would
 start, or be granted, that is not ordered after what it disturbs. It looks only at commands and completions, so it
-needs no knowledge of the engine that it checks.
+needs no knowledge of the pager that it checks.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from farpool.engine.messages import Kind, Move, Transfer
 from farpool.errors import OrderError
 from farpool.executor.base import Done, Executor
+from farpool.pager import Kind, Move, Transfer
 
 __all__ = ["CheckedExecutor", "Span"]
 

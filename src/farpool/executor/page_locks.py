@@ -63,7 +63,7 @@ class PageLocks:
     locker : PageLocker
         Locks and unlocks.
     tiers : sequence of Tier
-        Open, indexed as the engine indexes tiers. Those that are not `Mapped` are left alone.
+        Open, indexed as the pager indexes tiers. Those that are not `Mapped` are left alone.
     ledger : Ledger
         Where the bytes are booked.
     chunk : int

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from farpool import _native
-from farpool.engine.messages import Kind, Move, Transfer
 from farpool.executor.base import Done, Executor
 from farpool.executor.copies import Copy, Device, WatchesStaging
 from farpool.executor.page_locks import PageLocks
+from farpool.pager import Kind, Move, Transfer
 
 __all__ = ["StagedExecutor"]
 
@@ -83,7 +83,7 @@ class StagedExecutor(Executor):
     address, nbytes : int
         Staging memory: page-locked host memory, at least as large as the largest block.
     ports : list of Port
-        The tiers' native ends, indexed as the engine indexes tiers; may grow.
+        The tiers' native ends, indexed as the pager indexes tiers; may grow.
     locks : PageLocks, optional
         Tiers' memory that is page-locked itself; unlocked at close. None: all transfers are staged.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farpool import _native
-from farpool.engine.messages import Kind, Move, Transfer
 from farpool.executor.base import Done, Executor
+from farpool.pager import Kind, Move, Transfer
 
 __all__ = ["ThreadExecutor"]
 
@@ -21,7 +21,7 @@ class ThreadExecutor(Executor):
     address : int
         Where the arena begins in memory.
     ports : list of Port
-        The tiers' native ends, indexed as the engine indexes tiers. The pool appends to it when it gets another source.
+        The tiers' native ends, indexed as the pager indexes tiers. The pool appends to it when it gets another source.
     """
 
     def __init__(self, address: int, ports: list[_native.Port]) -> None:

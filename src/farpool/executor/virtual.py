@@ -1,4 +1,4 @@
-"""Transfers on a virtual clock: the engine's commands carried out on simulated tiers, deterministically and at once.
+"""Transfers on a virtual clock: the pager's commands carried out on simulated tiers, deterministically and at once.
 
 A link moves one transfer at a time and takes ``latency + bytes / bandwidth``. Time passes only in `wait` and
 `sleep`. Bytes are copied when a transfer ends, which is when a range that was given away too early shows.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from farpool.engine.messages import Kind, Move, Transfer
 from farpool.executor.base import Done, Executor
+from farpool.pager import Kind, Move, Transfer
 
 __all__ = ["Link", "VirtualExecutor"]
 
@@ -47,7 +47,7 @@ class VirtualExecutor(Executor):
     arena : bytearray
         The fast tier.
     tiers : sequence of bytearray
-        The lower tiers, indexed as the engine indexes them.
+        The lower tiers, indexed as the pager indexes them.
     links : sequence of (Link, Link)
         For each tier, how it is read and how it is written.
     fault : callable, optional

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from farpool.engine import Mode
 from farpool.observe.tape_summary import TapeSummary
+from farpool.pager import Mode
 from farpool.sizes import format_size
 from farpool.tape_file import Access, Metadata
 

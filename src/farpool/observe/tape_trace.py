@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from farpool.engine.belady import BlockAccess, Operand
 from farpool.errors import TapeFileError, TapeTruncatedError
+from farpool.pager.belady import BlockAccess, Operand
 from farpool.tape_file import Access, Content, Create, Metadata, TapeFile
 
 __all__ = ["BlockInfo", "ClassUse", "Trace", "read_trace"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
-from farpool.engine import Run
+from farpool.pager import Mode
 from farpool.storage import Cut
 from farpool.tiers import TierInfo
 
-__all__ = ["TICK", "Access", "Content", "Create", "Free", "Metadata", "Record"]
+__all__ = ["TICK", "Access", "Content", "Create", "Free", "Metadata", "Record", "Run"]
 
 TICK = 1e-7
 """Seconds; times are multiples of it."""
@@ -96,6 +97,16 @@ class Free:
 
     first: int
     count: int
+
+
+class Run(NamedTuple):
+    """Consecutive blocks that an operation has accessed. A file may name more of them than a pager can have."""
+
+    first: int
+    count: int
+    mode: Mode
+    table: int = -1
+    """For rows picked by data: the first block of their table."""
 
 
 @dataclass(frozen=True, slots=True)

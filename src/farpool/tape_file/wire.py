@@ -7,8 +7,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from farpool.engine import Mode, Run
-from farpool.tape_file.records import TICK, Access, Content, Create, Free, Metadata, Record
+from farpool.pager import Mode
+from farpool.tape_file.records import TICK, Access, Content, Create, Free, Metadata, Record, Run
 
 __all__ = ["Decoder", "Encoder", "Totals"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from farpool.engine import Mode
 from farpool.errors import PoolMixError, UnsupportedError
+from farpool.pager import Mode
 from farpool.tensors.arena import ArenaViews
 from farpool.tensors.copies import compute_on_copies
 from farpool.tensors.lazy import lazy_bits, run

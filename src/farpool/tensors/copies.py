@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from farpool.engine import Mode
 from farpool.errors import UnsupportedError
+from farpool.pager import Mode
 from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.operands import Operands

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.use import Use
 
 if TYPE_CHECKING:

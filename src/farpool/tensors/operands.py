@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.viewing import view_like

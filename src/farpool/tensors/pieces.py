@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from farpool.engine import Mode
+from farpool.pager import Mode
 from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from farpool.engine import Mode
 from farpool.errors import FarpoolError
+from farpool.pager import Mode
 from farpool.tensors.geometry import is_dense
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.use import Use

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farpool.engine import Mode
 from farpool.errors import FarpoolError
+from farpool.pager import Mode
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from farpool.engine import ALIGNMENT
+from farpool.pager import ALIGNMENT
 from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.rows import gather_rows, is_table, scatter_rows

@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 
 from farpool import _native
-from farpool.engine import Kind, Move, Piece, Transfer
 from farpool.executor.base import Done
 from farpool.executor.staged import StagedExecutor
+from farpool.pager import Kind, Move, Piece, Transfer
 from farpool.tiers import Dram
-from tests.engine.host_device import HostDevice
+from tests.pager.host_device import HostDevice
 
 
 class Rig:

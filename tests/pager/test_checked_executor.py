@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from farpool import OrderError
-from farpool.engine import Kind, Mode, Move, Piece, Transfer
 from farpool.executor.checked import CheckedExecutor, Span
 from farpool.executor.virtual import Link, VirtualExecutor
-from tests.engine.harness import World
-from tests.engine.test_engine import random_program
+from farpool.pager import Kind, Mode, Move, Piece, Transfer
+from tests.pager.harness import World
+from tests.pager.test_pager import random_program
 
 
 def transfer(number: int, kind: Kind, place: int, *, after: tuple[int, ...] = (), nbytes: int = 64) -> Transfer:
@@ -121,7 +121,7 @@ def test_the_checker_passes_a_program_with_rows_gathered_and_freed_in_between() 
     for step in range(60):
         picked = [rows[(step * 7 + i * 11) % 80] for i in range(8)]
         world.access([(row, 1, Mode.WRITE) for row in picked], fill=step)
-    assert world.engine.counters.write_backs
+    assert world.pager.counters.write_backs
 
 
 def test_a_virtual_failure_cancels_what_comes_after_it_although_nobody_has_polled_it_yet() -> None:

@@ -1,14 +1,13 @@
-"""An engine over a virtual executor, with a perfect memory beside it."""
+"""A pager over a virtual executor, with a perfect memory beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from farpool._native import ExtentAllocator
-from farpool.engine import Engine, Mode, Run, Transfer
-from farpool.engine.line import Access
 from farpool.executor.checked import CheckedExecutor, Span
 from farpool.executor.virtual import Link, VirtualExecutor
+from farpool.pager import Access, Mode, Pager, Run, Transfer
 
 
 class SimulatedSpace:
@@ -26,7 +25,7 @@ class SimulatedSpace:
 
 
 class World:
-    """Engine, executor and bytes; checks each read against what was written."""
+    """Pager, executor and bytes; checks each read against what was written."""
 
     def __init__(
         self,
@@ -44,43 +43,46 @@ class World:
             self.arena, [bytearray(nbytes) for nbytes in tiers], [(model, model)] * len(tiers), fault
         )
         self.checked = CheckedExecutor(self.executor)
-        """What the engine's commands go through: its order is checked in each test."""
-        self.engine = Engine(capacity, self.spaces, prefetch=prefetch)
+        """What the pager's commands go through: its order is checked in each test."""
+        self.pager = Pager(capacity, self.spaces, prefetch=prefetch)
         self.expected: dict[int, bytes] = {}
         self.retired: list[tuple[int, int]] = []
         self.completions_first = False
         """Whether completions are noted before new commands are started, as a pool does at a release."""
 
     def create(self, sizes: list[int]) -> int:
-        return self.engine.create(sizes)
+        return self.pager.create(sizes)
+
+    def size_of(self, block: int) -> int:
+        return self.pager.block(block).size
 
     def free(self, first: int, count: int) -> None:
         for block in range(first, first + count):
             self.expected.pop(block, None)
-        self.engine.retire(first, count)
+        self.pager.retire(first, count)
         self.retired.append((first, count))
         self.collect()
 
     def collect(self) -> None:
-        self.retired = [pair for pair in self.retired if not self.engine.forget(*pair)]
+        self.retired = [pair for pair in self.retired if not self.pager.forget(*pair)]
 
     def pump(self) -> None:
-        """Hand commands to the executor and completions to the engine until both are quiet for now."""
+        """Hand commands to the executor and completions to the pager until both are quiet for now."""
         while True:
-            commands = [] if self.completions_first else self.engine.take_commands()
+            commands = [] if self.completions_first else self.pager.take_commands()
             self.checked.start(commands)
             finished = self.checked.poll()
             for done in finished:
                 if done.error is not None:
-                    self.engine.failed(done.id, done.error)
+                    self.pager.failed(done.id, done.error)
                 elif not done.cancelled:
-                    self.engine.completed(done.id, done.start, done.end)
+                    self.pager.completed(done.id, done.start, done.end)
             if finished:
-                self.engine.proceed(self.executor.now)
+                self.pager.proceed(self.executor.now)
             if self.completions_first:
-                commands = self.engine.take_commands()
+                commands = self.pager.take_commands()
                 self.checked.start(commands)
-            self.executor.expedite(self.engine.take_raised())
+            self.executor.expedite(self.pager.take_raised())
             if not finished and not commands:
                 return
 
@@ -100,21 +102,20 @@ class World:
     def access(self, runs: Sequence[tuple[int, int, Mode]], fill: int = 0, compute: float = 0.0) -> None:
         """Access runs whole: check what is read, write `fill` where it is written."""
         self.collect()
-        access = self.settle(self.engine.request([Run(*run) for run in runs], self.executor.now))
-        sizes = self.engine.blocks.size
+        access = self.settle(self.pager.request([Run(*run) for run in runs], self.executor.now))
         self.checked.hold(
             access,
             [
-                Span(place, sum(sizes[first : first + count]), mode != Mode.READ)
+                Span(place, sum(map(self.size_of, range(first, first + count))), mode != Mode.READ)
                 for (first, count, mode), place in zip(runs, access.places, strict=True)
             ],
         )
-        assert self.engine.arena.used <= self.engine.arena.capacity
+        assert self.pager.used <= self.pager.capacity
         self.executor.sleep(compute)
         for (first, count, mode), place in zip(runs, access.places, strict=True):
             assert place % 64 == 0
             for block in range(first, first + count):
-                size = sizes[block]
+                size = self.size_of(block)
                 if mode != Mode.OVERWRITE and block in self.expected:
                     assert bytes(self.arena[place : place + size]) == self.expected[block], f"block {block}"
                 if mode != Mode.READ:
@@ -125,5 +126,5 @@ class World:
                     self.expected[block] = bytes(self.arena[place : place + size])
                 place += size
         self.checked.let_go(access)
-        self.engine.release(access)
+        self.pager.release(access)
         self.pump()

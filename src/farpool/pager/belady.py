@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from farpool.engine.messages import Mode
+from farpool.pager import Mode
 
 __all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes"]
 

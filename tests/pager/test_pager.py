@@ -1,4 +1,4 @@
-"""The engine on simulated tiers: right bytes, hard budget, the same transfers for the same inputs."""
+"""The pager on simulated tiers: right bytes, hard budget, the same transfers for the same inputs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from farpool.engine import Kind, Mode, NoRoomError, Run, TooLargeError
 from farpool.executor.virtual import Link
-from tests.engine.harness import World
+from farpool.pager import Kind, Mode, NoRoomError, Run, TooLargeError
+from tests.pager.harness import World
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 
@@ -38,7 +38,7 @@ def random_program(world: World, seed: int, steps: int) -> None:
 def test_a_random_program_reads_what_it_wrote(seed: int) -> None:
     world = World(random.Random(seed).choice([9000, 10_000, 16_384, 40_000]))
     random_program(world, seed, 300)
-    assert world.engine.counters.accesses > 100
+    assert world.pager.counters.accesses > 100
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -83,7 +83,7 @@ def test_a_loop_is_fetched_ahead_after_one_pass() -> None:
     for _ in range(6):
         for block in blocks:
             world.access([(block, 1, READ)], compute=1e-5)
-    counters = world.engine.counters
+    counters = world.pager.counters
     before = counters.demand_fetches
     for block in blocks:
         world.access([(block, 1, READ)], compute=1e-5)
@@ -99,7 +99,7 @@ def test_the_tape_moves_no_more_than_belady_in_a_loop() -> None:
     for _ in range(4):
         for block in blocks:
             world.access([(block, 1, READ)], compute=1e-4)
-    counters = world.engine.counters
+    counters = world.pager.counters
     before = counters.demand_fetches + counters.prefetches
     for _ in range(10):
         for block in blocks:
@@ -113,7 +113,7 @@ def test_operands_larger_than_the_arena_are_refused_and_nothing_changes() -> Non
     world = World(4096)
     block = world.create([8192])
     with pytest.raises(TooLargeError):
-        world.engine.request([Run(block, 1, READ)])
+        world.pager.request([Run(block, 1, READ)])
     other = world.create([4096])
     world.access([(other, 1, OVERWRITE)])
     world.access([(other, 1, READ)])
@@ -150,17 +150,17 @@ def test_a_lower_budget_is_reached_and_a_higher_one_used() -> None:
     blocks = [world.create([1024]) for _ in range(16)]
     for block in blocks:
         world.access([(block, 1, OVERWRITE)])
-    while not world.engine.resize(4096):
+    while not world.pager.resize(4096):
         world.pump()
         world.executor.wait(1.0)
         world.pump()
-    assert world.engine.arena.used <= 4096
+    assert world.pager.used <= 4096
     for block in blocks:
         world.access([(block, 1, READ)])
-    assert world.engine.resize(16_384)
+    assert world.pager.resize(16_384)
     for block in blocks:
         world.access([(block, 1, READ)])
-    assert world.engine.arena.used > 4096
+    assert world.pager.used > 4096
 
 
 def test_names_of_blocks_born_in_a_loop_repeat() -> None:
@@ -179,7 +179,7 @@ def test_names_of_blocks_born_in_a_loop_repeat() -> None:
             world.access([(gradient, 1, READ), (weight, 1, WRITE)], compute=1e-6)
         for gradient in born:
             world.free(gradient, 1)
-    before = world.engine.tape.divergences
+    before = world.pager.divergences
     for _ in range(3):
         born = []
         for block in weights:
@@ -191,7 +191,7 @@ def test_names_of_blocks_born_in_a_loop_repeat() -> None:
             world.access([(gradient, 1, READ), (weight, 1, WRITE)], compute=1e-6)
         for gradient in born:
             world.free(gradient, 1)
-    assert world.engine.tape.divergences == before
+    assert world.pager.divergences == before
 
 
 def test_a_prefetch_that_failed_is_tried_again_when_it_is_needed() -> None:
@@ -206,10 +206,10 @@ def test_a_prefetch_that_failed_is_tried_again_when_it_is_needed() -> None:
         for block in blocks:
             world.access([(block, 1, READ)], compute=1e-4)
     failing.clear()
-    before = world.engine.counters.prefetches_used
+    before = world.pager.counters.prefetches_used
     for block in blocks:
         world.access([(block, 1, READ)], compute=1e-4)
-    assert world.engine.counters.prefetches_used > before
+    assert world.pager.counters.prefetches_used > before
 
 
 def test_a_fetch_that_was_given_up_before_it_started_never_starts() -> None:
@@ -220,16 +220,17 @@ def test_a_fetch_that_was_given_up_before_it_started_never_starts() -> None:
     world.access([(new, 1, OVERWRITE)], fill=1)
     world.access([(old, 1, OVERWRITE)], fill=2)
     failing[0] = True
-    access = world.engine.request([Run(new, 1, READ)])  # the write-back of `old`, and the fetch that comes after it
-    write_back, fetch = world.engine.take_commands()
+    assert world.pager.evict_for_test(old)
+    (write_back,) = world.pager.take_commands()
+    access = world.pager.request([Run(new, 1, READ)])
+    (fetch,) = (transfer for transfer in world.pager.transfers() if transfer.block == new)
     assert fetch.after == (write_back.id,)
     world.executor.start([write_back])
-    world.engine._residency.commands.append(fetch)
     world.executor.wait(1.0)
     (done,) = world.executor.poll()
-    world.engine.failed(done.id, done.error)
-    assert fetch not in world.engine.take_commands()
-    world.engine.abandon(access)
+    world.pager.failed(done.id, done.error)
+    assert fetch not in world.pager.take_commands()
+    world.pager.abandon(access)
     failing[0] = False
     world.access([(old, 1, READ)])
     world.access([(new, 1, READ)])
@@ -258,39 +259,17 @@ def test_a_lower_budget_is_reached_once_the_tier_works_again() -> None:
     for block in blocks:
         world.access([(block, 1, OVERWRITE)])
 
-    assert not world.engine.resize(1024)
+    assert not world.pager.resize(1024)
     world.pump()
     while world.executor.wait(1.0):
         world.pump()
     with pytest.raises(OSError, match="no"):
-        world.engine.resize(1024)
-    assert world.engine.resize(4096)
+        world.pager.resize(1024)
+    assert world.pager.resize(4096)
     failing[0] = False
-    while not world.engine.resize(1024):
+    while not world.pager.resize(1024):
         world.pump()
         assert world.executor.wait(1.0)
         world.pump()
     for block in blocks:
         world.access([(block, 1, READ)])
-
-
-def test_a_prefetched_block_that_is_written_back_does_not_count_as_ready_any_more() -> None:
-    world = World(8 * 2048)
-    blocks = [world.create([2048]) for _ in range(16)]
-    for block in blocks:
-        world.access([(block, 1, OVERWRITE)])
-    for _ in range(4):
-        for block in blocks:
-            world.access([(block, 1, READ)], compute=1e-4)
-    residency = world.engine._residency
-    world.executor.sleep(1.0)
-    world.pump()
-    ready = next(block for block in blocks if block in residency._prefetched and residency.at_rest(block))
-    before = residency.ahead_bytes
-    residency.blocks.dirty[ready] = 1  # as when its copy below had to give way to another block
-    residency.evict(ready)
-    assert residency.ahead_bytes == before - 2048
-    world.pump()
-    for block in blocks:
-        world.access([(block, 1, READ)], compute=1e-4)
-    assert residency.ahead_bytes == sum(residency.blocks.size[block] for block in residency._prefetched)

@@ -1,8 +1,8 @@
-"""One engine run in a process of its own: time per access, and memory per block.
+"""One pager run in a process of its own: time per access, and memory per block.
 
-Run as ``python -m farpool.bench.engine_run blocks history accesses``; prints an `EngineRun` as JSON. The blocks lie in
+Run as ``python -m farpool.bench.pager_run blocks history accesses``; prints a `PagerRun` as JSON. The blocks lie in
 one lower tier behind a simulated link, a quarter of them fit into the arena, and transfers take virtual time. No bytes
-are moved, so what is measured is the engine alone.
+are moved, so what is measured is the pager alone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from itertools import chain, islice, repeat
 import msgspec
 
 from farpool.bench.resize_run import resident_bytes
-from farpool.engine import Engine, Kind, Mode, Run, Transfer
-from farpool.engine.tape import Tape
+from farpool.pager import Kind, Mode, Pager, Run, Transfer
 from farpool.tiers import Extent
 from farpool.tiers.space import ExtentSpace
 
-__all__ = ["EngineRun"]
+__all__ = ["PagerRun"]
 
 _BLOCK = 4096
 _SHARE = 4
@@ -35,7 +34,7 @@ _LINK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRun:
+class PagerRun:
     """What one run measured.
 
     Attributes
@@ -44,7 +43,7 @@ class EngineRun:
     history : int
         Accesses that the tape remembers.
     nbytes : int
-        Growth of the process's resident set by engine and blocks.
+        Growth of the process's resident set by pager and blocks.
     history_bytes : int
         Growth by a tape alone that has been filled.
     loop, shuffled : tuple of float
@@ -73,10 +72,10 @@ class _Space:
 
 
 class _Program:
-    """An engine, a program that accesses one block at a time, and a link in virtual time."""
+    """A pager, a program that accesses one block at a time, and a link in virtual time."""
 
     def __init__(self, blocks: int, history: int) -> None:
-        self.engine = Engine(blocks * _BLOCK // _SHARE, [_Space(blocks * _BLOCK)], tape=Tape(history))
+        self.pager = Pager(blocks * _BLOCK // _SHARE, [_Space(blocks * _BLOCK)], ("bytes",), history=history)
         self.now = 0.0
         self._free = {Kind.FETCH: 0.0, Kind.WRITE_BACK: 0.0}
         self._ends: dict[int, float] = {}
@@ -86,33 +85,33 @@ class _Program:
         }
         """By direction, in order: end, beginning and number of each transfer."""
         for start in range(0, blocks, _CHUNK):
-            self.engine.create([_BLOCK] * min(_CHUNK, blocks - start))
+            self.pager.create([_BLOCK] * min(_CHUNK, blocks - start), "bytes")
 
     def access(self, block: int, mode: Mode) -> None:
         """One access, waited for."""
         self.now += _LINK
         self._complete()
-        access = self.engine.request([Run(block, 1, mode)], self.now)
+        access = self.pager.request([Run(block, 1, mode)], self.now)
         self._start()
         while not access.granted:
             if access.error is not None:
                 raise access.error
             self.now = min(transfers[0][0] for transfers in self._under_way.values() if transfers)
             self._complete()
-            self.engine.proceed(self.now)
+            self.pager.proceed(self.now)
             self._start()
-        self.engine.release(access)
+        self.pager.release(access)
         self._start()
 
     def _start(self) -> None:
-        for command in self.engine.take_commands():
+        for command in self.pager.take_commands():
             if not isinstance(command, Transfer):
                 continue
             begin = max([self.now, self._free[command.kind], *(self._ends.get(n, 0.0) for n in command.after)])
             end = begin + (_LINK if command.pieces else 0.0)
             self._free[command.kind] = self._ends[command.id] = end
             self._under_way[command.kind].append((end, begin, command.id))
-        self.engine.take_raised()
+        self.pager.take_raised()
 
     def _complete(self) -> None:
         ended = []
@@ -121,7 +120,7 @@ class _Program:
                 ended.append(transfers.popleft())
         for end, begin, number in sorted(ended):
             del self._ends[number]
-            self.engine.completed(number, begin, end)
+            self.pager.completed(number, begin, end)
 
 
 def _samples(program: _Program, blocks: Iterator[int], accesses: int) -> tuple[float, ...]:
@@ -135,17 +134,16 @@ def _samples(program: _Program, blocks: Iterator[int], accesses: int) -> tuple[f
     return tuple(samples)
 
 
-def _measure(blocks: int, history: int, accesses: int) -> EngineRun:
+def _measure(blocks: int, history: int, accesses: int) -> PagerRun:
     # What a first run of the code takes (caches of the interpreter, the allocator's first pages) is not the blocks'.
-    small = _Program(_CHUNK, _CHUNK)
+    small = _Program(_CHUNK, history)
     for block in range(_CHUNK):
         small.access(block, Mode.OVERWRITE)
     before = resident_bytes()
-    tape = Tape(history)
-    for number in range(2 * history):
-        tape.record(number, 1, _BLOCK)
+    for block in islice(chain.from_iterable(repeat(range(_CHUNK))), 2 * history):
+        small.access(block, Mode.READ)
     history_bytes = resident_bytes() - before
-    del tape, small
+    del small
 
     before = resident_bytes()
     program = _Program(blocks, history)
@@ -159,7 +157,7 @@ def _measure(blocks: int, history: int, accesses: int) -> EngineRun:
     generator = random.Random(0)
     picked = (generator.randrange(blocks) for _ in repeat(None))
     shuffled = _samples(program, picked, accesses)
-    return EngineRun(blocks, history, resident_bytes() - before, history_bytes, loop, shuffled)
+    return PagerRun(blocks, history, resident_bytes() - before, history_bytes, loop, shuffled)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""What goes into the engine and what comes out of it."""
+"""What goes into the pager and what comes out of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from farpool._native import Kind, Mode, Run, State
+from farpool._native import Kind
 
-__all__ = ["Kind", "Mode", "Move", "NoRoomError", "Piece", "Run", "Space", "State", "TooLargeError", "Transfer"]
+__all__ = ["ALIGNMENT", "NOWHERE", "Move", "NoRoomError", "Piece", "Space", "TooLargeError", "Transfer"]
+
+ALIGNMENT = 64
+"""Bytes, at least. Plain torch tensors begin at such addresses; a kernel may give other bits for one that does not."""
+NOWHERE = -1
+"""The place of a block that has none in the arena, and the tier of one that has no copy below."""
 
 
 class Piece(NamedTuple):
@@ -45,7 +50,7 @@ class Move(NamedTuple):
 
 
 class Space(Protocol):
-    """A lower tier's bookkeeping, as far as the engine needs it. Reservation is quick and does no I/O."""
+    """A lower tier's bookkeeping, as far as the pager needs it. Reservation is quick and does no I/O."""
 
     def reserve(self, nbytes: int, cls: str) -> int | None:
         """Offset of a new extent for a block of this class, None when there is no room."""

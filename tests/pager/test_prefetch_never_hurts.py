@@ -7,9 +7,9 @@ import random
 import pytest
 
 from farpool.bench.patterns import KINDS, pattern
-from farpool.engine import Engine, Mode, Run
 from farpool.executor.virtual import Link, VirtualExecutor
-from tests.engine.harness import SimulatedSpace
+from farpool.pager import Mode, Pager, Run
+from tests.pager.harness import SimulatedSpace
 
 CHUNK = 20
 SEEDS = [range(4), *(pytest.param(range(n, n + CHUNK), marks=pytest.mark.slow) for n in range(0, 200, CHUNK))]
@@ -28,42 +28,42 @@ def seconds(kind: str, seed: int, *, prefetch: bool) -> float:
     capacity = max(int(sum(sizes) * rng.choice([0.2, 0.3, 0.5, 0.7, 0.9])), 16 * max(sizes)) // 64 * 64
     link = Link(rng.choice([0.0, 1e-7]), BANDWIDTH)
     executor = VirtualExecutor(bytearray(capacity), [bytearray(1 << 17)], [(link, link)])
-    engine = Engine(capacity, [SimulatedSpace(1 << 17)], prefetch=prefetch)
+    pager = Pager(capacity, [SimulatedSpace(1 << 17)], prefetch=prefetch)
     compute = rng.choice([0.0, 0.02, 0.1, 0.3, 1.0, 3.0]) * 1e-6
     spread = rng.choice([0.0, 1.0])
     writes = rng.choice([0.0, 0.0, 0.3])
-    blocks = [engine.create([size]) for size in sizes]
+    blocks = [pager.create([size]) for size in sizes]
     for block in blocks:
-        access(engine, executor, Run(block, 1, Mode.OVERWRITE), 0.0)
+        access(pager, executor, Run(block, 1, Mode.OVERWRITE), 0.0)
     start = executor.now
     for index in pattern(kind, rng, count, ACCESSES):
         mode = Mode.WRITE if rng.random() < writes else Mode.READ
         pause = compute * (1 + spread * (rng.random() - 0.5))
-        access(engine, executor, Run(blocks[index], 1, mode), pause)
+        access(pager, executor, Run(blocks[index], 1, mode), pause)
     return executor.now - start
 
 
-def access(engine: Engine, executor: VirtualExecutor, run: Run, compute: float) -> None:
-    grant = engine.request([run], executor.now)
-    pump(engine, executor)
+def access(pager: Pager, executor: VirtualExecutor, run: Run, compute: float) -> None:
+    grant = pager.request([run], executor.now)
+    pump(pager, executor)
     while not grant.granted:
         assert executor.wait(1.0), "nothing is under way and the access is not granted"
-        pump(engine, executor)
+        pump(pager, executor)
     executor.sleep(compute)
-    engine.release(grant)
-    pump(engine, executor)
+    pager.release(grant)
+    pump(pager, executor)
 
 
-def pump(engine: Engine, executor: VirtualExecutor) -> None:
+def pump(pager: Pager, executor: VirtualExecutor) -> None:
     while True:
-        commands = engine.take_commands()
+        commands = pager.take_commands()
         executor.start(commands)
         finished = executor.poll()
         for done in finished:
-            engine.completed(done.id, done.start, done.end)
+            pager.completed(done.id, done.start, done.end)
         if finished:
-            engine.proceed(executor.now)
-        executor.expedite(engine.take_raised())
+            pager.proceed(executor.now)
+        executor.expedite(pager.take_raised())
         if not finished and not commands:
             return
 
@@ -86,13 +86,13 @@ def test_prefetching_pays_where_the_program_computes() -> None:
     for prefetch in (False, True):
         link = Link(0.0, BANDWIDTH)
         executor = VirtualExecutor(bytearray(16 * BLOCK), [bytearray(1 << 17)], [(link, link)])
-        engine = Engine(16 * BLOCK, [SimulatedSpace(1 << 17)], prefetch=prefetch)
-        blocks = [engine.create([BLOCK]) for _ in range(64)]
+        pager = Pager(16 * BLOCK, [SimulatedSpace(1 << 17)], prefetch=prefetch)
+        blocks = [pager.create([BLOCK]) for _ in range(64)]
         for block in blocks:
-            access(engine, executor, Run(block, 1, Mode.OVERWRITE), 0.0)
+            access(pager, executor, Run(block, 1, Mode.OVERWRITE), 0.0)
         for _ in range(12):
             start = executor.now
             for block in blocks:
-                access(engine, executor, Run(block, 1, Mode.READ), 1e-6)
+                access(pager, executor, Run(block, 1, Mode.READ), 1e-6)
         times[prefetch] = executor.now - start
     assert times[True] < 0.65 * times[False]

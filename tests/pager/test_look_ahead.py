@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farpool.engine import Mode
-from farpool.engine.strides import Strides
 from farpool.executor.virtual import Link
-from tests.engine.harness import World
+from farpool.pager import Mode
+from tests.pager.harness import World
 
 BLOCK = 256
 LINK = Link(0.0, 256e6)
@@ -26,10 +25,10 @@ def make_world(blocks: int, room: int) -> tuple[World, list[int]]:
 
 def turn(world: World, blocks: list[int], compute: float = COMPUTE) -> int:
     """Read the blocks in order; returns how many had to be fetched on demand."""
-    before = world.engine.counters.demand_fetches
+    before = world.pager.counters.demand_fetches
     for block in blocks:
         world.access([(block, 1, Mode.READ)], compute=compute)
-    return world.engine.counters.demand_fetches - before
+    return world.pager.counters.demand_fetches - before
 
 
 def test_a_loop_of_which_a_quarter_fits_waits_for_nothing_once_it_is_known() -> None:
@@ -45,7 +44,7 @@ def test_a_loop_moves_little_more_than_belady() -> None:
     world, blocks = make_world(64, 16)
     for _ in range(8):
         turn(world, blocks, compute=0.75e-6)
-    counters = world.engine.counters
+    counters = world.pager.counters
     before = counters.demand_fetches + counters.prefetches
     for _ in range(10):
         turn(world, blocks, compute=0.75e-6)
@@ -58,7 +57,7 @@ def test_what_a_loop_fetches_is_spread_over_it() -> None:
     world, blocks = make_world(64, 16)
     for _ in range(10):
         turn(world, blocks, compute=0.75e-6)
-    counters = world.engine.counters
+    counters = world.pager.counters
     fetched = []
     for first in range(0, 64, 16):
         before = counters.demand_fetches + counters.prefetches
@@ -97,22 +96,21 @@ def test_leaving_the_tape_is_counted_and_the_new_loop_is_known_after_one_turn() 
     world, blocks = make_world(64, 16)
     for _ in range(6):
         turn(world, blocks)
-    tape = world.engine.tape
-    before = tape.divergences
+    before = world.pager.divergences
     changed = blocks[:20] + blocks[40:] + blocks[20:40]
     turn(world, changed)
-    assert tape.divergences > before
+    assert world.pager.divergences > before
     turn(world, changed)
-    known = tape.divergences
+    known = world.pager.divergences
     assert turn(world, changed) == 0
-    assert tape.divergences == known
+    assert world.pager.divergences == known
 
 
 def test_a_loop_is_foretold_with_a_smaller_budget_as_well() -> None:
     world, blocks = make_world(64, 32)
     for _ in range(4):
         turn(world, blocks)
-    while not world.engine.resize(16 * BLOCK):
+    while not world.pager.resize(16 * BLOCK):
         world.pump()
         world.executor.wait(1.0)
         world.pump()
@@ -143,9 +141,9 @@ def test_a_first_walk_through_many_blocks_is_fetched_ahead_by_its_stride() -> No
 def test_a_program_without_a_pattern_is_left_alone() -> None:
     world, blocks = make_world(64, 16)
     order = [(index * index * 7 + index * 13) % 64 for index in range(400)]
-    start = world.engine.counters.prefetches
+    start = world.pager.counters.prefetches
     turn(world, [blocks[index] for index in dict.fromkeys(order)])
-    assert world.engine.counters.prefetches - start <= 3
+    assert world.pager.counters.prefetches - start <= 3
 
 
 def test_without_prefetching_nothing_is_fetched_ahead() -> None:
@@ -155,38 +153,7 @@ def test_without_prefetching_nothing_is_fetched_ahead() -> None:
         world.access([(block, 1, Mode.OVERWRITE)])
     for _ in range(6):
         turn(world, blocks)
-    assert world.engine.counters.prefetches == 0
-
-
-@pytest.mark.parametrize(
-    ("steps", "stride"),
-    [
-        ([1, 1, 1, 1], 1),
-        ([3, 3, 3, 3, 3], 3),
-        ([-2, -2, -2, -2], -2),
-        ([1, 9, 1, 1, 1, -4, 1, 1], 1),
-        ([1, 2, 3, 4, 5, 6], 0),
-        ([5, 5], 0),
-        ([1, 1, 1, 1, 1, 1, 1, 1, 7, 7, 7, 7], 7),
-        ([4, 1, 4, 1, 4, 1, 4, 1], 0),
-    ],
-)
-def test_the_majority_of_the_latest_steps_is_the_stride(steps: list[int], stride: int) -> None:
-    strides = Strides()
-    name = 100
-    strides.record(name, 1)
-    for step in steps:
-        name += step
-        strides.record(name, 1)
-    strides_expected = [name + stride * k for k in range(1, 4)] if stride else []
-    assert list(strides.coming(3)) == strides_expected
-
-
-def test_runs_of_several_blocks_are_walked_block_by_block() -> None:
-    strides = Strides()
-    for first in range(0, 20, 4):
-        strides.record(first, 4)
-    assert list(strides.coming(2)) == [20, 21]
+    assert world.pager.counters.prefetches == 0
 
 
 def test_names_of_one_storage_that_several_bear_by_now_are_not_fetched_as_one() -> None:

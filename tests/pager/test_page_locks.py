@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from farpool import FarpoolWarning, _native
-from farpool.engine import Kind, Piece, Transfer
 from farpool.executor.base import Done
 from farpool.executor.checked_device import CheckedDevice
 from farpool.executor.page_locks import PageLocks
 from farpool.executor.staged import StagedExecutor
 from farpool.ledger import Ledger
+from farpool.pager import Kind, Piece, Transfer
 from farpool.tiers import Dram, Mapped, Throttled, Tier, Verified
-from tests.engine.host_device import HostDevice
+from tests.pager.host_device import HostDevice
 
 CHUNK = 1 << 16
 SIZE = 5 * CHUNK + CHUNK // 2
