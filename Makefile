@@ -19,20 +19,35 @@ DEMO   := $(VENV)/.stamp-demo
 DEV    := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint docs format clean dev
+.PHONY: help demo test test-long test-native test-sanitized lint docs format clean dev
 .DELETE_ON_ERROR:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its bytes resident (ARGS="--budget 10%")
 	@$(BIN)/farpool demo $(ARGS)
 
-test: $(DEV) ## Run the tests that are quick (ARGS="-k budget")
+test: $(DEV) test-native ## Run the tests that are quick (ARGS="-k budget")
 	@OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)
 
 test-long: $(DEV) ## Run the tests that take their time (ARGS="-k history")
 	@$(PYTEST) -m slow $(ARGS)
+
+# $(call native_tests,SANITIZERS,FOLDER): build and run the unit tests of the native core in build/FOLDER.
+comma := ,
+define native_tests
+	@$(BIN)/cmake -G Ninja -S native/tests -B build/$(2) -DCMAKE_BUILD_TYPE=None -DFARPOOL_SANITIZE='$(1)' >/dev/null
+	@$(BIN)/cmake --build build/$(2) -- --quiet
+	@$(BIN)/ctest --test-dir build/$(2) --output-on-failure --no-tests=error
+endef
+
+test-native: $(BASE) ## Run the native core's own unit tests
+	$(call native_tests,,native-tests)
+
+test-sanitized: $(BASE) ## Run them under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+	$(call native_tests,address$(comma)undefined,native-tests-address)
+	$(call native_tests,thread,native-tests-thread)
 
 lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

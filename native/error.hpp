@@ -1,12 +1,14 @@
 // Errors as plain data, so that native threads can carry them without the interpreter lock.
 #pragma once
 
-#include <Python.h>
-
 #include <exception>
 #include <memory>
 #include <string>
 #include <utility>
+
+// As Python.h declares it: the core carries references to Python objects and does nothing with them.
+struct _object;
+using PyObject = _object;
 
 namespace farpool {
 

@@ -1,0 +1,81 @@
+// The tape: what comes next in loops, in nested ones, and after the program has done something else.
+#include "pager/tape.hpp"
+
+#include "testing.hpp"
+
+using farpool::pager::never;
+using farpool::pager::Tape;
+
+namespace {
+
+// Plays the names and returns for how many of them the next use was known.
+int play(Tape& tape, const std::vector<int>& names) {
+    int known = 0;
+    for (const int name : names) {
+        known += tape.record(name, 1, 64, false, 1.0) < never;
+    }
+    return known;
+}
+
+std::vector<int> range(int first, int stop) {
+    std::vector<int> names;
+    for (int name = first; name < stop; ++name) {
+        names.push_back(name);
+    }
+    return names;
+}
+
+}  // namespace
+
+TEST("the second turn of a loop is foretold, with its distances") {
+    Tape tape(1 << 12);
+    play(tape, range(0, 20));
+    play(tape, range(0, 20));
+    CHECK_EQUAL(play(tape, range(0, 20)), 20);
+    CHECK_EQUAL(tape.now() - tape.pointer(), 20);
+    CHECK_EQUAL(tape.volume(tape.pointer(), tape.now()), 20 * 64);
+    CHECK_EQUAL(tape.seconds(tape.pointer(), tape.now()), 20.0);
+    CHECK_EQUAL(tape.upcoming().at(0), tape.pointer() + 1);
+}
+
+TEST("a loop longer than the history is not foretold") {
+    Tape tape(16);
+    for (int turn = 0; turn < 5; ++turn) {
+        CHECK_EQUAL(play(tape, range(0, 40)), 0);
+    }
+}
+
+TEST("an inserted access does not lose the tape") {
+    Tape tape(1 << 12);
+    for (int turn = 0; turn < 3; ++turn) {
+        play(tape, range(0, 30));
+    }
+    const std::int64_t before = tape.divergences();
+    play(tape, range(0, 10));
+    play(tape, {99});
+    play(tape, range(10, 30));
+    CHECK(tape.followed());
+    CHECK(tape.divergences() > before);
+}
+
+TEST("a history that wraps round forgets and goes on") {
+    Tape tape(64);
+    for (int turn = 0; turn < 50; ++turn) {
+        play(tape, range(0, 20));
+    }
+    CHECK_EQUAL(tape.now(), 999);
+    CHECK_EQUAL(play(tape, range(0, 20)), 20);
+}
+
+TEST("rows of one table in a row are one wildcard") {
+    Tape tape(1 << 12);
+    tape.record(0, 1, 64, false, 0.0);
+    for (int row = 0; row < 10; ++row) {
+        CHECK(tape.record_table(7, 0.5) >= never);
+    }
+    CHECK_EQUAL(tape.now(), 1);
+    CHECK_EQUAL(tape.token(1).name, -1);
+    CHECK_EQUAL(tape.seconds(0, 1), 5.0);
+}
+
+int main() { return farpool::testing::run(); }
