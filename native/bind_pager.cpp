@@ -108,10 +108,18 @@ nb::object to_python(const Command& command) {
     return to_python(*std::get<std::shared_ptr<const Transfer>>(command));
 }
 
+const Run& to_run(nb::handle object) {
+    const Run* run = nullptr;
+    if (!nb::try_cast<const Run*>(object, run) || run == nullptr) {
+        throw nb::type_error("Pager: an access consists of Runs");
+    }
+    return *run;
+}
+
 std::vector<Run> to_runs(nb::handle runs) {
     std::vector<Run> converted;
     for (const nb::handle run : nb::iter(runs)) {
-        converted.push_back(nb::cast<const Run&>(run));
+        converted.push_back(to_run(run));
     }
     return converted;
 }
@@ -276,11 +284,23 @@ void bind_pager(nb::module_& m) {
             nb::arg("runs"), nb::arg("now") = 0.0)
         .def(
             "touch",
-            [](BoundPager& self, nb::handle runs) -> nb::object {
+            [](BoundPager& self, const nb::list& spans) -> nb::object {
+                std::vector<Run> runs;
                 std::vector<std::int64_t> places;
-                return self->touch(to_runs(runs), places) ? nb::cast(places) : nb::none();
+                for (const nb::handle span : spans) {
+                    runs.push_back(to_run(span[0]));
+                }
+                if (!self->touch(runs, places)) {
+                    return nb::none();
+                }
+                PyObject* offsets = PyTuple_New(static_cast<Py_ssize_t>(places.size()));
+                for (std::size_t index = 0; index < places.size(); ++index) {
+                    const auto inside = nb::cast<std::int64_t>(spans[index][1]);
+                    PyTuple_SET_ITEM(offsets, static_cast<Py_ssize_t>(index), PyLong_FromLongLong(places[index] + inside));
+                }
+                return nb::steal(offsets);
             },
-            nb::arg("runs"))
+            nb::arg("spans"))
         .def("release", [](BoundPager& self, Access& access, bool go_on) { self->release(access, go_on); }, nb::arg("access"),
              nb::kw_only(), nb::arg("go_on") = true)
         .def("abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); }, nb::arg("access"))

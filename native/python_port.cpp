@@ -1,5 +1,7 @@
 #include "python_port.hpp"
 
+#include <Python.h>
+
 #include "interpreter_exit.hpp"
 
 namespace farpool {

@@ -542,11 +542,19 @@ class Pager:
         TooLargeError
             They do not fit into the arena together; nothing was changed.
         """
-    def touch(self, runs: Iterable[Run]) -> list[int] | None:
-        """Count an access of runs of which nothing can change before another access makes room; returns their places.
+    def touch(self, spans: list[tuple[Run, int]]) -> tuple[int, ...] | None:
+        """Count an access of runs of which nothing can change before another access makes room.
 
-        None, and nothing done, where that is not so: a transfer is under way, a run is not whole in place, or its
-        blocks would become dirty by this access.
+        Parameters
+        ----------
+        spans : list of (Run, int)
+            Each run, and where in it the operand begins, in bytes.
+
+        Returns
+        -------
+        tuple of int or None
+            Where the operands begin in the arena. None, and nothing done, where a transfer is under way, a run is not
+            whole in place, or its blocks would become dirty by this access.
         """
     def release(self, access: PagerAccess, *, go_on: bool = True) -> None:
         """The operation is done with its operands. Without `go_on` nobody is served and nothing changes its place."""

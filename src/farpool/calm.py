@@ -60,8 +60,7 @@ class Calm:
             if use.storage.loose or use.stop <= use.start:
                 return None
             spans.append(use.span())
-        places = self._pager.touch([run for run, _ in spans])
-        if places is None:
-            return None
-        self.inside += 1
-        return tuple([place + offset for place, (_, offset) in zip(places, spans, strict=True)])
+        offsets = self._pager.touch(spans)
+        if offsets is not None:
+            self.inside += 1
+        return offsets
