@@ -1,10 +1,8 @@
-// Extent allocation and the order of next uses.
+// Extent allocation.
 #include "bindings.hpp"
 #include "extent_allocator.hpp"
-#include "next_use.hpp"
 
 using farpool::ExtentAllocator;
-using farpool::NextUse;
 
 void bind_allocator(nb::module_& m) {
     nb::class_<ExtentAllocator>(m, "ExtentAllocator",
@@ -22,13 +20,4 @@ void bind_allocator(nb::module_& m) {
         .def("ranges", &ExtentAllocator::ranges)
         .def("tag", &ExtentAllocator::tag, nb::arg("offset"))
         .def("tags", &ExtentAllocator::tags);
-
-    nb::class_<NextUse>(m, "NextUse", "Belady over known next uses: the victim is the block used farthest in the future.")
-        .def(nb::init<>())
-        .def("insert", &NextUse::insert, nb::arg("block"), nb::arg("next_use"))
-        .def("remove", &NextUse::remove, nb::arg("block"))
-        .def("victim", [](const NextUse& self) { return self.size() == 0 ? std::int64_t{-1} : self.victim(); })
-        .def("victim_next_use", &NextUse::victim_next_use)
-        .def("__len__", &NextUse::size)
-        .def("__contains__", &NextUse::contains);
 }

@@ -95,6 +95,7 @@ public:
     bool may_leave_for(std::int64_t use) const;
     // The block dies. Nothing is under way on it and nobody has pinned it.
     void forget(BlockId block);
+    bool has_stuck() const noexcept { return !stuck_.empty(); }
     // Lets the stuck blocks be tried again; returns the error of one of them, or null.
     Failure unstick();
 
@@ -152,11 +153,6 @@ private:
     TransferId number_ = 0;
     // The search for a gap that failed: version of the map, bytes, and bytes to move at most.
     std::optional<std::tuple<std::uint64_t, std::int64_t, std::int64_t>> in_vain_;
-
-public:
-    bool has_stuck() const noexcept { return !stuck_.empty(); }
-    // The errors of all stuck blocks.
-    const std::vector<std::pair<BlockId, Failure>>& stuck() const noexcept { return stuck_; }
 };
 
 }  // namespace farpool::pager

@@ -162,20 +162,6 @@ class Queue:
         """Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an entry still ran at the timeout; its thread
         is then left behind (and must be: its buffer is in use). Idempotent."""
 
-class NextUse:
-    """Belady over known next uses: the victim is the one whose next use is farthest; the lower number among equals."""
-
-    def insert(self, block: int, next_use: int) -> None:
-        """Insert, or change the next use of, `block`."""
-    def remove(self, block: int) -> bool:
-        """False if `block` is not in it."""
-    def victim(self) -> int:
-        """-1 if empty."""
-    def victim_next_use(self) -> int:
-        """Next use of victim(); -1 if empty."""
-    def __len__(self) -> int: ...
-    def __contains__(self, block: int) -> bool: ...
-
 class Reply:
     """What a node answered. `payload` is None where there is none, or where it went into the caller's buffer; `nbytes` is its
     length in each case."""

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farpool._native import ExtentAllocator, NextUse
+from farpool._native import ExtentAllocator
 
 CAPACITY = 256
 
@@ -160,35 +160,3 @@ def test_random_operations_agree_with_a_simple_model(operations: list[tuple[str,
         assert allocator.capacity == model.capacity
         largest = max((length for _, length in model.holes()), default=0)
         assert allocator.largest_hole == largest // alignment * alignment
-
-
-def test_the_victim_is_the_one_used_farthest_in_the_future() -> None:
-    order = NextUse()
-    assert order.victim_next_use() == -1
-    assert order.victim() == -1
-    for block, use in ((5, 10), (3, 20), (9, 20), (1, 2**62)):
-        order.insert(block, use)
-    assert (order.victim(), order.victim_next_use(), len(order)) == (1, 2**62, 4)
-    order.insert(1, 0)
-    assert order.victim() == 3
-    assert order.remove(3)
-    assert order.victim() == 9
-    assert 9 in order
-    assert 3 not in order
-    assert not order.remove(3)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50), st.booleans()), max_size=100))
-def test_victims_agree_with_a_dictionary(steps: list[tuple[int, int, bool]]) -> None:
-    order, model = NextUse(), {}
-    for block, use, add in steps:
-        if add:
-            order.insert(block, use)
-            model[block] = use
-        elif block in model:
-            order.remove(block)
-            del model[block]
-        assert len(order) == len(model)
-        if model:
-            expected = min(model, key=lambda b: (-model[b], b))
-            assert (order.victim(), order.victim_next_use()) == (expected, model[expected])
