@@ -348,8 +348,8 @@ bool Pager::make_ready(Access& access) {
                 break;
             }
         }
-    } catch (const NoRoom& none) {
-        return refuse(none);
+    } catch (const NoRoom& no_room) {
+        return refuse(no_room);
     }
     access.under_way = all;
     if (!all && residency_.transfers.empty() && !residency_.any_pinned()) {

@@ -272,17 +272,26 @@ void Residency::forget(BlockId block) {
 
 // ---- completions ----
 
-void Residency::completed(TransferId number, double start, double end) {
+// Takes a transfer from those under way; null where its block was given up, as a transfer that it waited for had failed.
+std::shared_ptr<const Transfer> Residency::finish(TransferId number) {
     const auto found = transfers.find(number);
     if (found == transfers.end()) {
-        return;  // its block was given up when a transfer that it waited for failed
+        return nullptr;
     }
-    const std::shared_ptr<const Transfer> transfer = std::move(found->second);
+    std::shared_ptr<const Transfer> transfer = std::move(found->second);
     transfers.erase(found);
+    moving_.erase(transfer->block);
+    blocks[transfer->block].moving = false;
+    return transfer;
+}
+
+void Residency::completed(TransferId number, double start, double end) {
+    const std::shared_ptr<const Transfer> transfer = finish(number);
+    if (transfer == nullptr) {
+        return;
+    }
     const BlockId block = transfer->block;
     Block& b = blocks[block];
-    moving_.erase(block);
-    b.moving = false;
     if (transfer->kind == Kind::fetch) {
         b.state = State::resident;
         enter(block);
@@ -308,16 +317,12 @@ void Residency::completed(TransferId number, double start, double end) {
 }
 
 void Residency::failed(TransferId number, const Failure& error, bool waited_for) {
-    const auto found = transfers.find(number);
-    if (found == transfers.end()) {
+    const std::shared_ptr<const Transfer> transfer = finish(number);
+    if (transfer == nullptr) {
         return;
     }
-    const std::shared_ptr<const Transfer> transfer = std::move(found->second);
-    transfers.erase(found);
     const BlockId block = transfer->block;
     Block& b = blocks[block];
-    moving_.erase(block);
-    b.moving = false;
     if (transfer->kind == Kind::fetch) {
         b.state = State::resident;
         forget_prefetch(block);
@@ -358,14 +363,12 @@ void Residency::failed(TransferId number, const Failure& error, bool waited_for)
 // Undoes a fetch that was ordered after a write-back that failed.
 void Residency::give_up(const Transfer& transfer) {
     const BlockId block = transfer.block;
-    moving_.erase(block);
-    blocks[block].moving = false;
     // If it has not been taken yet it must not start at all: its range is the victim's again.
     std::erase_if(commands, [&](const Command& command) {
         const auto* other = std::get_if<std::shared_ptr<const Transfer>>(&command);
         return other != nullptr && (*other)->id == transfer.id;
     });
-    transfers.erase(transfer.id);
+    finish(transfer.id);
     blocks[block].state = State::resident;
     forget_prefetch(block);
     leave(block);

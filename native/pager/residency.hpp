@@ -131,6 +131,7 @@ private:
     void enter(BlockId block);
     void fill(BlockId block, Mode mode, std::optional<std::int64_t> use);
     TransferId start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after, bool demand);
+    std::shared_ptr<const Transfer> finish(TransferId number);
     void raise_for(BlockId block, std::optional<std::int64_t> use);
     void write_out(BlockId block, TransferId number);
     bool rescue(BlockId block);
