@@ -1,6 +1,37 @@
-"""Settings for all tests: what Hypothesis draws is the same in every run."""
+"""Settings for all tests: what Hypothesis draws is the same in every run, and nothing is computed in vain."""
 
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+from tests.frozen import freeze, thaw
 
 settings.register_profile("farpool", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.load_profile("farpool")
+
+# Before torch is loaded: its threads sleep, where they would spin, while they wait for cores that other tests use.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        freeze()
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """The garbage collector as other programs have it: nothing is frozen but what the test freezes."""
+    thaw()
+    yield
+    thaw()
+    freeze()

@@ -79,6 +79,7 @@ def test_overhead_counts_arguments_and_keeps_bits(tmp_path: Path) -> None:
     assert page.counts["figure"] == 2
 
 
+@pytest.mark.slow
 def test_prefetch_runs_every_kind_of_program_in_pairs(tmp_path: Path) -> None:
     report = tmp_path / "prefetch.html"
     outcome = result_of("prefetch", bench("prefetch", "--quick", "--json", "--report", str(report)))
@@ -115,6 +116,7 @@ def test_nvme_takes_samples_of_every_kind_and_leaves_no_file(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_nvme_is_compared_with_fio(tmp_path: Path) -> None:
     outcome = nvme(tmp_path)
     if outcome.fio is None:
@@ -142,6 +144,7 @@ def test_odd_sizes_are_not_rounded_up_to_a_power_of_two(tmp_path: Path) -> None:
         assert size.page_locked == 0
 
 
+@pytest.mark.slow
 def test_results_are_put_on_one_page(tmp_path: Path) -> None:
     files = []
     for name, options in (("nvme", ("--rounds", "1", "--folder", str(tmp_path))), ("prefetch", ())):
@@ -192,6 +195,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
         bench("report", str(file), "--out", str(tmp_path / "r.html"))
 
 
+@pytest.mark.slow
 def test_a_result_of_another_form_is_refused(tmp_path: Path) -> None:
     file = json.loads(bench("prefetch", "--quick", "--json"))
     del file["result"]["programs"]

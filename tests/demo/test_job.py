@@ -41,6 +41,7 @@ def test_every_lower_tier_is_read(tmp_path: Path) -> None:
     assert {"dram", "nvme"} <= read
 
 
+@pytest.mark.slow
 def test_progress_ends_complete_in_each_step() -> None:
     last: dict[str, tuple[int, int]] = {}
 
@@ -52,6 +53,7 @@ def test_progress_ends_complete_in_each_step() -> None:
     assert all(done == total for done, total in last.values())
 
 
+@pytest.mark.slow
 def test_a_budget_that_one_operation_exceeds_names_the_bytes_it_needs() -> None:
     with pytest.raises(BudgetError) as caught:
         run(Settings(budget="512 KiB", texts=4), silent)

@@ -9,6 +9,7 @@ from tests.faults.stale import run_iterations
 SEED = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_what_a_stopped_replica_still_has_is_never_read_after_a_newer_write_was_confirmed(part: int) -> None:
     account = run_iterations(100, SEED + part)

@@ -65,6 +65,7 @@ def test_an_error_within_the_with_block_is_shown_and_the_pool_is_left(tmp_path: 
     assert "which are lost" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_pool_that_could_not_be_left_says_both(tmp_path: Path) -> None:
     done = run(
         "from farpool.tensors import leaving; leaving.available_memory = lambda: 1000\n"

@@ -249,6 +249,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return self.table[index] * 2
 
 
+@pytest.mark.slow
 def test_data_loader_workers_read_a_paged_dataset_as_plain(evil: EvilPool) -> None:
     loader = torch.utils.data.DataLoader(
         Rows(from_tensor(evil, VALUES)), batch_size=2, num_workers=1, multiprocessing_context="spawn", timeout=100

@@ -228,8 +228,8 @@ def test_a_read_error_in_the_middle_loses_nothing() -> None:
         assert_same(parameter, expected[name], name)
 
 
-def test_frozen_objects_are_found(request: pytest.FixtureRequest) -> None:
-    request.addfinalizer(gc.unfreeze)
+@pytest.mark.usefixtures("thawed")
+def test_frozen_objects_are_found() -> None:
     with pytest.warns(FarpoolWarning, match=LEFT), Pool("16KiB", dram="1MiB") as pool:
         model = farpool.offload(make(), pool)
         gc.freeze()

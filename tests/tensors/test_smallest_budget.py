@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -34,6 +34,13 @@ def pictures() -> nn.Module:
 
 
 INPUTS = {alike: (4, 64), growing: (4, 16), recurrent: (4, 16), pictures: (2, 1, 9, 9)}
+
+
+def quick(first: str, names: Iterable[str]) -> list[Any]:
+    """One name to be tried in each run, and the others, marked slow."""
+    return [first, *[pytest.param(name, marks=pytest.mark.slow) for name in names if name != first]]
+
+
 BUILDS = [alike, *[pytest.param(build, marks=pytest.mark.slow) for build in (growing, recurrent, pictures)]]
 
 
@@ -62,7 +69,8 @@ def run(budget: int, build: Callable[[], nn.Module], operation: Callable[[nn.Mod
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(
-    "name", ["forward", "cat", "cat of two", "stack of weights", "norm", "norms", "matrix", "exponential"]
+    "name",
+    ["forward", *quick("cat", ["cat of two", "stack of weights", "norm", "norms", "matrix", "exponential"])],
 )
 def test_the_named_budget_works_and_one_byte_less_does_not(name: str, build: Callable[[], nn.Module]) -> None:
     def largest(module: nn.Module) -> nn.Parameter:
@@ -153,10 +161,8 @@ FORMS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fu
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "optimizer", ["adamw", *[pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "adamw"]]
-)
+@pytest.mark.parametrize("form", quick("fused", FORMS))
+@pytest.mark.parametrize("optimizer", quick("adamw", OPTIMIZERS))
 def test_one_error_names_the_budget_of_the_whole_step(
     optimizer: str, form: str, build: Callable[[], nn.Module]
 ) -> None:

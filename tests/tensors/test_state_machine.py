@@ -383,7 +383,7 @@ class Programs(RuleBasedStateMachine):
 
 
 TestRandomPrograms = pytest.mark.timeout(400)(Programs.TestCase)  # making a failure small takes minutes
-TestRandomPrograms.settings = settings(max_examples=25, stateful_step_count=35)
+TestRandomPrograms.settings = settings(max_examples=8, stateful_step_count=35)
 
 
 class LongPrograms(Programs):

@@ -340,6 +340,7 @@ def test_a_restarted_node_still_has_what_was_written(node: RunningNode, transpor
         assert (get(tier, extent), get(tier, other)) == (data, more)
 
 
+@pytest.mark.slow
 def test_memory_outlives_a_restart_also_when_the_program_is_busy_with_other_things() -> None:
     with running_node(grace=5.0) as node, Remote(node.address, size=MIB, transport="tcp") as tier:
         extent, data = put(tier, 1000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 from farpool.pager import Mode
 from farpool.storage import Cut
@@ -99,7 +98,8 @@ class Free:
     count: int
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Run:
     """Consecutive blocks that an operation has accessed. A file may name more of them than a pager can have."""
 
     first: int

@@ -15,7 +15,7 @@ from tests.process.pitfalls import harness, scenarios
 for module in pkgutil.iter_modules(scenarios.__path__):
     importlib.import_module(f"{scenarios.__name__}.{module.name}")
 
-ENOUGH = 4
+ENOUGH = 2
 """So many variants of a scenario run in make test; the others are slow."""
 
 
