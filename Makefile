@@ -37,7 +37,8 @@ test-long: $(DEV) ## Run the tests that take their time (ARGS="-k history")
 # $(call native_tests,SANITIZERS,FOLDER): build and run the unit tests of the native core in build/FOLDER.
 comma := ,
 define native_tests
-	@$(BIN)/cmake -G Ninja -S native/tests -B build/$(2) -DCMAKE_BUILD_TYPE=None -DFARPOOL_SANITIZE='$(1)' >/dev/null
+	@$(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -S native/tests -B build/$(2) -DCMAKE_BUILD_TYPE=None \
+		-DFARPOOL_SANITIZE='$(1)' >/dev/null
 	@$(BIN)/cmake --build build/$(2) -- --quiet
 	@$(BIN)/ctest --test-dir build/$(2) --output-on-failure --no-tests=error
 endef

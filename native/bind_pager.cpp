@@ -19,16 +19,21 @@ struct Names {
     nb::object transfer, move, piece, too_large, no_room;
 
     static const Names& get() {
-        static const Names* const names = [] {
-            auto* made = new Names;
+        // No initialiser of a static: an import may let go of the interpreter lock, and a thread that then waited for the
+        // initialiser with the lock in hand would wait for ever. Two threads may both import; one of them wins.
+        static const Names* names = nullptr;
+        if (names == nullptr) {
+            auto made = std::make_unique<Names>();
             const nb::module_ messages = nb::module_::import_("farpool.pager.messages");
             made->transfer = messages.attr("Transfer");
             made->move = messages.attr("Move");
             made->piece = messages.attr("Piece");
             made->too_large = messages.attr("TooLargeError");
             made->no_room = messages.attr("NoRoomError");
-            return made;
-        }();
+            if (names == nullptr) {
+                names = made.release();
+            }
+        }
         return *names;
     }
 };
