@@ -183,6 +183,28 @@ private:
 
 PyType_Slot pager_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(BoundPager::traverse)}, {0, nullptr}};
 
+// An access that was refused has the error, whose traceback has frames that have the access.
+int traverse_access(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) {
+        if (const auto* failure = std::get_if<Failure>(&nb::inst_ptr<Access>(self)->refusal)) {
+            Py_VISIT(static_cast<PyObject*>(failure->get()));
+        }
+    }
+    return 0;
+}
+
+int clear_access(PyObject* self) {
+    if (nb::inst_ready(self)) {
+        nb::inst_ptr<Access>(self)->refusal = std::monostate{};
+    }
+    return 0;
+}
+
+PyType_Slot access_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_access)},
+                              {Py_tp_clear, reinterpret_cast<void*>(clear_access)},
+                              {0, nullptr}};
+
 // Runs a call of the pager; what it refuses becomes a Python exception.
 template <typename Call>
 auto refusing(Call call) {
@@ -252,7 +274,8 @@ void bind_pager(nb::module_& m) {
         .def_prop_ro("dirty", [](const Block& self) { return self.dirty; })
         .def_prop_ro("prefetched", [](const Block& self) { return self.prefetched; });
 
-    nb::class_<Access>(m, "PagerAccess", "One operation's wish for its operands, and the answer.", nb::is_weak_referenceable())
+    nb::class_<Access>(m, "PagerAccess", "One operation's wish for its operands, and the answer.", nb::is_weak_referenceable(),
+                       nb::type_slots(access_slots))
         .def_ro("granted", &Access::granted)
         .def_prop_ro("places", [](const Access& self) { return to_tuple(self.places, [](std::int64_t p) { return nb::int_(p); }); })
         .def_prop_ro("runs", [](const Access& self) { return to_tuple(self.runs, [](const Run& run) { return nb::cast(run); }); })

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import farpool
-from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, Verified
+from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, TierError, Verified
 from farpool.node.process import running_node
 from farpool.pager import Mode
 from farpool.storage import Storage
@@ -348,6 +350,23 @@ def test_a_device_that_is_not_there_is_a_clear_error() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(farpool.ConfigError, match="no CUDA device"):
         Pool("1MiB", device="cuda")
+
+
+def test_an_access_that_failed_keeps_nothing_alive() -> None:
+    """Its error has a traceback, the traceback frames, and these what they worked on."""
+
+    def attempt(pool: Pool, storage: Storage) -> weakref.ref[Storage]:
+        with pytest.raises(TierError):
+            read(pool, storage)
+        return weakref.ref(storage)
+
+    with Pool("64KiB", [Faulty(Dram("4MiB"), fail_reads=1.0)]) as pool:
+        storages = [pool.allocate(20_000) for _ in range(10)]
+        for storage in storages:
+            write(pool, storage, content(0, 20_000))
+        kept = attempt(pool, storages.pop(0))
+        gc.collect()
+        assert kept() is None
 
 
 def test_closing_waits_for_operands_in_use() -> None:
