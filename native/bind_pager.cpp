@@ -1,8 +1,6 @@
 // The pager's Python face. Messages are Python objects of farpool.pager.messages, so that executors written in Python (on a
 // virtual clock, on a device, checking) take them as they are.
-#include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <variant>
 
@@ -151,7 +149,6 @@ public:
         return static_cast<int>(index);
     }
     nb::object class_name(int cls) const { return classes_[cls]; }
-    Pager& operator*() { return pager_; }
     Pager* operator->() { return &pager_; }
 
     static int traverse(PyObject* self, visitproc visit, void* arg) {

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "arena_map.hpp"

@@ -59,7 +59,6 @@ public:
 
     Block& operator[](BlockId block) { return blocks_[static_cast<std::size_t>(block)]; }
     const Block& operator[](BlockId block) const { return blocks_[static_cast<std::size_t>(block)]; }
-    std::size_t size() const noexcept { return blocks_.size(); }
     // Throws PortFailure (a ValueError in Python) unless each number of the range is in use.
     void require_used(BlockId first, std::int32_t count) const;
     // Numbers in use, in order.

@@ -31,7 +31,12 @@ Pager::Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, 
     : classes_(classes),
       tape_(history),
       residency_(capacity, std::move(spaces), alignment),
-      look_ahead_(tape_, residency_, prefetch) {}
+      look_ahead_(tape_, residency_, prefetch) {
+    if (history < 1 || classes < 1) {
+        fail_value("Pager: at least one access to remember and one class of blocks are needed, got " +
+                   std::to_string(history) + " and " + std::to_string(classes));
+    }
+}
 
 // ---- blocks ----
 
@@ -119,7 +124,16 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
         residency_.unstick();
     }
     waiting_.push_back(access);
-    serve();
+    try {
+        serve();
+    } catch (...) {  // a tier's bookkeeping failed: nobody is left to wait for this access, or to give it up
+        if (access->granted) {
+            release(*access, false);
+        } else {
+            std::erase(waiting_, access);
+        }
+        throw;
+    }
     return access;
 }
 

@@ -553,19 +553,26 @@ bool Residency::relocate(const Run& run, const BlockSet& keep) {
 // Offset of a hole of `nbytes` bytes, made if need be; -1 if that has to wait. Throws NoRoom where only blocks that no lower
 // tier takes are left to evict.
 std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std::optional<std::int64_t> use) {
-    std::vector<BlockId> spared;  // out of the order of eviction for as long as this goes on
-    const auto put_back = [&] {
-        for (const BlockId block : spared) {
-            enter(block);
+    // Blocks out of the order of eviction for as long as this goes on; a tier's bookkeeping may throw in the middle of it.
+    struct Spared {
+        explicit Spared(Residency& owner) : residency(owner) {}
+        ~Spared() {
+            for (const BlockId block : blocks) {
+                residency.enter(block);
+            }
         }
-        spared.clear();
-    };
+        void add(BlockId block) {
+            blocks.push_back(block);
+            residency.evictable.remove(block);
+        }
+        Residency& residency;
+        std::vector<BlockId> blocks;
+    } spared(*this);
     std::int64_t enough = nbytes;
     std::optional<NoRoom> refused;
     for (;;) {
         const std::int64_t place = arena.find(nbytes);
         if (place >= 0) {
-            put_back();
             return place;
         }
         if (arena.free() >= enough) {
@@ -573,32 +580,27 @@ std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std
                 continue;
             }
             if (arena.has_hazards()) {
-                break;  // enough is on its way out
+                return -1;  // enough is on its way out
             }
             enough = arena.free() + nbytes / 8;  // in vain: look again when it pays
         }
         const BlockId victim = evictable.victim();
         if (victim < 0) {
-            put_back();
             if (refused && !use && transfers.empty() && !any_pinned()) {
                 throw *refused;
             }
             return -1;
         }
         if (use && !may_leave_for(*use)) {
-            break;
+            return -1;
         }
         if (contains(keep, victim)) {
-            evictable.remove(victim);
-            spared.push_back(victim);
+            spared.add(victim);
         } else if (!try_evict(victim)) {
             refused = refused.value_or(NoRoom{victim, blocks[victim].size});
-            evictable.remove(victim);
-            spared.push_back(victim);
+            spared.add(victim);
         }
     }
-    put_back();
-    return -1;
 }
 
 bool Residency::may_leave_for(std::int64_t use) const {

@@ -19,11 +19,21 @@ namespace {
 class SimulatedSpace : public Space {
 public:
     explicit SimulatedSpace(std::int64_t capacity) : extents_(capacity, 64) {}
-    std::int64_t reserve(std::int64_t nbytes, int) override { return extents_.alloc(nbytes); }
+    std::int64_t reserve(std::int64_t nbytes, int) override {
+        if (full_then_broken && calls_++ % 2 == 0) {
+            return nowhere;
+        }
+        if (full_then_broken) {
+            throw std::runtime_error("told to fail");
+        }
+        return extents_.alloc(nbytes);
+    }
     void free(std::int64_t offset, std::int64_t, int) override { extents_.free(offset); }
     std::int64_t used() const { return extents_.used(); }
+    bool full_then_broken = false;
 
 private:
+    int calls_ = 0;
     ExtentAllocator extents_;
 };
 
@@ -138,6 +148,30 @@ TEST("an error goes to the access that waits, and the next one tries again") {
     CHECK(!access->granted);
     CHECK(std::get<Failure>(access->refusal) == told_to);
     world.touch(first, Mode::read);
+}
+
+TEST("bookkeeping of a tier that fails loses neither a place in the line nor a block to evict") {
+    World world(4096);
+    std::vector<BlockId> blocks;
+    for (int index = 0; index < 4; ++index) {
+        blocks.push_back(world.create(1024));
+        world.touch(blocks.back(), Mode::overwrite);
+    }
+    const BlockId other = world.create(1024);
+    world.space->full_then_broken = true;  // the first victim is spared, the next one fails
+    const std::vector<Run> runs{{blocks[0], 1, Mode::read, -1}, {blocks[1], 1, Mode::read, -1}, {other, 1, Mode::overwrite, -1}};
+    for (int attempt = 0; attempt < 2; ++attempt) {
+        CHECK_THROWS(std::runtime_error, world.pager.request(runs, world.now));
+        CHECK(world.pager.waiting().empty());
+    }
+    for (const BlockId block : blocks) {
+        CHECK(world.pager.residency().evictable.contains(block));
+    }
+    world.space->full_then_broken = false;
+    world.touch(other, Mode::overwrite);
+    for (const BlockId block : blocks) {
+        world.touch(block, Mode::read);
+    }
 }
 
 TEST("random programs keep the map, the tier's extents and the pins in order") {

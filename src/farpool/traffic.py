@@ -1,4 +1,4 @@
-"""What goes between pager and executor: commands one way, completions the other, and waiting for them."""
+"""Carries the pager's commands to the executor and completions back, and waits for them."""
 
 from __future__ import annotations
 

@@ -125,8 +125,13 @@ def test_nvme_is_compared_with_fio(tmp_path: Path) -> None:
     assert all(row.of_fio is not None and row.of_fio > 0 and len(row.fio or ()) == 2 for row in outcome.rows)
 
 
-def test_without_fio_the_result_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _without_fio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+
+
+@pytest.mark.usefixtures("_without_fio")
+def test_without_fio_the_result_says_how_to_install_it(tmp_path: Path) -> None:
     report = tmp_path / "nvme.html"
     outcome = nvme(tmp_path, "--report", str(report), "--rounds", "1")
     assert outcome.fio is None
@@ -135,6 +140,7 @@ def test_without_fio_the_result_says_how_to_install_it(tmp_path: Path, monkeypat
     assert "apt-get install fio" in report.read_text()
 
 
+@pytest.mark.usefixtures("_without_fio")
 def test_odd_sizes_are_not_rounded_up_to_a_power_of_two(tmp_path: Path) -> None:
     for size in nvme(tmp_path, "--rounds", "1").sizes:
         assert size.requested <= size.arena < size.requested + 512
@@ -195,11 +201,11 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
         bench("report", str(file), "--out", str(tmp_path / "r.html"))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("_without_fio")
 def test_a_result_of_another_form_is_refused(tmp_path: Path) -> None:
-    file = json.loads(bench("prefetch", "--quick", "--json"))
-    del file["result"]["programs"]
+    file = json.loads(bench("nvme", "--quick", "--rounds", "1", "--folder", str(tmp_path), "--json"))
+    del file["result"]["rows"]
     path = tmp_path / "result.json"
     path.write_text(json.dumps(file))
-    with pytest.raises(ConfigError, match="programs"):
+    with pytest.raises(ConfigError, match="rows"):
         bench("report", str(path), "--out", str(tmp_path / "r.html"))

@@ -8,15 +8,19 @@ from farpool.demo.corpus import PASSAGE_CHARACTERS, Passage, folder_passages, li
 from farpool.errors import ConfigError
 
 
-def test_the_standard_library_has_hundreds_of_passages_in_a_fixed_order() -> None:
-    passages = library_passages()
-    assert len(passages) >= 512
-    assert passages == library_passages()
-    assert "subprocess.run" in {passage.source for passage in passages}
+@pytest.fixture(scope="module")
+def library() -> list[Passage]:
+    return library_passages()
 
 
-def test_no_passage_is_empty_or_longer_than_the_model_reads() -> None:
-    assert all(0 < len(passage.text) <= PASSAGE_CHARACTERS for passage in library_passages())
+def test_the_standard_library_has_hundreds_of_passages_in_a_fixed_order(library: list[Passage]) -> None:
+    assert len(library) >= 512
+    assert library == library_passages()
+    assert "subprocess.run" in {passage.source for passage in library}
+
+
+def test_no_passage_is_empty_or_longer_than_the_model_reads(library: list[Passage]) -> None:
+    assert all(0 < len(passage.text) <= PASSAGE_CHARACTERS for passage in library)
 
 
 def test_only_text_files_of_a_folder_are_read_in_order_of_their_paths(tmp_path: Path) -> None:

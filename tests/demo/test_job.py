@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,14 @@ from farpool.errors import BudgetError, ConfigError, PoolFullError
 
 def silent(step: str, done: int, total: int) -> None:
     pass
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Settings:
+    """Settings of a demo that need not read the standard library first."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "few.txt").write_text("\n\n".join(["one text", "another text", "some more", "the last one"]))
+    return Settings(docs=tmp_path / "docs", texts=4)
 
 
 def test_a_percentage_is_of_the_weights_and_a_size_is_of_itself() -> None:
@@ -41,14 +51,13 @@ def test_every_lower_tier_is_read(tmp_path: Path) -> None:
     assert {"dram", "nvme"} <= read
 
 
-@pytest.mark.slow
-def test_progress_ends_complete_in_each_step() -> None:
+def test_progress_ends_complete_in_each_step(few: Settings) -> None:
     last: dict[str, tuple[int, int]] = {}
 
     def progress(step: str, done: int, total: int) -> None:
         last[step] = (done, total)
 
-    run(Settings(texts=4), progress)
+    run(few, progress)
     assert len(last) >= 4
     assert all(done == total for done, total in last.values())
 
@@ -61,20 +70,20 @@ def test_a_budget_that_one_operation_exceeds_names_the_bytes_it_needs() -> None:
     assert str(caught.value.needed) in str(caught.value)
 
 
-def test_tiers_that_are_too_small_together_are_refused() -> None:
+def test_tiers_that_are_too_small_together_are_refused(few: Settings) -> None:
     with pytest.raises(PoolFullError):
-        run(Settings(dram="10%", nvme="10%", texts=4), silent)
+        run(dataclasses.replace(few, dram="10%", nvme="10%"), silent)
 
 
 @pytest.mark.parametrize(
-    ("settings", "option"),
+    ("wrong", "option"),
     [
-        (Settings(question="  "), "--question"),
-        (Settings(texts=0), "--texts"),
-        (Settings(budget="a lot"), "--budget"),
-        (Settings(docs=Path("/nowhere")), "--docs"),
+        ({"question": "  "}, "--question"),
+        ({"texts": 0}, "--texts"),
+        ({"budget": "a lot"}, "--budget"),
+        ({"docs": Path("/nowhere")}, "--docs"),
     ],
 )
-def test_a_wrong_setting_is_named(settings: Settings, option: str) -> None:
+def test_a_wrong_setting_is_named(wrong: dict[str, Any], option: str, few: Settings) -> None:
     with pytest.raises(ConfigError, match=option):
-        run(settings, silent)
+        run(dataclasses.replace(few, **wrong), silent)

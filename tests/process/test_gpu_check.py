@@ -86,9 +86,12 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path,
     assert not sleeping
 
 
-@pytest.mark.slow
-def test_what_no_longer_fits_is_reported_as_not_run(tmp_path: Path, command: list[str]) -> None:
-    complete, (stuck, good, summary) = run(tmp_path, command, Step("stuck", 60), Step("good", 30), seconds=13)
+def test_what_no_longer_fits_is_reported_as_not_run(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "LEAST", 1.0)
+    seconds = 2 * gpu_check.GRACE + 3.0
+    complete, (stuck, good, summary) = run(tmp_path, command, Step("stuck", 60), Step("good", 30), seconds=seconds)
     assert not complete
     assert stuck["status"] == "failed"
     assert "begun" in stuck["tail"]

@@ -1,4 +1,4 @@
-"""What more blocks cost: pager time per access and memory per block.
+"""Measures pager time per access and memory per block, from few blocks to a million.
 
 Each size runs in a fresh process, on simulated tiers: the blocks lie below, a quarter of them fits into the arena, and
 a program reads them one by one, in a loop and then at random. Time is processor time of the pager and of the

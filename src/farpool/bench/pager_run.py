@@ -2,7 +2,7 @@
 
 Run as ``python -m farpool.bench.pager_run blocks history accesses``; prints a `PagerRun` as JSON. The blocks lie in
 one lower tier behind a simulated link, a quarter of them fit into the arena, and transfers take virtual time. No bytes
-are moved, so what is measured is the pager alone.
+are moved: what is measured is the pager, and this simulation round it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PagerRun:
     nbytes : int
         Growth of the process's resident set by pager and blocks.
     history_bytes : int
-        Growth by a tape alone that has been filled.
+        Growth while a tape is filled by accesses to a thousand blocks.
     loop, shuffled : tuple of float
         Processor seconds of an access, one sample for each thousand: block after block over and over; picked at random.
     """

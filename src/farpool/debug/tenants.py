@@ -1,4 +1,4 @@
-"""What lies where in the arena, as told by the pager's map and by the commands that change the bytes.
+"""Tracks which block's bytes lie where in the arena, from the pager's map and its commands.
 
 The pager's map is ahead of the bytes: it has changed when a command is made. Debug mode needs to know what the bytes
 are now, so it keeps a map of its own and brings it up to date with the commands that are about to be started.

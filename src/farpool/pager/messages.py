@@ -1,4 +1,4 @@
-"""What goes into the pager and what comes out of it."""
+"""Transfers, moves and errors that the native pager gives out, and the bookkeeping of tiers that it asks for."""
 
 from __future__ import annotations
 
