@@ -1,0 +1,23 @@
+#include "policy/clock.hpp"
+
+namespace farpool::policy {
+
+void Clock::on_insert(Slot slot, const Item&) {
+    marks_.clear(slot);
+    queue_.push(slot);
+}
+
+Slot Clock::on_victim(const Item&, const Held& held) {
+    // Two turns: the first may only clear marks. Others may set new ones meanwhile, so a third turn takes what it finds.
+    const std::size_t turn = queue_.size();
+    for (std::size_t step = 0; step < 3 * turn; ++step) {
+        const Slot slot = queue_.oldest();
+        if (!held(slot) && (!marks_.take(slot) || step >= 2 * turn)) {
+            return slot;
+        }
+        queue_.renew(slot);
+    }
+    return no_slot;
+}
+
+}  // namespace farpool::policy

@@ -1,0 +1,59 @@
+// A count-min sketch (Cormode and Muthukrishnan, 2005) of how often keys were used lately: four counters a key, of which the least
+// is the estimate. Counters stop at 255, and all are halved once in a while, so that it forgets.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "wire/hash.hpp"
+
+namespace farpool::policy {
+
+class FrequencySketch {
+public:
+    // Makes sure that so many keys are told apart: 16 counters for each. Growing keeps all estimates.
+    void reserve(std::size_t keys) {
+        while (counters_.size() < 16 * keys) {
+            const std::size_t old = counters_.size();
+            counters_.resize(2 * old);
+            std::copy_n(counters_.begin(), old, counters_.begin() + static_cast<std::ptrdiff_t>(old));
+        }
+    }
+    void add(std::uint64_t key) {
+        const std::uint8_t least = estimate(key);
+        if (least == 255) {
+            return;
+        }
+        // Only those that hold the least: the others are too high as it is.
+        for (unsigned row = 0; row < rows; ++row) {
+            std::uint8_t& counter = counters_[place(key, row)];
+            counter = counter == least ? static_cast<std::uint8_t>(least + 1) : counter;
+        }
+    }
+    std::uint8_t estimate(std::uint64_t key) const {
+        std::uint8_t least = 255;
+        for (unsigned row = 0; row < rows; ++row) {
+            least = std::min(least, counters_[place(key, row)]);
+        }
+        return least;
+    }
+    void halve() {
+        for (std::uint8_t& counter : counters_) {
+            counter /= 2;
+        }
+    }
+
+private:
+    static constexpr unsigned rows = 4;
+
+    // The low bits choose, so that a table of twice the size has each counter where it was, and once more behind.
+    std::size_t place(std::uint64_t key, unsigned row) const {
+        const std::uint64_t hash = mix64(key);
+        return (hash + row * ((hash >> 32) | 1)) & (counters_.size() - 1);
+    }
+
+    std::vector<std::uint8_t> counters_ = std::vector<std::uint8_t>(1024);
+};
+
+}  // namespace farpool::policy

@@ -1,0 +1,34 @@
+// GDSF (Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", 1998): an object is worth its
+// uses times what it costs to fetch, for each byte that it takes. The least worth goes first, and what comes in or is used later
+// starts from its worth, so that former uses count less and less.
+#pragma once
+
+#include "policy/slot_heap.hpp"
+
+namespace farpool::policy {
+
+class Gdsf final : public Policy {
+private:
+    struct Rank {
+        double worth;
+        std::uint64_t used;  // the least recently used among equals
+        bool operator<(const Rank& other) const { return worth != other.worth ? worth < other.worth : used < other.used; }
+    };
+    struct Object {
+        double value;  // cost of a byte
+        std::uint64_t uses;
+    };
+
+    void on_touch(Slot slot, std::int64_t next_use) override;
+    void on_insert(Slot slot, const Item& item) override;
+    Slot on_victim(const Item&, const Held& held) override { return order_.top_free(held); }
+    void on_remove(Slot slot, Leaving why) override;
+    Rank rank(const Object& object) { return {start_ + static_cast<double>(object.uses) * object.value, ++clock_}; }
+
+    SlotHeap<Rank> order_;
+    std::vector<Object> objects_;
+    double start_ = 0.0;  // worth of what was evicted last
+    std::uint64_t clock_ = 0;
+};
+
+}  // namespace farpool::policy

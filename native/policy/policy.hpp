@@ -1,0 +1,109 @@
+// Eviction policies: which of the objects in a cache makes room for the next one. One interface, one file a policy.
+//
+// A policy keeps no objects. Its caller does, numbers them densely (a pager its blocks, a node the slots of its index) and
+// tells the policy what happens to them:
+//
+// - A hit: `touch`.
+// - A miss: while there is no room, `victim` and, when that object has left, `remove`; then `insert`. The caller alone decides
+//   that room is needed, by counting bytes; a policy refuses nothing and evicts nothing by itself.
+// - An object that ends for another reason (deleted, expired): `remove` with `Leaving::deleted`, at any time.
+//
+// Policies that remember what they evicted (ARC, LIRS, S3-FIFO) know it again by its key, as slots are used for other objects
+// meanwhile. What is to come in is therefore given to `victim` already: those policies choose differently for what returns.
+//
+// Everything is deterministic: the same calls give the same answers. A call that contradicts what is in (a touch of an object
+// that is not, a second insert) throws and changes nothing.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "error.hpp"
+
+namespace farpool::policy {
+
+// A number that the caller has given to an object. Memory is taken for all numbers up to the largest.
+using Slot = std::uint32_t;
+constexpr Slot no_slot = 0xffffffffu;
+
+constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
+
+struct Item {
+    std::uint64_t key = 0;          // of the object, the same whenever it comes
+    std::uint64_t size = 1;         // in the unit of the capacity: bytes, or 1 where all objects are alike
+    std::int64_t next_use = never;  // position in time of its next use; only Belady asks
+    double cost = 1.0;              // of fetching it again; only GDSF asks
+};
+
+enum class Leaving {
+    evicted,  // to make room; it may be remembered
+    deleted,  // it has ended
+};
+
+// Says which objects cannot leave now because they are pinned or on their way. Refers to the callable that it is made from.
+class Held {
+public:
+    Held() = default;
+    template <typename Ask>
+    Held(const Ask& ask)  // NOLINT(google-explicit-constructor): a lambda is to pass as it is
+        : object_(&ask), ask_([](const void* object, Slot slot) { return (*static_cast<const Ask*>(object))(slot); }) {}
+    bool operator()(Slot slot) const { return ask_ != nullptr && ask_(object_, slot); }
+
+private:
+    const void* object_ = nullptr;
+    bool (*ask_)(const void*, Slot) = nullptr;
+};
+
+class Policy {
+public:
+    virtual ~Policy() = default;
+    Policy() = default;
+    Policy(const Policy&) = delete;
+    Policy& operator=(const Policy&) = delete;
+
+    // The object is used again.
+    void touch(Slot slot, std::int64_t next_use = never) {
+        require(slot, true);
+        on_touch(slot, next_use);
+    }
+    // The object has come in.
+    void insert(Slot slot, const Item& item) {
+        require(slot, false);
+        if (slot >= inside_.size()) {
+            inside_.resize(std::size_t{slot} + 1);
+        }
+        on_insert(slot, item);
+        inside_[slot] = true;
+        ++size_;
+    }
+    // The object to go next, for `incoming` to come in. It stays in until it is removed. `no_slot` where nothing may leave.
+    Slot victim(const Item& incoming, Held held = {}) { return size_ == 0 ? no_slot : on_victim(incoming, held); }
+    void remove(Slot slot, Leaving why) {
+        require(slot, true);
+        on_remove(slot, why);
+        inside_[slot] = false;
+        --size_;
+    }
+    bool contains(Slot slot) const { return slot < inside_.size() && inside_[slot]; }
+    // Objects that are in.
+    std::size_t size() const noexcept { return size_; }
+
+private:
+    virtual void on_touch(Slot slot, std::int64_t next_use) = 0;
+    virtual void on_insert(Slot slot, const Item& item) = 0;
+    virtual Slot on_victim(const Item& incoming, const Held& held) = 0;
+    virtual void on_remove(Slot slot, Leaving why) = 0;
+
+    void require(Slot slot, bool inside) const {
+        if (contains(slot) != inside || slot == no_slot) {
+            fail_value("slot " + std::to_string(slot) + (inside ? " is not in the policy" : " is in the policy already"));
+        }
+    }
+
+    std::vector<bool> inside_;
+    std::size_t size_ = 0;
+};
+
+}  // namespace farpool::policy

@@ -1,0 +1,110 @@
+#include "policy/s3_fifo.hpp"
+
+#include <algorithm>
+
+namespace farpool::policy {
+
+namespace {
+
+constexpr std::uint8_t most_uses = 3;
+
+std::uint64_t share(std::uint64_t capacity, double of) { return static_cast<std::uint64_t>(static_cast<double>(capacity) * of); }
+
+}  // namespace
+
+S3Fifo::S3Fifo(std::uint64_t capacity, Marks marks)
+    : small_capacity_(share(capacity, 0.1)),
+      main_capacity_(capacity - small_capacity_),
+      ghost_capacity_(share(capacity, 0.9)),
+      uses_for_main_(marks.outside() ? 1 : 2),
+      marks_(std::move(marks)) {}
+
+void S3Fifo::on_touch(Slot slot, std::int64_t) {
+    marks_.set(slot, std::min<std::uint8_t>(marks_.get(slot) + 1, most_uses));
+}
+
+// Whether the object that comes in is remembered; it is not a ghost any more then, and must not push itself out of the ghosts.
+bool S3Fifo::returns(std::uint64_t key) {
+    if (returning_ != key && ghosts_.remove(key)) {
+        returning_ = key;
+    }
+    return returning_ == key;
+}
+
+void S3Fifo::enter(Slot slot, bool main) {
+    objects_[slot].in_main = main;
+    (main ? main_ : small_).push(slot);
+    (main ? main_nbytes_ : small_nbytes_) += objects_[slot].size;
+    marks_.clear(slot);
+}
+
+void S3Fifo::on_insert(Slot slot, const Item& item) {
+    if (slot >= objects_.size()) {
+        objects_.resize(std::size_t{slot} + 1);
+    }
+    objects_[slot] = {item.key, item.size, false};
+    const bool main = returns(item.key) || (!has_evicted_ && small_nbytes_ >= small_capacity_);
+    returning_.reset();
+    enter(slot, main);
+}
+
+Slot S3Fifo::on_victim(const Item& incoming, const Held& held) {
+    returns(incoming.key);
+    has_evicted_ = true;
+    Slot slot = no_slot;
+    if (main_nbytes_ <= main_capacity_) {
+        slot = victim_of_small(held);
+    }
+    if (slot == no_slot) {
+        slot = victim_of_main(held);
+    }
+    return slot != no_slot ? slot : small_.oldest_free(held);
+}
+
+Slot S3Fifo::victim_of_small(const Held& held) {
+    for (Slot slot = small_.oldest(); slot != no_slot;) {
+        const Slot newer = small_.newer(slot);
+        if (!held(slot)) {
+            if (marks_.get(slot) < uses_for_main_) {
+                return slot;
+            }
+            small_.remove(slot);
+            small_nbytes_ -= objects_[slot].size;
+            enter(slot, true);
+        }
+        slot = newer;
+    }
+    return no_slot;
+}
+
+Slot S3Fifo::victim_of_main(const Held& held) {
+    // As often as a counter can be above 0, and once more; then, as others may set marks meanwhile, whatever it finds.
+    const std::size_t turn = main_.size();
+    for (std::size_t step = 0; step < (most_uses + 2) * turn; ++step) {
+        const Slot slot = main_.oldest();
+        const std::uint8_t uses = marks_.get(slot);
+        if (!held(slot)) {
+            if (uses == 0 || step >= (most_uses + 1) * turn) {
+                return slot;
+            }
+            marks_.set(slot, uses - 1);
+        }
+        main_.renew(slot);
+    }
+    return no_slot;
+}
+
+void S3Fifo::on_remove(Slot slot, Leaving why) {
+    const Object& object = objects_[slot];
+    (object.in_main ? main_ : small_).remove(slot);
+    (object.in_main ? main_nbytes_ : small_nbytes_) -= object.size;
+    // What leaves the main queue has had its chance. What is a ghost already was put in again by a caller that changed its mind.
+    if (why == Leaving::evicted && !object.in_main && object.size <= ghost_capacity_ && !ghosts_.contains(object.key)) {
+        while (ghosts_.nbytes() + object.size > ghost_capacity_) {
+            ghosts_.pop_oldest();
+        }
+        ghosts_.push(object.key, object.size);
+    }
+}
+
+}  // namespace farpool::policy

@@ -1,0 +1,54 @@
+// S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023): new objects pass through a small queue, out of
+// which most are evicted soon; those used twice meanwhile, or that come back while they are remembered, enter the main queue, which
+// works as CLOCK does with a counter up to 3.
+//
+// Details on which counts depend: the small queue is a tenth of the capacity, the ghosts are as much as the main queue. Until the first
+// eviction, what finds the small queue full goes to the main one. An object starts in the main queue with no uses. Where marks come
+// from outside they say that an object was used, not how often: one use is enough to leave the small queue for the main one then.
+#pragma once
+
+#include <optional>
+
+#include "policy/ghost_list.hpp"
+#include "policy/marks.hpp"
+#include "policy/slot_list.hpp"
+
+namespace farpool::policy {
+
+class S3Fifo final : public Policy {
+public:
+    explicit S3Fifo(std::uint64_t capacity, Marks marks = {});
+
+private:
+    struct Object {
+        std::uint64_t key;
+        std::uint64_t size;
+        bool in_main;
+    };
+
+    void on_touch(Slot slot, std::int64_t next_use) override;
+    void on_insert(Slot slot, const Item& item) override;
+    Slot on_victim(const Item& incoming, const Held& held) override;
+    void on_remove(Slot slot, Leaving why) override;
+    bool returns(std::uint64_t key);
+    Slot victim_of_small(const Held& held);
+    Slot victim_of_main(const Held& held);
+    void enter(Slot slot, bool main);
+
+    std::uint64_t small_capacity_;
+    std::uint64_t main_capacity_;
+    std::uint64_t ghost_capacity_;
+    std::uint8_t uses_for_main_;
+    Marks marks_;
+    Links links_;
+    SlotList small_{links_};
+    SlotList main_{links_};
+    GhostList ghosts_;
+    std::vector<Object> objects_;
+    std::uint64_t small_nbytes_ = 0;
+    std::uint64_t main_nbytes_ = 0;
+    bool has_evicted_ = false;
+    std::optional<std::uint64_t> returning_;  // the key that was a ghost until room was made for it
+};
+
+}  // namespace farpool::policy

@@ -1,0 +1,27 @@
+// SIEVE (Zhang et al., "SIEVE is simpler than LRU", NSDI 2024): a queue in order of insertion, and a hand that goes from the oldest to
+// the newest and round again, past what was used since it came by. Unlike CLOCK's, survivors stay where they are, so that new objects
+// do not hide behind them. A hit is one byte written, so it can come from outside (marks.hpp).
+#pragma once
+
+#include "policy/marks.hpp"
+#include "policy/slot_list.hpp"
+
+namespace farpool::policy {
+
+class Sieve final : public Policy {
+public:
+    explicit Sieve(Marks marks = {}) : marks_(std::move(marks)) {}
+
+private:
+    void on_touch(Slot slot, std::int64_t) override { marks_.set(slot); }
+    void on_insert(Slot slot, const Item&) override;
+    Slot on_victim(const Item& incoming, const Held& held) override;
+    void on_remove(Slot slot, Leaving) override;
+
+    Marks marks_;
+    Links links_;
+    SlotList queue_{links_};
+    Slot hand_ = no_slot;  // at the oldest
+};
+
+}  // namespace farpool::policy

@@ -1,0 +1,31 @@
+// Traces of requests, and the files that hold them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace farpool::policy {
+
+struct Trace {
+    std::vector<std::uint64_t> ids;
+    std::vector<std::uint64_t> sizes;
+    std::vector<std::int64_t> next_uses;  // a number that grows with time; `never` where there is none
+    std::uint64_t left_out = 0;           // requests of 0 bytes: there is nothing to keep
+
+    std::size_t size() const noexcept { return ids.size(); }
+    void add(std::uint64_t id, std::uint64_t size, std::int64_t next_use);
+    // Finds the next uses by going through the trace backwards.
+    void find_next_uses();
+    // Sum of the sizes of all different objects, each as it came first.
+    std::uint64_t footprint() const;
+};
+
+// libCacheSim's oracleGeneral: records of 24 bytes, little-endian: u32 time, u64 object, u32 size, i64 number of the request that
+// uses it next (-1: none; -2: not known). Throws where the bytes cannot be that.
+Trace read_oracle_general(std::string_view bytes);
+// Lines of `time,object,size`, or under a header that names the columns: docs/policies.md. Throws with the number of the line.
+Trace read_csv(std::string_view text);
+
+}  // namespace farpool::policy

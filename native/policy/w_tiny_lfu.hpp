@@ -1,0 +1,48 @@
+// W-TinyLFU (Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", 2017): new objects enter a small window
+// in order of use. Whoever has to leave it is compared with the one that would leave the main part next, and the one that was
+// used more often, by a sketch of frequencies, stays. The main part is an LRU in two segments: a fifth of it on probation, and
+// what was used again there, protected.
+//
+// Details on which counts depend: the window is a hundredth. Uses in the window are not counted; an object that comes in, is used in
+// the main part or is weighed at the window's end is. Counts are halved after 32 uses of each object in the main part.
+#pragma once
+
+#include <array>
+
+#include "policy/frequency_sketch.hpp"
+#include "policy/slot_list.hpp"
+
+namespace farpool::policy {
+
+class WTinyLfu final : public Policy {
+public:
+    explicit WTinyLfu(std::uint64_t capacity);
+
+private:
+    enum Part : std::uint8_t { window, probation, protected_ };
+    struct Object {
+        std::uint64_t key;
+        std::uint64_t size;
+        Part part;
+    };
+
+    void on_touch(Slot slot, std::int64_t next_use) override;
+    void on_insert(Slot slot, const Item& item) override;
+    Slot on_victim(const Item& incoming, const Held& held) override;
+    void on_remove(Slot slot, Leaving why) override;
+
+    void enter(Slot slot, Part part);
+    void leave(Slot slot);
+    std::uint64_t main_nbytes() const { return nbytes_[probation] + nbytes_[protected_]; }
+    bool fits(Part part, std::uint64_t size) const { return nbytes_[part] + size <= capacity_[part]; }
+
+    std::array<std::uint64_t, 3> capacity_;
+    std::array<std::uint64_t, 3> nbytes_{};
+    std::vector<Object> objects_;
+    Links links_;
+    std::array<SlotList, 3> queues_{SlotList(links_), SlotList(links_), SlotList(links_)};
+    FrequencySketch frequency_;
+    std::uint64_t uses_ = 0;  // since the counts were halved
+};
+
+}  // namespace farpool::policy
