@@ -20,6 +20,7 @@ void bind_queue(nb::module_& m);
 void bind_node(nb::module_& m);
 void bind_wire(nb::module_& m);
 void bind_pager(nb::module_& m);
+void bind_policy(nb::module_& m);
 
 // The bytes of an object that has the buffer protocol, for as long as this lives.
 class BufferView {

@@ -25,4 +25,5 @@ NB_MODULE(_native, m) {
     bind_node(m);
     bind_wire(m);
     bind_pager(m);
+    bind_policy(m);
 }

@@ -12,9 +12,9 @@ namespace farpool::policy {
 
 class FrequencySketch {
 public:
-    // Makes sure that so many keys are told apart: 16 counters for each. Growing keeps all estimates.
+    // Makes sure that so many keys are told apart: 128 counters for each. Growing keeps all estimates.
     void reserve(std::size_t keys) {
-        while (counters_.size() < 16 * keys) {
+        while (counters_.size() < 128 * keys) {
             const std::size_t old = counters_.size();
             counters_.resize(2 * old);
             std::copy_n(counters_.begin(), old, counters_.begin() + static_cast<std::ptrdiff_t>(old));
@@ -22,7 +22,7 @@ public:
     }
     void add(std::uint64_t key) {
         const std::uint8_t least = estimate(key);
-        if (least == 255) {
+        if (least == most) {
             return;
         }
         // Only those that hold the least: the others are too high as it is.
@@ -32,7 +32,7 @@ public:
         }
     }
     std::uint8_t estimate(std::uint64_t key) const {
-        std::uint8_t least = 255;
+        std::uint8_t least = most;
         for (unsigned row = 0; row < rows; ++row) {
             least = std::min(least, counters_[place(key, row)]);
         }
@@ -46,6 +46,7 @@ public:
 
 private:
     static constexpr unsigned rows = 4;
+    static constexpr std::uint8_t most = 255;
 
     // The low bits choose, so that a table of twice the size has each counter where it was, and once more behind.
     std::size_t place(std::uint64_t key, unsigned row) const {

@@ -87,9 +87,7 @@ void Lirs::on_touch(Slot slot, std::int64_t) {
         become_lir(number);
     } else {
         q_.renew(number);
-#ifdef LIRS_QUIRK
         demote_to(entry.size);
-#endif
         enter_s(number);
     }
     limit_s();

@@ -113,16 +113,17 @@ void Trace::find_next_uses() {
     }
 }
 
-std::uint64_t Trace::footprint() const {
-    std::uint64_t sum = 0;
+Trace::Count Trace::count() const {
+    Count count;
     IdMap seen;
     for (std::size_t at = 0; at < ids.size(); ++at) {
         if (seen.find(ids[at]) == IdMap::none) {
             seen.insert(ids[at], 0);
-            sum += sizes[at];
+            count.objects += 1;
+            count.nbytes += sizes[at];
         }
     }
-    return sum;
+    return count;
 }
 
 Trace read_oracle_general(std::string_view bytes) {

@@ -18,8 +18,16 @@ struct Trace {
     void add(std::uint64_t id, std::uint64_t size, std::int64_t next_use);
     // Finds the next uses by going through the trace backwards.
     void find_next_uses();
-    // Sum of the sizes of all different objects, each as it came first.
-    std::uint64_t footprint() const;
+    // Different objects, and the sum of their sizes, each as it came first.
+    std::uint64_t objects() const { return count().objects; }
+    std::uint64_t footprint() const { return count().nbytes; }
+
+private:
+    struct Count {
+        std::uint64_t objects = 0;
+        std::uint64_t nbytes = 0;
+    };
+    Count count() const;
 };
 
 // libCacheSim's oracleGeneral: records of 24 bytes, little-endian: u32 time, u64 object, u32 size, i64 number of the request that

@@ -53,6 +53,7 @@ void WTinyLfu::on_touch(Slot slot, std::int64_t) {
             leave(oldest);
             enter(oldest, probation);
         }
+        crowded_ = nbytes_[probation] > capacity_[probation];
     }
     frequency_.add(object.key);
     if (++uses_ >= sample * (queues_[probation].size() + queues_[protected_].size())) {
@@ -62,27 +63,28 @@ void WTinyLfu::on_touch(Slot slot, std::int64_t) {
 }
 
 Slot WTinyLfu::on_victim(const Item&, const Held& held) {
+    const std::uint64_t main_capacity = capacity_[probation] + capacity_[protected_];
+    crowded_ = crowded_ && nbytes_[probation] > capacity_[probation];
     for (;;) {
         const Slot candidate = queues_[window].oldest_free(held);
         Slot victim = queues_[probation].oldest_free(held);
         if (victim == no_slot) {
             victim = queues_[protected_].oldest_free(held);
         }
-        if (candidate == no_slot) {
+        // What the main part has too much is its own affair: it has been weighed already, or nothing is left to weigh it against.
+        if (candidate == no_slot || (victim != no_slot && (crowded_ || main_nbytes() > main_capacity))) {
             return victim;
         }
         const Object& object = objects_[candidate];
-        const bool room = main_nbytes() + object.size <= capacity_[probation] + capacity_[protected_];
-        const bool better = victim == no_slot || frequency_.estimate(object.key) > frequency_.estimate(objects_[victim].key);
+        const bool room = main_nbytes() + object.size <= main_capacity;
+        const bool better =
+            victim != no_slot && frequency_.estimate(object.key) > frequency_.estimate(objects_[victim].key);
         frequency_.add(object.key);
         if (!room && !better) {
             return candidate;
         }
-        if (!room && victim == no_slot) {
-            return candidate;
-        }
         leave(candidate);
-        enter(candidate, !room || fits(probation, object.size) || !fits(protected_, object.size) ? probation : protected_);
+        enter(candidate, room && !fits(probation, object.size) && fits(protected_, object.size) ? protected_ : probation);
         if (!room) {
             return victim;
         }

@@ -3,8 +3,8 @@
 // used more often, by a sketch of frequencies, stays. The main part is an LRU in two segments: a fifth of it on probation, and
 // what was used again there, protected.
 //
-// Details on which counts depend: the window is a hundredth. Uses in the window are not counted; an object that comes in, is used in
-// the main part or is weighed at the window's end is. Counts are halved after 32 uses of each object in the main part.
+// Details on which the numbers of misses depend: the window is a hundredth. Uses in the window are not counted; an object that comes
+// in, is used in the main part or is weighed at the window's end is. Counts are halved after 32 uses of each object in the main part.
 #pragma once
 
 #include <array>
@@ -43,6 +43,7 @@ private:
     std::array<SlotList, 3> queues_{SlotList(links_), SlotList(links_), SlotList(links_)};
     FrequencySketch frequency_;
     std::uint64_t uses_ = 0;  // since the counts were halved
+    bool crowded_ = false;    // what was protected before is more than fits on probation: that goes before anything else
 };
 
 }  // namespace farpool::policy

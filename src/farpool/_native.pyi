@@ -603,3 +603,60 @@ class Pager:
         """How often the program did something else than the tape foretold."""
     @property
     def counters(self) -> PagerCounters: ...
+
+class Policy:
+    """Chooses which object of a cache makes room for the next one. The caller keeps the objects and counts the bytes.
+
+    Objects have slots (small numbers, given by the caller) and keys. After a miss: `victim` and `remove` while there is no
+    room, then `insert`. Deterministic. ValueError for a slot that is not in, or is in already; nothing has changed then.
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        """One of `policy_names`, for a cache of that capacity."""
+    def touch(self, slot: int, next_use: int = ...) -> None:
+        """The object is used again; `next_use` is the time of its next use, for ``belady``."""
+    def insert(self, slot: int, key: int, size: int = 1, next_use: int = ..., cost: float = 1.0) -> None:
+        """The object has come in; `cost` is that of fetching it, for ``gdsf``."""
+    def victim(self, key: int, size: int = 1, held: builtins.set[int] = ...) -> int:
+        """The slot to go next so that `key` can come in, none of `held`; it stays in. IndexError if none may go."""
+    def remove(self, slot: int, *, evicted: bool) -> None:
+        """The object has left: evicted, so that it may be remembered, or deleted."""
+    def __contains__(self, slot: int) -> bool: ...
+    def __len__(self) -> int: ...
+
+class RequestTrace:
+    """Requests for objects, in order, with sizes and next uses. Requests of 0 bytes are left out and counted."""
+
+    def __init__(self, ids: Sequence[int], sizes: Sequence[int]) -> None: ...
+    @staticmethod
+    def oracle_general(data: Buffer) -> RequestTrace:
+        """libCacheSim's format: records of 24 bytes. ValueError, with the record's number, if the bytes cannot be that."""
+    @staticmethod
+    def csv(data: Buffer) -> RequestTrace:
+        """Lines of ``time,object,size``, or under a header. ValueError, with the line's number, for anything else."""
+    def __len__(self) -> int: ...
+    @property
+    def left_out(self) -> int:
+        """Requests of 0 bytes."""
+    def objects(self) -> int:
+        """Number of different objects."""
+    def footprint(self) -> int:
+        """Bytes of all different objects."""
+
+class CacheSimulation:
+    """A cache under a policy, given the requests of a trace. Its counts are those of all runs so far."""
+
+    def __init__(self, policy: str, capacity: int) -> None: ...
+    def run(self, trace: RequestTrace, first: int, last: int) -> None:
+        """Give it the requests from `first` to before `last`, without the interpreter lock."""
+    @property
+    def requests(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def bytes_missed(self) -> int: ...
+
+def policy_names() -> tuple[str, ...]:
+    """Names of all policies, in the order in which tables show them."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "Benchmark", "Progress", "Settings", "check_device", "load", "title_of"]
 
-NAMES = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "remote")
+NAMES = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "policies", "remote")
 """In the order in which reports show them. Each is a module of this package and a command."""
 
 Progress = Callable[[str, int, int], None]

@@ -106,6 +106,29 @@ def growth(
 
 
 @app.command()
+def policies(
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV (.csv) or oracleGeneral; default: a trace by Zipf's law is generated."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Of the cache, such as 128MiB; repeatable. Default: shares of all objects."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Such as sieve; repeatable. Default: all of them.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Runs of each; default: 3.")] = None,
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """Misses of nine eviction policies on a trace of requests, and how fast they decide."""
+    given = {"trace": trace, "sizes": tuple(size or ()), "policies": tuple(policy or ()), "rounds": rounds}
+    _perform("policies", given, "cpu", quick, json, report)
+
+
+@app.command()
 def remote(
     rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 7.")] = None,
     device: Device = "cpu",

@@ -1,0 +1,123 @@
+// Policies, traces and the simulation of a cache.
+#include <string>
+#include <vector>
+
+#include "bindings.hpp"
+#include "policy/policies.hpp"
+#include "policy/simulation.hpp"
+#include "policy/trace.hpp"
+
+using namespace farpool::policy;
+using farpool::fail_value;
+
+namespace {
+
+// A policy with its name, for messages.
+struct Named {
+    std::string name;
+    std::unique_ptr<Policy> policy;
+};
+
+void check_capacity(std::uint64_t capacity) {
+    if (capacity == 0) {
+        fail_value("capacity is 0, expected 1 or more");
+    }
+}
+
+std::string_view text_of(const BufferView& view) {
+    return {static_cast<const char*>(view->buf), static_cast<std::size_t>(view->len)};
+}
+
+Trace read(const nb::object& bytes, Trace (*reader)(std::string_view)) {
+    const BufferView view(bytes, PyBUF_C_CONTIGUOUS);
+    nb::gil_scoped_release release;
+    return reader(text_of(view));
+}
+
+Trace make_trace(const std::vector<std::uint64_t>& ids, const std::vector<std::uint64_t>& sizes) {
+    if (ids.size() != sizes.size()) {
+        fail_value("a trace needs as many sizes as objects, got " + std::to_string(ids.size()) + " objects and " +
+                   std::to_string(sizes.size()) + " sizes");
+    }
+    Trace trace;
+    for (std::size_t at = 0; at < ids.size(); ++at) {
+        trace.add(ids[at], sizes[at], never);
+    }
+    trace.find_next_uses();
+    return trace;
+}
+
+}  // namespace
+
+void bind_policy(nb::module_& m) {
+    using Released = nb::call_guard<nb::gil_scoped_release>;
+    m.def("policy_names", [] {
+        nb::list found;
+        for (const std::string_view name : names()) {
+            found.append(nb::str(name.data(), name.size()));
+        }
+        return nb::tuple(found);
+    });
+    nb::class_<Named>(m, "Policy", "Chooses which object of a cache makes room.")
+        .def(
+            "__init__",
+            [](Named* self, std::string name, std::uint64_t capacity) {
+                check_capacity(capacity);
+                auto policy = make(name, capacity);
+                new (self) Named{std::move(name), std::move(policy)};
+            },
+            nb::arg("name"), nb::arg("capacity"))
+        .def(
+            "touch", [](Named& self, Slot slot, std::int64_t next_use) { self.policy->touch(slot, next_use); }, nb::arg("slot"),
+            nb::arg("next_use") = never)
+        .def(
+            "insert",
+            [](Named& self, Slot slot, std::uint64_t key, std::uint64_t size, std::int64_t next_use, double cost) {
+                self.policy->insert(slot, {key, size, next_use, cost});
+            },
+            nb::arg("slot"), nb::arg("key"), nb::arg("size") = 1, nb::arg("next_use") = never, nb::arg("cost") = 1.0)
+        .def(
+            "victim",
+            [](Named& self, std::uint64_t key, std::uint64_t size, const nb::set& held) {
+                const auto is_held = [&](Slot slot) { return held.contains(slot); };
+                const Slot slot = self.policy->victim({key, size}, is_held);
+                if (slot == no_slot) {
+                    throw nb::index_error(("policy " + self.name + " has nothing that may leave").c_str());
+                }
+                return slot;
+            },
+            nb::arg("key"), nb::arg("size") = 1, nb::arg("held") = nb::set())
+        .def(
+            "remove",
+            [](Named& self, Slot slot, bool evicted) {
+                self.policy->remove(slot, evicted ? Leaving::evicted : Leaving::deleted);
+            },
+            nb::arg("slot"), nb::kw_only(), nb::arg("evicted"))
+        .def("__contains__", [](const Named& self, Slot slot) { return self.policy->contains(slot); })
+        .def("__len__", [](const Named& self) { return self.policy->size(); });
+
+    nb::class_<Trace>(m, "RequestTrace", "Requests for objects, in order, with sizes and next uses.")
+        .def("__init__", [](Trace* self, const std::vector<std::uint64_t>& ids,
+                            const std::vector<std::uint64_t>& sizes) { new (self) Trace(make_trace(ids, sizes)); },
+             nb::arg("ids"), nb::arg("sizes"))
+        .def_static("oracle_general", [](const nb::object& data) { return read(data, read_oracle_general); }, nb::arg("data"))
+        .def_static("csv", [](const nb::object& data) { return read(data, read_csv); }, nb::arg("data"))
+        .def("__len__", &Trace::size)
+        .def_prop_ro("left_out", [](const Trace& self) { return self.left_out; })
+        .def("objects", &Trace::objects, Released())
+        .def("footprint", &Trace::footprint, Released());
+
+    nb::class_<Simulation>(m, "CacheSimulation", "A cache under a policy, given the requests of a trace.")
+        .def(
+            "__init__",
+            [](Simulation* self, const std::string& policy, std::uint64_t capacity) {
+                check_capacity(capacity);
+                new (self) Simulation(make(policy, capacity), capacity);
+            },
+            nb::arg("policy"), nb::arg("capacity"))
+        .def("run", &Simulation::run, nb::arg("trace"), nb::arg("first"), nb::arg("last"), Released())
+        .def_prop_ro("requests", [](const Simulation& self) { return self.counts().requests; })
+        .def_prop_ro("misses", [](const Simulation& self) { return self.counts().misses; })
+        .def_prop_ro("bytes", [](const Simulation& self) { return self.counts().bytes; })
+        .def_prop_ro("bytes_missed", [](const Simulation& self) { return self.counts().bytes_missed; });
+}

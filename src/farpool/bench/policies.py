@@ -1,0 +1,207 @@
+"""Misses of eviction policies on a trace of requests, and the speed at which they decide.
+
+A cache of each size is simulated under each policy: a request for an object that is not there is a miss, and brings the
+object in. A trace is a file (CSV, or libCacheSim's oracleGeneral) or generated: Zipf's law over 5,000 objects. Belady's
+policy knows the future; where all objects have one size, no policy has fewer misses. Requests a second are those of one core,
+with the lookup of the object and everything that the policy does; the median of several runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from farpool._native import CacheSimulation, RequestTrace, policy_names
+from farpool.bench import request_traces
+from farpool.errors import ConfigError
+from farpool.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from farpool.bench.benchmark import Progress
+
+__all__ = ["Outcome", "Run", "Settings", "figures", "run", "table"]
+
+_CHUNK = 1 << 20
+"""Requests between two signs of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to run.
+
+    Attributes
+    ----------
+    device : str
+        ``cpu``: policies compute nothing on a device.
+    trace : Path or None
+        The file to read; None generates a trace.
+    sizes : tuple of str
+        Sizes of the cache; empty for halves, quarters and so on of the bytes of all objects.
+    policies : tuple of str
+        Names; empty for all.
+    rounds : int
+        Runs of each, for the speed; their counts are equal.
+    requests : int
+        Length of the trace that is generated.
+    """
+
+    device: str = "cpu"
+    trace: Path | None = None
+    sizes: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    rounds: int = 3
+    requests: int = 1_000_000
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """Sizes so small that a run takes seconds."""
+        return cls(rounds=1, requests=20_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy with one size of the cache.
+
+    Attributes
+    ----------
+    misses, bytes_missed : int
+        Requests for objects that were not in the cache, and the sum of their sizes.
+    requests_per_second : float
+        Median over the runs.
+    seconds : tuple of float
+        Wall time of each run.
+    """
+
+    policy: str
+    size: int
+    misses: int
+    bytes_missed: int
+    requests_per_second: float
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came out.
+
+    Attributes
+    ----------
+    trace : str
+        Name of the file, or how the trace was generated.
+    requests, objects : int
+        Length of the trace, and different objects in it.
+    nbytes, footprint : int
+        Sum of the sizes of all requests, and of all different objects.
+    left_out : int
+        Requests of 0 bytes: there is nothing to keep.
+    """
+
+    trace: str
+    requests: int
+    objects: int
+    nbytes: int
+    footprint: int
+    left_out: int
+    runs: tuple[Run, ...]
+
+
+def run(settings: Settings, progress: Progress) -> Outcome:
+    """Measure.
+
+    Raises
+    ------
+    ConfigError
+        The trace cannot be read, or a policy or a size is wrong.
+    """
+    policies = settings.policies or policy_names()
+    for name in policies:
+        if name not in policy_names():
+            raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(policy_names())}")
+    sizes = [parse_size(size, "size") for size in settings.sizes]
+    if settings.trace is not None:
+        progress("Reading the trace", 0, 1)
+        trace, named = request_traces.read(settings.trace), settings.trace.name
+        progress("Reading the trace", 1, 1)
+    else:
+        ids = request_traces.generate("zipf", settings.requests)
+        trace, named = RequestTrace(ids, request_traces.object_sizes(ids)), "generated: Zipf's law over 5,000 objects"
+    footprint = trace.footprint()
+    sizes = sizes or [max(1, footprint >> shift) for shift in range(7, 0, -1)]
+    runs = []
+    nbytes = 0
+    for name in policies:
+        for number, size in enumerate(sizes):
+            seconds = []
+            for _ in range(settings.rounds):
+                cache = CacheSimulation(name, size)
+                seconds.append(_simulate(cache, trace))
+                progress(name, number * settings.rounds + len(seconds), len(sizes) * settings.rounds)
+            nbytes = cache.bytes
+            speed = len(trace) / max(statistics.median(seconds), 1e-9)
+            runs.append(Run(name, size, cache.misses, cache.bytes_missed, speed, tuple(seconds)))
+    return Outcome(named, len(trace), trace.objects(), nbytes, footprint, trace.left_out, tuple(runs))
+
+
+def _simulate(cache: CacheSimulation, trace: RequestTrace) -> float:
+    """Run the whole trace, in chunks so that an interrupt is heard; wall seconds."""
+    start = time.perf_counter()
+    for first in range(0, len(trace), _CHUNK):
+        cache.run(trace, first, first + _CHUNK)
+    return time.perf_counter() - start
+
+
+def table(outcome: Outcome) -> Group:
+    """Miss ratios by policy and size, then bytes missed and speed."""
+    sizes = sorted({one.size for one in outcome.runs})
+    names = list(dict.fromkeys(one.policy for one in outcome.runs))
+    by_place = {(one.policy, one.size): one for one in outcome.runs}
+    about = (
+        f"{outcome.trace}: {outcome.requests:,} requests for {outcome.objects:,} objects of "
+        f"{format_size(outcome.footprint)} in all"
+    )
+    if outcome.left_out:
+        about += f"; {outcome.left_out:,} requests of 0 bytes were left out"
+    parts: list[Text | Table] = [Text(about)]
+    for title, cell in (
+        ("Misses", lambda one: f"{one.misses:,} ({one.misses / outcome.requests:.1%})"),
+        ("Bytes missed", lambda one: f"{format_size(one.bytes_missed)} ({one.bytes_missed / outcome.nbytes:.1%})"),
+        ("Requests a second, millions", lambda one: f"{one.requests_per_second / 1e6:.1f}"),
+    ):
+        made = Table(title=title)
+        made.add_column("policy")
+        for size in sizes:
+            made.add_column(format_size(size), justify="right")
+        for name in names:
+            made.add_row(name, *(cell(by_place[name, size]) for size in sizes))
+        parts.append(made)
+    return Group(*parts)
+
+
+def figures(outcome: Outcome) -> dict[str, Figure]:
+    """Miss ratio against the size of the cache, for each policy."""
+    from farpool.bench.figures import COLOURS, new_figure
+
+    figure, axes = new_figure("size of the cache, MiB", "misses, share of requests")
+    for number, name in enumerate(dict.fromkeys(one.policy for one in outcome.runs)):
+        runs = sorted((one for one in outcome.runs if one.policy == name), key=lambda one: one.size)
+        axes.plot(
+            [one.size / (1 << 20) for one in runs],
+            [one.misses / outcome.requests for one in runs],
+            ("o-", "s--", "^:")[number // len(COLOURS) % 3],
+            color=COLOURS[number % len(COLOURS)],
+            markersize=4,
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.legend(ncols=2)
+    return {f"Miss-ratio curve of {outcome.trace}.": figure}
