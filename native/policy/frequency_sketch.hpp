@@ -12,9 +12,11 @@ namespace farpool::policy {
 
 class FrequencySketch {
 public:
-    // Makes sure that so many keys are told apart: 128 counters for each. Growing keeps all estimates.
+    explicit FrequencySketch(std::size_t counters_per_key) : counters_per_key_(counters_per_key) {}
+
+    // Makes room for so many keys. Growing keeps all estimates, and ends at 256 MiB.
     void reserve(std::size_t keys) {
-        while (counters_.size() < 128 * keys) {
+        while (counters_.size() < std::min(counters_per_key_ * keys, most_counters)) {
             const std::size_t old = counters_.size();
             counters_.resize(2 * old);
             std::copy_n(counters_.begin(), old, counters_.begin() + static_cast<std::ptrdiff_t>(old));
@@ -47,6 +49,7 @@ public:
 private:
     static constexpr unsigned rows = 4;
     static constexpr std::uint8_t most = 255;
+    static constexpr std::size_t most_counters = std::size_t{1} << 28;
 
     // The low bits choose, so that a table of twice the size has each counter where it was, and once more behind.
     std::size_t place(std::uint64_t key, unsigned row) const {
@@ -54,6 +57,7 @@ private:
         return (hash + row * ((hash >> 32) | 1)) & (counters_.size() - 1);
     }
 
+    std::size_t counters_per_key_;
     std::vector<std::uint8_t> counters_ = std::vector<std::uint8_t>(1024);
 };
 

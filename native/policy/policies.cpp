@@ -17,6 +17,9 @@ namespace farpool::policy {
 
 namespace {
 
+// Offline, what counts is the policy and not how well it is approximated.
+constexpr std::size_t offline_counters = 512;
+
 using Make = std::unique_ptr<Policy> (*)(std::uint64_t);
 
 constexpr std::array<std::string_view, 9> all_names = {"lru",  "clock", "sieve",      "s3-fifo", "arc",
@@ -29,7 +32,7 @@ constexpr std::array<Make, 9> makers = {
     [](std::uint64_t capacity) -> std::unique_ptr<Policy> { return std::make_unique<Arc>(capacity); },
     [](std::uint64_t capacity) -> std::unique_ptr<Policy> { return std::make_unique<Lirs>(capacity); },
     [](std::uint64_t) -> std::unique_ptr<Policy> { return std::make_unique<Gdsf>(); },
-    [](std::uint64_t capacity) -> std::unique_ptr<Policy> { return std::make_unique<WTinyLfu>(capacity); },
+    [](std::uint64_t capacity) -> std::unique_ptr<Policy> { return std::make_unique<WTinyLfu>(capacity, offline_counters); },
     [](std::uint64_t) -> std::unique_ptr<Policy> { return std::make_unique<Belady>(); },
 };
 

@@ -1,4 +1,4 @@
-// All policies, by name.
+// All policies, by name, as simulations want them.
 #pragma once
 
 #include <memory>

@@ -10,9 +10,9 @@ std::uint64_t share(std::uint64_t capacity, double of) { return static_cast<std:
 
 }  // namespace
 
-WTinyLfu::WTinyLfu(std::uint64_t capacity) {
+WTinyLfu::WTinyLfu(std::uint64_t capacity, std::size_t counters) : frequency_(counters) {
     const std::uint64_t main = capacity - share(capacity, 0.01);
-    capacity_ = {capacity - main, share(main, 0.2), share(main, 0.8)};
+    capacity_ = {capacity - main, share(main, 0.2), share(main, 0.8), capacity};
 }
 
 void WTinyLfu::enter(Slot slot, Part part) {
@@ -25,6 +25,11 @@ void WTinyLfu::leave(Slot slot) {
     const Part part = objects_[slot].part;
     queues_[part].remove(slot);
     nbytes_[part] -= objects_[slot].size;
+}
+
+void WTinyLfu::move(Slot slot, Part part) {
+    leave(slot);
+    enter(slot, part);
 }
 
 void WTinyLfu::on_insert(Slot slot, const Item& item) {
@@ -43,36 +48,38 @@ void WTinyLfu::on_touch(Slot slot, std::int64_t) {
         queues_[window].renew(slot);
         return;
     }
-    if (object.part == protected_) {
-        queues_[protected_].renew(slot);
-    } else {
-        leave(slot);
-        enter(slot, protected_);
-        while (nbytes_[protected_] > capacity_[protected_]) {
-            const Slot oldest = queues_[protected_].oldest();
-            leave(oldest);
-            enter(oldest, probation);
-        }
-        crowded_ = nbytes_[probation] > capacity_[probation];
-    }
     frequency_.add(object.key);
+    if (object.part == leaving) {
+        move(slot, window);
+        return;
+    }
+    move(slot, protected_);
+    while (nbytes_[protected_] > capacity_[protected_]) {
+        move(queues_[protected_].oldest(), probation);
+        while (nbytes_[probation] > capacity_[probation]) {
+            move(queues_[probation].oldest(), leaving);
+        }
+    }
     if (++uses_ >= sample * (queues_[probation].size() + queues_[protected_].size())) {
         uses_ = 0;
         frequency_.halve();
     }
 }
 
+Slot WTinyLfu::main_victim(const Held& held) const {
+    const Slot slot = queues_[probation].oldest_free(held);
+    return slot != no_slot ? slot : queues_[protected_].oldest_free(held);
+}
+
 Slot WTinyLfu::on_victim(const Item&, const Held& held) {
     const std::uint64_t main_capacity = capacity_[probation] + capacity_[protected_];
-    crowded_ = crowded_ && nbytes_[probation] > capacity_[probation];
     for (;;) {
-        const Slot candidate = queues_[window].oldest_free(held);
-        Slot victim = queues_[probation].oldest_free(held);
-        if (victim == no_slot) {
-            victim = queues_[protected_].oldest_free(held);
+        if (const Slot slot = queues_[leaving].oldest_free(held); slot != no_slot) {
+            return slot;
         }
-        // What the main part has too much is its own affair: it has been weighed already, or nothing is left to weigh it against.
-        if (candidate == no_slot || (victim != no_slot && (crowded_ || main_nbytes() > main_capacity))) {
+        const Slot candidate = queues_[window].oldest_free(held);
+        const Slot victim = main_victim(held);
+        if (candidate == no_slot) {
             return victim;
         }
         const Object& object = objects_[candidate];
@@ -83,10 +90,16 @@ Slot WTinyLfu::on_victim(const Item&, const Held& held) {
         if (!room && !better) {
             return candidate;
         }
-        leave(candidate);
-        enter(candidate, room && !fits(probation, object.size) && fits(protected_, object.size) ? protected_ : probation);
         if (!room) {
-            return victim;
+            move(victim, leaving);
+        }
+        if (fits(probation, object.size) || !fits(protected_, object.size)) {
+            while (main_nbytes() + object.size > main_capacity && main_victim(held) != no_slot) {
+                move(main_victim(held), leaving);
+            }
+            move(candidate, probation);
+        } else {
+            move(candidate, protected_);
         }
     }
 }

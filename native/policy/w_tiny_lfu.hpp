@@ -4,7 +4,9 @@
 // what was used again there, protected.
 //
 // Details on which the numbers of misses depend: the window is a hundredth. Uses in the window are not counted; an object that comes
-// in, is used in the main part or is weighed at the window's end is. Counts are halved after 32 uses of each object in the main part.
+// in, is used in the main part or is weighed at the window's end is. Counts are halved after 32 uses of each object in the main part. The parts keep
+// to their shares at once: an object that loses its place before anybody needs its room is `leaving` until then, and a use in the meantime
+// is as if it came in anew.
 #pragma once
 
 #include <array>
@@ -16,10 +18,12 @@ namespace farpool::policy {
 
 class WTinyLfu final : public Policy {
 public:
-    explicit WTinyLfu(std::uint64_t capacity);
+    // `counters`: bytes of the sketch for each object that is in. 16 tell what is frequent from what is rare; with 512 hardly an
+    // estimate is wrong, however many more objects come by than the cache holds.
+    explicit WTinyLfu(std::uint64_t capacity, std::size_t counters = 16);
 
 private:
-    enum Part : std::uint8_t { window, probation, protected_ };
+    enum Part : std::uint8_t { window, probation, protected_, leaving };
     struct Object {
         std::uint64_t key;
         std::uint64_t size;
@@ -33,17 +37,18 @@ private:
 
     void enter(Slot slot, Part part);
     void leave(Slot slot);
+    void move(Slot slot, Part part);
+    Slot main_victim(const Held& held) const;
     std::uint64_t main_nbytes() const { return nbytes_[probation] + nbytes_[protected_]; }
     bool fits(Part part, std::uint64_t size) const { return nbytes_[part] + size <= capacity_[part]; }
 
-    std::array<std::uint64_t, 3> capacity_;
-    std::array<std::uint64_t, 3> nbytes_{};
+    std::array<std::uint64_t, 4> capacity_;
+    std::array<std::uint64_t, 4> nbytes_{};
     std::vector<Object> objects_;
     Links links_;
-    std::array<SlotList, 3> queues_{SlotList(links_), SlotList(links_), SlotList(links_)};
+    std::array<SlotList, 4> queues_{SlotList(links_), SlotList(links_), SlotList(links_), SlotList(links_)};
     FrequencySketch frequency_;
     std::uint64_t uses_ = 0;  // since the counts were halved
-    bool crowded_ = false;    // what was protected before is more than fits on probation: that goes before anything else
 };
 
 }  // namespace farpool::policy

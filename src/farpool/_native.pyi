@@ -629,10 +629,10 @@ class RequestTrace:
 
     def __init__(self, ids: Sequence[int], sizes: Sequence[int]) -> None: ...
     @staticmethod
-    def oracle_general(data: Buffer) -> RequestTrace:
+    def oracle_general(data: object) -> RequestTrace:
         """libCacheSim's format: records of 24 bytes. ValueError, with the record's number, if the bytes cannot be that."""
     @staticmethod
-    def csv(data: Buffer) -> RequestTrace:
+    def csv(data: object) -> RequestTrace:
         """Lines of ``time,object,size``, or under a header. ValueError, with the line's number, for anything else."""
     def __len__(self) -> int: ...
     @property

@@ -14,11 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from farpool._native import policy_names
 from farpool.bench.benchmark import NAMES, load, title_of
 from farpool.bench.growth import Outcome as Growth
 from farpool.bench.nvme import Outcome as NvmeOutcome
 from farpool.bench.overhead import Outcome as Overhead
 from farpool.bench.patterns import KINDS
+from farpool.bench.policies import Outcome as Policies
 from farpool.bench.prefetch import Outcome as Prefetch
 from farpool.cli.bench import app
 from farpool.errors import ConfigError, FarpoolError
@@ -103,6 +105,27 @@ def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
     assert check_page(report.read_text()).counts["figure"] == 2
 
 
+def test_policies_are_compared_on_a_file_and_on_a_generated_trace(tmp_path: Path) -> None:
+    file, report = tmp_path / "trace.csv", tmp_path / "policies.html"
+    file.write_text("".join(f"{time},{time % 7},{1024 * (time % 7 + 1)}\n" for time in range(500)))
+    options = ("--trace", str(file), "--size", "12KiB", "--size", "1MiB", "--policy", "lru", "--policy", "belady")
+    outcome = result_of("policies", bench("policies", *options, "--rounds", "2", "--json", "--report", str(report)))
+    assert isinstance(outcome, Policies)
+    assert (outcome.trace, outcome.requests, outcome.objects, outcome.left_out) == ("trace.csv", 500, 7, 0)
+    assert outcome.footprint == 28 * 1024
+    runs = {(one.policy, one.size): one for one in outcome.runs}
+    assert set(runs) == {(policy, size) for policy in ("lru", "belady") for size in (12 << 10, 1 << 20)}
+    # A loop that does not fit: LRU has nothing in time, and nobody less than Belady.
+    assert runs["lru", 12 << 10].misses == 500
+    assert runs["lru", 12 << 10].bytes_missed == outcome.nbytes
+    assert runs["belady", 12 << 10].misses < 500
+    assert runs["lru", 1 << 20].misses == runs["belady", 1 << 20].misses == 7
+    assert all(len(one.seconds) == 2 and one.requests_per_second > 0 for one in outcome.runs)
+    assert check_page(report.read_text()).counts["figure"] == 1
+    printed = bench("policies", "--quick")
+    assert all(name in printed for name in policy_names())
+
+
 def nvme(tmp_path: Path, *arguments: str) -> NvmeOutcome:
     outcome = result_of("nvme", bench("nvme", "--quick", "--folder", str(tmp_path), "--json", *arguments))
     assert isinstance(outcome, NvmeOutcome)
@@ -176,6 +199,9 @@ def test_results_are_put_on_one_page(tmp_path: Path) -> None:
         (lambda folder: ("growth", "--report", str(folder / "no" / "r.html")), "r.html"),
         (lambda folder: ("growth", "--report", str(folder)), "cannot be written"),
         (lambda folder: ("nvme", "--folder", str(folder / "no")), "no folder"),
+        (lambda folder: ("policies", "--trace", str(folder / "none.csv")), r"none\.csv cannot be read"),
+        (lambda folder: ("policies", "--quick", "--policy", "fifo"), "'fifo' is not known; expected one of lru"),
+        (lambda folder: ("policies", "--quick", "--size", "much"), "size is 'much'"),
         (lambda folder: ("report", str(folder / "none.json"), "--out", str(folder / "r.html")), "none.json"),
     ],
 )

@@ -75,7 +75,7 @@ def generate(kind: str, requests: int, seed: int = 1) -> list[int]:
 
 
 def object_sizes(ids: list[int], least: int = 1024, most: int = 8192) -> list[int]:
-    """A size in bytes for each request: the same for each request of an object, small sizes as frequent as large ones."""
+    """Sizes in bytes, one a request: the same for each request of an object, small ones as frequent as large ones."""
     ratio = most / least
     return [int(least * ratio ** (((number * 0x9E3779B97F4A7C15) % 2**64) / 2**64)) for number in ids]
 
