@@ -8,7 +8,7 @@
 //
 // Details on which counts depend: S holds at most twice the capacity, and forgets the ghosts that were evicted first. A HIR object that is
 // used when S has forgotten it stays HIR, as in the paper; the bottom of S becomes HIR too then, and leaves its place among the LIR
-// ones to the next object that comes in, as in libCacheSim (in the paper it would stay; it makes 1 miss in 4,000 on our traces).
+// ones to the next object that comes in, as in libCacheSim (in the paper it would stay; that changes less than 0.03 % of the misses on a block trace).
 #pragma once
 
 #include "policy/id_map.hpp"
