@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,29 +162,37 @@ def _simulate(cache: CacheSimulation, trace: RequestTrace) -> float:
 
 def table(outcome: Outcome) -> Group:
     """Miss ratios by policy and size, then bytes missed and speed."""
-    sizes = sorted({one.size for one in outcome.runs})
-    names = list(dict.fromkeys(one.policy for one in outcome.runs))
-    by_place = {(one.policy, one.size): one for one in outcome.runs}
     about = (
         f"{outcome.trace}: {outcome.requests:,} requests for {outcome.objects:,} objects of "
         f"{format_size(outcome.footprint)} in all"
     )
     if outcome.left_out:
         about += f"; {outcome.left_out:,} requests of 0 bytes were left out"
-    parts: list[Text | Table] = [Text(about)]
-    for title, cell in (
-        ("Misses", lambda one: f"{one.misses:,} ({one.misses / outcome.requests:.1%})"),
-        ("Bytes missed", lambda one: f"{format_size(one.bytes_missed)} ({one.bytes_missed / outcome.nbytes:.1%})"),
-        ("Requests a second, millions", lambda one: f"{one.requests_per_second / 1e6:.1f}"),
-    ):
-        made = Table(title=title)
-        made.add_column("policy")
-        for size in sizes:
-            made.add_column(format_size(size), justify="right")
-        for name in names:
-            made.add_row(name, *(cell(by_place[name, size]) for size in sizes))
-        parts.append(made)
-    return Group(*parts)
+
+    def misses(one: Run) -> str:
+        return f"{one.misses:,} ({one.misses / outcome.requests:.1%})"
+
+    def nbytes(one: Run) -> str:
+        return f"{format_size(one.bytes_missed)} ({one.bytes_missed / outcome.nbytes:.1%})"
+
+    def speed(one: Run) -> str:
+        return f"{one.requests_per_second / 1e6:.1f}"
+
+    cells = {"Misses": misses, "Bytes missed": nbytes, "Requests a second, millions": speed}
+    return Group(Text(about), *(_by_size(title, outcome.runs, cell) for title, cell in cells.items()))
+
+
+def _by_size(title: str, runs: tuple[Run, ...], cell: Callable[[Run], str]) -> Table:
+    """One row a policy, one column a size."""
+    sizes = sorted({one.size for one in runs})
+    cells = {(one.policy, one.size): cell(one) for one in runs}
+    made = Table(title=title)
+    made.add_column("policy")
+    for size in sizes:
+        made.add_column(format_size(size), justify="right")
+    for name in dict.fromkeys(one.policy for one in runs):
+        made.add_row(name, *(cells[name, size] for size in sizes))
+    return made
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
