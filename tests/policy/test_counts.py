@@ -35,7 +35,7 @@ def requests(kind: str, unit: str) -> RequestTrace:
 
 @functools.cache
 def differences(number: int) -> dict[str, tuple[float, float]]:
-    """Largest difference of misses and of bytes missed over all sizes, as shares, by policy, in the trace of that number."""
+    """Largest difference of misses and of bytes missed in one trace, over all sizes, as shares; by policy."""
     one = GENERATED[number]
     trace = requests(one["trace"], one["unit"])
     found = {}
