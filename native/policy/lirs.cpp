@@ -53,13 +53,14 @@ void Lirs::prune() {
 // LIR objects from the bottom of S become HIR until there is so much room among the LIR ones.
 void Lirs::demote_to(std::uint64_t room) {
     while (lir_nbytes_ > 0 && lir_nbytes_ + room > lir_capacity_) {
+        prune();  // a HIR object that was alone in S may lie at the bottom
         const Slot bottom = s_.oldest();
         leave_s(bottom);
         lir_nbytes_ -= entries_[bottom].size;
         entries_[bottom].state = State::hir;
         q_.push(bottom);
-        prune();
     }
+    prune();
 }
 
 void Lirs::become_lir(Slot number) {

@@ -195,6 +195,30 @@ TEST("LIRS keeps the objects of the shortest distance between uses, whatever sca
     CHECK_EQUAL(policy->victim({2000}), 0u);
 }
 
+TEST("LIRS finds its oldest LIR object also when others lie below it") {
+    const std::unique_ptr<Policy> policy = make("lirs", 100);
+    for (Slot slot = 0; slot < 100; ++slot) {
+        policy->insert(slot, {slot});
+    }
+    for (Slot slot = 0; slot < 99; ++slot) {
+        policy->remove(slot, Leaving::deleted);
+    }
+    for (Slot slot = 0; slot < 99; ++slot) {  // LIR, above 99, which never was
+        policy->insert(slot, {1000 + slot});
+    }
+    for (const std::uint64_t key : {2000, 2001, 2000}) {
+        CHECK_EQUAL(policy->victim({key}), 99u);
+        policy->remove(99, Leaving::evicted);
+        policy->insert(99, {key});
+    }
+    // 2000 came back and is LIR, so the oldest LIR object is the next to go; the others follow in their order.
+    for (Slot slot = 0; slot < 100; ++slot) {
+        CHECK_EQUAL(policy->victim({3000}), slot);
+        policy->remove(slot, Leaving::evicted);
+    }
+    CHECK_EQUAL(policy->size(), 0u);
+}
+
 TEST("GDSF weighs uses, cost and size") {
     const std::unique_ptr<Policy> policy = make("gdsf", 100);
     policy->insert(0, {0, 10, never, 1.0});
