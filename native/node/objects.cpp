@@ -85,8 +85,8 @@ Found Objects::find(std::string_view key, bool visit) {
         found.aside = writing == writing_.end() ? nullptr : writing->second.payload;
     }
     if (visit) {
-        found.visited = sieve_->visited(slot);
-        sieve_->visit(slot);
+        found.visited = marks_.get(slot) != 0;
+        marks_.set(slot);
     }
     return found;
 }
@@ -173,7 +173,7 @@ std::uint32_t Objects::enter(const ObjectHeader& settings, std::string_view key,
     std::memcpy(&header + 1, key.data(), key.size());
     seal(header, key.data());
     const std::uint32_t slot = index_->add(entry);
-    queue_of(entry).insert(slot);
+    enqueue(slot, entry);
     indexed_units_ += entry.units;
     count(slot, header);
     return slot;
@@ -290,7 +290,7 @@ void Objects::take_out(std::uint32_t slot) {
     discount(slot);
     indexed_units_ -= entry.units;
     index_->remove(slot);
-    queue_of(entry).remove(slot);
+    queue_of(entry).remove(slot, policy::Leaving::deleted);
     const auto held = held_.find(entry.offset);
     if (held == held_.end()) {
         free_extent(entry.offset, entry.units);

@@ -17,7 +17,7 @@
 #include "free_space.hpp"
 #include "node/index.hpp"
 #include "node/shelf.hpp"
-#include "node/sieve.hpp"
+#include "policy/sieve.hpp"
 #include "wire/frame.hpp"
 
 namespace farpool {
@@ -200,7 +200,8 @@ private:
     // The live slot of this very object; none where it has gone.
     std::uint32_t slot_at(std::uint64_t offset, std::uint64_t generation) const;
     std::uint32_t enter(const ObjectHeader& settings, std::string_view key, Index::Entry entry);
-    Sieve& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *sieve_ : *lower_; }
+    policy::Policy& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *sieve_ : *lower_; }
+    void enqueue(std::uint32_t slot, const Index::Entry& entry) { queue_of(entry).insert(slot, {entry.hash, entry.units}); }
     auto in_use() const {
         return [this](std::uint32_t slot) { return held_.contains(index_->at(slot).offset); };
     }
@@ -223,8 +224,9 @@ private:
     Segment visited_;
     std::unique_ptr<Index> index_;
     Shelf* shelf_;
-    std::unique_ptr<Sieve> sieve_;  // of what lies in memory
-    std::unique_ptr<Sieve> lower_;  // of what lies in the file
+    policy::Marks marks_;                   // of visits: in `visited_`, where mapped readers set them
+    std::unique_ptr<policy::Policy> sieve_;  // of what lies in memory
+    std::unique_ptr<policy::Policy> lower_;  // of what lies in the file
     std::unordered_map<std::uint64_t, Writing> writing_;      // by the extent, which is held meanwhile
     std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // the extents by job
     std::unique_ptr<FreeSpace> space_;

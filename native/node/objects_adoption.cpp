@@ -15,8 +15,9 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     paths_ = {stem + ".index", stem + ".data"};
     open(budget.limit / unit_nbytes * unit_nbytes, fresh, note);
     make_visited();
-    sieve_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
-    lower_ = std::make_unique<Sieve>(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
+    marks_ = policy::Marks(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
+    sieve_ = std::make_unique<policy::Sieve>(marks_);
+    lower_ = std::make_unique<policy::Sieve>(marks_);
     space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(capacity() / unit_nbytes));
     do {
         if (!back_visited(visited_backed_)) {
@@ -176,7 +177,7 @@ bool Objects::adopt(std::uint32_t slot) {
     take(entry.units);
     indexed_units_ += entry.units;
     count(slot, header);
-    queue_of(entry).insert(slot);
+    enqueue(slot, entry);
     return true;
 }
 

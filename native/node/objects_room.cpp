@@ -72,12 +72,13 @@ bool Objects::back_visited(std::uint64_t slot) {
 }
 
 bool Objects::evict_one() {
-    if (const auto victim = sieve_->victim(in_use())) {
-        leave(*victim);
+    if (const policy::Slot victim = sieve_->victim({}, in_use()); victim != policy::no_slot) {
+        leave(victim);
         return true;
     }
-    if (const auto victim = lower_->victim(in_use())) {  // what stays in memory of an object in the file
-        drop_knowledge(*victim);
+    // What stays in memory of an object in the file.
+    if (const policy::Slot victim = lower_->victim({}, in_use()); victim != policy::no_slot) {
+        drop_knowledge(victim);
         ++counts_.evictions;
         return true;
     }
@@ -87,14 +88,14 @@ bool Objects::evict_one() {
 // Evicts one and then its neighbours above, until they leave a hole of so many units or one of them is in use. Without this a
 // large object would wait until chance had emptied one place.
 void Objects::evict_around(std::uint32_t units) {
-    auto victim = sieve_->victim(in_use());
-    if (!victim) {
-        victim = lower_->victim(in_use());
+    policy::Slot slot = sieve_->victim({}, in_use());
+    if (slot == policy::no_slot) {
+        slot = lower_->victim({}, in_use());
     }
-    if (!victim) {
+    if (slot == policy::no_slot) {
         return;
     }
-    for (std::uint32_t slot = *victim;;) {
+    for (;;) {
         const Index::Entry entry = index_->at(slot);
         const std::uint64_t end = entry.offset + std::uint64_t{entry.units} * unit_nbytes;
         leave(slot);

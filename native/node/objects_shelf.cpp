@@ -15,11 +15,11 @@ void Objects::leave(std::uint32_t slot) {
 std::optional<std::uint32_t> Objects::alloc_blocks(std::uint32_t blocks) {
     std::optional<std::uint32_t> first = shelf_->alloc(blocks);
     while (!first) {
-        const auto victim = lower_->victim(in_use());
-        if (!victim) {
+        const policy::Slot victim = lower_->victim({}, in_use());
+        if (victim == policy::no_slot) {
             return std::nullopt;
         }
-        drop_knowledge(*victim);
+        drop_knowledge(victim);
         ++counts_.evictions;
         first = shelf_->alloc(blocks);
     }
