@@ -80,6 +80,18 @@ def growth() -> list[str]:
     ]
 
 
+def policies() -> list[str]:
+    runs: dict[str, list[Any]] = {}
+    for run in result("policies")["runs"]:
+        runs.setdefault(run["policy"], []).append(run)
+    rows = []
+    for policy, of_policy in runs.items():
+        misses = {run["size"] >> 20: run["misses"] for run in of_policy}
+        slowest = min(run["requests_per_second"] for run in of_policy)
+        rows.append(f"| `{policy}` | {misses[128]:,} | {misses[512]:,} | {misses[1024]:,} | {slowest / 1e6:.1f} |")
+    return rows
+
+
 def prefetch() -> list[str]:
     ratios = [program["ratio"] for program in result("prefetch")["programs"]]
     of_demand = f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
@@ -132,7 +144,7 @@ def remote() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rows", [remote, demo, streaming, training, overhead, nvme, growth, prefetch])
+@pytest.mark.parametrize("rows", [remote, demo, streaming, training, overhead, nvme, growth, policies, prefetch])
 def test_the_page_of_benchmarks_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     for row in rows():

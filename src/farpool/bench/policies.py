@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Run", "Settings", "figures", "run", "table"]
 
 _CHUNK = 1 << 20
-"""Requests between two signs of progress."""
+"""Requests between two signs of progress, and until an interrupt is heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +139,25 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     sizes = sizes or [max(1, footprint >> shift) for shift in range(7, 0, -1)]
     runs = []
     nbytes = 0
+    total = len(trace) * len(sizes) * settings.rounds
     for name in policies:
-        for number, size in enumerate(sizes):
+        done = 0
+        for size in sizes:
             seconds = []
             for _ in range(settings.rounds):
                 cache = CacheSimulation(name, size)
-                seconds.append(_simulate(cache, trace))
-                progress(name, number * settings.rounds + len(seconds), len(sizes) * settings.rounds)
+                taken = 0.0
+                for first in range(0, len(trace), _CHUNK):
+                    start = time.perf_counter()
+                    cache.run(trace, first, first + _CHUNK)
+                    taken += time.perf_counter() - start
+                    progress(name, done + cache.requests, total)
+                seconds.append(taken)
+                done += len(trace)
             nbytes = cache.bytes
             speed = len(trace) / max(statistics.median(seconds), 1e-9)
             runs.append(Run(name, size, cache.misses, cache.bytes_missed, speed, tuple(seconds)))
     return Outcome(named, len(trace), trace.objects(), nbytes, footprint, trace.left_out, tuple(runs))
-
-
-def _simulate(cache: CacheSimulation, trace: RequestTrace) -> float:
-    """Run the whole trace, in chunks so that an interrupt is heard; wall seconds."""
-    start = time.perf_counter()
-    for first in range(0, len(trace), _CHUNK):
-        cache.run(trace, first, first + _CHUNK)
-    return time.perf_counter() - start
 
 
 def table(outcome: Outcome) -> Group:
