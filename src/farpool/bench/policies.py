@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,38 +160,31 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 
 def table(outcome: Outcome) -> Group:
-    """Miss ratios by policy and size, then bytes missed and speed."""
+    """Misses and speed of each policy, one size of the cache after the other."""
     about = (
         f"{outcome.trace}: {outcome.requests:,} requests for {outcome.objects:,} objects of "
         f"{format_size(outcome.footprint)} in all"
     )
     if outcome.left_out:
         about += f"; {outcome.left_out:,} requests of 0 bytes were left out"
-
-    def misses(one: Run) -> str:
-        return f"{one.misses:,} ({one.misses / outcome.requests:.1%})"
-
-    def nbytes(one: Run) -> str:
-        return f"{format_size(one.bytes_missed)} ({one.bytes_missed / outcome.nbytes:.1%})"
-
-    def speed(one: Run) -> str:
-        return f"{one.requests_per_second / 1e6:.1f}"
-
-    cells = {"Misses": misses, "Bytes missed": nbytes, "Requests a second, millions": speed}
-    return Group(Text(about), *(_by_size(title, outcome.runs, cell) for title, cell in cells.items()))
-
-
-def _by_size(title: str, runs: tuple[Run, ...], cell: Callable[[Run], str]) -> Table:
-    """One row a policy, one column a size."""
-    sizes = sorted({one.size for one in runs})
-    cells = {(one.policy, one.size): cell(one) for one in runs}
-    made = Table(title=title)
-    made.add_column("policy")
-    for size in sizes:
-        made.add_column(format_size(size), justify="right")
-    for name in dict.fromkeys(one.policy for one in runs):
-        made.add_row(name, *(cells[name, size] for size in sizes))
-    return made
+    made = Table()
+    made.add_column("cache", no_wrap=True)
+    made.add_column("policy", no_wrap=True)
+    for name in ("misses", "of all", "bytes missed", "of all", "million/s"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for size in sorted({one.size for one in outcome.runs}):
+        for number, one in enumerate(one for one in outcome.runs if one.size == size):
+            made.add_row(
+                format_size(size) if number == 0 else "",
+                one.policy,
+                f"{one.misses:,}",
+                f"{one.misses / outcome.requests:.1%}",
+                format_size(one.bytes_missed),
+                f"{one.bytes_missed / outcome.nbytes:.1%}",
+                f"{one.requests_per_second / 1e6:.1f}",
+            )
+        made.add_section()
+    return Group(Text(about), made)
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
