@@ -3,7 +3,7 @@
 A cache of each size is simulated under each policy: a request for an object that is not there is a miss, and brings the
 object in. A trace is a file (CSV, or libCacheSim's oracleGeneral) or generated: Zipf's law over 5,000 objects. Belady's
 policy knows the future; where all objects have one size, no policy has fewer misses. Requests a second are those of one
-core, with the lookup of the object and everything that the policy does; the median of several runs.
+core, in processor time, with the lookup of the object and everything that the policy does; the median of several runs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Run:
     requests_per_second : float
         Median over the runs.
     seconds : tuple of float
-        Wall time of each run.
+        Processor time of each run.
     """
 
     policy: str
@@ -147,9 +147,9 @@ def run(settings: Settings, progress: Progress) -> Outcome:
                 cache = CacheSimulation(name, size)
                 taken = 0.0
                 for first in range(0, len(trace), _CHUNK):
-                    start = time.perf_counter()
+                    start = time.thread_time()
                     cache.run(trace, first, first + _CHUNK)
-                    taken += time.perf_counter() - start
+                    taken += time.thread_time() - start
                     progress(name, done + cache.requests, total)
                 seconds.append(taken)
                 done += len(trace)
