@@ -1,6 +1,8 @@
 #include "look_ahead.hpp"
 
 #include <algorithm>
+#include <functional>
+#include <vector>
 
 namespace farpool::pager {
 
@@ -11,7 +13,8 @@ constexpr int strides_ahead = 8;
 constexpr double stride_rent = 4;
 constexpr std::int64_t batch = 16;  // the end of the known future is looked at when so many accesses have been added to it
 constexpr std::int64_t age = 256;   // accesses after which the largest one is taken to be a quarter smaller
-constexpr std::int64_t worth = 8;   // a window must promise this many times what one operation pins: so much room it takes
+constexpr std::int64_t notable = 8;   // one operation is much larger than others if it is by this fraction of the arena
+constexpr std::int64_t worth = 4;   // a window must promise this many times what one operation pins: so much room it takes
 
 }  // namespace
 
@@ -31,7 +34,7 @@ std::int64_t LookAhead::note_access(const Run& run, std::int64_t key, std::int64
         const double room = static_cast<double>(largest_ + residency_.ahead_bytes);
         residency_.gate.charge_room(room * static_cast<double>(nbytes) / static_cast<double>(turn));
     }
-    return residency_.gate.ample() ? key_for(key, tape_.pointer(), nbytes) : key;
+    return key_for(key, tape_.pointer(), nbytes);
 }
 
 void LookAhead::note_miss(const Run& run, double busy) {
@@ -44,20 +47,79 @@ void LookAhead::note_miss(const Run& run, double busy) {
 }
 
 void LookAhead::note_pinned(std::int64_t nbytes) {
-    if (nbytes > largest_) {
+    if (nbytes > largest_ && nbytes < anchor_) {
         set_largest(nbytes);
     }
 }
 
 void LookAhead::set_largest(std::int64_t nbytes) {
     largest_ = residency_.ahead_at_least = nbytes;
-    retention_.set_room(std::max(std::int64_t{0}, residency_.arena.capacity() - 2 * nbytes));
+    retention_.set_room(std::max(std::int64_t{0}, residency_.arena.capacity() - anchored_ - 2 * nbytes));
+}
+
+void LookAhead::forget_anchors() {
+    anchor_ = never;
+    anchored_ = 0;
+    surveyed_ = 0;
+}
+
+// Looks over one turn of the loop for accesses so large that they are better kept.
+//
+// Room for the operation that runs and for the next one has to be left free of blocks that are kept. Where one operation is
+// much larger than the others (the head of a language model), that would be most of the arena, all the time. If its blocks
+// are kept, the room for the largest of the others is enough.
+void LookAhead::survey() {
+    surveyed_ = tape_.now();
+    std::vector<std::int64_t> sizes;
+    for (std::int64_t position = tape_.pointer() + 1; position <= tape_.now(); ++position) {
+        sizes.push_back(tape_.nbytes(position));
+    }
+    std::ranges::sort(sizes, std::greater<>());
+    const std::int64_t capacity = residency_.arena.capacity();
+    std::int64_t anchor = never;
+    std::int64_t anchored = 0;
+    std::int64_t sum = 0;
+    for (std::size_t index = 0; index + 1 < sizes.size(); ++index) {
+        const std::int64_t rest = sizes[index + 1];
+        sum += sizes[index];
+        if (sum + 2 * rest > capacity) {
+            break;
+        }
+        if (rest < sizes[index] && sizes.front() - rest > capacity / notable) {
+            anchor = sizes[index];
+            anchored = sum;
+            break;
+        }
+    }
+    if (anchor != anchor_ || anchored != anchored_) {
+        anchor_ = anchor;
+        anchored_ = anchored;
+        if (largest_ >= anchor_) {
+            largest_ = 0;
+            for (const std::int64_t size : sizes) {
+                largest_ = size < anchor_ ? std::max(largest_, size) : largest_;
+            }
+        }
+        set_largest(largest_);
+    }
 }
 
 // The key of blocks accessed at `start` of the known future (or the present) whose next use is at `use`.
 std::int64_t LookAhead::key_for(std::int64_t use, std::int64_t start, std::int64_t nbytes) {
-    const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now());
-    return retention_.keeps(nbytes, tape_.volume(start, use), turn) ? use : use + spare;
+    if (nbytes >= anchor_) {
+        return start + 1;  // as if it were used at once: the last to leave
+    }
+    if (!residency_.gate.ample()) {
+        return use;
+    }
+    std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now());
+    std::int64_t distance = tape_.volume(start, use);
+    if (anchored_ != 0 && turn > anchored_) {  // distances without them, on average
+        distance = static_cast<std::int64_t>(static_cast<double>(distance) * static_cast<double>(turn - anchored_) /
+                                             static_cast<double>(turn));
+        turn -= anchored_;
+    }
+    return retention_.keeps(nbytes, distance, turn) ? use : use + spare;
 }
 
 void LookAhead::set_window() {
@@ -66,8 +128,12 @@ void LookAhead::set_window() {
     if (!fetch_ || rate == 0.0 || !residency_.gate.open()) {
         return;
     }
-    std::int64_t gain =
-        std::max(std::int64_t{0}, tape_.volume(tape_.pointer(), tape_.now()) - retention_.room());
+    const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now()) - anchored_;
+    std::int64_t gain = std::max(std::int64_t{0}, turn - retention_.room());
+    if (turn > 0) {  // of what is kept, as much changes as is not in both choices by chance
+        const double others = static_cast<double>(gain) / static_cast<double>(turn);
+        residency_.gate.set_refill(static_cast<std::int64_t>(static_cast<double>(retention_.room()) * others));
+    }
     if (!residency_.gate.ample()) {
         const double computing = tape_.seconds(tape_.pointer(), tape_.now()) / rate;
         if (computing < static_cast<double>(gain)) {
@@ -95,6 +161,7 @@ void LookAhead::advance(const BlockSet& keep) {
         return;
     }
     if (jumps_ != tape_.jumps()) {
+        forget_anchors();
         rekey();
         jumps_ = tape_.jumps();
         restart();
@@ -106,6 +173,9 @@ void LookAhead::advance(const BlockSet& keep) {
         go_back(std::max(lost, tape_.pointer() + 1));
     }
     pass_by();
+    if (tape_.now() - surveyed_ >= tape_.now() - tape_.pointer()) {
+        survey();
+    }
     if (tape_.now() - aged_ > age) {
         aged_ = tape_.now();
         set_largest(largest_ - largest_ / 4);
@@ -119,6 +189,7 @@ void LookAhead::advance(const BlockSet& keep) {
 
 void LookAhead::resized() {
     residency_.gate.set_capacity(residency_.arena.capacity());
+    forget_anchors();
     set_largest(largest_);
     restart();
 }
@@ -179,7 +250,7 @@ void LookAhead::rekey() {
         const auto use = upcoming.find(b.name);
         if (use == upcoming.end()) {
             residency_.set_next_use(block, unknown_use(b.last_use));
-        } else if (window_ != 0 && residency_.gate.ample()) {
+        } else if (window_ != 0) {
             residency_.set_next_use(block, key_for(use->second, tape_.pointer(), b.size));
         } else {
             residency_.set_next_use(block, use->second);

@@ -48,6 +48,8 @@ public:
 
 private:
     void set_largest(std::int64_t nbytes);
+    void survey();
+    void forget_anchors();
     std::int64_t key_for(std::int64_t use, std::int64_t start, std::int64_t nbytes);
     void set_window();
     void restart();
@@ -74,6 +76,11 @@ private:
     std::deque<std::pair<std::int64_t, Run>> fetched_;
     std::int64_t largest_ = 0;  // bytes that the largest of the latest accesses has pinned at once
     std::int64_t aged_ = 0;     // where on the tape `largest_` was last lowered
+    // Accesses to at least so many bytes keep their blocks, which take `anchored_` bytes: what needs that much room at once
+    // loses least by having it all the time.
+    std::int64_t anchor_ = never;
+    std::int64_t anchored_ = 0;
+    std::int64_t surveyed_ = 0;  // where on the tape that was last looked at
     std::int64_t window_ = 0;   // bytes that may lie ready
     bool blocked_ = false;      // the cursor could not go on
     // The position for which there was no room, and what the arena looked like then.

@@ -31,7 +31,7 @@ void PrefetchGate::note_fetch(double nbytes, double computing, double writing, b
     }
     const double gain = std::min(1.0, computing + std::max(0.0, writing - usual_));
     balance_ = std::min(static_cast<double>(stake * capacity_), balance_ + gain * nbytes);
-    if (balance_ >= static_cast<double>(capacity_)) {
+    if (balance_ >= static_cast<double>(refill_)) {
         ample_ = true;
         patience_ = 1;
     }

@@ -20,9 +20,11 @@ namespace farpool::pager {
 class PrefetchGate {
 public:
     // `capacity`: bytes of the arena.
-    explicit PrefetchGate(std::int64_t capacity) : capacity_(capacity) {}
+    explicit PrefetchGate(std::int64_t capacity) : capacity_(capacity), refill_(capacity) {}
 
-    void set_capacity(std::int64_t capacity) { capacity_ = capacity; }
+    void set_capacity(std::int64_t capacity) { capacity_ = refill_ = capacity; }
+    // So many bytes are fetched once more when the arena is filled anew.
+    void set_refill(std::int64_t nbytes) { refill_ = nbytes; }
     // These bytes could have been fetched ahead; `enough` bytes may be at stake when it is tried.
     void note_foretold(double nbytes, std::int64_t enough);
     // A fetch has ended; these shares of it ran while the program computed, and while others were written back.
@@ -42,6 +44,7 @@ private:
     void check();
 
     std::int64_t capacity_;
+    std::int64_t refill_;
     double balance_ = 0.0;
     int patience_ = 1;
     double usual_ = 0.0;  // share of a fetch on demand beside which others are written back: what fetching ahead does not gain

@@ -27,7 +27,8 @@ bool Retention::keeps(std::int64_t nbytes, std::int64_t distance, std::int64_t t
     scale_.note(nearness, among_long);
     const double room = std::max(0.0, static_cast<double>(room_) - covered_.value) / long_.value;
     const double share = std::min(1.0, room * nearness / (scale_.value * far));
-    owed_ = std::min(owed_ + share * size, size);
+    largest_ = std::max(largest_, size);
+    owed_ = std::min(owed_ + share * size, 2 * largest_);
     if (owed_ < size / 2) {
         return false;
     }

@@ -38,7 +38,8 @@ private:
     Mean long_{1.0};     // share of the bytes accessed whose distance is long
     Mean distance_;      // of the long ones
     Mean scale_{1.0};
-    double owed_ = 0.0;  // bytes that should have been kept by now and have not
+    double owed_ = 0.0;  // bytes that should have been kept by now and have not, up to two accesses'
+    double largest_ = 0.0;
 };
 
 }  // namespace farpool::pager
