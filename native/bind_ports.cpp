@@ -80,7 +80,7 @@ void bind_ports(nb::module_& m) {
         .def_prop_ro("uses_ring", &FilePort::uses_ring);
 
     nb::class_<Held<PythonPort>, Port>(m, "PythonPort", nb::type_slots(held_slots<PythonPort>),
-                                       "Calls start_read and start_write of a tier written in Python.")
+                                       "Calls read_into and write_from of a tier written in Python.")
         .def(
             "__init__",
             [](Held<PythonPort>* self, nb::object tier) {

@@ -8,7 +8,7 @@ namespace farpool {
 
 namespace {
 
-// Runs `tier.method(Extent(offset, nbytes), view).wait()`; a new reference, or null with an exception set.
+// Runs `tier.method(Extent(offset, nbytes), view)`; a new reference, or null with an exception set.
 PyObject* call_tier(PyObject* tier, PyObject* extent_type, const char* method, std::uint64_t offset, std::size_t nbytes,
                     PyObject* view) {
     PyObject* extent = PyObject_CallFunction(extent_type, "Kn", static_cast<unsigned long long>(offset),
@@ -16,13 +16,8 @@ PyObject* call_tier(PyObject* tier, PyObject* extent_type, const char* method, s
     if (extent == nullptr) {
         return nullptr;
     }
-    PyObject* transfer = PyObject_CallMethod(tier, method, "OO", extent, view);
+    PyObject* result = PyObject_CallMethod(tier, method, "OO", extent, view);
     Py_DECREF(extent);
-    if (transfer == nullptr) {
-        return nullptr;
-    }
-    PyObject* result = PyObject_CallMethod(transfer, "wait", nullptr);
-    Py_DECREF(transfer);
     return result;
 }
 
@@ -69,11 +64,11 @@ void PythonPort::transfer(const char* method, std::uint64_t offset, void* memory
 }
 
 void PythonPort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
-    transfer("start_read", offset, into, nbytes, PyBUF_WRITE);
+    transfer("read_into", offset, into, nbytes, PyBUF_WRITE);
 }
 
 void PythonPort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
-    transfer("start_write", offset, const_cast<void*>(from), nbytes, PyBUF_READ);
+    transfer("write_from", offset, const_cast<void*>(from), nbytes, PyBUF_READ);
 }
 
 }  // namespace farpool

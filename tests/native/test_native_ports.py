@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from farpool._native import FilePort, Memory, MemoryPort, Port, PythonPort, VerifiedPort
 from farpool.errors import ChecksumError, PoolClosedError, TierError
-from farpool.tiers.transfers import FinishedTransfer
 
 MIB = 1 << 20
 KINDS = [(True, True), (True, False), (False, True)]
@@ -191,10 +190,9 @@ def test_a_port_keeps_what_it_stands_on() -> None:
 
 def test_a_tier_that_does_not_let_go_of_its_buffer_is_an_error() -> None:
     class Holding:
-        def start_read(self, extent: object, view: memoryview) -> FinishedTransfer:
+        def read_into(self, extent: object, view: memoryview) -> None:
             self.kept = np.frombuffer(view, np.uint8)
-            return FinishedTransfer()
 
     outside = Memory(1000)
-    with pytest.raises(TierError, match=r"Holding\.start_read: the tier kept its buffer"):
+    with pytest.raises(TierError, match=r"Holding\.read_into: the tier kept its buffer"):
         PythonPort(Holding()).read(0, outside.address, 10)

@@ -15,7 +15,6 @@ from farpool._native import Completion, FilePort, Memory, MemoryPort, PythonPort
 from farpool.errors import PoolClosedError, TierError
 from farpool.tiers import Dram, Faulty
 from farpool.tiers.base import Extent, Tier
-from farpool.tiers.transfers import FinishedTransfer
 
 WAIT = 30.0
 
@@ -46,15 +45,14 @@ class Gate:
         self.order: list[int] = []
         self.fail: set[int] = set()
 
-    def start_read(self, extent: Extent, view: memoryview) -> FinishedTransfer:
+    def read_into(self, extent: Extent, view: memoryview) -> None:
         self.entered.set()
         assert self.go.wait(WAIT)
         self.order.append(extent.offset)
         if extent.offset in self.fail:
             raise TierError("broken", tier="gate")
-        return FinishedTransfer()
 
-    start_write = start_read
+    write_from = read_into
 
 
 @pytest.fixture
@@ -300,7 +298,7 @@ def test_the_interpreter_ends_while_a_python_tier_is_stuck() -> None:
     run(
         """
 class Stuck:
-    def start_read(self, extent, view):
+    def read_into(self, extent, view):
         entered.set()
         time.sleep(3600)
 entered = threading.Event()
@@ -310,11 +308,12 @@ assert entered.wait(30)
     )
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_while_a_python_tier_keeps_asking_for_the_lock() -> None:
     run(
         """
 class Busy:
-    def start_read(self, extent, view):
+    def read_into(self, extent, view):
         entered.set()
         while True:
             time.sleep(0.0001)

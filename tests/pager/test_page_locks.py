@@ -108,7 +108,7 @@ def test_memory_is_mapped_and_what_stands_before_it_is_not() -> None:
         data = random.Random(1).randbytes(1000)
         tier.reserve(4096)
         extent = tier.reserve(1000)
-        tier.start_write(extent, memoryview(data)).wait(5)
+        tier.write_from(extent, memoryview(data))
         place = _native.Memory(1000)
         _native.memmove(place.address, tier.address(extent.offset), 1000)
         assert bytes(memoryview(place)) == data

@@ -76,7 +76,7 @@ def test_bytes_go_out_and_come_back_through_less_staging_than_they_are(rig: Rig)
 def test_a_range_is_filled_only_after_its_old_bytes_have_reached_their_tier(rig: Rig) -> None:
     old, new = b"o" * 4000, b"n" * 4000
     extent = rig.tier.reserve(4000)
-    rig.tier.start_write(extent, memoryview(new)).wait(5)
+    rig.tier.write_from(extent, memoryview(new))
     rig.fill(0, old)
     rig.executor.start(
         [

@@ -206,16 +206,16 @@ def test_a_read_error_in_the_middle_loses_nothing() -> None:
     with pytest.raises(TierError) as caught, pool:
         farpool.offload(model, pool)
         order: list[str] = []
-        start_read = tier.start_read
+        read_into = tier.read_into
 
         def failing(*args: object, **kwargs: object) -> object:
             order.append("read")
             if len(order) > 40:
                 raise TierError("broken", tier="dram")
-            return start_read(*args, **kwargs)
+            return read_into(*args, **kwargs)
 
-        tier.start_read = failing
-    del tier.start_read
+        tier.read_into = failing
+    del tier.read_into
     kinds = {name: type(parameter) for name, parameter in model.named_parameters()}
     assert {PagedTensor, nn.Parameter} == set(kinds.values())
     left = sum(kind is PagedTensor for kind in kinds.values())

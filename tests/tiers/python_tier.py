@@ -3,9 +3,8 @@
 import threading
 
 from farpool.errors import TierFullError
-from farpool.tiers.base import Extent, Tier, TierInfo, Transfer
+from farpool.tiers.base import Extent, Tier, TierInfo
 from farpool.tiers.buffers import require_buffer
-from farpool.tiers.transfers import FinishedTransfer
 
 
 class DictTier(Tier):
@@ -46,10 +45,8 @@ class DictTier(Tier):
         if self._held.pop(extent, None) is None:
             raise ValueError(f"{extent} is not reserved")
 
-    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
+    def read_into(self, extent: Extent, into: memoryview) -> None:
         require_buffer(extent, into, writable=True)[:] = self._held[extent]
-        return FinishedTransfer()
 
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
+    def write_from(self, extent: Extent, data: memoryview) -> None:
         self._held[extent] = bytes(require_buffer(extent, data, writable=False))
-        return FinishedTransfer()

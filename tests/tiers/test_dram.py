@@ -60,7 +60,7 @@ def test_memory_is_used_when_written_used_again_when_freed_and_given_back_at_the
         before = resident_bytes()
         extent = tier.reserve(nbytes)
         assert resident_bytes() - before < nbytes // 4
-        tier.start_write(extent, memoryview(data)).wait(30)
+        tier.write_from(extent, memoryview(data))
         assert resident_bytes() - before > nbytes // 2
         tier.free(extent)
         again = tier.reserve(nbytes)

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from farpool.errors import ConfigError, TierError, TierFullError, TierTimeoutError
+from farpool.errors import ConfigError, TierError, TierFullError
 from farpool.tiers import Dram, Extent, Faulty, HasPort
 
 WAIT = 30
@@ -14,9 +14,9 @@ def outcomes(seed: int, **faults: float) -> list[str]:
         extent = tier.reserve(100)
         results = []
         for _ in range(50):
-            for start, buffer in ((tier.start_write, bytes(100)), (tier.start_read, bytearray(100))):
+            for start, buffer in ((tier.write_from, bytes(100)), (tier.read_into, bytearray(100))):
                 try:
-                    start(extent, memoryview(buffer)).wait(WAIT)  # type: ignore[operator]
+                    start(extent, memoryview(buffer))  # type: ignore[operator]
                     results.append("corrupt" if any(buffer) else "ok")
                 except TierError:
                     results.append("failed")
@@ -41,13 +41,12 @@ def test_the_scripted_operation_fails_and_no_other() -> None:
     with Faulty(Dram("1MiB"), script={3: "fail"}) as tier:
         extent = tier.reserve(10)
         for ordinal in range(6):
-            transfer = tier.start_write(extent, memoryview(bytes(10)))
             if ordinal == 3:
                 with pytest.raises(TierError, match="write of 10 bytes at offset 0 failed on purpose") as caught:
-                    transfer.wait(WAIT)
+                    tier.write_from(extent, memoryview(bytes(10)))
                 assert caught.value.tier == "dram"
             else:
-                transfer.wait(WAIT)
+                tier.write_from(extent, memoryview(bytes(10)))
         assert tier.operations == 6
         assert tier.injected == [(3, "fail")]
 
@@ -55,36 +54,37 @@ def test_the_scripted_operation_fails_and_no_other() -> None:
 def test_a_corrupt_transfer_has_one_bit_flipped() -> None:
     with Faulty(Dram("1MiB"), script={1: "corrupt"}) as tier:
         extent = tier.reserve(1000)
-        tier.start_write(extent, memoryview(bytes(1000))).wait(WAIT)
+        tier.write_from(extent, memoryview(bytes(1000)))
         buffer = bytearray(1000)
-        tier.start_read(extent, memoryview(buffer)).wait(WAIT)
+        tier.read_into(extent, memoryview(buffer))
         assert sum(byte.bit_count() for byte in buffer) == 1
 
 
 def test_corrupting_a_write_leaves_the_callers_bytes_alone() -> None:
     with Faulty(Dram("1MiB"), script={0: "corrupt"}) as tier:
         data = bytearray(100)
-        tier.start_write(tier.reserve(100), memoryview(data)).wait(WAIT)
+        tier.write_from(tier.reserve(100), memoryview(data))
         assert not any(data)
 
 
-def test_a_stalled_transfer_times_out_and_completes_later() -> None:
-    with Faulty(Dram("1MiB"), script={0: "stall"}, stall_seconds=1.0) as tier:
-        transfer = tier.start_write(tier.reserve(10), memoryview(bytes(10)))
-        assert not transfer.done()
-        with pytest.raises(TierTimeoutError, match="stalled on purpose") as caught:
-            transfer.wait(0.01)
-        assert caught.value.tier == "dram"
-        transfer.wait(WAIT)
-        assert transfer.done()
+def test_a_stalled_transfer_completes_later() -> None:
+    with Faulty(Dram("1MiB"), script={0: "stall"}, stall_seconds=0.2) as tier:
+        extent = tier.reserve(10)
+        begin = time.monotonic()
+        tier.write_from(extent, memoryview(b"0123456789"))
+        assert time.monotonic() - begin >= 0.2
+        buffer = bytearray(10)
+        tier.read_into(extent, memoryview(buffer))
+        assert buffer == b"0123456789"
 
 
 def test_closing_ends_a_stall_at_once() -> None:
     tier = Faulty(Dram("1MiB"), script={0: "stall"}, stall_seconds=3600)
     tier.open()
-    transfer = tier.start_write(tier.reserve(10), memoryview(bytes(10)))
-    waiter = threading.Thread(target=transfer.wait, daemon=True)
+    waiter = threading.Thread(target=tier.write_from, args=(tier.reserve(10), memoryview(bytes(10))), daemon=True)
     waiter.start()
+    while not tier.injected:
+        time.sleep(0.001)
     begin = time.monotonic()
     tier.close()
     waiter.join(WAIT)

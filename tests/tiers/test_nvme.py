@@ -41,7 +41,7 @@ from farpool.tiers import Nvme
 tier = Nvme(sys.argv[1], "1MiB")
 tier.open()
 extent = tier.reserve(4096)
-tier.start_write(extent, memoryview(bytes(4096))).wait(30)
+tier.write_from(extent, memoryview(bytes(4096)))
 print("open", flush=True)
 time.sleep(60)
 """
@@ -75,7 +75,7 @@ def holder(path: Path) -> Iterator[Holder]:
 
 
 def write(tier: Tier, nbytes: int = 4096) -> None:
-    tier.start_write(tier.reserve(nbytes), memoryview(bytes(nbytes))).wait(30)
+    tier.write_from(tier.reserve(nbytes), memoryview(bytes(nbytes)))
 
 
 def test_the_file_is_allocated_at_open_and_removed_at_close(path: Path) -> None:
@@ -170,10 +170,10 @@ def test_a_bad_capacity_is_refused(path: Path, capacity: int | str) -> None:
 def test_a_file_truncated_while_open_is_a_typed_error(path: Path, ring: bool, direct: bool | None) -> None:
     with Nvme(path, "4MiB", "disk", ring=ring, direct=direct) as tier:
         extent = tier.reserve(3 * MIB)
-        tier.start_write(extent, memoryview(bytes(3 * MIB))).wait(30)
+        tier.write_from(extent, memoryview(bytes(3 * MIB)))
         os.truncate(path, HEADER_BYTES + MIB + 100)
         with pytest.raises(TierError, match=r"disk: read of 3145728 bytes at offset 0 failed: .*truncated") as caught:
-            tier.start_read(extent, memoryview(bytearray(3 * MIB))).wait(30)
+            tier.read_into(extent, memoryview(bytearray(3 * MIB)))
         assert caught.value.tier == "disk"
 
 
@@ -198,11 +198,11 @@ def test_a_file_size_limit_while_open_is_a_typed_error(path: Path, ring: bool, d
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
         try:
             with pytest.raises(TierError, match="write of 4194304 bytes at offset 0 failed: File too large") as caught:
-                tier.start_write(extent, memoryview(bytes(4 * MIB))).wait(30)
+                tier.write_from(extent, memoryview(bytes(4 * MIB)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert caught.value.errno is not None
-        tier.start_write(extent, memoryview(bytes(4 * MIB))).wait(30)
+        tier.write_from(extent, memoryview(bytes(4 * MIB)))
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ import os
 from farpool.tiers import Nvme
 with Nvme({str(path)!r}, "1MiB") as tier:
     extent = tier.reserve(4096)
-    tier.start_write(extent, memoryview(b"a" * 4096)).wait(30)
+    tier.write_from(extent, memoryview(b"a" * 4096))
     pid = os.fork()
     if pid == 0:
         tier.close()
@@ -259,7 +259,7 @@ with Nvme({str(path)!r}, "1MiB") as tier:
     assert os.waitpid(pid, 0)[1] == 0
     assert os.path.exists({str(path)!r})
     buffer = bytearray(4096)
-    tier.start_read(extent, memoryview(buffer)).wait(30)
+    tier.read_into(extent, memoryview(buffer))
     assert buffer == b"a" * 4096
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
@@ -269,10 +269,10 @@ with Nvme({str(path)!r}, "1MiB") as tier:
 def test_padding_carries_no_old_bytes(path: Path) -> None:
     with Nvme(path, "1MiB") as tier:
         big = tier.reserve(100_000)
-        tier.start_write(big, memoryview(b"\xff" * 100_000)).wait(30)
+        tier.write_from(big, memoryview(b"\xff" * 100_000))
         tier.free(big)
         small = tier.reserve(1)
-        tier.start_write(small, memoryview(b"\x01")).wait(30)
+        tier.write_from(small, memoryview(b"\x01"))
         if tier.direct:
             start = HEADER_BYTES + small.offset
             assert path.read_bytes()[start : start + 4096] == b"\x01" + bytes(4095)
@@ -297,9 +297,9 @@ def test_large_extents_survive_the_ring(path: Path) -> None:
     data = random.Random(0).randbytes(nbytes)
     with Nvme(path, "48MiB") as tier:
         extent = tier.reserve(nbytes)
-        tier.start_write(extent, memoryview(data)).wait(60)
+        tier.write_from(extent, memoryview(data))
         buffer = bytearray(nbytes)
-        tier.start_read(extent, memoryview(buffer)).wait(60)
+        tier.read_into(extent, memoryview(buffer))
     assert buffer == data
 
 

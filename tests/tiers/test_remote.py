@@ -81,13 +81,13 @@ def put(tier: Tier, nbytes: int, seed: int = 0) -> tuple[Extent, bytes]:
     """An extent with random bytes in it."""
     data = random.Random(f"{seed}/{nbytes}").randbytes(nbytes)
     extent = tier.reserve(nbytes)
-    tier.start_write(extent, memoryview(data)).wait(WAIT)
+    tier.write_from(extent, memoryview(data))
     return extent, data
 
 
 def get(tier: Tier, extent: Extent) -> bytes:
     buffer = bytearray(extent.nbytes)
-    tier.start_read(extent, memoryview(buffer)).wait(WAIT)
+    tier.read_into(extent, memoryview(buffer))
     return bytes(buffer)
 
 
@@ -262,7 +262,7 @@ def test_memory_is_zero_when_it_is_lent_again(pair: list[str]) -> None:
     for transport in ("tcp", "mapped"):
         with Remote(pair[0], size=64 * MIB, transport=transport) as tier:  # type: ignore[arg-type]
             extent = tier.reserve(64 * MIB)
-            tier.start_write(extent, memoryview(b"\xff" * extent.nbytes)).wait(WAIT)
+            tier.write_from(extent, memoryview(b"\xff" * extent.nbytes))
         channel = Channel(parse_address(pair[0]), transport="tcp")
         lease = channel.lend(64 * MIB, time.monotonic() + WAIT)
         memory = Memory(64 * MIB)

@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 def read(tier: SafetensorsFile, name: str) -> bytes:
     extent = tier.tensors[name].extent
     buffer = bytearray(extent.nbytes)
-    tier.start_read(extent, memoryview(buffer)).wait(WAIT)
+    tier.read_into(extent, memoryview(buffer))
     return bytes(buffer)
 
 
@@ -65,15 +65,15 @@ def test_info_names_the_file_before_it_is_opened(path: Path) -> None:
 def test_it_is_read_only(path: Path) -> None:
     with SafetensorsFile(path) as tier:
         extent = tier.tensors["weight"].extent
-        for change in (lambda: tier.reserve(10), lambda: tier.start_write(extent, memoryview(bytes(240)))):
+        for change in (lambda: tier.reserve(10), lambda: tier.write_from(extent, memoryview(bytes(240)))):
             with pytest.raises(TierError, match="read-only"):
                 change()
         with pytest.raises(ValueError, match="read-only"):
             tier.free(extent)
         with pytest.raises(ValueError, match="not the extent of a tensor"):
-            tier.start_read(Extent(extent.offset + 4, 10), memoryview(bytearray(10)))
+            tier.read_into(Extent(extent.offset + 4, 10), memoryview(bytearray(10)))
         with pytest.raises(ValueError, match="240"):
-            tier.start_read(extent, memoryview(bytearray(10)))
+            tier.read_into(extent, memoryview(bytearray(10)))
 
 
 @pytest.mark.parametrize("change", ["truncate", "overwrite", "append"])
@@ -109,13 +109,13 @@ def test_it_can_be_reopened(path: Path) -> None:
             assert read(tier, "half") == ARRAYS["half"].tobytes()
         assert tier.tensors == {}
         with pytest.raises(TierError, match="not open"):
-            tier.start_read(Extent(0, 1), memoryview(bytearray(1)))
+            tier.read_into(Extent(0, 1), memoryview(bytearray(1)))
 
 
 def test_checksums_do_not_fit_a_file_that_was_never_written(path: Path) -> None:
     tier = SafetensorsFile(path)
     with Verified(tier) as verified, pytest.raises(TierError, match="never written"):
-        verified.start_read(tier.tensors["half"].extent, memoryview(bytearray(14))).wait(WAIT)
+        verified.read_into(tier.tensors["half"].extent, memoryview(bytearray(14)))
 
 
 @pytest.mark.parametrize("what", ["missing", "folder", "pipe"])

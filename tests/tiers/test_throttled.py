@@ -76,9 +76,9 @@ def test_transfers_for_callers_in_python_are_held_back_too() -> None:
     with Throttled(Dram("1MiB"), "1MB/s", "1MB/s") as tier:
         extent = tier.reserve(50_000)
         begin = time.monotonic()
-        tier.start_write(extent, memoryview(b"a" * 50_000)).wait(WAIT)
+        tier.write_from(extent, memoryview(b"a" * 50_000))
         buffer = bytearray(50_000)
-        tier.start_read(extent, memoryview(buffer)).wait(WAIT)
+        tier.read_into(extent, memoryview(buffer))
         assert time.monotonic() - begin >= 100_000 / 1e6
         assert buffer == b"a" * 50_000
 
@@ -86,13 +86,21 @@ def test_transfers_for_callers_in_python_are_held_back_too() -> None:
 def test_closing_does_not_wait_for_the_link() -> None:
     tier = Throttled(Dram("1MiB"), write_bandwidth=1)
     tier.open()
-    transfers = [tier.start_write(tier.reserve(100_000), memoryview(bytes(100_000))) for _ in range(3)]
+    writers = [
+        threading.Thread(target=tier.write_from, args=(tier.reserve(100_000), memoryview(bytes(100_000))), daemon=True)
+        for _ in range(3)
+    ]
+    for writer in writers:
+        writer.start()
+    while tier._under_way < len(writers):
+        time.sleep(0.001)
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()
     closing.join(WAIT)
     assert not closing.is_alive()
-    for transfer in transfers:
-        transfer.wait(0)
+    for writer in writers:
+        writer.join(WAIT)
+        assert not writer.is_alive()
 
 
 def test_a_reopened_tier_is_throttled_again() -> None:
@@ -106,7 +114,7 @@ def test_a_failure_inside_comes_through_without_being_held_back() -> None:
     with Throttled(Faulty(Dram("1MiB"), script={0: "fail"}), write_bandwidth=1) as tier:
         extent = tier.reserve(1000)
         with pytest.raises(TierError, match="failed on purpose"):
-            tier.start_write(extent, memoryview(bytes(1000))).wait(WAIT)
+            tier.write_from(extent, memoryview(bytes(1000)))
 
 
 def test_an_extent_that_was_freed_is_refused() -> None:
@@ -114,7 +122,7 @@ def test_an_extent_that_was_freed_is_refused() -> None:
         extent = tier.reserve(100)
         tier.free(extent)
         with pytest.raises(ValueError, match="not reserved"):
-            tier.start_read(extent, memoryview(bytearray(100)))
+            tier.read_into(extent, memoryview(bytearray(100)))
 
 
 class Measured(DictTier):

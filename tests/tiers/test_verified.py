@@ -21,9 +21,9 @@ def test_every_corruption_is_found(seed: int, where: str) -> None:
         messages: list[str] = []
         for number in range(20):
             extent = tier.reserve(1 + 97 * number)
-            tier.start_write(extent, memoryview(bytes([number]) * extent.nbytes)).wait(WAIT)
+            tier.write_from(extent, memoryview(bytes([number]) * extent.nbytes))
             try:
-                tier.start_read(extent, memoryview(bytearray(extent.nbytes))).wait(WAIT)
+                tier.read_into(extent, memoryview(bytearray(extent.nbytes)))
             except ChecksumError as error:
                 found[number] = error
                 messages.append(f"at offset {extent.offset}")
@@ -36,11 +36,11 @@ def test_every_corruption_is_found(seed: int, where: str) -> None:
 def test_a_corrupt_read_is_right_when_read_again() -> None:
     with Verified(Faulty(Dram("1MiB"), script={1: "corrupt"})) as tier:
         extent = tier.reserve(1000)
-        tier.start_write(extent, memoryview(b"a" * 1000)).wait(WAIT)
+        tier.write_from(extent, memoryview(b"a" * 1000))
         buffer = bytearray(1000)
         with pytest.raises(ChecksumError, match="expected 0x"):
-            tier.start_read(extent, memoryview(buffer)).wait(WAIT)
-        tier.start_read(extent, memoryview(buffer)).wait(WAIT)
+            tier.read_into(extent, memoryview(buffer))
+        tier.read_into(extent, memoryview(buffer))
         assert buffer == b"a" * 1000
 
 
@@ -48,39 +48,39 @@ def test_an_extent_that_was_never_written_cannot_be_read() -> None:
     with Verified(Dram("1MiB")) as tier:
         extent = tier.reserve(100)
         with pytest.raises(ChecksumError, match="never written"):
-            tier.start_read(extent, memoryview(bytearray(100))).wait(WAIT)
+            tier.read_into(extent, memoryview(bytearray(100)))
 
 
 def test_a_failed_write_leaves_nothing_to_read() -> None:
     with Verified(Faulty(Dram("1MiB"), script={1: "fail"})) as tier:
         extent = tier.reserve(100)
-        tier.start_write(extent, memoryview(bytes(100))).wait(WAIT)
+        tier.write_from(extent, memoryview(bytes(100)))
         with pytest.raises(TierError, match="failed on purpose"):
-            tier.start_write(extent, memoryview(bytes(100))).wait(WAIT)
+            tier.write_from(extent, memoryview(bytes(100)))
         with pytest.raises(ChecksumError):
-            tier.start_read(extent, memoryview(bytearray(100))).wait(WAIT)
+            tier.read_into(extent, memoryview(bytearray(100)))
 
 
 def test_freeing_forgets_the_checksum() -> None:
     with Verified(Dram("1MiB")) as tier:
         extent = tier.reserve(100)
-        tier.start_write(extent, memoryview(bytes(100))).wait(WAIT)
+        tier.write_from(extent, memoryview(bytes(100)))
         assert tier.tracked == 1
         tier.free(extent)
         assert tier.tracked == 0
         again = tier.reserve(100)
         with pytest.raises(ChecksumError):
-            tier.start_read(again, memoryview(bytearray(100))).wait(WAIT)
+            tier.read_into(again, memoryview(bytearray(100)))
 
 
 def test_a_refused_free_keeps_the_checksum() -> None:
     with Verified(Dram("1MiB")) as tier:
         extent = tier.reserve(100)
-        tier.start_write(extent, memoryview(bytes(100))).wait(WAIT)
+        tier.write_from(extent, memoryview(bytes(100)))
         wrong = type(extent)(extent.offset, 99)
         with pytest.raises(ValueError, match="not reserved"):
             tier.free(wrong)
-        tier.start_read(extent, memoryview(bytearray(100))).wait(WAIT)
+        tier.read_into(extent, memoryview(bytearray(100)))
 
 
 def test_a_read_of_other_length_than_written_is_refused_by_the_port() -> None:
@@ -95,35 +95,35 @@ def test_a_read_of_other_length_than_written_is_refused_by_the_port() -> None:
 def test_bytes_changed_on_the_disk_are_found(tmp_path: Path) -> None:
     with Verified(Nvme(tmp_path / "pool", "1MiB", direct=False)) as tier:
         extent = tier.reserve(1000)
-        tier.start_write(extent, memoryview(b"a" * 1000)).wait(WAIT)
+        tier.write_from(extent, memoryview(b"a" * 1000))
         with open(tmp_path / "pool", "r+b") as file:
             file.seek(4096 + extent.offset + 500)
             file.write(b"b")
         with pytest.raises(ChecksumError):
-            tier.start_read(extent, memoryview(bytearray(1000))).wait(WAIT)
+            tier.read_into(extent, memoryview(bytearray(1000)))
 
 
 def test_an_exception_of_a_python_tier_comes_through_unchanged() -> None:
     class Broken(DictTier):
-        def start_read(self, extent: object, into: object) -> object:  # type: ignore[override]
+        def read_into(self, extent: object, into: object) -> object:  # type: ignore[override]
             raise ZeroDivisionError("mine")
 
     with Verified(Broken()) as tier:
         extent = tier.reserve(10)
-        tier.start_write(extent, memoryview(bytes(10))).wait(WAIT)
+        tier.write_from(extent, memoryview(bytes(10)))
         with pytest.raises(ZeroDivisionError, match="mine"):
-            tier.start_read(extent, memoryview(bytearray(10))).wait(WAIT)
+            tier.read_into(extent, memoryview(bytearray(10)))
 
 
 def test_a_tier_that_keeps_its_buffer_finds_it_released() -> None:
     class Hoarder(DictTier):
-        def start_write(self, extent, data):  # type: ignore[no-untyped-def]
+        def write_from(self, extent, data):  # type: ignore[no-untyped-def]
             self.kept = data
-            return super().start_write(extent, data)
+            return super().write_from(extent, data)
 
     hoarder = Hoarder()
     with Verified(hoarder) as tier:
-        tier.start_write(tier.reserve(10), memoryview(bytes(10))).wait(WAIT)
+        tier.write_from(tier.reserve(10), memoryview(bytes(10)))
         with pytest.raises(ValueError, match="released"):
             bytes(hoarder.kept)
 

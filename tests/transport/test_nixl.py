@@ -318,12 +318,12 @@ def test_an_exposure_that_was_killed_is_made_anew_without_an_error(node: Node) -
     with Remote(str(node.address), size=8 * MIB, transport="nixl") as tier:
         extent = tier.reserve(3 * MIB)
         data = os.urandom(3 * MIB)
-        tier.start_write(extent, memoryview(data)).wait(20)
+        tier.write_from(extent, memoryview(data))
         process = exposing_process()
         process.kill()
         psutil.wait_procs([process], timeout=10)
         into = bytearray(3 * MIB)
-        tier.start_read(extent, memoryview(into)).wait(20)
+        tier.read_into(extent, memoryview(into))
         assert into == data
 
 
@@ -331,16 +331,16 @@ def test_a_stopped_exposure_is_the_tiers_timeout(node: Node) -> None:
     with Remote(str(node.address), size=8 * MIB, transport="nixl", timeout=2.0) as tier:
         extent = tier.reserve(MIB)
         data = os.urandom(MIB)
-        tier.start_write(extent, memoryview(data)).wait(20)
+        tier.write_from(extent, memoryview(data))
         process = exposing_process()
         process.suspend()
         try:
             with pytest.raises(TierTimeoutError):
-                tier.start_read(extent, memoryview(bytearray(MIB))).wait(20)
+                tier.read_into(extent, memoryview(bytearray(MIB)))
         finally:
             process.resume()
         into = bytearray(MIB)
-        tier.start_read(extent, memoryview(into)).wait(20)
+        tier.read_into(extent, memoryview(into))
         assert into == data
 
 
@@ -357,11 +357,11 @@ def test_extents_lie_on_all_nodes_in_stripes(two_nodes: list[str]) -> None:
         kept = []
         for nbytes in (1, MIB - 64, 3 * MIB + 17, 64, 9 * MIB):
             extent, data = tier.reserve(nbytes), os.urandom(nbytes)
-            tier.start_write(extent, memoryview(data)).wait(20)
+            tier.write_from(extent, memoryview(data))
             kept.append((extent, data))
         for extent, data in kept:
             into = bytearray(len(data))
-            tier.start_read(extent, memoryview(into)).wait(20)
+            tier.read_into(extent, memoryview(into))
             assert into == data
 
 

@@ -11,6 +11,7 @@ A tier that needs a folder of its own takes it from the attribute `folder`, whic
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -23,7 +24,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from farpool._native import Memory, PythonPort
-from farpool.errors import TierFullError, TierTimeoutError
+from farpool.errors import TierError, TierFullError
 from farpool.testing.tier_machine import tier_machine
 from farpool.tiers.base import Extent, HasPort, Tier, TierInfo
 
@@ -60,13 +61,13 @@ class TierConformance:
         tier.close()
 
     def write(self, tier: Tier, extent: Extent, data: bytes | bytearray) -> None:
-        """Write and wait."""
-        tier.start_write(extent, memoryview(data)).wait(_WAIT)
+        """Write it."""
+        tier.write_from(extent, memoryview(data))
 
     def read(self, tier: Tier, extent: Extent) -> bytes:
-        """Read and wait."""
+        """Read it."""
         buffer = bytearray(extent.nbytes)
-        tier.start_read(extent, memoryview(buffer)).wait(_WAIT)
+        tier.read_into(extent, memoryview(buffer))
         return bytes(buffer)
 
     def test_info_is_valid_before_the_tier_is_opened(self) -> None:
@@ -96,9 +97,9 @@ class TierConformance:
         for nbytes, shift in itertools.product(_SIZES, [1, 8, 64]):
             extent = tier.reserve(nbytes)
             data = _pattern(nbytes, shift)
-            tier.start_write(extent, memoryview(bytearray(shift) + data)[shift:]).wait(_WAIT)
+            tier.write_from(extent, memoryview(bytearray(shift) + data)[shift:])
             buffer = bytearray(shift + nbytes + 16)
-            tier.start_read(extent, memoryview(buffer)[shift : shift + nbytes]).wait(_WAIT)
+            tier.read_into(extent, memoryview(buffer)[shift : shift + nbytes])
             what = f"{nbytes} bytes, {shift} bytes into the buffer"
             assert buffer[shift : shift + nbytes] == data, what
             assert not any(buffer[:shift]), f"{what}: a read wrote in front of its buffer"
@@ -198,46 +199,23 @@ class TierConformance:
         self.write(tier, extent, data)
         for nbytes in (0, 99, 101):
             with pytest.raises(ValueError, match=r"."):
-                tier.start_write(extent, memoryview(bytearray(nbytes)))
+                tier.write_from(extent, memoryview(bytearray(nbytes)))
             with pytest.raises(ValueError, match=r"."):
-                tier.start_read(extent, memoryview(bytearray(nbytes)))
+                tier.read_into(extent, memoryview(bytearray(nbytes)))
         assert self.read(tier, extent) == data
 
     def test_a_read_into_a_read_only_buffer_is_refused(self, tier: Tier) -> None:
         extent = tier.reserve(100)
         self.write(tier, extent, _pattern(100))
         with pytest.raises(ValueError, match=r"."):
-            tier.start_read(extent, memoryview(bytes(100)))
-
-    def test_a_transfer_can_be_waited_for_again_and_stays_done(self, tier: Tier) -> None:
-        extent = tier.reserve(4096)
-        transfer = tier.start_write(extent, memoryview(_pattern(4096)))
-        transfer.wait(_WAIT)
-        transfer.wait(0)
-        assert transfer.done()
-
-    def test_a_wait_without_time_completes_or_times_out(self, tier: Tier) -> None:
-        extent = tier.reserve(2 * _MIB)
-        data = _pattern(2 * _MIB)
-        transfer = tier.start_write(extent, memoryview(data))
-        try:
-            transfer.wait(0)
-        except TierTimeoutError as error:
-            assert error.tier == tier.info.name  # noqa: PT017 - either outcome is right
-        transfer.wait(_WAIT)
-        assert self.read(tier, extent) == data
+            tier.read_into(extent, memoryview(bytes(100)))
 
     def test_several_transfers_may_be_under_way_at_once(self, tier: Tier) -> None:
         extents = [tier.reserve(100_000) for _ in range(16)]
         data = [_pattern(100_000, seed) for seed in range(16)]
-        writes = [tier.start_write(extent, memoryview(d)) for extent, d in zip(extents, data, strict=True)]
-        for transfer in reversed(writes):
-            transfer.wait(_WAIT)
         buffers = [bytearray(100_000) for _ in extents]
-        reads = [tier.start_read(extent, memoryview(b)) for extent, b in zip(extents, buffers, strict=True)]
-        for transfer in reads:
-            transfer.wait(_WAIT)
-            assert transfer.done()
+        _in_threads([partial(tier.write_from, e, memoryview(d)) for e, d in zip(extents, data, strict=True)])
+        _in_threads([partial(tier.read_into, e, memoryview(b)) for e, b in zip(extents, buffers, strict=True)])
         assert buffers == data
 
     def test_threads_may_use_the_tier_at_once(self, tier: Tier) -> None:
@@ -258,19 +236,6 @@ class TierConformance:
         _in_threads([partial(work, seed) for seed in range(8)])
         assert not failures
         assert tier.reserved == 0
-
-    def test_threads_may_wait_for_one_transfer(self, tier: Tier) -> None:
-        extent = tier.reserve(_MIB)
-        data = _pattern(_MIB)
-        transfer = tier.start_write(extent, memoryview(data))
-        waited: list[int] = []
-
-        def wait() -> None:
-            transfer.wait(_WAIT)
-            waited.append(1)
-
-        _in_threads([wait] * 4)
-        assert len(waited) == 4
 
     def test_opening_and_closing_twice_does_nothing(self) -> None:
         tier = self.make_tier()
@@ -294,14 +259,25 @@ class TierConformance:
                 self.write(tier, extent, data)
                 assert self.read(tier, extent) == data
 
-    def test_closing_waits_for_transfers_under_way(self) -> None:
+    def test_closing_while_threads_transfer_does_no_harm(self) -> None:
+        """Each transfer ends well, or says that the tier is closed."""
         tier = self.make_tier()
         tier.open()
-        extent = tier.reserve(4 * _MIB)
-        transfer = tier.start_write(extent, memoryview(_pattern(4 * _MIB)))
-        tier.close()
-        assert transfer.done()
-        transfer.wait(0)
+        extents = [tier.reserve(_MIB) for _ in range(4)]
+        begun = threading.Barrier(len(extents) + 1)
+
+        def work(extent: Extent) -> None:
+            data = memoryview(_pattern(_MIB))
+            begun.wait(_WAIT)
+            with contextlib.suppress(TierError):
+                for _ in range(20):
+                    tier.write_from(extent, data)
+
+        def close() -> None:
+            begun.wait(_WAIT)
+            tier.close()
+
+        _in_threads([close, *(partial(work, extent) for extent in extents)])
 
     def test_the_native_port_and_python_see_the_same_bytes(self, tier: Tier) -> None:
         # A pool reads and writes through ports only; a tier without one is called from Python, through this one.

@@ -13,7 +13,6 @@ from farpool.tiers.base import Extent, Tier
 
 __all__ = ["TierMachine", "tier_machine"]
 
-_WAIT = 30.0
 _SIZES = st.one_of(
     st.sampled_from([1, 63, 64, 65, 4095, 4096, 4097, 65536, 524288, 524289]),
     st.integers(1, 10_000),
@@ -64,7 +63,7 @@ class TierMachine(RuleBasedStateMachine):
         """Write, from aligned or unaligned memory."""
         data = random.Random(seed).randbytes(extent.nbytes)
         buffer = memoryview(bytearray(shift) + data)[shift:]
-        self.tier.start_write(extent, buffer).wait(_WAIT)
+        self.tier.write_from(extent, buffer)
         self.model[extent] = data
 
     @rule(extent=extents, shift=st.sampled_from([0, 1, 8, 64]))
@@ -74,7 +73,7 @@ class TierMachine(RuleBasedStateMachine):
         if expected is None:
             return  # a fresh extent's bytes are unspecified
         buffer = bytearray(shift + extent.nbytes + 8)
-        self.tier.start_read(extent, memoryview(buffer)[shift : shift + extent.nbytes]).wait(_WAIT)
+        self.tier.read_into(extent, memoryview(buffer)[shift : shift + extent.nbytes])
         assert buffer[shift : shift + extent.nbytes] == expected
         assert not any(buffer[:shift]), "a read wrote in front of its buffer"
         assert not any(buffer[-8:]), "a read wrote behind its buffer"

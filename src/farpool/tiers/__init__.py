@@ -1,6 +1,6 @@
 """Tiers: the kinds of memory that hold bytes, and the behaviours that wrap them."""
 
-from farpool.tiers.base import Extent, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Transfer, Verifies
+from farpool.tiers.base import Extent, HasPort, HoldsMemory, Mapped, Tier, TierInfo, Verifies
 from farpool.tiers.dram import Dram
 from farpool.tiers.faulty import Fault, Faulty
 from farpool.tiers.nvme import Nvme
@@ -35,7 +35,6 @@ __all__ = [
     "TraceRecord",
     "Traced",
     "TracedSpec",
-    "Transfer",
     "Verified",
     "Verifies",
     "tier_spec",

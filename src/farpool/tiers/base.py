@@ -2,10 +2,10 @@
 
 A tier holds bytes. It hands out extents, and a transfer moves a whole extent in or out: blocks move as one, so there
 are no partial transfers. What a fresh extent contains is unspecified. Reservation is bookkeeping and quick; transfers
-may take as long as the medium takes and complete later.
+take as long as the medium takes, and the pool's queue calls them from threads of its own.
 
-A tier may be written in Python alone (implement :meth:`Tier.start_read` and :meth:`Tier.start_write`); the executor
-then calls it from its native threads, which take the interpreter lock for that call only. A tier that also has a native
+A tier may be written in Python alone (implement :meth:`Tier.read_into` and :meth:`Tier.write_from`); the queue's native
+threads then take the interpreter lock for that call only. A tier that also has a native
 data path (:class:`HasPort`) is read and written without the interpreter lock. What only some tiers can do is a
 runtime-checkable protocol, never a flag.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from farpool._native import Port
 
-__all__ = ["Extent", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Transfer", "Verifies"]
+__all__ = ["Extent", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Verifies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +67,6 @@ class TierInfo:
     latency: float | None = None
     read_bandwidth: float | None = None
     write_bandwidth: float | None = None
-
-
-class Transfer(ABC):
-    """A read or a write under way."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether it has completed, well or badly. Never blocks, never raises."""
-
-    @abstractmethod
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until it has completed.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait at most; None waits for as long as it takes.
-
-        Raises
-        ------
-        TierTimeoutError
-            It did not complete in time. The transfer is still under way and its buffer still in use.
-        TierError
-            It completed badly. After a failed read the buffer's bytes are unspecified; after a failed write the
-            extent's are.
-        """
 
 
 class Tier(ABC):
@@ -150,18 +124,32 @@ class Tier(ABC):
         """Bytes reserved now, alignment included."""
 
     @abstractmethod
-    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
-        """Start to read the whole extent into a writable, contiguous buffer of exactly ``extent.nbytes`` bytes.
+    def read_into(self, extent: Extent, into: memoryview) -> None:
+        """Read the whole extent into a writable, contiguous buffer of exactly ``extent.nbytes`` bytes.
 
-        The buffer is used until the transfer has completed, and not after. Several transfers may be under way at once
-        on different extents; on one extent the caller orders them.
+        The buffer is used until the call returns, and not after. Several threads may be in transfers at once, of
+        different extents; on one extent the caller orders them.
+
+        Raises
+        ------
+        TierError
+            The read failed (`TierTimeoutError`: it took too long); the buffer's bytes are unspecified.
+        ValueError
+            The buffer is no such buffer, or the extent is not the tier's.
         """
 
     @abstractmethod
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
-        """Start to write the whole extent from a contiguous buffer of exactly ``extent.nbytes`` bytes.
+    def write_from(self, extent: Extent, data: memoryview) -> None:
+        """Write the whole extent from a contiguous buffer of exactly ``extent.nbytes`` bytes.
 
-        The buffer is used until the transfer has completed, and not after.
+        The buffer is used until the call returns, and not after.
+
+        Raises
+        ------
+        TierError
+            The write failed (`TierTimeoutError`: it took too long); the extent's bytes are unspecified.
+        ValueError
+            The buffer is no such buffer, or the extent is not the tier's.
         """
 
     def __enter__(self) -> Self:

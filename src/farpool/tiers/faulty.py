@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 
-from farpool.errors import ConfigError, TierError, TierFullError, TierTimeoutError
-from farpool.tiers.base import Extent, Tier, Transfer
+from farpool.errors import ConfigError, TierError, TierFullError
+from farpool.tiers.base import Extent, Tier
 from farpool.tiers.buffers import require_buffer
-from farpool.tiers.transfers import FinishedTransfer
 from farpool.tiers.wrapper import WrapperTier
 
 __all__ = ["Fault", "Faulty"]
@@ -28,44 +26,6 @@ class Fault(StrEnum):
     """One bit of what is moved is flipped, silently."""
     STALL = "stall"
     """It completes `stall_seconds` late."""
-
-
-class _FaultyTransfer(Transfer):
-    """A transfer that completes late, or does something when the one inside has completed."""
-
-    def __init__(
-        self, inner: Transfer, name: str, *, until: float, closing: threading.Event, finish: Callable[[], None]
-    ) -> None:
-        self._inner = inner
-        self._name = name
-        self._until = until
-        self._closing = closing
-        self._finish = finish
-        self._lock = threading.Lock()
-        self._finished = False
-
-    def done(self) -> bool:
-        if not self._inner.done() or (time.monotonic() < self._until and not self._closing.is_set()):
-            return False
-        self._finish_once()
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        begin = time.monotonic()
-        deadline = None if timeout is None else begin + timeout
-        stall = self._until - begin
-        if stall > 0:
-            self._closing.wait(stall if timeout is None else min(stall, timeout))
-            if deadline is not None and deadline < self._until and not self._closing.is_set():
-                raise TierTimeoutError(f"{self._name}: stalled on purpose for more than {timeout} s", tier=self._name)
-        self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        self._finish_once()
-
-    def _finish_once(self) -> None:
-        with self._lock:
-            if not self._finished:
-                self._finish()
-                self._finished = True
 
 
 class Faulty(WrapperTier):
@@ -150,7 +110,7 @@ class Faulty(WrapperTier):
 
     def open(self) -> None:
         super().open()
-        self._closing = threading.Event()
+        self._closing.clear()
 
     def close(self) -> None:
         self._closing.set()
@@ -162,41 +122,34 @@ class Faulty(WrapperTier):
             raise TierFullError(f"{name}: full on purpose, no room for {nbytes} bytes", tier=name)
         return super().reserve(nbytes)
 
-    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
+    def read_into(self, extent: Extent, into: memoryview) -> None:
         fault, draw = self._next_fault(self._on_read)
-        if fault is Fault.FAIL:
-            return self._failed("read", extent)
-        if fault is None:
-            return super().start_read(extent, into)
-        view = require_buffer(extent, into, writable=True)
-
-        def finish() -> None:
-            if fault is Fault.CORRUPT:
+        self._maybe_fail(fault, "read", extent)
+        super().read_into(extent, into)
+        if fault is Fault.CORRUPT:
+            with require_buffer(extent, into, writable=True) as view:
                 _flip_bit(view, draw)
-            view.release()
+        self._maybe_stall(fault)
 
-        return self._hold(super().start_read(extent, into), fault, finish)
-
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
+    def write_from(self, extent: Extent, data: memoryview) -> None:
         fault, draw = self._next_fault(self._on_write)
-        if fault is Fault.FAIL:
-            return self._failed("write", extent)
-        if fault is None:
-            return super().start_write(extent, data)
+        self._maybe_fail(fault, "write", extent)
         if fault is Fault.CORRUPT:
             data = memoryview(bytearray(require_buffer(extent, data, writable=False)))
             _flip_bit(data, draw)
-        return self._hold(super().start_write(extent, data), fault, lambda: None)
+        super().write_from(extent, data)
+        self._maybe_stall(fault)
 
-    def _hold(self, inner: Transfer, fault: Fault, finish: Callable[[], None]) -> Transfer:
-        until = time.monotonic() + self._stall_seconds if fault is Fault.STALL else 0.0
-        return _FaultyTransfer(inner, self.info.name, until=until, closing=self._closing, finish=finish)
+    def _maybe_stall(self, fault: Fault | None) -> None:
+        if fault is Fault.STALL:
+            self._closing.wait(self._stall_seconds)
 
-    def _failed(self, word: str, extent: Extent) -> Transfer:
-        name = self.info.name
-        return FinishedTransfer(
-            TierError(f"{name}: {word} of {extent.nbytes} bytes at offset {extent.offset} failed on purpose", tier=name)
-        )
+    def _maybe_fail(self, fault: Fault | None, word: str, extent: Extent) -> None:
+        if fault is Fault.FAIL:
+            name = self.info.name
+            raise TierError(
+                f"{name}: {word} of {extent.nbytes} bytes at offset {extent.offset} failed on purpose", tier=name
+            )
 
     def _next_fault(self, chances: tuple[tuple[Fault, float], ...]) -> tuple[Fault | None, random.Random]:
         with self._lock:

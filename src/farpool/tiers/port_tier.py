@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from farpool.errors import TierError
-from farpool.tiers.base import Extent, Tier, Transfer
-from farpool.tiers.transfers import PortTransfers
+from farpool._native import buffer_address
+from farpool.errors import NodeError, NodeTimeoutError, TierError, TierTimeoutError
+from farpool.tiers.base import Extent, Tier
+from farpool.tiers.buffers import require_buffer
 
 if TYPE_CHECKING:
     from farpool._native import Port
@@ -20,13 +24,17 @@ class PortTier(Tier):
     """A tier that is read and written through a native port.
 
     Subclasses take their resources in :meth:`_open_port` and give them back in :meth:`_close_port`; this class keeps
-    the state, and transfers for callers in Python, on a queue of its own that is made at the first one.
+    the state, and closes only when the transfers of callers in Python have ended.
     """
 
     def __init__(self) -> None:
         self._port: Port | None = None
-        self._transfers: PortTransfers | None = None
         self._lifecycle = threading.RLock()
+        self._idle = threading.Condition(self._lifecycle)
+        self._under_way = 0
+        """Transfers of callers in Python."""
+        self._closing = False
+        self._process = os.getpid()
 
     @property
     def port(self) -> Port:
@@ -44,30 +52,54 @@ class PortTier(Tier):
 
     def open(self) -> None:
         with self._lifecycle:
+            self._wait_for_close()
             if self._port is None:
                 self._port = self._open_port()
+                self._process = os.getpid()
 
     def close(self) -> None:
         with self._lifecycle:
+            self._wait_for_close()
             if self._port is None:
                 return
             self._port = None
-            if self._transfers is not None:
-                self._transfers.close()
-                self._transfers = None
-            self._close_port()
+            self._closing = True
+            try:
+                while self._under_way and os.getpid() == self._process:  # in a forked child nobody ends them
+                    self._idle.wait()
+                self._close_port()
+            finally:
+                self._closing = False
+                self._idle.notify_all()
 
-    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
+    def _wait_for_close(self) -> None:
+        """The lock is free while another thread's `close` waits for transfers."""
+        while self._closing and os.getpid() == self._process:
+            self._idle.wait()
+
+    def read_into(self, extent: Extent, into: memoryview) -> None:
+        with self._transfer(extent) as port, require_buffer(extent, into, writable=True) as view:
+            port.read(extent.offset, buffer_address(view), extent.nbytes)
+
+    def write_from(self, extent: Extent, data: memoryview) -> None:
+        with self._transfer(extent) as port, require_buffer(extent, data, writable=False) as view:
+            port.write(extent.offset, buffer_address(view), extent.nbytes)
+
+    @contextmanager
+    def _transfer(self, extent: Extent) -> Iterator[Port]:
         with self._lifecycle:
             port = self.port
             self._check_extent(extent)
-            return self._queue().start_read(port, extent, into)
-
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
-        with self._lifecycle:
-            port = self.port
-            self._check_extent(extent)
-            return self._queue().start_write(port, extent, data)
+            self._under_way += 1
+        try:
+            yield port
+        except NodeError as error:  # what a node did to the transfer is the tier's failure
+            kind = TierTimeoutError if isinstance(error, NodeTimeoutError) else TierError
+            raise kind(f"{self.info.name}: {error}", tier=self.info.name) from error
+        finally:
+            with self._lifecycle:
+                self._under_way -= 1
+                self._idle.notify_all()
 
     @abstractmethod
     def _open_port(self) -> Port:
@@ -80,8 +112,3 @@ class PortTier(Tier):
     @abstractmethod
     def _check_extent(self, extent: Extent) -> None:
         """ValueError unless `extent` may be transferred. The tier is open."""
-
-    def _queue(self) -> PortTransfers:
-        if self._transfers is None:
-            self._transfers = PortTransfers(self.info.name)
-        return self._transfers

@@ -6,10 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from farpool.tiers.transfers import FinishedTransfer
-
 if TYPE_CHECKING:
-    from farpool.tiers.base import Extent, Transfer
+    from farpool.tiers.base import Extent
     from farpool.transport.channel import Channel
     from farpool.transport.lease import Lease
     from farpool.transport.nixl_memory import NodeMemory
@@ -41,19 +39,17 @@ class OneSidedStripes:
         self._stripe = stripe
         self._timeout = timeout
 
-    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
+    def read_into(self, extent: Extent, into: memoryview) -> None:
         """Read an extent."""
         deadline = time.monotonic() + self._timeout
         for memory, lease, offset, piece in self._pieces(extent, into):
             memory.read(lease.id, offset, piece, deadline)
-        return FinishedTransfer()
 
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
+    def write_from(self, extent: Extent, data: memoryview) -> None:
         """Write an extent."""
         deadline = time.monotonic() + self._timeout
         for memory, lease, offset, piece in self._pieces(extent, data):
             memory.write(lease.id, offset, piece, deadline)
-        return FinishedTransfer()
 
     def _pieces(self, extent: Extent, view: memoryview) -> Iterator[tuple[NodeMemory, Lease, int, memoryview]]:
         """What lies on one node each, and where."""

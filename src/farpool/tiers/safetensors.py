@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from farpool._native import FilePort
 from farpool.errors import ConfigError, TierError
-from farpool.tiers.base import Extent, TierInfo, Transfer
+from farpool.tiers.base import Extent, TierInfo
 from farpool.tiers.port_tier import PortTier
 from farpool.tiers.safetensors_header import MAX_HEADER_BYTES, TensorEntry, parse_header
 
@@ -81,7 +81,7 @@ class SafetensorsFile(PortTier):
     def free(self, extent: Extent) -> None:
         raise ValueError(f"{self._name}: {extent} cannot be freed, the file is read-only")
 
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
+    def write_from(self, extent: Extent, data: memoryview) -> None:
         raise self._read_only()
 
     def _read_only(self) -> TierError:

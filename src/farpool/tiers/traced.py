@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from farpool.errors import ConfigError
-from farpool.tiers.base import Extent, Tier, Transfer
+from farpool.tiers.base import Extent, Tier
 from farpool.tiers.wrapper import WrapperTier
 
 __all__ = ["TraceRecord", "Traced"]
@@ -35,8 +35,7 @@ class TraceRecord:
     time : float
         When it began, in seconds on the monotonic clock.
     duration : float
-        Seconds until it had ended. A transfer has ended for the trace when somebody saw that: in ``wait()``, ``done()``
-        or when the tier was closed.
+        Seconds until it had ended.
     offset : int or None
         Where the extent begins; None if a reservation failed.
     nbytes : int
@@ -52,40 +51,6 @@ class TraceRecord:
     offset: int | None
     nbytes: int
     error: str | None = None
-
-
-class _TracedTransfer(Transfer):
-    def __init__(self, inner: Transfer, ended: Callable[[_TracedTransfer, BaseException | None], None]) -> None:
-        self._inner = inner
-        self._ended = ended
-        self._lock = threading.Lock()
-        self._seen = False
-
-    def done(self) -> bool:
-        if not self._inner.done():
-            return False
-        self._see()
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        try:
-            self._inner.wait(timeout)
-        finally:
-            # A wait that timed out or was interrupted is no end of the transfer.
-            if self._inner.done():
-                self._see()
-
-    def _see(self) -> None:
-        with self._lock:
-            if self._seen:
-                return
-            self._seen = True
-        try:
-            self._inner.wait(0)
-        except Exception as error:
-            self._ended(self, error)
-        else:
-            self._ended(self, None)
 
 
 class Traced(WrapperTier):
@@ -126,7 +91,6 @@ class Traced(WrapperTier):
         self._path = None if path is None else os.path.abspath(os.fspath(path))
         self._file: BinaryIO | None = None
         self._kept: deque[TraceRecord] = deque(maxlen=keep)
-        self._under_way: set[_TracedTransfer] = set()
         self._lock = threading.Lock()
         self._lifecycle = threading.Lock()
 
@@ -151,12 +115,9 @@ class Traced(WrapperTier):
         with self._lifecycle:
             super().close()
             with self._lock:
-                ended = list(self._under_way)
-            for transfer in ended:
-                transfer.done()
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+                if self._file is not None:
+                    self._file.close()
+                    self._file = None
 
     def reserve(self, nbytes: int) -> Extent:
         begin = time.monotonic()
@@ -177,31 +138,22 @@ class Traced(WrapperTier):
             raise
         self._note("free", begin, extent.offset, extent.nbytes)
 
-    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
-        return self._start("read", super().start_read, extent, into)
+    def read_into(self, extent: Extent, into: memoryview) -> None:
+        self._transfer("read", super().read_into, extent, into)
 
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
-        return self._start("write", super().start_write, extent, data)
+    def write_from(self, extent: Extent, data: memoryview) -> None:
+        self._transfer("write", super().write_from, extent, data)
 
-    def _start(
-        self, op: str, start: Callable[[Extent, memoryview], Transfer], extent: Extent, view: memoryview
-    ) -> Transfer:
+    def _transfer(
+        self, op: str, transfer: Callable[[Extent, memoryview], None], extent: Extent, view: memoryview
+    ) -> None:
         begin = time.monotonic()
         try:
-            inner = start(extent, view)
+            transfer(extent, view)
         except BaseException as error:
             self._note(op, begin, extent.offset, extent.nbytes, error)
             raise
-
-        def ended(transfer: _TracedTransfer, error: BaseException | None) -> None:
-            with self._lock:
-                self._under_way.discard(transfer)
-            self._note(op, begin, extent.offset, extent.nbytes, error)
-
-        transfer = _TracedTransfer(inner, ended)
-        with self._lock:
-            self._under_way.add(transfer)
-        return transfer
+        self._note(op, begin, extent.offset, extent.nbytes)
 
     def _note(self, op: str, begin: float, offset: int | None, nbytes: int, error: BaseException | None = None) -> None:
         text = None if error is None else f"{type(error).__name__}: {error}"

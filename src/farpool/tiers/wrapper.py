@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farpool.tiers.base import Extent, Tier, TierInfo, Transfer
+from farpool.tiers.base import Extent, Tier, TierInfo
 
 __all__ = ["WrapperTier"]
 
@@ -46,8 +46,8 @@ class WrapperTier(Tier):
     def free(self, extent: Extent) -> None:
         self._inner.free(extent)
 
-    def start_read(self, extent: Extent, into: memoryview) -> Transfer:
-        return self._inner.start_read(extent, into)
+    def read_into(self, extent: Extent, into: memoryview) -> None:
+        self._inner.read_into(extent, into)
 
-    def start_write(self, extent: Extent, data: memoryview) -> Transfer:
-        return self._inner.start_write(extent, data)
+    def write_from(self, extent: Extent, data: memoryview) -> None:
+        self._inner.write_from(extent, data)
