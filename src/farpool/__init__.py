@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from farpool.tensors.paged_tensor import PagedTensor
     from farpool.tensors.pretrained import from_pretrained
     from farpool.tensors.published import map_tensors, publish_tensors
+    from farpool.tensors.step_in_backward import step_in_backward
 
 __all__ = [
     "AccessDeniedError",
@@ -107,6 +108,7 @@ __all__ = [
     "paged",
     "publish_tensors",
     "restore",
+    "step_in_backward",
 ]
 
 __version__ = "0.1.0"
@@ -120,6 +122,7 @@ _NEEDS_TORCH = {
     "paged": "farpool.tensors.mode",
     "publish_tensors": "farpool.tensors.published",
     "restore": "farpool.tensors.offload",
+    "step_in_backward": "farpool.tensors.step_in_backward",
 }
 
 

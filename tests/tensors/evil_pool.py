@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,7 +74,6 @@ class EvilPool:
 
     def __post_init__(self) -> None:
         self.arena = _Arena(2 * self.fast + (1 << 16))
-        self.dropped: deque[object] = deque()
         self._random = random.Random(self.seed)
         self._homes: dict[int, _Home] = {}
         self._held = 0
@@ -94,6 +92,9 @@ class EvilPool:
             step = step // rows * rows
         count = -(-nbytes // step) if nbytes else 0
         return Storage(self, nbytes, cls, name, row_bytes, Blocks(number, count, 0, step, False))  # type: ignore[arg-type]
+
+    def drop(self, dropped: object) -> None:
+        """Homes live as long as the pool."""
 
     def pack_at_first_use(self, storage: Storage) -> None:
         """Everything moves all the time anyway."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from farpool import step_in_backward
 from farpool.bench.stack import Stack, synchronize
 
 __all__ = ["LEARNING_RATE", "Step", "Trainer"]
@@ -40,13 +41,23 @@ class Trainer:
         The batch; the model is to reproduce it in reverse order.
     optimizer : torch.optim.Optimizer, optional
         The fused AdamW unless given: it touches each parameter and its state once.
+    in_backward : bool
+        Whether each parameter is stepped during the backward pass.
     """
 
-    def __init__(self, model: Stack, inputs: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        model: Stack,
+        inputs: torch.Tensor,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        in_backward: bool = False,
+    ) -> None:
         self.model = model
         self.inputs = inputs
         self.targets = inputs.flip(1)
         self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        self._in_backward = step_in_backward(self.optimizer) if in_backward else None
 
     def step(self, between: Callable[[], None] = lambda: None) -> Step:
         """One step; `between` is called between its phases, and not timed."""
@@ -59,7 +70,8 @@ class Trainer:
         gradients = time.perf_counter() - start
         between()
         start = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self._in_backward is None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         synchronize(device)
         return Step(loss.detach(), gradients, time.perf_counter() - start)

@@ -9,6 +9,9 @@ The two phases of a step need the link in different measure: forward and backwar
 optimizer the other way round. So the limit can only be reached where one of the two times is much the longer, or where
 the budget lets bytes be moved in one phase for the other; the phases are told apart in the result.
 
+The same is measured with `farpool.step_in_backward`, which steps each parameter as soon as its gradient is whole: fewer
+bytes have to move, and they move while gradients are computed.
+
 Steps run in turn, resident and in the pool; each timed step follows an untimed one at once, because while the
 other runs the pool could move bytes for nothing. All losses must be equal bit for bit.
 """
@@ -79,6 +82,19 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class InBackward:
+    """Steps of `farpool.step_in_backward`; attributes as of `Case`."""
+
+    fewest_read: int
+    fewest_written: int
+    moved_read: int
+    moved_written: int
+    link_seconds: float
+    paged_seconds: tuple[float, ...]
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One amount of compute.
 
@@ -106,6 +122,8 @@ class Case:
         Whether all losses were the same, bit for bit.
     strip : Strip
         One step.
+    in_backward : InBackward, optional
+        The same steps inside the backward pass; results from before it could be done do not have it.
     """
 
     wanted: float
@@ -128,6 +146,7 @@ class Case:
     equal: bool
     peers: tuple[Peer, ...]
     strip: Strip
+    in_backward: InBackward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +177,11 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     from farpool.bench.training_cases import fewest_of, link_of, measure_case, shape_of
 
     rate = link_of(settings)
-    progress("Fewest bytes", 0, 1)
+    progress("Fewest bytes", 0, 2)
     fewest = fewest_of(settings)
-    progress("Fewest bytes", 1, 1)
+    progress("Fewest bytes", 1, 2)
+    fewest_in_backward = fewest_of(settings, in_backward=True)
+    progress("Fewest bytes", 2, 2)
     cases = []
     for ratio in settings.ratios:
 
@@ -169,25 +190,29 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
         told(0, settings.rounds)
         with core_for_link(settings.device) as threads:
-            cases.append(measure_case(settings, rate, fewest, ratio, told))
+            cases.append(measure_case(settings, rate, (fewest, fewest_in_backward), ratio, told))
     return Outcome(settings.device, threads, rate, *shape_of(settings), tuple(cases))
 
 
 def table(outcome: Outcome) -> RenderableType:
     """One table of efficiencies, one of what lies behind them."""
-    return Group(_efficiencies(outcome), _details(outcome), _phases(outcome), *remarks(outcome.cases[0].peers))
+    tables = [_efficiencies(outcome), _details(outcome), _phases(outcome)]
+    if any(case.in_backward is not None for case in outcome.cases):
+        tables.append(_in_backward(outcome))
+    return Group(*tables, *remarks(outcome.cases[0].peers))
 
 
 def _efficiencies(outcome: Outcome) -> Table:
     result = Table(title=f"Limit over measured time; {rate_text(outcome.rate)} in each direction")
-    for name in ("transfer / compute", "farpool", "first step"):
+    for name in ("transfer / compute", "farpool", "in backward", "first step"):
         result.add_column(name, justify="right")
     peers = [number for number, peer in enumerate(outcome.cases[0].peers) if peer.efficiency is not None]
     for number in peers:
         result.add_column(outcome.cases[0].peers[number].name, justify="right")
         result.add_column("farpool is", justify="right")
     for case in outcome.cases:
-        cells = [f"{case.ratio:.2f}", f"{case.efficiency:.0%}", f"{case.first_efficiency:.0%}"]
+        stepped = "" if case.in_backward is None else f"{case.in_backward.efficiency:.0%}"
+        cells = [f"{case.ratio:.2f}", f"{case.efficiency:.0%}", stepped, f"{case.first_efficiency:.0%}"]
         for number in peers:
             cells += peer_cells(case.peers[number])
         result.add_row(*cells)
@@ -209,6 +234,24 @@ def _details(outcome: Outcome) -> Table:
             f"{case.fewest_written / 1e6:.0f} MB",
             f"{case.moved_written / max(1, case.fewest_written):.2f}x",
         )
+    return result
+
+
+def _in_backward(outcome: Outcome) -> Table:
+    result = Table(title="One step inside the backward pass (farpool.step_in_backward)")
+    for name in ("transfer / compute", "farpool", "read at least", "read", "written at least", "written"):
+        result.add_column(name, justify="right")
+    for case in outcome.cases:
+        stepped = case.in_backward
+        if stepped is not None:
+            result.add_row(
+                f"{stepped.link_seconds / case.link_seconds * case.ratio:.2f}",
+                milliseconds(stepped.paged_seconds),
+                f"{stepped.fewest_read / 1e6:.0f} MB",
+                f"{stepped.moved_read / max(1, stepped.fewest_read):.2f}x",
+                f"{stepped.fewest_written / 1e6:.0f} MB",
+                f"{stepped.moved_written / max(1, stepped.fewest_written):.2f}x",
+            )
     return result
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
@@ -18,7 +19,7 @@ from farpool.bench.sequence import fewest_bytes
 from farpool.bench.stack import Stack, block_bytes, tokens_for
 from farpool.bench.strip import strip_of
 from farpool.bench.trainer import Step, Trainer
-from farpool.bench.training import Case, Phase, Settings
+from farpool.bench.training import Case, InBackward, Phase, Settings
 from farpool.bench.training_peers import open_candidates
 from farpool.events import Event
 from farpool.pager.belady import Moved
@@ -53,13 +54,13 @@ def link_of(settings: Settings) -> float:
     return link_rate(cut(_budget(Stack(*shape_of(settings)))).largest)
 
 
-def fewest_of(settings: Settings) -> Moved:
+def fewest_of(settings: Settings, *, in_backward: bool = False) -> Moved:
     """Bytes that one step has to move, in steady state; their number does not depend on the tokens."""
     model = Stack(*shape_of(settings)).to(settings.device)
     inputs = model.inputs(_PROBE_TOKENS)
     with Pool(_budget(model), [Dram(_LOWER * model.nbytes)], device=settings.device, prefetch=False) as pool:
         offload(model, pool)
-        trainer = Trainer(model, inputs)
+        trainer = Trainer(model, inputs, in_backward=in_backward)
         for _ in range(2):
             trainer.step()
         fewest = fewest_bytes(pool, trainer.step)
@@ -83,7 +84,7 @@ class _Samples:
 
 
 def measure_case(
-    settings: Settings, rate: float, fewest: Moved, ratio: float, told: Callable[[int, int], None]
+    settings: Settings, rate: float, fewest_bytes: tuple[Moved, Moved], ratio: float, told: Callable[[int, int], None]
 ) -> Case:
     """Measure farpool and its peers beside the resident model.
 
@@ -91,14 +92,15 @@ def measure_case(
     ----------
     rate : float
         Bytes per second of the link, in each direction.
-    fewest : Moved
-        What one step has to move.
+    fewest_bytes : tuple of Moved
+        What one step has to move, after the backward pass and inside it.
     ratio : float
         Time on the link over time to compute.
     told : callable
         Told how many rounds are done, and of how many.
     """
     device = settings.device
+    fewest, fewest_in_backward = fewest_bytes
     link_seconds = max(fewest.fetched, fewest.written) / rate
     plain = Stack(*shape_of(settings)).to(device)
     inputs = plain.inputs(_tokens(plain, link_seconds / ratio))
@@ -113,6 +115,7 @@ def measure_case(
         paged_model = copy.deepcopy(plain)
         offload(paged_model, pool)
         paged = Trainer(paged_model, inputs)
+        in_backward = stack.enter_context(_InBackward(plain, inputs, settings, fewest_in_backward, rate))
         resident = Trainer(plain, inputs)
 
         def step(trainer: Trainer, kept: list[torch.Tensor], between: Callable[[], None] = lambda: None) -> Step:
@@ -126,9 +129,11 @@ def measure_case(
             between_phases.append(pool.stats())
 
         first = step(resident, losses), step(paged, paged_losses)
+        in_backward.settle(1)
         for _ in range(_SETTLE):
             step(resident, losses)
             step(paged, paged_losses)
+            in_backward.settle(1)
         for done in range(settings.rounds):
             told(done, settings.rounds)
             step(resident, losses)
@@ -140,12 +145,16 @@ def measure_case(
             samples.stalled.append(after.stall_seconds - before.stall_seconds)
             samples.read.append((fetched(middle) - fetched(before), fetched(after) - fetched(middle)))
             samples.written.append((written(middle) - written(before), written(after) - written(middle)))
+            in_backward.measure()
             for candidate in candidates:
                 candidate.measure()
         told(settings.rounds, settings.rounds)
-        for number, (loss, other) in enumerate(zip(losses, paged_losses, strict=True)):
-            if not torch.equal(loss, other):
-                raise RuntimeError(f"farpool: the loss of step {number} is {other.item()!r}, resident {loss.item()!r}")
+        for kept in (paged_losses, in_backward.losses):
+            for number, (loss, other) in enumerate(zip(losses, kept, strict=True)):
+                if not torch.equal(loss, other):
+                    raise RuntimeError(
+                        f"farpool: the loss of step {number} is {other.item()!r}, resident {loss.item()!r}"
+                    )
         events: list[Event] = []
         step(paged, paged_losses)
         end_subscription = pool.subscribe(events.append)
@@ -158,6 +167,7 @@ def measure_case(
         limits = [max(one.seconds, link_seconds) for one in samples.resident]
         ours = [one.seconds for one in samples.paged]
         peers = tuple(candidate.result(ours, limits) for candidate in candidates)
+        stepped = in_backward.result([one.seconds for one in samples.resident])
         del paged, paged_model  # nobody needs their tensors when the pool ends
     resident_seconds = [one.seconds for one in samples.resident]
     return Case(
@@ -181,7 +191,64 @@ def measure_case(
         equal=True,
         peers=peers,
         strip=strip,
+        in_backward=stepped,
     )
+
+
+class _InBackward:
+    """Steps inside the backward pass, in a pool of their own."""
+
+    def __init__(self, plain: Stack, inputs: torch.Tensor, settings: Settings, fewest: Moved, rate: float) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._fewest = fewest
+        self._link_seconds = max(fewest.fetched, fewest.written) / rate
+        self._seconds: list[float] = []
+        self._read: list[int] = []
+        self._written: list[int] = []
+        lower = lower_tier(_LOWER * plain.nbytes, settings.rate if settings.device == "cpu" else None)
+        self._pool = Pool(_budget(plain), [lower], device=settings.device)
+        model = copy.deepcopy(plain)
+        offload(model, self._pool)
+        self._trainer: Trainer | None = Trainer(model, inputs, in_backward=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._trainer = None  # nobody needs its tensors when the pool ends
+        self._pool.__exit__(None, None, None)
+
+    def settle(self, steps: int) -> None:
+        """Steps that are not timed."""
+        for _ in range(steps):
+            self._step()
+
+    def measure(self) -> None:
+        """One timed step, after one that is not."""
+        self._step()
+        before = self._pool.stats()
+        self._seconds.append(self._step())
+        after = self._pool.stats()
+        self._read.append(fetched(after) - fetched(before))
+        self._written.append(written(after) - written(before))
+
+    def _step(self) -> float:
+        assert self._trainer is not None
+        done = self._trainer.step()
+        self.losses.append(done.loss)
+        return done.seconds
+
+    def result(self, resident: Sequence[float]) -> InBackward:
+        limits = [max(seconds, self._link_seconds) for seconds in resident]
+        return InBackward(
+            self._fewest.fetched,
+            self._fewest.written,
+            _median(self._read),
+            _median(self._written),
+            self._link_seconds,
+            tuple(self._seconds),
+            median_ratio(limits, self._seconds),
+        )
 
 
 def _tokens(plain: Stack, seconds: float) -> int:

@@ -154,7 +154,14 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
             *[operands.replace(value) for value in args],
             **{name: operands.replace(value) for name, value in kwargs.items()},
         )
+        if writes:
+            for tensor in used:
+                tensor._footprint.check_real(operands.reals[id(tensor)])
         return operands.wrap_all(result)
+    except BaseException:
+        for tensor in used:
+            tensor._footprint.forget_real()
+        raise
     finally:
         pool.release(access)
 

@@ -30,8 +30,8 @@ def allocate(
 ) -> PagedTensor:
     """A paged tensor of a dense geometry with a storage of its own; its values are unspecified."""
     elements = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-    shape = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
-    storage = pool.allocate(elements * dtype.itemsize, cls=cls, row_bytes=row_bytes_of(shape), name=name)
+    row_bytes = row_bytes_of(size, stride, dtype.itemsize)
+    storage = pool.allocate(elements * dtype.itemsize, cls=cls, row_bytes=row_bytes, name=name)
     return PagedTensor(storage, arena_views(pool), dtype, size, stride)
 
 

@@ -107,8 +107,13 @@ def plain_empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, 
     )
 
 
-def row_bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of one row of `tensor`; 0 where its memory is not made of rows."""
-    if tensor.dim() < 2 or tensor.numel() == 0 or not tensor.is_contiguous():
+def row_bytes_of(size: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
+    """Bytes of one row of a tensor; 0 where its memory is not made of rows."""
+    if len(size) < 2 or 0 in size:
         return 0
-    return tensor.stride(0) * tensor.itemsize
+    expected = 1
+    for extent, step in zip(reversed(size), reversed(stride), strict=True):
+        if extent != 1 and step != expected:
+            return 0
+        expected *= extent
+    return stride[0] * itemsize

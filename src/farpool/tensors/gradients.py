@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from farpool.tensors.factories import from_tensor
+from farpool import _native
+from farpool.pager import Mode
+from farpool.tensors.factories import allocate, from_tensor
+from farpool.tensors.footprint import Footprint
 from farpool.tensors.geometry import is_strided
 from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.transfer import copy_dense
+from farpool.use import Use
 
 __all__ = ["forget_gradients_of", "page_gradients_of"]
 
@@ -33,6 +38,29 @@ def _page(tensor: torch.Tensor) -> None:
         return
     if type(tensor) is PagedTensor and grad.device == tensor.device:
         storage = tensor._storage
-        tensor.grad = from_tensor(
-            storage.pool, grad, cls="gradient", name=f"{storage.name}.grad" if storage.name else ""
-        )
+        name = f"{storage.name}.grad" if storage.name else ""
+        paged = _copied(tensor._footprint, grad, name)
+        tensor.grad = from_tensor(storage.pool, grad, cls="gradient", name=name) if paged is None else paged
+
+
+def _copied(like: Footprint, grad: torch.Tensor, name: str) -> PagedTensor | None:
+    """A paged copy of a small gradient, in a few calls; None where it takes more.
+
+    There is one for each parameter and step, so that what it costs counts where parameters are small.
+    """
+    pool, nbytes = like.storage.pool, grad.nbytes
+    if pool.device != "cpu" or pool.debug or nbytes == 0 or not grad.is_contiguous():
+        return None
+    if grad.is_conj() or grad.is_neg() or grad._is_zerotensor():  # what it has of memory are not its values
+        return None
+    paged = allocate(pool, grad.size(), grad.stride(), grad.dtype, cls="gradient", name=name)
+    storage = paged._storage
+    if storage.count > 1:
+        copy_dense(paged, grad, "farpool.gradient")
+        return paged
+    grant = pool.acquire([Use(storage, 0, nbytes, Mode.OVERWRITE)], "farpool.gradient")
+    try:
+        _native.memmove(like.arena.start + grant.offsets[0], grad.data_ptr(), nbytes)
+    finally:
+        pool.release(grant)
+    return paged

@@ -140,7 +140,7 @@ def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
     storage = pool.allocate(
         stop - start,
         cls="embedding" if group.embedding else "weights",
-        row_bytes=row_bytes_of(largest),
+        row_bytes=row_bytes_of(largest.size(), largest.stride(), largest.itemsize),
         name=group.names[0],
     )
     arena = arena_views(pool)

@@ -78,8 +78,8 @@ class Operands:
     def build_all(self, tensors: list[PagedTensor], uses: list[Use], places: Sequence[int]) -> None:
         """Make all real tensors. Views of one storage share memory, as plain views do; others do not."""
         if len({id(use.storage) for use in uses}) == len(uses):
-            for tensor, use, place in zip(tensors, uses, places, strict=True):
-                self.build(tensor, tensor._arena.memory(place, place + use.stop - use.start), use.start)
+            for tensor, place in zip(tensors, places, strict=True):
+                self.reals[id(tensor)] = tensor._footprint.real_at(place, _requires_grad(tensor))
             return
         shared: dict[tuple[int, int], tuple[int, int]] = {}
         for use, place in zip(uses, places, strict=True):

@@ -24,7 +24,7 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["apply", "moments_of", "note_offload", "offload_state"]
+__all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of"]
 
 _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _MARK = "_farpool_offloads"
@@ -56,14 +56,24 @@ def _paged(parameter: PagedTensor, value: torch.Tensor) -> PagedTensor:
     return from_tensor(storage.pool, value, cls="optimizer", name=storage.name)
 
 
+def _plain_moments_of(parameter: torch.Tensor, state: Any) -> Iterator[tuple[PagedTensor, torch.Tensor]]:
+    if type(parameter) is PagedTensor and isinstance(state, dict):
+        for key, value in state.items():
+            if _is_moment(parameter, key, value) and value.untyped_storage().nbytes() == value.nbytes:
+                yield parameter, value
+
+
 def _plain_moments(optimizer: Optimizer) -> Iterator[tuple[PagedTensor, torch.Tensor]]:
     """Paged parameters, and moments of theirs that are not in the pool."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter) if type(parameter) is PagedTensor else None
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if _is_moment(parameter, key, value) and value.untyped_storage().nbytes() == value.nbytes:
-                    yield parameter, value
+            yield from _plain_moments_of(parameter, optimizer.state.get(parameter))
+
+
+def page_moments(parameter: torch.Tensor, state: Any) -> None:
+    """Page those moments of one parameter that are not in its pool."""
+    for paged, value in list(_plain_moments_of(parameter, state)):
+        swap(value, _paged(paged, value))
 
 
 def moments_of(optimizer: Optimizer) -> list[PagedTensor]:
@@ -109,12 +119,17 @@ def offload_state(
             progress(sum(moment.nbytes for moment in moved), total)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def page_moments_of(optimizer: Optimizer) -> None:
+    """Page what an optimizer has of moments outside the pool, if there may be any."""
     if torch.compiler.is_compiling() or optimizer.__dict__.get(_MARK) == _offloads:
         return
     for parameter, value in list(_plain_moments(optimizer)):
         swap(value, _paged(parameter, value))
     optimizer.__dict__[_MARK] = _offloads
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    page_moments_of(optimizer)
 
 
 def _process_loaded(parameter: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

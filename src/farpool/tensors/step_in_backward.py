@@ -1,0 +1,528 @@
+"""Optimizer steps inside the backward pass: a parameter is stepped when its gradient is whole, which is then freed.
+
+All gradients together never exist, and while one parameter is stepped the next gradients are computed. The numbers are
+those of a step after the pass, because only optimizers are accepted whose step of one parameter needs nothing of any
+other. What needs all gradients at once (clipping by norm, a gradient scaler), or the weights as they were (a graph that
+is kept, a gradient of the gradient, re-entrant checkpointing), is refused before the pass begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from torch.optim import Optimizer
+
+from farpool.errors import ArgumentError, FarpoolWarning, UnsupportedError
+from farpool.tensors.gradients import forget_gradients_of, page_gradients_of
+from farpool.tensors.imports import replace
+from farpool.tensors.optimizers import page_moments, page_moments_of
+from farpool.tensors.paged_tensor import PagedTensor
+
+__all__ = ["StepInBackward", "step_in_backward"]
+
+_PROVEN = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.Muon,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
+"""What they do to a parameter depends on it, its gradient, its state and its group's settings, and on nothing else."""
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""Node of the graph that computes a part of the forward pass again and runs a backward pass of its own through it."""
+
+_active: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
+"""Kept alive by their optimizers."""
+_changing = threading.Lock()
+"""Of `_active`."""
+
+
+def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
+    """Step each parameter during the backward pass, as soon as its gradient is whole, and free the gradient at once.
+
+    The numbers are those of ``optimizer.step()`` after the pass. ``optimizer.step()`` and ``optimizer.zero_grad()`` do
+    nothing from now on, and warn once, so a training loop may stay as it is. Schedulers, ``state_dict()`` and
+    ``load_state_dict()`` work as before.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        One of torch's own, except `LBFGS`. Its parameters may be paged or plain.
+    every : int
+        Backward passes whose gradients are summed up before a step; the step is then in the last of them.
+
+    Returns
+    -------
+    StepInBackward
+        Ends it with `remove()`, or as a context manager. The optimizer has to be kept: torch's garbage collector does
+        not look into a parameter's hooks, so these do not hold it.
+
+    Raises
+    ------
+    ArgumentError
+        `every` is less than one, the optimizer is stepped in backward already, or there are gradients.
+    UnsupportedError
+        A step of this optimizer is not known to be equal parameter by parameter, the program has put hooks or a
+        function of its own around it, or gradients are summed up over several processes.
+    """
+    return StepInBackward(optimizer, every)
+
+
+class StepInBackward:
+    """An optimizer that is stepped during backward passes; made by `step_in_backward`.
+
+    Attributes
+    ----------
+    optimizer : torch.optim.Optimizer
+    every : int
+        Backward passes to a step.
+    """
+
+    def __init__(self, optimizer: Optimizer, every: int) -> None:
+        _check_arguments(optimizer, every)
+        self._optimizer = weakref.ref(optimizer)  # which holds this; a circle would keep both until it is collected
+        self.every = every
+        self._hooks: dict[int, Any] = {}
+        """By the identity of the parameter."""
+        self._where: dict[int, tuple[int, int]] = {}
+        """Group and index of each parameter, by its identity, as they were when somebody looked."""
+        self._passes = 0
+        """Backward passes since the last step."""
+        self._stepped: set[int] | None = None
+        """Parameters stepped in the pass that is under way; None between passes."""
+        self._failed = False
+        """Whether the latest pass has, so that its gradients are to be dropped if the program asks for it."""
+        self._stepping = threading.Lock()  # devices run their parts of a backward pass in threads of their own
+        self._warned: set[str] = set()
+        _install()
+        self.watch_all()
+        attributes = optimizer.__dict__
+        self._before = {
+            name: attributes[name] for name in ("step", "zero_grad", "add_param_group") if name in attributes
+        }
+        attributes.update(
+            step=_override(self, self._no_step),
+            zero_grad=_override(self, self._no_zero_grad),
+            add_param_group=_override(self, self._add_group),
+        )
+        with _changing:
+            _active.add(self)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
+
+        Raises
+        ------
+        UnsupportedError
+            It is gone.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise UnsupportedError(
+                "the optimizer that farpool.step_in_backward was given is gone: keep a reference to it"
+            )
+        return optimizer
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {type(self._optimizer()).__name__}, every {self.every}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """From now on the optimizer is stepped by ``optimizer.step()`` again. Gradients summed up so far stay."""
+        with _changing:
+            if self not in _active:
+                return
+            _active.discard(self)
+        for hook in self._hooks.values():
+            hook.remove()
+        attributes = {} if self._optimizer() is None else self.optimizer.__dict__
+        for name in ("step", "zero_grad", "add_param_group"):
+            if getattr(attributes.get(name), "_farpool_stepper", None) is self:  # else somebody has wrapped it since
+                del attributes[name]
+                attributes.update({key: value for key, value in self._before.items() if key == name})
+
+    def flush(self) -> None:
+        """Step with what fewer than `every` passes have summed up, at the end of an epoch for example."""
+        with self._stepping:
+            self._sweep()
+        self._passes = 0
+
+    # ---- parameters -------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def watch_all(self) -> None:
+        """Hear of the gradients of all parameters, also of those that were thawed since."""
+        if self._optimizer() is not None:
+            for parameter in self._parameters():
+                self._watch(parameter)
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        if not parameter.requires_grad or id(parameter) in self._hooks:
+            return
+        if isinstance(parameter, PagedTensor):
+            forget_gradients_of(parameter)  # its hook comes after ours: a gradient that is used up need not be paged
+        hook = _Hook(self)
+        self._hooks[id(parameter)] = hook.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if isinstance(parameter, PagedTensor):
+            page_gradients_of(parameter)
+
+    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        groups = self.optimizer.param_groups
+        for _ in range(2):
+            group, index = self._where.get(id(parameter), (-1, 0))
+            members = groups[group]["params"] if 0 <= group < len(groups) else []
+            if index < len(members) and members[index] is parameter:
+                return groups[group]
+            self._where = {
+                id(other): (number, index)
+                for number, settings in enumerate(groups)
+                for index, other in enumerate(settings["params"])
+            }
+        raise UnsupportedError(
+            "a parameter that is stepped in backward is not the optimizer's any more: call remove() and "
+            "farpool.step_in_backward(optimizer) again"
+        )
+
+    # ---- a backward pass --------------------------------------------------------------------------------------------
+
+    def check(self, kept: bool, differentiable: bool, reentrant: bool, nested: bool) -> None:
+        """Refuse a pass that would not give the numbers of a step after it. Nothing has been changed."""
+        if differentiable:
+            raise UnsupportedError(
+                "backward(create_graph=True) needs the weights as they are, and farpool.step_in_backward steps them on "
+                "the way: call remove() first"
+            )
+        if kept:
+            raise UnsupportedError(
+                "backward(retain_graph=True) keeps a graph whose weights farpool.step_in_backward steps: a second pass "
+                "through it would use others. Add the losses up and call backward() once, or call remove() first"
+            )
+        if reentrant or nested or self._stepped is not None:
+            raise UnsupportedError(
+                "a backward pass inside another (re-entrant checkpointing) reaches parameters of "
+                "farpool.step_in_backward, whose gradients are then whole in neither: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        _check_hooks(self.optimizer)
+        for parameter in self._parameters():
+            self._check_order(parameter)
+
+    def _check_order(self, parameter: torch.Tensor) -> None:
+        """Refuse a hook that would find its gradient used up."""
+        own = self._hooks.get(id(parameter))
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if own is None or not hooks or len(hooks) == 1:
+            return
+        pages = parameter.__dict__.get("_gradient_hook")
+        if any(key > own.id and (pages is None or key != pages.id) for key in hooks):
+            raise UnsupportedError(
+                "a parameter that farpool.step_in_backward steps has a post-accumulate-grad hook of the program's "
+                "behind it, which would find the gradient used up: register that hook before, or call remove() first"
+            )
+
+    def begin(self) -> None:
+        """A backward pass begins that reaches parameters of this optimizer."""
+        page_moments_of(self.optimizer)
+        self._stepped = set()
+
+    def fail(self, error: BaseException) -> None:
+        """The pass has failed."""
+        stepped, self._stepped = self._stepped, None
+        self._failed = True
+        if stepped:
+            error.add_note(
+                f"{len(stepped)} of {len(self._hooks)} parameters had been stepped when the backward pass failed, and "
+                "the others not: go on from a checkpoint"
+            )
+
+    def end(self) -> None:
+        """The pass has ended."""
+        self._passes += 1
+        self._failed = False
+        try:
+            if self._passes >= self.every:
+                self._passes = 0
+                with self._stepping:
+                    self._sweep()
+        finally:
+            self._stepped = None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks for
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated a gradient."""
+        if self._stepped is None or id(parameter) in self._stepped:
+            raise UnsupportedError(
+                "a gradient arrived after its parameter had been stepped (farpool.step_in_backward), from a backward "
+                "pass inside another one perhaps: the parameter has been stepped with a part of its gradient"
+            )
+        if self._passes + 1 < self.every or parameter.grad is None:
+            return
+        with self._stepping:
+            self._stepped.add(id(parameter))
+            self._step(parameter)
+
+    def _sweep(self) -> None:
+        """Step what has a gradient and has not been stepped: from an earlier pass, or of a parameter thawed since."""
+        for parameter in list(self._parameters()):
+            if parameter.grad is not None:
+                self._step(parameter)
+            self._watch(parameter)
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        """Step one parameter, by the optimizer's own code and with its group's settings, and free its gradient."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        optimizer.param_groups = [{**self._group_of(parameter), "params": [parameter]}]
+        try:
+            # The pass may run under autocast; a step after it would not.
+            with torch.autocast(parameter.device.type, enabled=False):
+                type(optimizer).step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+        parameter.grad = None
+        # A moment that is made from the gradient, which was plain, is to be in the pool like the others.
+        page_moments(parameter, self.optimizer.state.get(parameter))
+
+    # ---- methods of the optimizer -----------------------------------------------------------------------------------
+
+    def _no_step(self, closure: Callable[[], Any] | None = None) -> None:
+        if self not in _active:
+            type(self.optimizer).step(self.optimizer, *([] if closure is None else [closure]))
+            return
+        if closure is not None:
+            raise UnsupportedError(
+                "step(closure) computes the loss inside the step, and farpool.step_in_backward steps inside the "
+                "backward pass: call the closure yourself, or call remove() first"
+            )
+        self._warn("step", "parameters are stepped during backward()")
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _no_zero_grad(self, set_to_none: bool = True) -> None:
+        if self not in _active or self._failed:
+            self._failed = False
+            self._passes = 0
+            return type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+        if not set_to_none:
+            raise UnsupportedError(
+                "zero_grad(set_to_none=False) makes gradients of zeros, with which parameters are stepped that have no "
+                "gradient of their own; farpool.step_in_backward frees gradients: call zero_grad()"
+            )
+        self._warn("zero_grad", "each gradient is freed as soon as its parameter has been stepped")
+        return None
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        type(self.optimizer).add_param_group(self.optimizer, param_group)
+        if self in _active:
+            self.watch_all()
+
+    def _warn(self, name: str, why: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"optimizer.{name}() does nothing: {why} (farpool.step_in_backward)", FarpoolWarning, stacklevel=4
+            )
+
+
+class _Hook:
+    """Called by autograd when it has accumulated a parameter's gradient."""
+
+    def __init__(self, stepper: StepInBackward) -> None:
+        self.handle: Any = None
+        self._stepper = weakref.ref(stepper)
+        self._optimizer = type(stepper.optimizer).__name__
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper.arrived(parameter)
+            return
+        self.handle.remove()
+        raise UnsupportedError(
+            f"the {self._optimizer} that farpool.step_in_backward was given is gone, and nothing was stepped: keep a "
+            "reference to it (this is said once for each parameter)"
+        )
+
+
+def _check_arguments(optimizer: Optimizer, every: int) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"step_in_backward: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not isinstance(every, int) or every < 1:
+        raise ArgumentError(f"step_in_backward: every is the number of backward passes to a step, got {every!r}")
+    if type(optimizer) not in _PROVEN:
+        known = ", ".join(kind.__name__ for kind in _PROVEN)
+        raise UnsupportedError(
+            f"step_in_backward: a step of {type(optimizer).__name__} may need more than one parameter, and then gives "
+            f"other numbers when they are stepped one by one; these do not: {known} (of torch.optim)"
+        )
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if joined and torch.distributed.get_world_size() > 1:
+        raise UnsupportedError(
+            "step_in_backward: gradients are summed up over processes after each has accumulated its own, and "
+            "parameters would be stepped before"
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise UnsupportedError("step_in_backward: a parameter is in this optimizer twice, which steps it twice")
+    wrapped = optimizer.__dict__.get("step")
+    if wrapped is not None and not hasattr(wrapped, "_wrapped_by_lr_sched"):
+        raise UnsupportedError(
+            f"step_in_backward: optimizer.step is a function of the program's own ({wrapped!r}), which is passed by"
+        )
+    with _changing:
+        watched = {number for other in _active for number in other._hooks}
+    if any(id(parameter) in watched for parameter in parameters):
+        raise ArgumentError("step_in_backward: a parameter of this optimizer is stepped in backward already")
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ArgumentError("step_in_backward: there are gradients already: call optimizer.zero_grad() first")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UnsupportedError("step_in_backward: a differentiable optimizer keeps the graph of its steps")
+    _check_hooks(optimizer)
+
+
+def _check_hooks(optimizer: Optimizer) -> None:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedError(
+            f"the {type(optimizer).__name__} has step hooks, which expect one step for all parameters; "
+            "farpool.step_in_backward makes one for each: remove the hooks, or call remove() first"
+        )
+
+
+def _override(stepper: StepInBackward, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    call._farpool_stepper = stepper  # type: ignore[attr-defined]
+    call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler need not count the calls of step()
+    return call
+
+
+# ---- what torch does around it --------------------------------------------------------------------------------------
+
+
+def _reach(outputs: Iterable[Any]) -> tuple[set[int], bool]:
+    """Leaves that a backward pass from these outputs reaches, by identity; whether it runs others inside itself."""
+    leaves: set[int] = set()
+    reentrant = False
+    waiting: list[Any] = []
+    for output in outputs:
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                waiting.append(torch.autograd.graph.get_gradient_edge(output).node)
+        elif output is not None:
+            waiting.append(output.node)  # a GradientEdge
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            leaves.add(id(node.variable))
+        reentrant = reentrant or kind == _REENTRANT
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                waiting.append(after)
+    return leaves, reentrant
+
+
+def _concerned(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> tuple[list[StepInBackward], bool]:
+    leaves, reentrant = _reach(outputs)
+    # A GradientEdge stands for the tensor that its node accumulates into.
+    if chosen := {id(getattr(getattr(each, "node", each), "variable", each)) for each in inputs}:
+        leaves &= chosen
+    with _changing:
+        steppers = list(_active)
+    for stepper in steppers:
+        stepper.watch_all()
+    return [stepper for stepper in steppers if not leaves.isdisjoint(stepper._hooks)], reentrant
+
+
+def _run_backward(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _active or not kwargs.get("accumulate_grad"):
+            return native(outputs, gradients, retain, create, inputs, *args, **kwargs)
+        steppers, reentrant = _concerned(outputs, inputs or ())
+        nested = torch._C._current_graph_task_id() != -1
+        for stepper in steppers:
+            stepper.check(bool(retain) and not create, bool(create), reentrant, nested)
+        try:
+            for stepper in steppers:
+                stepper.begin()
+            result = native(outputs, gradients, retain, create, inputs, *args, **kwargs)
+        except BaseException as error:
+            for stepper in steppers:
+                stepper.fail(error)
+            raise
+        with ExitStack() as ends:  # all of them, whatever one of them raises
+            for stepper in reversed(steppers):
+                ends.callback(stepper.end)
+        return result
+
+    return run
+
+
+def _clip(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if _active:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            with _changing:
+                watched = {number for stepper in _active for number in stepper._hooks}
+            if any(id(parameter) in watched for parameter in parameters):
+                raise UnsupportedError(
+                    f"{native.__name__} needs all gradients between backward pass and step, and "
+                    "farpool.step_in_backward has stepped with them and freed them: clip without it, or not at all"
+                )
+        return native(parameters, *args, **kwargs)
+
+    return clip
+
+
+def _scale(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def scale(scaler: Any, outputs: Any) -> Any:
+        if _active and scaler.is_enabled():
+            outputs = outputs if isinstance(outputs, torch.Tensor) else list(outputs)
+            tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+            if _concerned(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))[0]:
+                raise UnsupportedError(
+                    "a GradScaler scales the loss and takes it back between backward pass and step, and "
+                    "farpool.step_in_backward would step with scaled gradients: use bfloat16, which needs no scaler"
+                )
+        return native(scaler, outputs)
+
+    return scale
+
+
+@functools.cache
+def _install() -> None:
+    replace(torch.autograd.graph, "_engine_run_backward", _run_backward)
+    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
+        replace(torch.nn.utils.clip_grad, name, _clip)
+    torch.amp.GradScaler.scale = _scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
