@@ -75,7 +75,7 @@ def growth() -> list[str]:
     micro = [statistics.median(point["loop"]) * 1e6 for point in (first, last)]
     return [
         f"| pager time of an access, {first['blocks']:,} and {last['blocks']:,} blocks | "
-        f"{micro[0]:.0f} and {micro[1]:.0f} µs |",
+        f"{micro[0]:.1f} and {micro[1]:.1f} µs |",
         f"| memory of a block, of {last['blocks']:,} | {last['nbytes'] / last['blocks']:.0f} bytes |",
     ]
 
