@@ -9,6 +9,8 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 unexport PYTHONPATH
 unexport PYTHONHOME
 unexport PYTHONSTARTUP
+# The tests start hundreds of processes, each of which would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
 

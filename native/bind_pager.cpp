@@ -4,8 +4,8 @@
 #include <string>
 #include <variant>
 
-#include "bindings.hpp"
-#include "pager/pager.hpp"
+#include "bound_pager.hpp"
+#include "pager/simulated_program.hpp"
 
 using namespace farpool::pager;
 using farpool::fail_value;
@@ -14,7 +14,7 @@ namespace {
 
 // What is imported once and lives as long as the interpreter.
 struct Names {
-    nb::object transfer, move, piece, too_large, no_room;
+    nb::object transfer, move, piece, too_large, no_room, transfer_failed;
 
     static const Names& get() {
         // No initialiser of a static: an import may let go of the interpreter lock, and a thread that then waited for the
@@ -28,6 +28,7 @@ struct Names {
             made->piece = messages.attr("Piece");
             made->too_large = messages.attr("TooLargeError");
             made->no_room = messages.attr("NoRoomError");
+            made->transfer_failed = messages.attr("TransferFailedError");
             if (names == nullptr) {
                 names = made.release();
             }
@@ -36,52 +37,15 @@ struct Names {
     }
 };
 
-// The bookkeeping of a tier that is a Python object.
-class PythonSpace : public Space {
-public:
-    PythonSpace(nb::object space, nb::tuple classes) : space_(std::move(space)), classes_(std::move(classes)) {}
-    std::int64_t reserve(std::int64_t nbytes, int cls) override {
-        const nb::object offset = space_.attr("reserve")(nbytes, classes_[cls]);
-        return offset.is_none() ? nowhere : nb::cast<std::int64_t>(offset);
-    }
-    void free(std::int64_t offset, std::int64_t nbytes, int cls) override {
-        space_.attr("free")(offset, nbytes, classes_[cls]);
-    }
-    nb::handle object() const { return space_; }
-
-private:
-    nb::object space_;
-    nb::tuple classes_;
-};
-
 Failure hold(nb::handle error) {
-    return {error.inc_ref().ptr(), [](void* object) {
-                if (Py_IsInitialized()) {
-                    nb::gil_scoped_acquire lock;
-                    Py_DECREF(static_cast<PyObject*>(object));
-                }
-            }};
-}
-
-// The exception that a refusal stands for, None where there is none.
-nb::object to_python(const Refusal& refusal) {
-    const Names& names = Names::get();
-    if (const auto* too_large = std::get_if<TooLarge>(&refusal)) {
-        return names.too_large(too_large->needed);
-    }
-    if (const auto* no_room = std::get_if<NoRoom>(&refusal)) {
-        return names.no_room(no_room->block, no_room->nbytes);
-    }
-    if (const auto* failure = std::get_if<Failure>(&refusal)) {
-        return nb::borrow(static_cast<PyObject*>(failure->get()));
-    }
-    return nb::none();
-}
-
-[[noreturn]] void raise(const Refusal& refusal) {
-    const nb::object error = to_python(refusal);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-    throw nb::python_error();
+    std::shared_ptr<PyObject> exception(error.inc_ref().ptr(), [](PyObject* object) {
+        if (Py_IsInitialized()) {
+            const nb::gil_scoped_acquire lock;
+            Py_DECREF(object);
+        }
+    });
+    return std::make_shared<const TransferFailure>(
+        TransferFailure{{farpool::ErrorKind::python, "a transfer failed", {}, 0, std::move(exception)}, -1, -1});
 }
 
 nb::tuple to_python(const Piece& piece) {
@@ -97,18 +61,11 @@ nb::tuple to_tuple(const std::vector<Item>& items, Convert convert) {
     return nb::tuple(list);
 }
 
-nb::object to_python(const Transfer& transfer) {
-    const Names& names = Names::get();
-    return names.transfer(transfer.id, transfer.kind, transfer.block,
-                          to_tuple(transfer.pieces, [](const Piece& piece) { return to_python(piece); }),
-                          to_tuple(transfer.after, [](TransferId id) { return nb::int_(id); }), transfer.demand);
-}
-
 nb::object to_python(const Command& command) {
     if (const auto* move = std::get_if<Move>(&command)) {
-        return Names::get().move(move->source, move->target, move->nbytes);
+        return Names::get().move(move->source, move->target, move->nbytes, move->last_use);
     }
-    return to_python(*std::get<std::shared_ptr<const Transfer>>(command));
+    return ::to_python(*std::get<std::shared_ptr<const Transfer>>(command));
 }
 
 const Run& to_run(nb::handle object) {
@@ -133,59 +90,16 @@ std::string to_string(const Run& run) {
            ", mode=" + modes[static_cast<int>(run.mode)] + ", table=" + std::to_string(run.table) + ")";
 }
 
-// A pager and what its Python face needs beside it.
-class BoundPager {
-public:
-    BoundPager(std::int64_t capacity, nb::handle spaces, nb::tuple classes, std::int64_t alignment, std::int64_t history,
-               bool prefetch)
-        : classes_(std::move(classes)),
-          pager_(capacity, bind(spaces), static_cast<int>(nb::len(classes_)), alignment, history, prefetch) {}
-
-    int class_number(nb::handle name) const {
-        const Py_ssize_t index = PySequence_Index(classes_.ptr(), name.ptr());
-        if (index < 0) {
-            throw nb::python_error();
-        }
-        return static_cast<int>(index);
-    }
-    nb::object class_name(int cls) const { return classes_[cls]; }
-    Pager* operator->() { return &pager_; }
-
-    static int traverse(PyObject* self, visitproc visit, void* arg) {
-        Py_VISIT(Py_TYPE(self));
-        if (nb::inst_ready(self)) {
-            BoundPager& bound = *nb::inst_ptr<BoundPager>(self);
-            for (const auto& space : bound.pager_.residency().backing.spaces()) {
-                if (space != nullptr) {
-                    Py_VISIT(static_cast<const PythonSpace&>(*space).object().ptr());
-                }
-            }
-        }
-        return 0;
-    }
-
-private:
-    std::vector<std::shared_ptr<Space>> bind(nb::handle spaces) const {
-        std::vector<std::shared_ptr<Space>> bound;
-        for (const nb::handle space : nb::iter(spaces)) {
-            bound.push_back(space.is_none() ? nullptr
-                                            : std::make_shared<PythonSpace>(nb::borrow(space), classes_));
-        }
-        return bound;
-    }
-
-    nb::tuple classes_;
-    Pager pager_;
-};
-
 PyType_Slot pager_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(BoundPager::traverse)}, {0, nullptr}};
 
-// An access that was refused has the error, whose traceback has frames that have the access.
+// An access that was refused has the error, whose traceback has frames that have the access. Where several accesses share
+// the one reference, none of them may show it.
 int traverse_access(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (nb::inst_ready(self)) {
-        if (const auto* failure = std::get_if<Failure>(&nb::inst_ptr<Access>(self)->refusal)) {
-            Py_VISIT(static_cast<PyObject*>(failure->get()));
+        const auto* failure = std::get_if<Failure>(&nb::inst_ptr<Access>(self)->refusal);
+        if (failure != nullptr && failure->use_count() == 1 && (*failure)->error.exception.use_count() == 1) {
+            Py_VISIT((*failure)->error.exception.get());
         }
     }
     return 0;
@@ -202,17 +116,36 @@ PyType_Slot access_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_
                               {Py_tp_clear, reinterpret_cast<void*>(clear_access)},
                               {0, nullptr}};
 
-// Runs a call of the pager; what it refuses becomes a Python exception.
-template <typename Call>
-auto refusing(Call call) {
-    try {
-        return call();
-    } catch (const Refused& refused) {
-        raise(refused.why);
-    }
+}  // namespace
+
+nb::object to_python(const Transfer& transfer) {
+    const Names& names = Names::get();
+    return names.transfer(transfer.id, transfer.kind, transfer.block,
+                          to_tuple(transfer.pieces, [](const Piece& piece) { return to_python(piece); }),
+                          to_tuple(transfer.after, [](TransferId id) { return nb::int_(id); }), transfer.demand,
+                          transfer.last_use);
 }
 
-}  // namespace
+nb::object to_python(const Refusal& refusal) {
+    const Names& names = Names::get();
+    if (const auto* too_large = std::get_if<TooLarge>(&refusal)) {
+        return names.too_large(too_large->needed);
+    }
+    if (const auto* no_room = std::get_if<NoRoom>(&refusal)) {
+        return names.no_room(no_room->block, no_room->nbytes);
+    }
+    if (const auto* failure = std::get_if<Failure>(&refusal)) {
+        nb::object error = nb::steal((*failure)->error.to_python());
+        return (*failure)->tier < 0 ? error : names.transfer_failed(error, (*failure)->tier, (*failure)->block);
+    }
+    return nb::none();
+}
+
+void raise_refusal(const Refusal& refusal) {
+    const nb::object error = to_python(refusal);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+}
 
 void bind_pager(nb::module_& m) {
     nb::enum_<Mode>(m, "Mode", nb::is_arithmetic(), "What an access does with the bytes.")
@@ -274,15 +207,17 @@ void bind_pager(nb::module_& m) {
     nb::class_<Access>(m, "PagerAccess", "One operation's wish for its operands, and the answer.", nb::is_weak_referenceable(),
                        nb::type_slots(access_slots))
         .def_ro("granted", &Access::granted)
+        .def_ro("ordinal", &Access::ordinal)
+        .def_ro("last_use", &Access::last_use)
         .def_prop_ro("places", [](const Access& self) { return to_tuple(self.places, [](std::int64_t p) { return nb::int_(p); }); })
         .def_prop_ro("runs", [](const Access& self) { return to_tuple(self.runs, [](const Run& run) { return nb::cast(run); }); })
         .def_prop_ro("error", [](const Access& self) { return to_python(self.refusal); })
         .def("waits_for", [](const Access& self, BlockId block) { return contains(self.blocks, block); }, nb::arg("block"));
 
     nb::class_<BoundPager>(m, "Pager", "Decides which block is where, and when it moves.", nb::type_slots(pager_slots))
-        .def(nb::init<std::int64_t, nb::handle, nb::tuple, std::int64_t, std::int64_t, bool>(), nb::arg("capacity"),
+        .def(nb::init<std::int64_t, nb::handle, nb::tuple, std::int64_t, std::int64_t, bool, bool>(), nb::arg("capacity"),
              nb::arg("spaces"), nb::arg("classes") = nb::make_tuple("bytes"), nb::kw_only(), nb::arg("alignment") = 64,
-             nb::arg("history") = std::int64_t{1} << 18, nb::arg("prefetch") = true)
+             nb::arg("history") = std::int64_t{1} << 18, nb::arg("prefetch") = true, nb::arg("late") = false)
         .def("add_source", [](BoundPager& self) { return self->add_source(); })
         .def(
             "create",
@@ -307,27 +242,10 @@ void bind_pager(nb::module_& m) {
                 return refusing([&] { return self->request(to_runs(runs), now); });
             },
             nb::arg("runs"), nb::arg("now") = 0.0)
-        .def(
-            "touch",
-            [](BoundPager& self, const nb::list& spans) -> nb::object {
-                std::vector<Run> runs;
-                std::vector<std::int64_t> places;
-                for (const nb::handle span : spans) {
-                    runs.push_back(to_run(span[0]));
-                }
-                if (!self->touch(runs, places)) {
-                    return nb::none();
-                }
-                PyObject* offsets = PyTuple_New(static_cast<Py_ssize_t>(places.size()));
-                for (std::size_t index = 0; index < places.size(); ++index) {
-                    const auto inside = nb::cast<std::int64_t>(spans[index][1]);
-                    PyTuple_SET_ITEM(offsets, static_cast<Py_ssize_t>(index), PyLong_FromLongLong(places[index] + inside));
-                }
-                return nb::steal(offsets);
-            },
-            nb::arg("spans"))
         .def("release", [](BoundPager& self, Access& access, bool go_on) { self->release(access, go_on); }, nb::arg("access"),
              nb::kw_only(), nb::arg("go_on") = true)
+        .def("ran", [](BoundPager& self, std::int64_t ordinal, double start, double end) { self->ran(ordinal, start, end); },
+             nb::arg("ordinal"), nb::arg("start"), nb::arg("end"))
         .def("abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); }, nb::arg("access"))
         .def("take_commands",
              [](BoundPager& self) {
@@ -400,7 +318,6 @@ void bind_pager(nb::module_& m) {
             },
             nb::arg("block"))
         .def_prop_ro("under_way", [](BoundPager& self) { return self->residency().transfers.size(); })
-        .def_prop_ro("still", [](BoundPager& self) { return self->still(); })
         .def_prop_ro("capacity", [](BoundPager& self) { return self->residency().arena.capacity(); })
         .def_prop_ro("used", [](BoundPager& self) { return self->residency().arena.used(); })
         .def("rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
@@ -408,4 +325,10 @@ void bind_pager(nb::module_& m) {
         .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
         .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
         .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });
+
+    nb::class_<SimulatedProgram>(m, "SimulatedProgram", "A pager under a program on simulated hardware, to measure it.")
+        .def(nb::init<std::int64_t, std::int64_t>(), nb::arg("blocks"), nb::arg("history"))
+        .def("fill", &SimulatedProgram::fill)
+        .def("loop", &SimulatedProgram::loop, nb::arg("accesses"))
+        .def("shuffled", &SimulatedProgram::shuffled, nb::arg("accesses"));
 }

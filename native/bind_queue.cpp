@@ -125,6 +125,8 @@ public:
         }
     }
 
+    const std::shared_ptr<QueueCore>& core() const { return core_; }
+
     std::size_t pending() const { return core_->ours() ? core_->pending() : 0; }
 
     bool close(double timeout) {
@@ -163,6 +165,8 @@ void close_live_queues() {
 }
 
 }  // namespace
+
+std::shared_ptr<QueueCore> queue_core(nb::handle queue) { return nb::cast<const Queue&>(queue).core(); }
 
 void bind_queue(nb::module_& m) {
     nb::class_<Completion>(m, "Completion", nb::type_slots(completion_slots), "One finished entry of a queue.")

@@ -21,6 +21,13 @@ void bind_node(nb::module_& m);
 void bind_wire(nb::module_& m);
 void bind_pager(nb::module_& m);
 void bind_policy(nb::module_& m);
+void bind_driver(nb::module_& m);
+
+namespace farpool {
+class QueueCore;
+}
+// What is behind a Queue of Python's.
+std::shared_ptr<farpool::QueueCore> queue_core(nb::handle queue);
 
 // The bytes of an object that has the buffer protocol, for as long as this lives.
 class BufferView {

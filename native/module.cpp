@@ -25,5 +25,6 @@ NB_MODULE(_native, m) {
     bind_node(m);
     bind_wire(m);
     bind_pager(m);
+    bind_driver(m);
     bind_policy(m);
 }

@@ -212,6 +212,7 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
                 }
             }
         }
+        ++changes_;
         results_.push_back(
             {outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry->keepalive});
     }
@@ -297,6 +298,25 @@ bool QueueCore::wait(double seconds) {
     std::unique_lock lock(mutex_);
     finished_.wait_until(lock, deadline_after(seconds), [&] { return !results_.empty() || closing_; });
     return !results_.empty();
+}
+
+std::uint64_t QueueCore::changes() const {
+    const std::lock_guard lock(mutex_);
+    return changes_;
+}
+
+void QueueCore::wait_past(std::uint64_t changes, double seconds) {
+    std::unique_lock lock(mutex_);
+    finished_.wait_until(lock, deadline_after(seconds), [&] { return changes_ != changes || closing_; });
+}
+
+void QueueCore::nudge() {
+    if (!ours()) {
+        return;  // a thread of the parent may have held the lock
+    }
+    const std::lock_guard lock(mutex_);
+    ++changes_;
+    finished_.notify_all();
 }
 
 std::size_t QueueCore::pending() const {

@@ -55,6 +55,11 @@ public:
     std::vector<Result> poll();
     // Whether there is something to poll; waits at most `seconds` for it.
     bool wait(double seconds);
+    // Counts results and nudges. Whoever waits past a count is woken by whatever comes after it was read, also by a result
+    // that another thread polls.
+    std::uint64_t changes() const;
+    void wait_past(std::uint64_t changes, double seconds);
+    void nudge();
     std::size_t pending() const;
     bool close(double seconds);
     // False in a process that forked off the one that made the queue: its threads are not here and its locks may be
@@ -77,6 +82,7 @@ private:
     std::unordered_map<std::int64_t, std::unique_ptr<Entry>> entries_;
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
     std::vector<Result> results_;
+    std::uint64_t changes_ = 0;
     std::unordered_set<std::int64_t> unpolled_failures_;  // the submitter does not know of them yet
     std::uint64_t submitted_ = 0;
     bool closing_ = false;

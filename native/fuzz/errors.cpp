@@ -5,6 +5,8 @@ namespace farpool {
 
 void fail_value(std::string message) { throw PortFailure({ErrorKind::value, std::move(message), {}, 0, nullptr}); }
 
+void fail_closed(std::string message) { throw PortFailure({ErrorKind::closed, std::move(message), {}, 0, nullptr}); }
+
 void fail_checksum(const std::string& tier, const std::string& message) {
     throw PortFailure({ErrorKind::checksum, message, tier, 0, nullptr});
 }

@@ -15,8 +15,9 @@ bool ArenaMap::take(BlockId block, std::int64_t place, std::int64_t nbytes) {
     return true;
 }
 
-void ArenaMap::drop(std::int64_t place) {
+void ArenaMap::drop(std::int64_t place, std::int64_t nbytes, std::int64_t last_use) {
     ranges_.free(place);
+    last_uses_.leave(place, place + rounded(nbytes), last_use);
     ++version_;
 }
 
@@ -119,12 +120,12 @@ std::optional<Slides> ArenaMap::cheapest_gap(std::int64_t nbytes, std::int64_t m
     return slides;
 }
 
-Move ArenaMap::slide(BlockId block, std::int64_t place, std::int64_t target, std::int64_t nbytes) {
-    drop(place);
+Move ArenaMap::slide(BlockId block, std::int64_t place, std::int64_t target, std::int64_t nbytes, std::int64_t last_use) {
+    drop(place, nbytes, last_use);
     if (!take(block, target, nbytes)) {
         throw std::logic_error("Pager: arena range " + std::to_string(target) + "+" + std::to_string(nbytes) + " is taken");
     }
-    return {place, target, nbytes};
+    return {place, target, nbytes, std::max(last_use, claim(target, nbytes))};
 }
 
 bool ArenaMap::resize(std::int64_t capacity) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "extent_allocator.hpp"
+#include "last_uses.hpp"
 #include "messages.hpp"
 
 namespace farpool::pager {
@@ -37,7 +38,11 @@ public:
     bool fits(std::int64_t place, std::int64_t nbytes) const { return ranges_.fits(place, nbytes); }
     // Gives this very range to `block`; false if any byte of it is taken.
     bool take(BlockId block, std::int64_t place, std::int64_t nbytes);
-    void drop(std::int64_t place);
+    // The range of `nbytes` bytes has no owner any more; it was last used by the access with ordinal `last_use`.
+    void drop(std::int64_t place, std::int64_t nbytes, std::int64_t last_use);
+    // The owner is about to write into its range: ordinal of the last use by those who had it before, -1 if there was none
+    // or it has been claimed.
+    std::int64_t claim(std::int64_t place, std::int64_t nbytes) { return last_uses_.claim(place, place + rounded(nbytes)); }
 
     // The bytes of this range are read by `transfer` until it completes.
     void add_hazard(TransferId transfer, std::int64_t place, std::int64_t nbytes);
@@ -74,7 +79,7 @@ public:
         return cheapest_gap(nbytes, most, movables, std::move(obstacles));
     }
     // Carries out one step of a gap in the map; returns the copy to make.
-    Move slide(BlockId block, std::int64_t place, std::int64_t target, std::int64_t nbytes);
+    Move slide(BlockId block, std::int64_t place, std::int64_t target, std::int64_t nbytes, std::int64_t last_use);
     // Changes the capacity; false (and nothing changed) while something lies, or is still read, beyond it.
     bool resize(std::int64_t capacity);
 
@@ -96,6 +101,7 @@ private:
     std::int64_t alignment_;
     ExtentAllocator ranges_;       // a range's tag is its owner
     std::vector<Hazard> hazards_;  // in order of the transfers' numbers
+    LastUses last_uses_;
     std::uint64_t version_ = 0;
 };
 

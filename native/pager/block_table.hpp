@@ -28,7 +28,7 @@ struct Block {
     std::int64_t place = nowhere;  // offset in the arena while fetching, resident or writing back
     std::int64_t copy = nowhere;   // offset of the copy in its tier; valid while the block is not dirty
     std::int64_t next_use = 0;     // key for eviction: the farther, the sooner it goes
-    std::int64_t last_use = 0;     // position on the tape of the latest access
+    std::int64_t last_use = -1;    // position on the tape of the latest access
     std::int32_t pins = 0;
     std::int32_t name = -1;
     std::int32_t heap_slot = -1;  // where the eviction order keeps it; -1 while it may not be evicted

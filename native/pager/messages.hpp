@@ -6,6 +6,8 @@
 #include <variant>
 #include <vector>
 
+#include "error.hpp"
+
 namespace farpool::pager {
 
 using BlockId = std::int32_t;
@@ -43,6 +45,9 @@ struct Piece {
 };
 
 // Bytes to move between the arena and a tier. Without pieces it only waits for `after`: a barrier.
+//
+// `last_use`, here and below: accesses with this ordinal or a lower one may have used the bytes, and on a device, which runs
+// behind the program, may use them still; -1 where none has.
 struct Transfer {
     TransferId id;
     Kind kind;
@@ -50,6 +55,7 @@ struct Transfer {
     bool demand;  // somebody waits for it now
     std::vector<Piece> pieces;
     std::vector<TransferId> after;  // these must have completed first: the arena bytes are theirs until then
+    std::int64_t last_use;          // of its bytes in the arena, by this block or the one before
 };
 
 // Bytes to move inside the arena, at once and before any transfer that follows; source and target may overlap.
@@ -57,12 +63,18 @@ struct Move {
     std::int64_t source;
     std::int64_t target;
     std::int64_t nbytes;
+    std::int64_t last_use;  // of source and target
 };
 
 using Command = std::variant<std::shared_ptr<const Transfer>, Move>;
 
-// Why a transfer failed, in the caller's own form; the pager only hands it on.
-using Failure = std::shared_ptr<void>;
+// Why a transfer failed, for those whose operands it was to bring or whose room it was to make; the pager only hands it on.
+struct TransferFailure {
+    PortError error;
+    std::int32_t tier;  // -1 where it is not told
+    BlockId block;
+};
+using Failure = std::shared_ptr<const TransferFailure>;
 
 // The runs of one access together exceed the arena.
 struct TooLarge {

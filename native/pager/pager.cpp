@@ -27,11 +27,12 @@ BlockSet blocks_of(const std::vector<Run>& runs) {
 }  // namespace
 
 Pager::Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, int classes, std::int64_t alignment,
-             std::int64_t history, bool prefetch)
+             std::int64_t history, bool prefetch, bool late)
     : classes_(classes),
       tape_(history),
-      residency_(capacity, std::move(spaces), alignment),
-      look_ahead_(tape_, residency_, prefetch) {
+      residency_(capacity, std::move(spaces), alignment, late),
+      look_ahead_(tape_, residency_, prefetch),
+      late_(late) {
     if (history < 1 || classes < 1) {
         fail_value("Pager: at least one access to remember and one class of blocks are needed, got " +
                    std::to_string(history) + " and " + std::to_string(classes));
@@ -109,7 +110,7 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
     }
     const double busy = busy_until(now);
     if (access->granted) {
-        pin_at_once(access->runs, busy);
+        pin_at_once(*access, busy);
         if (!resizing_ && look_ahead_.due(false)) {
             look_ahead_.advance({});
         }
@@ -117,7 +118,9 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
     }
     access->blocks = blocks_of(access->runs);
     for (const Run& run : access->runs) {
-        note(run, busy, &run == &access->runs.front());
+        const bool first = &run == &access->runs.front();
+        note(run, busy, first);
+        access->ordinal = first ? tape_.now() : access->ordinal;
     }
     look_ahead_.note_pinned(needed);
     if (residency_.has_stuck() && waiting_.empty()) {
@@ -140,9 +143,9 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
 // Seconds since the latest grant, in which the program computed and transfers could run.
 double Pager::busy_until(double now) {
     double busy = 0.0;
-    if (waiting_.empty() && now > granted_at_) {
+    if (!late_ && waiting_.empty() && now > granted_at_) {
         busy = now - granted_at_;
-        residency_.computing.note(granted_at_, now);
+        residency_.computed(granted_at_, now);
     }
     now_ = granted_at_ = now;
     return busy;
@@ -164,15 +167,32 @@ bool Pager::lies_ready(Access& access) const {
     return true;
 }
 
+// Seconds that the program computes before an access that had to be waited for. Where times come late these are not known
+// yet; it is what it was one turn of the loop ago.
+double Pager::busy_before(double busy) const {
+    return late_ && tape_.pointer() > 0 ? tape_.seconds(tape_.pointer() - 1, tape_.pointer()) : busy;
+}
+
+// The access is granted: what it writes into is its own from now on.
+void Pager::claim(Access& access) {
+    for (const Run& run : access.runs) {
+        for (BlockId block = run.first; run.mode != Mode::read && block < run.stop(); ++block) {
+            const Block& b = residency_.blocks[block];
+            access.last_use = std::max(access.last_use, residency_.arena.claim(b.place, b.size));
+        }
+    }
+}
+
 // As `note` and `pin`, for runs that lie ready.
-void Pager::pin_at_once(const std::vector<Run>& runs, double busy) {
+void Pager::pin_at_once(Access& access, double busy) {
     std::int64_t total = 0;
-    for (const Run& run : runs) {
+    for (const Run& run : access.runs) {
         const std::int64_t nbytes = residency_.run_bytes(run);
         total += nbytes;
         const std::int64_t key = look_ahead_.note_access(
             run, tape_.record(residency_.blocks[run.first].name, run.count, nbytes, false, busy), nbytes);
         busy = 0.0;
+        access.ordinal = access.ordinal < 0 ? tape_.now() : access.ordinal;
         for (BlockId block = run.first; block < run.stop(); ++block) {
             residency_.blocks[block].last_use = tape_.now();
             residency_.blocks[block].next_use = key;
@@ -180,8 +200,9 @@ void Pager::pin_at_once(const std::vector<Run>& runs, double busy) {
         }
         residency_.pin(run);
     }
-    residency_.counters.accesses += static_cast<std::int64_t>(runs.size());
-    residency_.counters.hits += static_cast<std::int64_t>(runs.size());
+    claim(access);
+    residency_.counters.accesses += static_cast<std::int64_t>(access.runs.size());
+    residency_.counters.hits += static_cast<std::int64_t>(access.runs.size());
     look_ahead_.note_pinned(total);
 }
 
@@ -210,7 +231,7 @@ void Pager::note(const Run& run, double busy, bool first) {
         }
         residency.counters.late += late ? 1 : 0;
         if (!late && run.table < 0 && !created) {
-            look_ahead_.note_miss(run, busy);
+            look_ahead_.note_miss(run, busy_before(busy));
         }
     }
     for (BlockId block = run.first; block < run.stop(); ++block) {
@@ -220,26 +241,14 @@ void Pager::note(const Run& run, double busy, bool first) {
     }
 }
 
-bool Pager::touch(std::span<const Run> runs, std::vector<std::int64_t>& places) {
-    if (!still()) {
-        return false;
+void Pager::ran(std::int64_t ordinal, double start, double end) {
+    if (!late_ || ordinal < 0 || ordinal > tape_.now() || !(start <= end)) {
+        fail_value("Pager.ran: access " + std::to_string(ordinal) + " of " + std::to_string(tape_.now()) + " ran from " +
+                   std::to_string(start) + " to " + std::to_string(end) +
+                   "; an access that was asked for, a beginning before the end and a pager whose times come late are needed");
     }
-    for (const Run& run : runs) {
-        require_blocks(run.first, run.count);
-        const std::int64_t place = residency_.place_of(run);
-        if (place == nowhere) {
-            return false;
-        }
-        for (BlockId block = run.first; run.mode != Mode::read && block < run.stop(); ++block) {
-            if (!residency_.blocks[block].dirty) {
-                return false;
-            }
-        }
-        places.push_back(place);
-    }
-    residency_.counters.accesses += static_cast<std::int64_t>(runs.size());
-    residency_.counters.hits += static_cast<std::int64_t>(runs.size());
-    return true;
+    tape_.add_time(ordinal, end - start);
+    residency_.computed(start, end);
 }
 
 void Pager::release(Access& access, bool go_on) {
@@ -314,6 +323,7 @@ bool Pager::serve_line() {
             for (const Run& run : access.runs) {
                 residency_.pin(run);
             }
+            claim(access);
             access.granted = served = true;
         } else if (std::holds_alternative<std::monostate>(access.refusal)) {
             blocked = true;
@@ -379,8 +389,8 @@ bool Pager::make_ready(Access& access) {
 // ---- transfers ----
 
 void Pager::completed(TransferId transfer, double start, double end) {
-    if (waiting_.empty()) {  // the program computes, and has done so since the latest grant
-        residency_.computing.note(granted_at_, end);
+    if (!late_ && waiting_.empty()) {  // the program computes, and has done so since the latest grant
+        residency_.computed(granted_at_, end);
     }
     residency_.completed(transfer, start, end);
 }

@@ -29,6 +29,8 @@ struct Access {
     std::vector<Run> runs;
     std::vector<std::int64_t> places;  // arena offset of each run; valid while granted
     Refusal refusal;                   // why it will not be granted; nothing is pinned then
+    std::int64_t ordinal = -1;         // grows from one request to the next; rows of one table may share it
+    std::int64_t last_use = -1;        // of ranges that it writes into and that others had before it; see `Transfer`
     bool granted = false;
     bool under_way = false;  // all that it waits for is being transferred
     BlockSet blocks;         // of all runs; empty where the access was granted at once
@@ -44,9 +46,10 @@ public:
     // capacity: bytes of the arena. `spaces`: the lower tiers from fast to slow; a null one stands for a read-only source,
     // which blocks only come from. `classes`: how many classes of blocks there are. `alignment`: of blocks in the arena, in
     // bytes; each block of a storage but the last must be a multiple of it. `history`: accesses that the tape remembers.
-    // `prefetch`: whether to fetch along the tape ahead of the accesses.
+    // `prefetch`: whether to fetch along the tape ahead of the accesses. `late`: the program computes on a device, and when it
+    // did is told by `ran`, later.
     Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, int classes, std::int64_t alignment,
-          std::int64_t history, bool prefetch);
+          std::int64_t history, bool prefetch, bool late);
 
     // ---- blocks ----
 
@@ -66,15 +69,13 @@ public:
     // ---- accesses ----
 
     // Asks for runs, which must not overlap. They are granted at once or later. `now`: seconds on a clock that does not go
-    // back. What lies between a grant and the next request is taken for the program's own computing; without it nothing is
-    // fetched ahead, since that would gain nothing. Throws Refused (TooLarge) where they do not fit into the arena together.
+    // back. What lies between a grant and the next request is taken for the program's own computing, unless times come late;
+    // without it nothing is fetched ahead, since that would gain nothing. Throws Refused (TooLarge) where they do not fit into the arena together.
     std::shared_ptr<Access> request(std::vector<Run> runs, double now);
-    // Counts an access of runs of which nothing can change before another access makes room, and finds their places. False,
-    // and nothing done, where that is not so: a transfer is under way, a run is not whole in place, or its blocks would become
-    // dirty by this access.
-    bool touch(std::span<const Run> runs, std::vector<std::int64_t>& places);
     // The operation is done with its operands. Without `go_on` nobody else is served and nothing changes its place.
     void release(Access& access, bool go_on);
+    // The device has computed from `start` to `end` what the access with this ordinal was for. In the order of the ends.
+    void ran(std::int64_t ordinal, double start, double end);
     // Gives up waiting, or what was granted meanwhile. What is under way goes on.
     void abandon(const std::shared_ptr<Access>& access);
 
@@ -103,14 +104,14 @@ public:
     Residency& residency() noexcept { return residency_; }
     const Tape& tape() const noexcept { return tape_; }
     const std::vector<std::shared_ptr<Access>>& waiting() const noexcept { return waiting_; }
-    // Whether no transfer is under way and each resident block holds its content.
-    bool still() const noexcept { return residency_.transfers.empty() && residency_.hollow_blocks == 0; }
     // Throws PortFailure (a ValueError in Python) unless these are blocks in use.
     void require_blocks(BlockId first, std::int32_t count) const { residency_.blocks.require_used(first, count); }
 
 private:
     double busy_until(double now);
-    void pin_at_once(const std::vector<Run>& runs, double busy);
+    double busy_before(double busy) const;
+    void claim(Access& access);
+    void pin_at_once(Access& access, double busy);
     void note(const Run& run, double busy, bool first);
     bool make_ready(Access& access);
     bool lies_ready(Access& access) const;
@@ -126,6 +127,7 @@ private:
     std::vector<std::shared_ptr<Access>> waiting_;  // in the order of asking
     double now_ = 0.0;
     double granted_at_ = 0.0;  // when an access was last granted: since then the program computes
+    bool late_;                // times of computing are told by `ran`
     bool resizing_ = false;    // the arena is to become smaller: nothing is fetched ahead until it is
 };
 

@@ -8,11 +8,18 @@ namespace farpool::pager {
 
 bool contains(const BlockSet& set, BlockId block) { return std::ranges::binary_search(set, block); }
 
-Residency::Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment)
+namespace {
+
+constexpr std::size_t most_unjudged = 1024;
+
+}  // namespace
+
+Residency::Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment, bool late)
     : arena(capacity, alignment),
       backing(blocks, arena, std::move(spaces), [this](BlockId block) { return may_lose_copy(block); }),
       evictable(blocks),
-      gate(capacity) {}
+      gate(capacity),
+      late_(late) {}
 
 // ---- looking ----
 
@@ -162,7 +169,8 @@ void Residency::fill(BlockId block, Mode mode, std::optional<std::int64_t> use) 
     std::vector<TransferId> after = arena.hazards_of(b.place, b.size);
     if (!pieces.empty() || !after.empty()) {
         b.state = State::fetching;
-        start(Kind::fetch, block, std::move(pieces), std::move(after), !use);
+        const std::int64_t last_use = pieces.empty() ? -1 : arena.claim(b.place, b.size);
+        start(Kind::fetch, block, std::move(pieces), std::move(after), !use, last_use);
     } else {
         b.state = State::resident;
         enter(block);
@@ -170,9 +178,9 @@ void Residency::fill(BlockId block, Mode mode, std::optional<std::int64_t> use) 
 }
 
 TransferId Residency::start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after,
-                            bool demand) {
+                            bool demand, std::int64_t last_use) {
     auto transfer = std::make_shared<const Transfer>(
-        Transfer{++number_, kind, block, demand, std::move(pieces), std::move(after)});
+        Transfer{++number_, kind, block, demand, std::move(pieces), std::move(after), last_use});
     transfers.emplace_hint(transfers.end(), number_, transfer);
     moving_[block] = number_;
     blocks[block].moving = true;
@@ -212,7 +220,7 @@ bool Residency::try_evict(BlockId block) {
     if (!backing.reserve(block)) {
         return false;
     }
-    const TransferId number = start(Kind::write_back, block, {backing.extent(block, b.place)}, {}, false);
+    const TransferId number = start(Kind::write_back, block, {backing.extent(block, b.place)}, {}, false, b.last_use);
     ++counters.write_backs;
     write_out(block, number);
     return true;
@@ -226,7 +234,7 @@ void Residency::write_out(BlockId block, TransferId number) {
         count_waste(block);
     }
     b.state = State::writing_back;
-    arena.drop(b.place);
+    arena.drop(b.place, b.size, b.last_use);
     arena.add_hazard(number, b.place, b.size);
 }
 
@@ -241,15 +249,15 @@ bool Residency::rescue(BlockId block) {
     return true;
 }
 
-// A resident block's bytes are not needed here any more.
-void Residency::leave(BlockId block) {
+// A resident block's bytes are not needed here any more. `claimed`: what it had claimed and has not waited for.
+void Residency::leave(BlockId block, std::int64_t claimed) {
     Block& b = blocks[block];
     evictable.remove(block);
     clear_hollow(block);
     if (forget_prefetch(block)) {
         count_waste(block);
     }
-    arena.drop(b.place);
+    arena.drop(b.place, b.size, std::max(b.last_use, claimed));
     b.place = nowhere;
     b.state = State::absent;
 }
@@ -297,10 +305,12 @@ void Residency::completed(TransferId number, double start, double end) {
         enter(block);
         if (!transfer->pieces.empty()) {
             rate.note(b.size, start, end);
-            if (end > start) {
-                const double while_computing = computing.between(start, end) / (end - start);
-                const double while_writing = writing.between(start, end) / (end - start);
-                gate.note_fetch(static_cast<double>(b.size), while_computing, while_writing, !transfer->demand);
+            const Fetched fetched{b.size, start, end, !transfer->demand};
+            if (!late_) {
+                judge(fetched);
+            } else if (unjudged_.push_back(fetched); unjudged_.size() > most_unjudged) {
+                judge(unjudged_.front());
+                unjudged_.pop_front();
             }
         }
         return;
@@ -316,6 +326,23 @@ void Residency::completed(TransferId number, double start, double end) {
     }
 }
 
+void Residency::computed(double start, double end) {
+    computing_.note(start, end);
+    while (!unjudged_.empty() && unjudged_.front().end <= end) {
+        judge(unjudged_.front());
+        unjudged_.pop_front();
+    }
+}
+
+// What a fetch gained: the time in which, meanwhile, the program computed or other blocks were written back.
+void Residency::judge(const Fetched& fetch) {
+    const double seconds = fetch.end - fetch.start;
+    if (seconds > 0) {
+        gate.note_fetch(static_cast<double>(fetch.nbytes), computing_.between(fetch.start, fetch.end) / seconds,
+                        writing.between(fetch.start, fetch.end) / seconds, fetch.ahead);
+    }
+}
+
 void Residency::failed(TransferId number, const Failure& error, bool waited_for) {
     const std::shared_ptr<const Transfer> transfer = finish(number);
     if (transfer == nullptr) {
@@ -326,7 +353,7 @@ void Residency::failed(TransferId number, const Failure& error, bool waited_for)
     if (transfer->kind == Kind::fetch) {
         b.state = State::resident;
         forget_prefetch(block);
-        leave(block);
+        leave(block, transfer->last_use);
         if (waited_for) {
             faults[block] = error;
         } else {
@@ -371,7 +398,7 @@ void Residency::give_up(const Transfer& transfer) {
     finish(transfer.id);
     blocks[block].state = State::resident;
     forget_prefetch(block);
-    leave(block);
+    leave(block, transfer.last_use);
 }
 
 Failure Residency::unstick() {
@@ -494,7 +521,7 @@ bool Residency::fill_in(const Run& run, std::int64_t base) {
         if (b.state == State::absent) {
             if (place < 0 || !arena.take(block, place, b.size)) {
                 for (const BlockId other : taken) {
-                    arena.drop(blocks[other].place);
+                    arena.drop(blocks[other].place, blocks[other].size, -1);
                     blocks[other].place = nowhere;
                 }
                 return false;
@@ -539,12 +566,13 @@ bool Residency::relocate(const Run& run, const BlockSet& keep) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
         Block& b = blocks[block];
         if (b.state != State::absent) {
-            arena.drop(b.place);
             ++counters.moves;
             counters.moved_bytes += b.size;
-            commands.emplace_back(Move{b.place, base, b.size});
+            commands.emplace_back(arena.slide(block, b.place, base, b.size, b.last_use));
+            b.place = base;
+        } else {
+            settle_at({block, 1, run.mode}, base);
         }
-        settle_at({block, 1, run.mode}, base);
         base += b.size;
     }
     return true;
@@ -624,7 +652,7 @@ bool Residency::slide_together(std::int64_t nbytes, std::int64_t most) {
         return false;
     }
     for (const auto& [block, target] : *slides) {
-        const Move move = arena.slide(block, blocks[block].place, target, blocks[block].size);
+        const Move move = arena.slide(block, blocks[block].place, target, blocks[block].size, blocks[block].last_use);
         blocks[block].place = target;
         ++counters.moves;
         counters.moved_bytes += move.nbytes;

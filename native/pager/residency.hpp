@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -51,7 +52,8 @@ bool contains(const BlockSet& set, BlockId block);
 
 class Residency {
 public:
-    Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment);
+    // `late`: it is known only later when the program computed.
+    Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment, bool late);
     Residency(const Residency&) = delete;
     Residency& operator=(const Residency&) = delete;
 
@@ -103,6 +105,8 @@ public:
 
     // A transfer has ended well; it was on its link from `start` to `end`.
     void completed(TransferId number, double start, double end);
+    // The program computed from `start` to `end`.
+    void computed(double start, double end);
     // A transfer has ended badly. What waited for it is undone; the bytes it was to save stay where they are.
     // `waited_for`: whether an access waits for its block.
     void failed(TransferId number, const Failure& error, bool waited_for);
@@ -113,7 +117,6 @@ public:
     FarthestUse evictable;
     PrefetchGate gate;
     LinkRate rate;        // of fetches
-    BusyTimes computing;  // when the program computed
     BusyTimes writing;    // when blocks were written back
     Counters counters;
     std::vector<Command> commands;
@@ -128,14 +131,24 @@ public:
     std::int64_t hollow_blocks = 0;
 
 private:
+    // A fetch that has ended, and may have gained time.
+    struct Fetched {
+        std::int64_t nbytes;
+        double start;
+        double end;
+        bool ahead;
+    };
+
+    void judge(const Fetched& fetch);
     void enter(BlockId block);
     void fill(BlockId block, Mode mode, std::optional<std::int64_t> use);
-    TransferId start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after, bool demand);
+    TransferId start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after, bool demand,
+                     std::int64_t last_use);
     std::shared_ptr<const Transfer> finish(TransferId number);
     void raise_for(BlockId block, std::optional<std::int64_t> use);
     void write_out(BlockId block, TransferId number);
     bool rescue(BlockId block);
-    void leave(BlockId block);
+    void leave(BlockId block, std::int64_t claimed = -1);
     void give_up(const Transfer& transfer);
     bool forget_prefetch(BlockId block);
     void count_waste(BlockId block);
@@ -152,6 +165,9 @@ private:
     std::unordered_map<BlockId, TransferId> moving_;  // the transfer under way for a block
     std::vector<std::pair<BlockId, Failure>> stuck_;  // with the error of the tier that did not take it
     TransferId number_ = 0;
+    bool late_;
+    BusyTimes computing_;             // when the program computed
+    std::deque<Fetched> unjudged_;    // fetches of which it is not known yet whether the program computed meanwhile
     // The search for a gap that failed: version of the map, bytes, and bytes to move at most.
     std::optional<std::tuple<std::uint64_t, std::int64_t, std::int64_t>> in_vain_;
 };

@@ -1,6 +1,7 @@
 #include "tape.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace farpool::pager {
 
@@ -60,6 +61,15 @@ std::int64_t Tape::record_table(std::int32_t name, double busy) {
     return unknown_use(now_);
 }
 
+void Tape::add_time(std::int64_t position, double seconds) {
+    if (position == now_) {
+        unclaimed_ += seconds;
+    }
+    for (std::int64_t later = std::max(position, now_ - length_) + 1; later <= now_; ++later) {
+        at(later).clock += seconds;
+    }
+}
+
 void Tape::append(std::int64_t token, std::int64_t nbytes, double busy) {
     bool follows = false;
     if (pointer_ >= 0) {
@@ -74,6 +84,7 @@ void Tape::append(std::int64_t token, std::int64_t nbytes, double busy) {
             follows = skip_to(token);
         }
     }
+    busy += std::exchange(unclaimed_, 0.0);
     Entry entry{token, nbytes, nbytes, busy, 0};
     if (now_ >= 0) {
         entry.volume = at(now_).volume + nbytes;

@@ -46,6 +46,9 @@ public:
     // Appends an access to rows of a table, picked by data; several in a row count as one.
     std::int64_t record_table(std::int32_t name, double busy);
 
+    // After the access at `position` the program computed for so many seconds, as it turns out now.
+    void add_time(std::int64_t position, double seconds);
+
     // Position of the latest access; -1 before there was one.
     std::int64_t now() const noexcept { return now_; }
     // Position whose successor is expected next; -1 off the tape.
@@ -101,6 +104,7 @@ private:
     bool foretold_ = false;
     std::int64_t divergences_ = 0;
     std::int64_t jumps_ = 0;
+    double unclaimed_ = 0.0;  // seconds that the program computed after the latest access, as far as they are known
 };
 
 }  // namespace farpool::pager

@@ -40,7 +40,7 @@ private:
 // A pager over one tier, with transfers that end when they are told to.
 struct World {
     explicit World(std::int64_t capacity, std::int64_t below = 1 << 20)
-        : space(std::make_shared<SimulatedSpace>(below)), pager(capacity, {space}, 1, 64, 1 << 12, true) {}
+        : space(std::make_shared<SimulatedSpace>(below)), pager(capacity, {space}, 1, 64, 1 << 12, true, false) {}
 
     BlockId create(std::int64_t nbytes) { return pager.create(std::vector<std::int64_t>{nbytes}, 0); }
     std::shared_ptr<Access> request(BlockId block, Mode mode) { return pager.request({{block, 1, mode, -1}}, now += 1e-4); }
@@ -74,7 +74,7 @@ struct World {
     double now = 0.0;
 };
 
-const Failure told_to = std::make_shared<int>(1);
+const Failure told_to = std::make_shared<const TransferFailure>(TransferFailure{{}, 0, 0});
 
 }  // namespace
 

@@ -78,4 +78,22 @@ TEST("rows of one table in a row are one wildcard") {
     CHECK_EQUAL(tape.seconds(0, 1), 5.0);
 }
 
+TEST("times that come late count from the access that they are told for") {
+    Tape early(16);
+    Tape late(16);
+    for (int name = 0; name < 40; ++name) {
+        early.record(name % 10, 1, 64, false, name == 0 ? 0.0 : static_cast<double>(name));
+        late.record(name % 10, 1, 64, false, 0.0);
+        if (name >= 3) {  // the time after access n is known when access n + 3 has been recorded
+            late.add_time(name - 3, static_cast<double>(name - 2));
+        }
+    }
+    for (std::int64_t position = 36; position < 39; ++position) {
+        late.add_time(position + 1, static_cast<double>(position + 2));
+    }
+    CHECK_EQUAL(late.seconds(30, 39), early.seconds(30, 39));
+    late.record(0, 1, 64, false, 0.0);
+    CHECK_EQUAL(late.seconds(39, 40), 40.0);
+}
+
 int main() { return farpool::testing::run(); }

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from farpool.pager.messages import Move, Space, Transfer
+from farpool.storage import Storage
 
 class Memory:
     """Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``)."""
@@ -90,10 +91,10 @@ class FilePort(Port):
     def uses_ring(self) -> bool: ...
 
 class PythonTier(Protocol):
-    """What PythonPort calls: farpool.tiers.base.Tier's start_read and start_write."""
+    """What PythonPort calls: farpool.tiers.base.Tier's read_into and write_from."""
 
 class PythonPort(Port):
-    """Calls ``tier.start_read(Extent(offset, nbytes), view).wait()`` with the interpreter lock held for that call only."""
+    """Calls ``tier.read_into(Extent(offset, nbytes), view)`` with the interpreter lock held for that call only."""
 
     def __init__(self, tier: object) -> None: ...
 
@@ -465,6 +466,12 @@ class PagerAccess:
     @property
     def granted(self) -> bool: ...
     @property
+    def ordinal(self) -> int:
+        """Its place in the order of requests; rows of one table may share it."""
+    @property
+    def last_use(self) -> int:
+        """The last access, by ordinal, that used ranges which this one writes into and which others had before it."""
+    @property
     def error(self) -> BaseException | None:
         """Why it will not be granted. Nothing is pinned then."""
     def waits_for(self, block: int) -> bool:
@@ -490,6 +497,8 @@ class Pager:
         Accesses that the tape remembers; a loop longer than this is not predicted.
     prefetch : bool
         Whether to fetch along the tape ahead of the accesses.
+    late : bool
+        The program computes on a device, and when it did is told by `ran`, later.
     """
 
     def __init__(
@@ -501,6 +510,7 @@ class Pager:
         alignment: int = 64,
         history: int = 262144,
         prefetch: bool = True,
+        late: bool = False,
     ) -> None: ...
     def add_source(self) -> int:
         """Make known another read-only source; returns its index among the tiers."""
@@ -521,29 +531,31 @@ class Pager:
         ----------
         now : float
             Seconds on a clock that does not go back. What lies between a grant and the next request is taken for the
-            program's own computing; without it nothing is fetched ahead, since that would gain nothing.
+            program's own computing, unless times come late; without it nothing is fetched ahead, since that would gain
+            nothing.
 
         Raises
         ------
         TooLargeError
             They do not fit into the arena together; nothing was changed.
         """
-    def touch(self, spans: list[tuple[Run, int]]) -> tuple[int, ...] | None:
-        """Count an access of runs of which nothing can change before another access makes room.
+    def release(self, access: PagerAccess, *, go_on: bool = True) -> None:
+        """The operation is done with its operands. Without `go_on` nobody is served and nothing changes its place."""
+    def ran(self, ordinal: int, start: float, end: float) -> None:
+        """Tell when a device computed what an access was for: from `start` to `end`, on the clock of `request`.
+
+        For a pager whose times come late, in the order of the ends.
 
         Parameters
         ----------
-        spans : list of (Run, int)
-            Each run, and where in it the operand begins, in bytes.
+        ordinal : int
+            Of the access.
 
-        Returns
-        -------
-        tuple of int or None
-            Where the operands begin in the arena. None, and nothing done, where a transfer is under way, a run is not
-            whole in place, or its blocks would become dirty by this access.
+        Raises
+        ------
+        ValueError
+            There was no such access, it ends before it begins, or times do not come late.
         """
-    def release(self, access: PagerAccess, *, go_on: bool = True) -> None:
-        """The operation is done with its operands. Without `go_on` nobody is served and nothing changes its place."""
     def abandon(self, access: PagerAccess) -> None:
         """Give up waiting, or what was granted meanwhile. What is under way goes on."""
     def take_commands(self) -> list[Transfer | Move]:
@@ -587,9 +599,6 @@ class Pager:
     def under_way(self) -> int:
         """Number of transfers under way."""
     @property
-    def still(self) -> bool:
-        """Whether no transfer is under way and each resident block holds its content."""
-    @property
     def capacity(self) -> int:
         """Bytes of the arena."""
     @property
@@ -603,6 +612,127 @@ class Pager:
         """How often the program did something else than the tape foretold."""
     @property
     def counters(self) -> PagerCounters: ...
+
+class SimulatedProgram:
+    """A pager under a program on simulated hardware, to measure the pager.
+
+    One tier behind a link in virtual time, a quarter of the blocks in the arena, no bytes.
+
+    Parameters
+    ----------
+    blocks : int
+    history : int
+        Accesses that the tape remembers.
+    """
+
+    def __init__(self, blocks: int, history: int) -> None: ...
+    def fill(self) -> None:
+        """Write each block."""
+    def loop(self, accesses: int) -> None:
+        """Read so many blocks one after the other, from where it stopped the last time, and over and over."""
+    def shuffled(self, accesses: int) -> None:
+        """Read so many blocks picked at random."""
+
+class Layout:
+    """Where a storage lies in its blocks."""
+
+    def __init__(self, first: int, count: int, offset: int, block_bytes: int, nbytes: int, shared: bool) -> None: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def shared(self) -> bool: ...
+    loose: bool
+    def swap(self, other: Layout) -> None:
+        """Exchange two storages' places."""
+
+class Use:
+    """Bytes ``[start, stop)`` of a storage, and what is done with them. Nothing of it changes; it may be used again."""
+
+    def __init__(self, storage: Storage, start: int, stop: int, mode: Mode) -> None: ...
+    @property
+    def storage(self) -> Storage: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def mode(self) -> Mode: ...
+
+def runs_of(uses: Iterable[Use], *, rows: bool = False) -> tuple[list[Run], list[tuple[int, int]]]:
+    """Runs of blocks that cover the uses, and for each use its run and where it begins in that run, in bytes.
+
+    Uses that share blocks share a run, so that aliases stay aliases. An empty use has run -1.
+
+    Parameters
+    ----------
+    rows : bool
+        The uses are rows picked by data.
+    """
+
+class Grant:
+    """Operands in the arena, pinned until they are released."""
+
+    note: object
+    """What its owner notes of it; None."""
+
+    def __init__(self, offsets: tuple[int, ...], access: PagerAccess | None, waited: float = 0.0) -> None: ...
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """For each use, where its first byte lies, in bytes from the arena's start."""
+    @property
+    def access(self) -> PagerAccess | None:
+        """None where all uses are empty."""
+    @property
+    def waited(self) -> float:
+        """Seconds that the call waited for the operands; 0 where they were there."""
+
+class Driver:
+    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.driver`.
+
+    Parameters
+    ----------
+    address : int
+        Where the arena begins in memory.
+    ports : list of Port
+        The tiers' native ends, indexed as the pager indexes tiers; may grow.
+    waited : callable
+        Hears of each wait; see `farpool.driver.Waited`.
+    """
+
+    attention: bool
+    def __init__(
+        self,
+        pager: Pager,
+        queue: Queue,
+        address: int,
+        ports: list[Port],
+        waited: Callable[[str, float, float, int, int], None],
+    ) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    def acquire(self, uses: Sequence[Use], op: str, rows: bool, timeout: float, careful: bool) -> Grant | None: ...
+    def release(self, grant: Grant) -> None: ...
+    def wait(self, timeout: float) -> None: ...
+    def notify_all(self) -> None: ...
+    def start(self) -> None: ...
+    def note_ends(self) -> bool: ...
+    def close(self) -> None: ...
+    def listen(self, wanted: bool) -> None: ...
+    def take_ended(self) -> list[tuple[Transfer, float, float, int]]: ...
+    def forget_parent(self) -> None: ...
+    def links(self) -> list[tuple[int, Kind, int, int, float]]: ...
+    @property
+    def granted(self) -> int: ...
+    @property
+    def peak(self) -> int: ...
 
 class Policy:
     """Chooses which object of a cache makes room for the next one. The caller keeps the objects and counts the bytes.

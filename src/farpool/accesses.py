@@ -1,71 +1,53 @@
 """Accesses: byte ranges brought into the arena, pinned while an op works on them, and let go.
 
-Storages lie in blocks, a pager places these, an executor moves them. One lock guards pager and bookkeeping;
-transfers run outside it.
+Storages lie in blocks, a pager places these, a driver has them moved. What an access needs beside that (storages that
+are still to be packed, dropped ones to be freed, recordings, events) is looked after here, where there is any of it.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from farpool import _native
+from farpool._native import Grant
 from farpool.account import Account
 from farpool.allocation import Allocation
-from farpool.calm import Calm
 from farpool.config import PoolConfig
 from farpool.device import FastTier
-from farpool.errors import PoolClosedError, TierTimeoutError
+from farpool.driver import Driver, ExecutorDriver
+from farpool.errors import FarpoolError, PoolClosedError, TierTimeoutError
 from farpool.events import Event
-from farpool.faults import no_room, operands_too_large
+from farpool.executor.threads import ThreadExecutor
+from farpool.faults import no_room, operands_too_large, with_tier_and_block
 from farpool.ledger import Ledger
 from farpool.lower_tiers import LowerTiers
 from farpool.packing import Packing
-from farpool.pager import Access as Grant
-from farpool.pager import NoRoomError, Pager, TooLargeError
+from farpool.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
 from farpool.recording import Note, Recorder
 from farpool.space import TierSpace
 from farpool.storage import CLASSES, Dropped, Storage, cut
-from farpool.traffic import Traffic
-from farpool.use import Use, runs_of
+from farpool.use import Use
 
 if TYPE_CHECKING:
     from farpool.debug import Watch
 
-__all__ = ["Access", "Accesses"]
+__all__ = ["Accesses"]
 
 
-class Access:
-    """Operands in the arena, pinned until released.
+@dataclass(slots=True)
+class _Heard:
+    """An access that somebody listens to or records."""
 
-    Attributes
-    ----------
-    offsets : tuple of int
-        For each use, where its first byte lies, in bytes from the arena's start.
-    """
-
-    __slots__ = ("grant", "note", "offsets", "op", "passed", "since")
-
-    def __init__(
-        self,
-        grant: Grant | None,
-        offsets: tuple[int, ...],
-        op: str,
-        since: float = 0.0,
-        note: Note | None = None,
-        *,
-        passed: bool = False,
-    ) -> None:
-        self.grant = grant
-        self.offsets = offsets
-        self.op = op
-        self.since = since
-        self.note = note
-        self.passed = passed
+    op: str
+    since: float
+    """When it was granted, on the monotonic clock."""
+    recorded: Note | None
 
 
 class Accesses:
@@ -102,24 +84,22 @@ class Accesses:
         self.recorder = Recorder()
         self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
-        self._mutex = threading.Lock()
-        self._lock = threading.Condition(self._mutex)
         self._watch: Watch | None = None
         """Debug mode."""
         if config.debug:
             self._watch = device.watch(self.pager)
             self._executor = self._watch.executor
-        self._traffic = Traffic(
-            self.pager, self._executor, self.account, lower.names, self._lock, config.timeout, self._check_open
-        )
-        self._calm = Calm(self.pager)
+        self.driver: Driver = self._make_driver()
         self._packing = Packing(
-            self.allocation, self._executor, self._lock, self._acquire, self.release, self._check_open, self._births
+            self.allocation, self._executor, self.driver, self._acquire, self._check_open, self._births
         )
-        self._granted = 0
-        """Accesses that have not been released yet."""
-        self.peak = 0
         self.closed = False
+
+    def _make_driver(self) -> Driver:
+        executor = self._executor
+        if isinstance(executor, ThreadExecutor):
+            return _native.Driver(self.pager, executor.queue, executor.address, executor.ports, self._waited)
+        return ExecutorDriver(self.pager, executor, self._waited, self._watch)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -130,7 +110,7 @@ class Accesses:
 
     # ---- acquiring ----------------------------------------------------------------------------------------------
 
-    def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> Access:
+    def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> Grant:
         """Bring byte ranges into the arena, each contiguous, and pin them until `release`.
 
         All or nothing. A thread must not acquire while it holds an access: it might wait for itself.
@@ -153,71 +133,83 @@ class Accesses:
         TierError
             A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
         """
-        if self._calm.open and not rows and (access := self._pass(uses, op)) is not None:
-            return access
+        grant = self._ask(uses, op, rows, careful=False)
+        return self._acquire_carefully(uses, op, rows) if grant is None else grant
+
+    def _ask(self, uses: Sequence[Use], op: str, rows: bool, *, careful: bool) -> Grant | None:
+        refusal: FarpoolError
+        try:
+            return self.driver.acquire(uses, op, rows, self.config.timeout, careful)
+        except TooLargeError as error:
+            refusal = operands_too_large(error, uses, op, self.pager.capacity, self._storages)
+        except NoRoomError as error:
+            refusal = no_room(error, op, self._lower.tiers)
+        except TransferFailedError as error:
+            failure, tier, block = error.args
+            refusal = with_tier_and_block(failure, self._lower.names[tier] if tier >= 0 else "", block)
+        # Not in the clause above: as the context of this error, the one caught there would keep all frames on the way.
+        try:
+            raise refusal
+        finally:
+            del refusal  # or this frame and the error would hold each other, and all that the frames on the way hold
+
+    def _acquire(self, uses: Sequence[Use], op: str) -> Grant:
+        return self._granted(self._ask(uses, op, False, careful=True))
+
+    def _granted(self, grant: Grant | None) -> Grant:
+        if grant is None:
+            self._check_open()  # closed while it was asked for
+            raise AssertionError("a driver that is open grants or raises")
+        return grant
+
+    def _acquire_carefully(self, uses: Sequence[Use], op: str, rows: bool) -> Grant:
+        """Look after what asked for attention; then acquire."""
+        self._check_open()  # before the lock: in the child of a fork, its holder may be gone
         for use in uses:
             if use.storage.loose:
                 self._packing.pack(use.storage, op)
-        return self._acquire(uses, op, rows=rows)
-
-    def _pass(self, uses: Sequence[Use], op: str) -> Access | None:
-        if self.account.listening or self.recorder.recordings or self._watch is not None:
-            self._calm.end()
-            return None
-        with self._mutex:
-            self._executor.note_use()
-            if self._calm.open and (offsets := self._calm.enter(uses)) is not None:
-                return Access(None, offsets, op, passed=True)
-        return None
-
-    def _acquire(self, uses: Sequence[Use], op: str, *, rows: bool = False) -> Access:
-        with self._lock:
+        with self.driver:
             self._check_open()
-            runs, origins = runs_of(uses, rows=rows)
-            if not runs:
-                return Access(None, (0,) * len(uses), op)
-            if self._calm.inside:
-                self._require_alone(op)
-            self._executor.note_use()
-            if self.dropped or self.allocation.retired:
-                self._collect_dropped()
-            if self.pager.under_way:
-                self._traffic.note_completions()
-            try:
-                grant = self.pager.request(runs, time.monotonic())
-            except TooLargeError as error:
-                raise operands_too_large(error, uses, op, self.pager.capacity, self._storages) from None
-            asked = 0 if grant.granted else time.perf_counter_ns()
-            self._traffic.start()
-            if not grant.granted:
-                try:
-                    self._traffic.wait_for(grant, op)
-                except BaseException:  # an interrupt, too, must not leave operands pinned or a place in the line taken
-                    if not self.closed:
-                        self.pager.abandon(grant)
-                        self._traffic.start()
-                    raise
-                self._raise_refusal(grant, uses, op)
-            if self._watch is not None:
-                self._watch.granted(grant, uses, op)
-            self._granted += 1
-            self._calm.observe()
-            if self.pager.used > self.peak:
-                self.peak = self.pager.used
-            note = self.recorder.granted(runs, op, asked) if self.recorder.recordings else None
-        self.account.deliver()
-        places = grant.places
-        offsets = tuple([places[run] + offset if run >= 0 else 0 for run, offset in origins])
-        return Access(grant, offsets, op, time.monotonic() if self.account.listening else 0.0, note)
+            # Before looking: what is dropped from now on asks for attention again. And never without it while somebody
+            # listens: another thread's access would go by unheard.
+            self.driver.attention = bool(self._watch or self.account.listening or self.recorder.recordings)
+            self._collect_dropped()
+            if self.allocation.retired:
+                self.driver.attention = True
+        grant = self._granted(self._ask(uses, op, rows, careful=True))
+        if grant.access is None or not (self.account.listening or self.recorder.recordings):
+            return grant
+        runs = grant.access.runs
+        recorded = self.recorder.granted(runs, op, grant.waited) if self.recorder.recordings else None
+        grant.note = _Heard(op, time.monotonic(), recorded)
+        self._deliver()
+        return grant
 
-    def _raise_refusal(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
-        error = grant.error
-        if isinstance(error, TooLargeError):
-            raise operands_too_large(error, uses, op, self.pager.capacity, self._storages)
-        if isinstance(error, NoRoomError):
-            raise no_room(error, op, self._lower.tiers)
-        if error is not None:
-            raise error
+    def _waited(self, op: str, start: float, seconds: float, block: int, tier: int) -> None:
+        """An operation has waited for its operands, or waits no longer."""
+        name = self._lower.names[tier] if tier >= 0 else ""
+        if seconds >= 0:
+            self.account.stalled(op, start, seconds, block, name, self.pager.used)
+            return
+        self._check_open()
+        trouble = self._executor.trouble
+        raise TierTimeoutError(
+            f"{op or 'access'}: waited {self.config.timeout:g} s for "
+            + (f"block {block} and tier {name!r}" if name else "operands that other threads hold")
+            + (
+                f"; the device does not tell whether its copies have ended ({trouble}), so their memory stays "
+                "taken: save what other tiers and files have, and start the process anew"
+                if trouble is not None
+                else "; the transfer is still under way (Pool(timeout=...) sets the limit)"
+            ),
+            tier=name,
+            block=block if block >= 0 else None,
+        ) from trouble
+
+    def drop(self, dropped: Dropped) -> None:
+        """A storage has died; anywhere, perhaps in the middle of a pool's method."""
+        self.dropped.append(dropped)
+        self.driver.attention = True
 
     def _collect_dropped(self) -> None:
         while self.dropped:
@@ -231,62 +223,28 @@ class Accesses:
 
     # ---- releasing ----------------------------------------------------------------------------------------------
 
-    def release(self, access: Access) -> None:
+    def release(self, grant: Grant) -> None:
         """The op is done with its operands."""
-        if access.grant is None:
-            if access.passed:
-                with self._mutex:
-                    self._calm.inside -= 1
-                    self._executor.note_use()
-                    if not self._calm.open:
-                        self._lock.notify_all()
+        heard = grant.note
+        if not isinstance(heard, _Heard):
+            self.driver.release(grant)
             return
-        if access.note is not None:
-            access.note.released = time.perf_counter_ns()
-        with self._lock:
-            alone = self._alone()
-            self._granted -= 1
-            if self.closed:
-                self._lock.notify_all()
-                return
-            if access.since and self.account.listening:
-                nbytes = sum(self.pager.run_bytes(run) for run in access.grant.runs)
-                self.account.note(
-                    Event(
-                        "compute",
-                        access.since,
-                        time.monotonic() - access.since,
-                        nbytes,
-                        op=access.op,
-                        resident=self.pager.used,
-                    )
-                )
-            if self._watch is not None:
-                self._watch.released(access.grant)
-            self.pager.release(access.grant, go_on=alone)
-            if self.pager.under_way:
-                self._traffic.note_completions()
-            self._traffic.start()
-            self._lock.notify_all()
-            if self._watch is not None:
-                self._watch.raise_findings()
-        self.account.deliver()
-        if access.note is not None:
+        if heard.recorded is not None:
+            heard.recorded.released = time.perf_counter_ns()
+        if self.account.listening and grant.access is not None and not self.closed:
+            seconds = time.monotonic() - heard.since
+            nbytes = sum(self.pager.run_bytes(run) for run in grant.access.runs)
+            event = Event("compute", heard.since, seconds, nbytes, op=heard.op, resident=self.pager.used)
+            self.account.note(event)
+        self.driver.release(grant)
+        self._deliver()
+        if heard.recorded is not None:
             self.recorder.deliver()
 
-    # ---- those that have passed ---------------------------------------------------------------------------------
-
-    def _alone(self) -> bool:
-        """Wait, before the arena changes, for accesses that have passed and rely on it; False if they do not end."""
-        if not self._calm.inside:
-            return True
-        self._calm.end()
-        return self._lock.wait_for(lambda: not self._calm.inside or self.closed, self.config.timeout)
-
-    def _require_alone(self, op: str) -> None:
-        if not self._alone():
-            raise TierTimeoutError(
-                f"{op or 'access'}: waited {self.config.timeout:g} s for {self._calm.inside} operations of other "
-                "threads, which still use the fast tier (Pool(timeout=...) sets the limit)"
-            )
-        self._check_open()
+    def _deliver(self) -> None:
+        """Hand events to those who listen. Without the lock."""
+        if self.account.listening:
+            with self.driver:
+                ended = self.driver.take_ended()
+            self.account.transferred(ended)
+        self.account.deliver()

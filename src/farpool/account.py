@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from farpool.driver import Ended
 from farpool.events import Event
-from farpool.executor.base import Done
-from farpool.pager import Kind, Transfer
+from farpool.pager import Kind
 from farpool.stats import LinkStats, Stall
 
 __all__ = ["Account"]
@@ -16,7 +16,7 @@ _LAST_STALLS = 8
 
 
 class Account:
-    """Counts transfers and stalls; queues events while somebody listens.
+    """Counts stalls; queues events while somebody listens.
 
     Parameters
     ----------
@@ -26,7 +26,6 @@ class Account:
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
-        self._links: dict[tuple[str, str], tuple[int, int, float]] = {}
         self._listeners: list[Callable[[Event], None]] = []
         self._events: deque[Event] = deque()
         self._last: deque[Stall] = deque(maxlen=_LAST_STALLS)
@@ -63,27 +62,21 @@ class Account:
             for callback in tuple(self._listeners):
                 callback(event)
 
-    def transferred(self, transfer: Transfer, done: Done, resident: int) -> None:
-        """A transfer with bytes has ended well."""
-        nbytes = sum(piece.nbytes for piece in transfer.pieces)
-        if not nbytes:
-            return
-        tier = self._names[transfer.pieces[0].tier]
-        fetch = transfer.kind == Kind.FETCH
-        link = (tier, "fast") if fetch else ("fast", tier)
-        count, total, seconds = self._links.get(link, (0, 0, 0.0))
-        self._links[link] = (count + 1, total + nbytes, seconds + done.end - done.start)
-        if self._listeners:
+    def transferred(self, ended: Iterable[Ended]) -> None:
+        """Transfers with bytes have ended well, while somebody listened."""
+        for transfer, start, end, used in ended:
+            fetch = transfer.kind == Kind.FETCH
+            tier = self._names[transfer.pieces[0].tier]
             self._events.append(
                 Event(
                     "fetch" if fetch else "writeback",
-                    done.start,
-                    done.end - done.start,
-                    nbytes,
+                    start,
+                    end - start,
+                    sum(piece.nbytes for piece in transfer.pieces),
                     transfer.block,
-                    *link,
+                    *((tier, "fast") if fetch else ("fast", tier)),
                     cause=("demand" if transfer.demand else "prefetch") if fetch else "evict",
-                    resident=resident,
+                    resident=used,
                 )
             )
 
@@ -98,9 +91,16 @@ class Account:
     def last_stalls(self) -> Sequence[Stall]:
         return tuple(self._last)
 
-    def links(self) -> tuple[LinkStats, ...]:
-        """What moved so far, by link."""
-        return tuple(
-            LinkStats(source, target, count, nbytes, seconds)
-            for (source, target), (count, nbytes, seconds) in sorted(self._links.items())
-        )
+    def links(self, totals: Iterable[tuple[int, Kind, int, int, float]]) -> tuple[LinkStats, ...]:
+        """What moved so far, by link.
+
+        Parameters
+        ----------
+        totals : iterable
+            Tier, direction, transfers, bytes and seconds, as a driver counts them.
+        """
+        links = []
+        for tier, kind, count, nbytes, seconds in totals:
+            ends = (self._names[tier], "fast") if kind == Kind.FETCH else ("fast", self._names[tier])
+            links.append(LinkStats(*ends, count, nbytes, seconds))
+        return tuple(sorted(links, key=lambda link: (link.source, link.target)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from farpool.allocation import Allocation
+from farpool.driver import Driver
 from farpool.errors import BudgetError, TierTimeoutError
 from farpool.faults import no_room
 from farpool.ledger import Ledger
@@ -15,7 +16,6 @@ from farpool.sizes import format_size
 from farpool.storage import cut
 from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
-from farpool.traffic import Traffic
 
 if TYPE_CHECKING:
     from farpool.debug import Watch
@@ -25,7 +25,7 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """Makes the fast tier larger or smaller. Its methods are called with the pool's lock held, and nobody inside.
+    """Makes the fast tier larger or smaller. Its methods are called with the pool's lock held.
 
     Parameters
     ----------
@@ -42,7 +42,8 @@ class Budget:
         pager: Pager,
         arena: HostArena | CudaArena,
         allocation: Allocation,
-        traffic: Traffic,
+        driver: Driver,
+        check_open: Callable[[], None],
         ledger: Ledger,
         tiers: Sequence[Tier],
         timeout: float,
@@ -50,7 +51,8 @@ class Budget:
         self._pager = pager
         self._arena = arena
         self._allocation = allocation
-        self._traffic = traffic
+        self._driver = driver
+        self._check_open = check_open
         self._ledger = ledger
         self._tiers = tiers
         self._timeout = timeout
@@ -91,13 +93,14 @@ class Budget:
         deadline = time.monotonic() + self._timeout
         try:
             while not self._pager.resize(budget):
-                self._traffic.start()
+                self._driver.start()
                 if time.monotonic() >= deadline:
                     raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
-                self._traffic.wait_a_little(deadline)
+                self._driver.wait(deadline - time.monotonic())
+                self._check_open()
         except BaseException as error:
             self._pager.resize(before)
-            self._traffic.start()
+            self._driver.start()
             if isinstance(error, NoRoomError):
                 raise no_room(error, "resize", self._tiers) from None
             raise

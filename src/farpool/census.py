@@ -36,7 +36,7 @@ def take(pool: BlockPool) -> Stats:
         pool.fast,
         sum(resident.values()),
         pager.used,
-        pool.peak,
+        pool.driver.peak,
         arena.page_locked,
         arena.touched,
     )
@@ -65,7 +65,7 @@ def take(pool: BlockPool) -> Stats:
             ClassStats(cls, live, resident.get(cls, 0), dirty.get(cls, 0))
             for cls, live in sorted(pool.allocation.live.items())
         ),
-        links=pool.account.links(),
+        links=pool.account.links(pool.driver.links()),
         accesses=counters.accesses,
         hits=counters.hits,
         late=counters.late,

@@ -6,19 +6,16 @@ first use such a *loose* storage gets another place, in the order of first uses.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from farpool._native import Grant
 from farpool.allocation import USED, Allocation
+from farpool.driver import Driver
 from farpool.errors import BudgetError, PoolFullError, TierError
 from farpool.executor.base import Executor
 from farpool.pager import Mode, Move
 from farpool.storage import Storage
 from farpool.use import Use
-
-if TYPE_CHECKING:
-    from farpool.accesses import Access
 
 __all__ = ["Packing"]
 
@@ -31,10 +28,10 @@ class Packing:
 
     Parameters
     ----------
-    lock : threading.Condition
-        The pool's lock.
-    acquire, release : callable
-        Pin operands and let them go, as the pool does, but loose ones where they are. Without the lock.
+    driver : Driver
+        The pool's.
+    acquire : callable
+        Pins operands, as the pool does, but loose ones where they are. Without the lock.
     check_open : callable
         Raises if the pool has been closed.
     births : iterator of int
@@ -45,17 +42,15 @@ class Packing:
         self,
         allocation: Allocation,
         executor: Executor,
-        lock: threading.Condition,
-        acquire: Callable[[Sequence[Use], str], Access],
-        release: Callable[[Access], None],
+        driver: Driver,
+        acquire: Callable[[Sequence[Use], str], Grant],
         check_open: Callable[[], None],
         births: Iterator[int],
     ) -> None:
         self._allocation = allocation
         self._executor = executor
-        self._lock = lock
+        self._driver = driver
         self._acquire = acquire
-        self._release = release
         self._check_open = check_open
         self._births = births
         self._under_way: set[int] = set()
@@ -67,9 +62,9 @@ class Packing:
         Where that fails, it stays where it is.
         """
         self._check_open()  # before the lock: in the child of a fork, its holder may be gone
-        with self._lock:
+        with self._driver:
             while storage.loose and id(storage) in self._under_way:
-                self._lock.wait(_SLICE)  # whoever packs it gives up after the timeout
+                self._driver.wait(_SLICE)  # whoever packs it gives up after the timeout
                 self._check_open()
             if not storage.loose:
                 return
@@ -80,23 +75,21 @@ class Packing:
                 return
             self._under_way.add(id(storage))
         try:
-            with self._lock:
+            with self._driver:
                 blocks = self._allocation.allocate(storage.nbytes, storage.cls, 0, USED, name=storage.name)
             packed = Storage(storage.pool, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
-            access = self._acquire(
+            grant = self._acquire(
                 [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
             )
-            with self._lock:
-                source, target = access.offsets
+            with self._driver:
+                source, target = grant.offsets
                 self._executor.start([Move(source, target, storage.nbytes)])
-                storage.first, packed.first = packed.first, storage.first
-                storage.offset, packed.offset = packed.offset, storage.offset
-                storage.block_bytes, packed.block_bytes = packed.block_bytes, storage.block_bytes
-            self._release(access)
+                storage.layout.swap(packed.layout)
+            self._driver.release(grant)
         except (BudgetError, PoolFullError, TierError):
             pass  # it stays where it is; the op itself may do without what packing needed
         finally:
-            with self._lock:
+            with self._driver:
                 storage.loose = False
                 self._under_way.discard(id(storage))
-                self._lock.notify_all()
+                self._driver.notify_all()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import time
 import warnings
 import weakref
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from farpool import census
-from farpool.accesses import Access, Accesses
+from farpool.accesses import Accesses
 from farpool.budget import Budget
 from farpool.config import PoolConfig
 from farpool.device import open_device
@@ -34,7 +33,7 @@ from farpool.tape_file import TapeWriter
 from farpool.tiers import Extent
 from farpool.tiers.safetensors import SafetensorsFile
 
-__all__ = ["Access", "BlockPool"]
+__all__ = ["BlockPool"]
 
 _LAST_CHANCE = 5.0
 """Seconds for transfers to end when the interpreter does."""
@@ -66,7 +65,14 @@ class BlockPool(Accesses):
         ledger.add("host", "staging", **device.staging)
         super().__init__(config, lower, device, ledger)
         self._budget = Budget(
-            self.pager, self.arena, self.allocation, self._traffic, ledger, lower.tiers, config.timeout
+            self.pager,
+            self.arena,
+            self.allocation,
+            self.driver,
+            self._check_open,
+            ledger,
+            lower.tiers,
+            config.timeout,
         )
         _POOLS.add(self)
 
@@ -104,7 +110,7 @@ class BlockPool(Accesses):
     @property
     def live(self) -> int:
         """Number of storages in use."""
-        with self._lock:
+        with self.driver:
             self._collect_dropped()
             return self.allocation.storages
 
@@ -132,13 +138,15 @@ class BlockPool(Accesses):
 
     def _shut(self, patience: float | None = None) -> None:
         patience = self.config.timeout if patience is None else patience
-        with self._lock:
+        with self.driver:
             if self.closed:
                 return
             self.closed = True
-            self._calm.end()
-            self._lock.notify_all()
-            unused = self._lock.wait_for(lambda: not self._granted and not self._calm.inside, patience)
+            self.driver.close()
+            deadline = time.monotonic() + patience
+            while self.driver.granted and time.monotonic() < deadline:
+                self.driver.wait(deadline - time.monotonic())
+            unused = not self.driver.granted
         ended = self._executor.close(patience)
         watch, self._watch = self._watch, None
         if watch is not None and ended and unused:
@@ -187,7 +195,7 @@ class BlockPool(Accesses):
         PoolFullError
             All tiers together are smaller than what the pool would then hold.
         """
-        with self._lock:
+        with self.driver:
             self._check_open()
             self._collect_dropped()
             self._check_room(nbytes, cls, name)
@@ -202,7 +210,7 @@ class BlockPool(Accesses):
         self, source: SafetensorsFile, extent: Extent, *, cls: str = "weights", row_bytes: int = 0, name: str = ""
     ) -> Storage:
         """A new storage whose clean copy is this part of a file; it takes no room below until it is written."""
-        with self._lock:
+        with self.driver:
             self._check_open()
             self._collect_dropped()
             index = self._lower.number_of(source, self.pager)
@@ -238,12 +246,10 @@ class BlockPool(Accesses):
             What has to leave cannot; the budget is as it was.
         """
         budget = parse_size(fast, "fast")
-        with self._lock:
+        with self.driver:
             self._check_open()
-            self._calm.end()
-            self._require_alone("resize")
             self._collect_dropped()
-            self._traffic.note_completions()
+            self.driver.note_ends()
             self._budget.change(budget, self._watch)
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
@@ -254,7 +260,16 @@ class BlockPool(Accesses):
         callable
             Call it to end the subscription.
         """
-        return self.account.subscribe(callback)
+        with self.driver:
+            end = self.account.subscribe(callback)
+            self.driver.listen(True)
+            self.driver.attention = True
+
+        def unsubscribe() -> None:
+            end()
+            self.driver.listen(self.account.listening)
+
+        return unsubscribe
 
     def record(self, path: str | os.PathLike[str]) -> Recording:
         """Write accesses and the time between them to a tape file, from now until the recording is closed.
@@ -278,16 +293,17 @@ class BlockPool(Accesses):
         """
         self._check_open()
         writer = TapeWriter(path, metadata(self.device, self.fast, self.allocation.sizes, self._lower.tiers, CLASSES))
-        with self._lock:
+        with self.driver:
             self._collect_dropped()
+            self.driver.attention = True
             return self.recorder.start(writer, self.pager, self.allocation.made.values())
 
     def stats(self) -> Stats:
         """The account since the pool was made."""
-        with self._lock:
+        with self.driver:
             self._check_open()
             self._collect_dropped()
-            self._traffic.note_completions()
+            self.driver.note_ends()
             return census.take(self)
 
     def explain(self) -> str:
@@ -304,9 +320,7 @@ def _forked() -> None:
     """In the child of a fork the native threads are gone and locks may be held for ever: its pools are closed."""
     for pool in _POOLS:
         pool.closed = True
-        pool._calm.end()
-        pool._mutex = threading.Lock()
-        pool._lock = threading.Condition(pool._mutex)
+        pool.driver.forget_parent()
 
 
 def _close_all() -> None:

@@ -52,12 +52,12 @@ class Note:
 
     __slots__ = ("asked", "granted", "op", "released", "runs", "thread")
 
-    def __init__(self, runs: Sequence[Run], op: str, asked: int) -> None:
+    def __init__(self, runs: Sequence[Run], op: str, waited: float) -> None:
         self.runs = runs
         self.op = op
         self.thread = threading.get_ident()
         self.granted = time.perf_counter_ns()
-        self.asked = asked or self.granted
+        self.asked = self.granted - round(waited * 1e9)
         self.released = 0
 
 
@@ -217,15 +217,15 @@ class Recorder:
         for recording in self.recordings:
             recording.noted.append(Free(first, count))
 
-    def granted(self, runs: Sequence[Run], op: str, asked: int) -> Note:
+    def granted(self, runs: Sequence[Run], op: str, waited: float) -> Note:
         """An access was granted.
 
         Parameters
         ----------
-        asked : int
-            When it began to wait, on the clock of `time.perf_counter_ns`; 0 if it did not wait.
+        waited : float
+            Seconds that it waited for its operands.
         """
-        note = Note(runs, op, asked)
+        note = Note(runs, op, waited)
         for recording in self.recordings:
             recording.noted.append(note)
         return note

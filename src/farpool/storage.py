@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from farpool._native import Layout
 from farpool.pager import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -150,19 +151,14 @@ class Storage:
     __slots__ = (
         "__weakref__",
         "adopted",
-        "block_bytes",
         "cls",
-        "count",
-        "first",
         "first_used",
-        "loose",
+        "layout",
         "made",
         "name",
         "nbytes",
-        "offset",
         "pool",
         "row_bytes",
-        "shared",
     )
 
     def __init__(
@@ -173,18 +169,41 @@ class Storage:
         self.cls = cls
         self.name = name
         self.row_bytes = row_bytes
-        self.first = blocks.first
-        self.count = blocks.count
-        self.offset = blocks.offset
-        self.block_bytes = blocks.block_bytes
-        self.shared = blocks.shared
+        self.layout = Layout(blocks.first, blocks.count, blocks.offset, blocks.block_bytes, nbytes, blocks.shared)
         self.adopted = blocks.adopted
-        self.loose = False
         self.made = made
         self.first_used = -1
 
     def __repr__(self) -> str:
         return f"Storage({self.name or self.cls}, {self.nbytes} bytes in {self.count} blocks)"
+
+    @property
+    def first(self) -> int:
+        return self.layout.first
+
+    @property
+    def count(self) -> int:
+        return self.layout.count
+
+    @property
+    def offset(self) -> int:
+        return self.layout.offset
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    @property
+    def shared(self) -> bool:
+        return self.layout.shared
+
+    @property
+    def loose(self) -> bool:
+        return self.layout.loose
+
+    @loose.setter
+    def loose(self, loose: bool) -> None:
+        self.layout.loose = loose
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Byte ranges ``(start, stop)``, one for each block, in order."""
@@ -201,4 +220,4 @@ class Storage:
 
     def __del__(self) -> None:
         # Runs wherever the last reference dies, perhaps in the middle of a pool's method: it only leaves a note.
-        self.pool.dropped.append(Dropped(self.first, self.count, self.nbytes, self.cls, self.adopted))
+        self.pool.drop(Dropped(self.first, self.count, self.nbytes, self.cls, self.adopted))

@@ -52,6 +52,7 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
     assert (tmp_path / "page.html").read_text().count("<svg") == 2
 
 
+@pytest.mark.slow
 def test_a_loss_that_differs_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(module: torch.nn.Module, pool: object) -> torch.nn.Module:
         with torch.no_grad():

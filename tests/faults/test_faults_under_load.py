@@ -76,7 +76,7 @@ def another_program(addresses: list[str], replicas: int) -> subprocess.Popen[byt
     ("replicas", "transport", "seed", "rounds"),
     [
         (2, "auto", "1", ROUNDS),
-        (1, "tcp", "4", ROUNDS),
+        pytest.param(1, "tcp", "4", ROUNDS, marks=pytest.mark.slow),
         pytest.param(2, "tcp", "2", 8 * ROUNDS, marks=pytest.mark.slow),
         pytest.param(1, "auto", "3", 8 * ROUNDS, marks=pytest.mark.slow),
         pytest.param(2, "auto", "5", 8 * ROUNDS, marks=pytest.mark.slow),

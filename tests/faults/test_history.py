@@ -100,7 +100,7 @@ def work(nodes: list[str], transport: str, number: int, settings: dict[str, Any]
     ("shape", "evicts", "operations"),
     [
         ((3, 2), True, 250),
-        ((3, 2), False, 250),
+        pytest.param((3, 2), False, 250, marks=pytest.mark.slow),
         *(pytest.param((1, 1), evicts, 1500, marks=pytest.mark.slow) for evicts in (True, False)),
         *(pytest.param((3, 2), evicts, 1500, marks=pytest.mark.slow) for evicts in (True, False)),
     ],

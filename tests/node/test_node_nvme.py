@@ -177,7 +177,7 @@ def test_two_nodes_do_not_share_a_file(tmp_path: Path, file: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("transport", ["mapped", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("mapped", marks=pytest.mark.slow), "tcp"])
 def test_a_killed_node_adopts_what_is_in_the_file(transport: str, file: Path) -> None:
     values = contents(8, 100, 400_000)
     with (

@@ -21,7 +21,7 @@ from tests.node.nodes import PATIENCE, Peer, generation, node, reader, until
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("kill", [True, False])
+@pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_pinned_view_stays_as_it_is_when_its_node_is_started_again(kill: bool) -> None:
     value = b"W" * 100_000
     with running_node(dram="8MiB", grace=1) as process, Store(process.address) as store:

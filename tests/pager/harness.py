@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from farpool._native import ExtentAllocator
 from farpool.executor.checked import CheckedExecutor, Span
 from farpool.executor.virtual import Link, VirtualExecutor
-from farpool.pager import Access, Mode, Pager, Run, Transfer
+from farpool.pager import Access, Kind, Mode, Move, Pager, Run, Transfer
 
 
 class SimulatedSpace:
@@ -24,6 +25,52 @@ class SimulatedSpace:
         self.extents.free(offset)
 
 
+class Uses:
+    """The last access to each stretch of the arena, as a device that runs far behind would have it.
+
+    Each transfer, move and access that writes into a range must carry an ordinal that is not below it.
+    """
+
+    def __init__(self, pager: Pager, capacity: int) -> None:
+        self._pager = pager
+        self._last = [(-1, -1)] * -(-capacity // 64)
+        """Ordinal, and the block that had the stretch."""
+
+    def started(self, command: Transfer | Move) -> None:
+        if isinstance(command, Move):
+            for place in (command.source, command.target):
+                assert command.last_use >= self._latest(place, command.nbytes), f"{command} comes too early"
+            self._set(command.target, command.nbytes, (-1, -1))
+            return
+        for piece in command.pieces:
+            assert command.last_use >= self._latest(piece.place, piece.nbytes), f"{command} comes too early"
+
+    def fetched(self, transfer: Transfer) -> None:
+        """It has waited, and so need nobody who comes after it."""
+        for piece in transfer.pieces:
+            self._set(piece.place, piece.nbytes, (-1, -1))
+
+    def granted(self, access: Access, blocks: Sequence[tuple[int, int, int, Mode]]) -> None:
+        """An access to these blocks, with their places and bytes."""
+        for block, place, nbytes, mode in blocks:
+            others = [last for last, owner in self._stretch(place, nbytes) if owner != block]
+            assert mode == Mode.READ or access.last_use >= max(others, default=-1), (
+                f"block {block} is written too early"
+            )
+            self._set(place, nbytes, (access.ordinal, block))
+            assert self._pager.block(block).last_use >= access.ordinal
+
+    def _stretch(self, place: int, nbytes: int) -> list[tuple[int, int]]:
+        return self._last[place // 64 : -(-(place + nbytes) // 64)]
+
+    def _latest(self, place: int, nbytes: int) -> int:
+        return max(last for last, _ in self._stretch(place, nbytes))
+
+    def _set(self, place: int, nbytes: int, use: tuple[int, int]) -> None:
+        low, high = place // 64, -(-(place + nbytes) // 64)
+        self._last[low:high] = [use] * (high - low)
+
+
 class World:
     """Pager, executor and bytes; checks each read against what was written."""
 
@@ -35,6 +82,7 @@ class World:
         link: Link | None = None,
         fault: Callable[[Transfer], BaseException | None] | None = None,
         prefetch: bool = True,
+        late: int | None = None,
     ) -> None:
         self.arena = bytearray(capacity)
         self.spaces = [SimulatedSpace(nbytes) for nbytes in tiers]
@@ -44,7 +92,11 @@ class World:
         )
         self.checked = CheckedExecutor(self.executor)
         """What the pager's commands go through: its order is checked in each test."""
-        self.pager = Pager(capacity, self.spaces, prefetch=prefetch)
+        self.pager = Pager(capacity, self.spaces, prefetch=prefetch, late=late is not None)
+        self.uses = Uses(self.pager, capacity)
+        self._late = late
+        """After how many accesses the pager is told when the program computed; None: at once, by the clock."""
+        self._untold: deque[tuple[int, float, float]] = deque()
         self.expected: dict[int, bytes] = {}
         self.retired: list[tuple[int, int]] = []
         self.completions_first = False
@@ -69,22 +121,30 @@ class World:
     def pump(self) -> None:
         """Hand commands to the executor and completions to the pager until both are quiet for now."""
         while True:
-            commands = [] if self.completions_first else self.pager.take_commands()
-            self.checked.start(commands)
+            commands = [] if self.completions_first else self._start()
             finished = self.checked.poll()
             for done in finished:
                 if done.error is not None:
                     self.pager.failed(done.id, done.error)
                 elif not done.cancelled:
+                    transfer = self.pager.transfer(done.id)
+                    if transfer is not None and transfer.kind == Kind.FETCH:
+                        self.uses.fetched(transfer)
                     self.pager.completed(done.id, done.start, done.end)
             if finished:
                 self.pager.proceed(self.executor.now)
             if self.completions_first:
-                commands = self.pager.take_commands()
-                self.checked.start(commands)
+                commands = self._start()
             self.executor.expedite(self.pager.take_raised())
             if not finished and not commands:
                 return
+
+    def _start(self) -> list[Transfer | Move]:
+        commands = self.pager.take_commands()
+        for command in commands:
+            self.uses.started(command)
+        self.checked.start(commands)
+        return commands
 
     def settle(self, access: Access) -> Access:
         """Wait for an access; raise what it failed with."""
@@ -111,7 +171,13 @@ class World:
             ],
         )
         assert self.pager.used <= self.pager.capacity
+        self.uses.granted(access, list(self._blocks(runs, access.places)))
+        start = self.executor.now
         self.executor.sleep(compute)
+        if self._late is not None:
+            self._untold.append((access.ordinal, start, self.executor.now))
+            while len(self._untold) > self._late:
+                self.pager.ran(*self._untold.popleft())
         for (first, count, mode), place in zip(runs, access.places, strict=True):
             assert place % 64 == 0
             for block in range(first, first + count):
@@ -128,3 +194,13 @@ class World:
         self.checked.let_go(access)
         self.pager.release(access)
         self.pump()
+
+    def _blocks(
+        self, runs: Sequence[tuple[int, int, Mode]], places: Sequence[int]
+    ) -> Iterator[tuple[int, int, int, Mode]]:
+        """Each block of the runs, its place, bytes and mode."""
+        for (first, count, mode), place in zip(runs, places, strict=True):
+            at = place
+            for block in range(first, first + count):
+                yield block, at, self.size_of(block), mode
+                at += self.size_of(block)

@@ -14,9 +14,9 @@ LINK = Link(0.0, 256e6)
 COMPUTE = 2e-6
 
 
-def make_world(blocks: int, room: int) -> tuple[World, list[int]]:
+def make_world(blocks: int, room: int, late: int | None = None) -> tuple[World, list[int]]:
     """A world with filled blocks, of which `room` fit."""
-    world = World(room * BLOCK, link=LINK)
+    world = World(room * BLOCK, link=LINK, late=late)
     numbers = [world.create([BLOCK]) for _ in range(blocks)]
     for number in numbers:
         world.access([(number, 1, Mode.OVERWRITE)])
@@ -31,9 +31,11 @@ def turn(world: World, blocks: list[int], compute: float = COMPUTE) -> int:
     return world.pager.counters.demand_fetches - before
 
 
-def test_a_loop_of_which_a_quarter_fits_waits_for_nothing_once_it_is_known() -> None:
-    world, blocks = make_world(64, 16)
-    for _ in range(6):
+@pytest.mark.parametrize("late", [None, 0, 3, 40])
+def test_a_loop_of_which_a_quarter_fits_waits_for_nothing_once_it_is_known(late: int | None) -> None:
+    """Also where the times of computing become known so many accesses later."""
+    world, blocks = make_world(64, 16, late)
+    for _ in range(10):
         turn(world, blocks)
     start = world.executor.now
     assert turn(world, blocks) == 0

@@ -41,6 +41,17 @@ def test_a_random_program_reads_what_it_wrote(seed: int) -> None:
     assert world.pager.counters.accesses > 100
 
 
+def test_times_that_cannot_be_are_refused() -> None:
+    world = World(4096, late=0)
+    block = world.create([64])
+    world.access([(block, 1, OVERWRITE)])
+    for ordinal, start, end in [(-1, 0.0, 1.0), (1, 0.0, 1.0), (0, 1.0, 0.5), (0, 0.0, float("nan"))]:
+        with pytest.raises(ValueError, match=r"Pager\.ran: access"):
+            world.pager.ran(ordinal, start, end)
+    with pytest.raises(ValueError, match="whose times come late"):
+        World(4096).pager.ran(0, 0.0, 1.0)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_same_inputs_give_the_same_transfers(seed: int) -> None:
     logs = []

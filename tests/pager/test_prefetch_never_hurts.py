@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 
@@ -20,15 +21,19 @@ BANDWIDTH = 256e6
 """A block takes a microsecond."""
 
 
-def seconds(kind: str, seed: int, *, prefetch: bool) -> float:
-    """Virtual seconds that a program takes after its blocks have been filled."""
+def seconds(kind: str, seed: int, *, prefetch: bool, late: int | None = None) -> float:
+    """Virtual seconds that a program takes after its blocks have been filled.
+
+    `late`: after how many accesses the pager is told when the program computed; None: at once, by the clock.
+    """
     rng = random.Random(f"{kind} {seed}")
     count = rng.randint(17, 80)
     sizes = [BLOCK] * count if rng.random() < 0.5 else [64 * rng.randint(1, 8) for _ in range(count)]
     capacity = max(int(sum(sizes) * rng.choice([0.2, 0.3, 0.5, 0.7, 0.9])), 16 * max(sizes)) // 64 * 64
     link = Link(rng.choice([0.0, 1e-7]), BANDWIDTH)
     executor = VirtualExecutor(bytearray(capacity), [bytearray(1 << 17)], [(link, link)])
-    pager = Pager(capacity, [SimulatedSpace(1 << 17)], prefetch=prefetch)
+    pager = Pager(capacity, [SimulatedSpace(1 << 17)], prefetch=prefetch, late=late is not None)
+    untold: deque[tuple[int, float, float]] = deque()
     compute = rng.choice([0.0, 0.02, 0.1, 0.3, 1.0, 3.0]) * 1e-6
     spread = rng.choice([0.0, 1.0])
     writes = rng.choice([0.0, 0.0, 0.3])
@@ -39,19 +44,25 @@ def seconds(kind: str, seed: int, *, prefetch: bool) -> float:
     for index in pattern(kind, rng, count, ACCESSES):
         mode = Mode.WRITE if rng.random() < writes else Mode.READ
         pause = compute * (1 + spread * (rng.random() - 0.5))
-        access(pager, executor, Run(blocks[index], 1, mode), pause)
+        untold.append(access(pager, executor, Run(blocks[index], 1, mode), pause))
+        while late is not None and len(untold) > late:
+            pager.ran(*untold.popleft())
     return executor.now - start
 
 
-def access(pager: Pager, executor: VirtualExecutor, run: Run, compute: float) -> None:
+def access(pager: Pager, executor: VirtualExecutor, run: Run, compute: float) -> tuple[int, float, float]:
+    """Returns its ordinal, and when the program computed."""
     grant = pager.request([run], executor.now)
     pump(pager, executor)
     while not grant.granted:
         assert executor.wait(1.0), "nothing is under way and the access is not granted"
         pump(pager, executor)
+    start = executor.now
     executor.sleep(compute)
+    ran = grant.ordinal, start, executor.now
     pager.release(grant)
     pump(pager, executor)
+    return ran
 
 
 def pump(pager: Pager, executor: VirtualExecutor) -> None:
@@ -68,14 +79,15 @@ def pump(pager: Pager, executor: VirtualExecutor) -> None:
             return
 
 
+@pytest.mark.parametrize("late", [None, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefetching_costs_at_most_two_percent(kind: str, seeds: range) -> None:
+def test_prefetching_costs_at_most_two_percent(kind: str, seeds: range, late: int | None) -> None:
     slower = {}
     for seed in seeds:
         demand = seconds(kind, seed, prefetch=False)
-        ratio = seconds(kind, seed, prefetch=True) / demand if demand else 1.0
-        if ratio > 1.02:
+        ratio = seconds(kind, seed, prefetch=True, late=late) / demand if demand else 1.0
+        if ratio > (1.02 if late is None else 1.05):  # what is learned late is unlearned late
             slower[seed] = round(ratio, 4)
     assert not slower, f"{kind}: seed -> time with prefetching over time without"
 

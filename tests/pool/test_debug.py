@@ -213,19 +213,19 @@ def test_a_range_promised_while_the_end_of_its_write_back_was_not_noted_is_not_r
     new = pool.allocate(_BLOCK, name="new")
     place = pool.touch(kept[3])
     runs, _ = runs_of([Use(new, 0, _BLOCK, OVERWRITE)])
-    with pool._lock:
+    with pool.driver:
         assert pool.pager.evict_for_test(kept[3].first)
-        pool._traffic.start()
+        pool.driver.start()
         assert pool._executor.wait(20)
         grant = pool.pager.request(runs)
         assert pool.pager.place_of(runs[0]) < 0
         assert pool.pager.block(new.first).place == place
-        pool._traffic.note_completions()  # as `release` does, with what the pager has decided not yet started
+        pool.driver.note_ends()  # as `release` does, with what the pager has decided not yet started
         assert pool._watch is not None
         pool._watch.raise_findings()
         assert pool.peek(place, _BLOCK) == poison(_BLOCK)
         pool.pager.abandon(grant)
-        pool._traffic.start()
+        pool.driver.start()
     assert pool.touch(new, WRITE) == place
 
 
@@ -236,8 +236,9 @@ def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
     with Pool("64KiB", [tier], timeout=20, debug=True) as pool:
         storages: list[tuple[Storage, bytearray]] = []
         for _ in range(400):
+            first = len(storages) < 30
             try:
-                if len(storages) < 30:
+                if first:
                     nbytes = rng.choice([1, 100, 500, 1000, _BLOCK, 3 * _BLOCK + 5])
                     storages.append((pool.allocate(nbytes), bytearray(nbytes)))
                     fresh, expected = storages[-1]
@@ -253,7 +254,7 @@ def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
                     storages.pop()
                 continue
             view = pool.arena.view()[access.offsets[0] : access.offsets[0] + fresh.nbytes]
-            if access.op == "first":
+            if first:
                 expected[:] = bytes([rng.randint(1, 255)]) * fresh.nbytes
                 view[:] = expected
             assert view == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import farpool
-from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, TierError, Verified
+from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, Throttled, TierError, Verified
 from farpool.node.process import running_node
 from farpool.pager import Mode
 from farpool.storage import Storage
@@ -383,19 +384,22 @@ def test_closing_waits_for_operands_in_use() -> None:
     assert not closing.is_alive()
 
 
-def test_an_interrupted_wait_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Pool("64KiB", dram="4MiB") as pool:
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_leaves_nothing_pinned() -> None:
+    with Pool("64KiB", [Throttled(Dram(4 << 20), 2e5, 1e9)]) as pool:
         storages = [pool.allocate(20_000) for _ in range(10)]
         for seed, storage in enumerate(storages):
             write(pool, storage, content(seed, 20_000))
-
-        def interrupt(timeout: float) -> bool:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(pool._executor, "wait", interrupt)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
             with pytest.raises(KeyboardInterrupt):
-                read(pool, storages[0])
+                all(read(pool, storage) for storage in storages)  # takes a second
+        finally:
+            signal.signal(signal.SIGALRM, before)
         for seed, storage in enumerate(storages):
             assert read(pool, storage) == content(seed, 20_000)
         access = pool.acquire([Use(s, 0, 20_000, READ) for s in storages[:3]], "all of it")

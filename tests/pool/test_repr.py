@@ -38,7 +38,7 @@ def test_it_waits_for_nobody() -> None:
     """A debugger asks in the middle of anything: every lock of the pool and its tiers is held meanwhile."""
     seen: list[str] = []
     dram = Dram("1MiB")
-    with Pool("64KiB", [dram]) as pool, pool._lock, pool.ledger._lock, dram._space._lock, dram._lifecycle:
+    with Pool("64KiB", [dram]) as pool, pool.driver, pool.ledger._lock, dram._space._lock, dram._lifecycle:
         thread = threading.Thread(target=lambda: seen.append(repr(pool)), daemon=True)
         thread.start()
         thread.join(20)

@@ -53,6 +53,7 @@ def test_without_live_parameters_nothing_is_said(code: str, tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_error_within_the_with_block_is_shown_and_the_pool_is_left(tmp_path: Path) -> None:
     done = run(
         "import warnings; warnings.simplefilter('default')\n"

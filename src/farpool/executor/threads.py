@@ -25,37 +25,37 @@ class ThreadExecutor(Executor):
     """
 
     def __init__(self, address: int, ports: list[_native.Port]) -> None:
-        self._address = address
-        self._ports = ports
-        self._queue = _native.Queue()
+        self.address = address
+        self.ports = ports
+        self.queue = _native.Queue()
 
     def start(self, commands: Sequence[Transfer | Move]) -> None:
         for command in commands:
             if isinstance(command, Move):
-                _native.memmove(self._address + command.target, self._address + command.source, command.nbytes)
+                _native.memmove(self.address + command.target, self.address + command.source, command.nbytes)
                 continue
             if command.kind == Kind.WRITE_BACK:
                 direction, priority = _native.Queue.WRITE, _WRITE_BACK
             else:
                 direction, priority = _native.Queue.READ, _DEMAND if command.demand else _PREFETCH
-            self._queue.submit(
+            self.queue.submit(
                 command.id,
-                self._ports[command.pieces[0].tier] if command.pieces else None,
+                self.ports[command.pieces[0].tier] if command.pieces else None,
                 direction,
-                [(piece.offset, self._address + piece.place, piece.nbytes) for piece in command.pieces],
+                [(piece.offset, self.address + piece.place, piece.nbytes) for piece in command.pieces],
                 command.after,
                 priority,
             )
 
     def expedite(self, transfers: Sequence[int]) -> None:
         for number in transfers:
-            self._queue.reprioritize(number, _DEMAND)
+            self.queue.reprioritize(number, _DEMAND)
 
     def poll(self) -> list[Done]:
-        return [Done(c.id, c.error, c.cancelled, c.start, c.end) for c in self._queue.poll()]
+        return [Done(c.id, c.error, c.cancelled, c.start, c.end) for c in self.queue.poll()]
 
     def wait(self, timeout: float) -> bool:
-        return self._queue.wait(timeout)
+        return self.queue.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        return self._queue.close(timeout)
+        return self.queue.close(timeout)

@@ -7,7 +7,17 @@ and a planner can use the pager itself.
 
 from farpool._native import Kind, Mode, Pager, Run, State
 from farpool._native import PagerAccess as Access
-from farpool.pager.messages import ALIGNMENT, NOWHERE, Move, NoRoomError, Piece, Space, TooLargeError, Transfer
+from farpool.pager.messages import (
+    ALIGNMENT,
+    NOWHERE,
+    Move,
+    NoRoomError,
+    Piece,
+    Space,
+    TooLargeError,
+    Transfer,
+    TransferFailedError,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -24,4 +34,5 @@ __all__ = [
     "State",
     "TooLargeError",
     "Transfer",
+    "TransferFailedError",
 ]

@@ -7,7 +7,17 @@ from typing import NamedTuple, Protocol
 
 from farpool._native import Kind
 
-__all__ = ["ALIGNMENT", "NOWHERE", "Move", "NoRoomError", "Piece", "Space", "TooLargeError", "Transfer"]
+__all__ = [
+    "ALIGNMENT",
+    "NOWHERE",
+    "Move",
+    "NoRoomError",
+    "Piece",
+    "Space",
+    "TooLargeError",
+    "Transfer",
+    "TransferFailedError",
+]
 
 ALIGNMENT = 64
 """Bytes, at least. Plain torch tensors begin at such addresses; a kernel may give other bits for one that does not."""
@@ -39,6 +49,9 @@ class Transfer:
     """Transfers that must have completed first: the arena bytes are theirs until then."""
     demand: bool
     """Somebody waits for it now."""
+    last_use: int = -1
+    """Accesses with this ordinal or a lower one may have used its bytes in the arena, and on a device, which runs
+    behind the program, may use them still; -1: none."""
 
 
 class Move(NamedTuple):
@@ -47,6 +60,8 @@ class Move(NamedTuple):
     source: int
     target: int
     nbytes: int
+    last_use: int = -1
+    """As of a transfer; of source and target."""
 
 
 class Space(Protocol):
@@ -65,3 +80,7 @@ class TooLargeError(Exception):
 
 class NoRoomError(Exception):
     """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""
+
+
+class TransferFailedError(Exception):
+    """A transfer failed. ``args``: the error of the tier, the tier's number (-1: none), and the block."""

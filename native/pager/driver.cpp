@@ -1,0 +1,243 @@
+#include "driver.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "clock.hpp"
+
+namespace farpool::pager {
+
+namespace {
+
+constexpr std::int64_t write_back_priority = 0;
+constexpr std::int64_t prefetch_priority = 1;
+constexpr std::int64_t demand_priority = 2;
+constexpr double slice = 0.1;  // seconds that a wait may leave a signal unanswered
+
+}  // namespace
+
+std::unique_lock<std::mutex> Driver::lock(Pause& pause) {
+    std::unique_lock held(mutex_, std::try_to_lock);
+    if (!held.owns_lock()) {
+        pause.run([&] { held.lock(); });
+    }
+    return held;
+}
+
+void Driver::start() {
+    for (const Command& command : pager_->take_commands()) {
+        if (const auto* move = std::get_if<Move>(&command)) {
+            std::memmove(reinterpret_cast<void*>(arena_ + static_cast<std::uintptr_t>(move->target)),
+                         reinterpret_cast<const void*>(arena_ + static_cast<std::uintptr_t>(move->source)),
+                         static_cast<std::size_t>(move->nbytes));
+        } else {
+            submit(*std::get<std::shared_ptr<const Transfer>>(command));
+        }
+    }
+    for (const TransferId raised : pager_->take_raised()) {
+        queue_->reprioritize(raised, demand_priority);
+    }
+}
+
+void Driver::submit(const Transfer& transfer) {
+    std::vector<farpool::Piece> pieces;
+    pieces.reserve(transfer.pieces.size());
+    for (const Piece& piece : transfer.pieces) {
+        pieces.push_back({static_cast<std::uint64_t>(piece.offset), arena_ + static_cast<std::uintptr_t>(piece.place),
+                          static_cast<std::size_t>(piece.nbytes)});
+    }
+    const auto [port, owner] = transfer.pieces.empty() ? std::pair<Port*, PyObject*>{}
+                                                       : ports_.at(static_cast<std::size_t>(transfer.pieces.front().tier));
+    const bool fetch = transfer.kind == Kind::fetch;
+    const std::int64_t priority = !fetch ? write_back_priority : transfer.demand ? demand_priority : prefetch_priority;
+    PyObject* kept = keep_ == nullptr ? nullptr : owner;
+    if (kept != nullptr) {
+        keep_(kept, true);
+    }
+    try {
+        queue_->submit(transfer.id, port, fetch ? Direction::read : Direction::write, std::move(pieces), transfer.after,
+                       priority, kept);
+    } catch (...) {
+        if (kept != nullptr) {
+            keep_(kept, false);
+        }
+        throw;
+    }
+}
+
+bool Driver::note_ends() {
+    std::vector<Result> results = queue_->poll();
+    for (const Result& result : results) {
+        if (result.keepalive != nullptr) {
+            keep_(result.keepalive, false);
+        }
+    }
+    for (Result& result : results) {
+        const auto found = pager_->residency().transfers.find(result.id);
+        if (found == pager_->residency().transfers.end() || result.cancelled) {
+            continue;
+        }
+        const std::shared_ptr<const Transfer> transfer = found->second;
+        if (result.error) {
+            const std::int32_t tier = transfer->pieces.empty() ? -1 : transfer->pieces.front().tier;
+            pager_->failed(result.id, std::make_shared<const TransferFailure>(
+                                          TransferFailure{std::move(*result.error), tier, transfer->block}));
+        } else {
+            pager_->completed(result.id, result.start, result.end);
+            account(transfer, result.start, result.end);
+        }
+    }
+    if (!results.empty()) {
+        pager_->proceed(monotonic_seconds());
+        start();
+        nudge();
+    }
+    return !results.empty();
+}
+
+void Driver::account(const std::shared_ptr<const Transfer>& transfer, double start, double end) {
+    std::int64_t nbytes = 0;
+    for (const Piece& piece : transfer->pieces) {
+        nbytes += piece.nbytes;
+    }
+    if (nbytes == 0) {
+        return;
+    }
+    LinkTotal& link = links_[{transfer->pieces.front().tier, transfer->kind}];
+    ++link.transfers;
+    link.nbytes += nbytes;
+    link.seconds += end - start;
+    if (listening_) {
+        ended_.push_back({transfer, start, end, pager_->residency().arena.used()});
+    }
+}
+
+std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
+    if (!pager_->residency().transfers.empty()) {
+        note_ends();
+    }
+    const bool others = !pager_->waiting().empty();
+    std::shared_ptr<Access> access = pager_->request(std::move(runs), monotonic_seconds());
+    try {
+        start();
+    } catch (...) {  // nobody is left to wait for it
+        pager_->abandon(access);
+        throw;
+    }
+    if (others) {
+        nudge();
+    }
+    if (access->granted) {
+        count_grant();
+    }
+    return access;
+}
+
+void Driver::count_grant() {
+    ++granted_;
+    peak_ = std::max(peak_, pager_->residency().arena.used());
+}
+
+void Driver::wait(double seconds, Pause& pause) {
+    const std::uint64_t seen = queue_->changes();
+    if (note_ends()) {
+        return;
+    }
+    ++waiting_;
+    pause.run([&] {
+        mutex_.unlock();
+        queue_->wait_past(seen, std::min(seconds, slice));
+        mutex_.lock();
+    });
+    --waiting_;
+}
+
+Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause) {
+    for (;;) {
+        if (access.granted) {
+            count_grant();
+            return Wait::granted;
+        }
+        if (!std::holds_alternative<std::monostate>(access.refusal)) {
+            return Wait::refused;
+        }
+        if (closed_) {
+            return Wait::closed;
+        }
+        const double remaining = deadline - monotonic_seconds();
+        if (remaining <= 0) {
+            return Wait::timed_out;
+        }
+        // Whatever ends after this was read ends the wait below, also if another thread notes it first.
+        const std::uint64_t seen = queue_->changes();
+        if (note_ends()) {
+            continue;
+        }
+        pause.run([&] {
+            held.unlock();
+            queue_->wait_past(seen, std::min(remaining, slice));
+            held.lock();
+        });
+        if (pause.interrupted()) {
+            return Wait::interrupted;
+        }
+    }
+}
+
+std::pair<BlockId, std::int32_t> Driver::awaited(const Access& access) const {
+    std::pair<BlockId, std::int32_t> found{-1, -1};
+    for (const auto& [id, transfer] : pager_->residency().transfers) {
+        if (transfer->pieces.empty()) {
+            continue;
+        }
+        const bool own = contains(access.blocks, transfer->block);
+        if (own || found.first < 0) {
+            found = {transfer->block, transfer->pieces.front().tier};
+        }
+        if (own) {
+            break;
+        }
+    }
+    return found;
+}
+
+void Driver::release(Access& access) {
+    if (closed_) {
+        --granted_;
+        nudge();
+        return;
+    }
+    // Those who wait may be granted by this, and are not in line any more then.
+    const bool others = waiting_ > 0 || !pager_->waiting().empty();
+    pager_->release(access, true);
+    --granted_;
+    if (!pager_->residency().transfers.empty()) {
+        note_ends();
+    }
+    start();
+    if (others) {
+        nudge();
+    }
+}
+
+void Driver::abandon(const std::shared_ptr<Access>& access) {
+    if (closed_) {
+        return;
+    }
+    pager_->abandon(access);
+    start();
+    nudge();
+}
+
+void Driver::forget_parent() {
+    new (&mutex_) std::mutex;
+    closed_ = true;
+}
+
+void Driver::close() {
+    closed_ = true;
+    nudge();
+}
+
+}  // namespace farpool::pager

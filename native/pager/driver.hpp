@@ -1,0 +1,125 @@
+// The driver: a pager, the queue that runs its transfers, and one lock around them, without an interpreter.
+//
+// A thread asks for byte ranges and is given their places, at once or when transfers have ended. Whichever thread holds the
+// lock tells the pager what has ended; the queue's threads only leave their results. So a wait is one wait, for whatever
+// comes first: the end of a transfer, a release by another thread, a change made from outside (`nudge`).
+//
+// Where threads meet: the lock is never awaited by a thread that holds an interpreter's lock (the caller's `Pause` lets go of
+// it first), so a thread may call into the interpreter while it holds this one.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "pager.hpp"
+#include "queue.hpp"
+#include "uses.hpp"
+
+namespace farpool::pager {
+
+// The end of a transfer that moved bytes.
+struct Ended {
+    std::shared_ptr<const Transfer> transfer;
+    double start;
+    double end;
+    std::int64_t used;  // bytes of the arena that blocks owned then
+};
+
+struct LinkTotal {
+    std::int64_t transfers = 0;
+    std::int64_t nbytes = 0;
+    double seconds = 0.0;
+};
+
+// How a thread lets go of what it holds beside the driver's lock while it blocks.
+class Pause {
+public:
+    virtual ~Pause() = default;
+    // Runs `block`, which may take long, without the interpreter's lock.
+    virtual void run(const std::function<void()>& block) { block(); }
+    // Whether the thread is to give up waiting: a signal has come.
+    virtual bool interrupted() { return false; }
+};
+
+enum class Wait { granted, refused, timed_out, closed, interrupted };
+
+class Driver {
+public:
+    // `keep` holds (true) or lets go of (false) the owner of a port, which transfers under way must not outlive.
+    using Keep = void (*)(PyObject* owner, bool hold);
+    Driver(std::shared_ptr<Pager> pager, std::shared_ptr<QueueCore> queue, std::uintptr_t arena, Keep keep = nullptr)
+        : pager_(std::move(pager)), queue_(std::move(queue)), arena_(arena), keep_(keep) {}
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+
+    // ---- under the lock ----
+
+    // Takes the lock; `pause` lets go of the interpreter if somebody else has it. `unlock` is for those who let the result go.
+    std::unique_lock<std::mutex> lock(Pause& pause);
+    void unlock() { mutex_.unlock(); }
+    Pager& pager() noexcept { return *pager_; }
+    // Makes known the native end of the next tier or source.
+    void add_port(Port* port, PyObject* owner = nullptr) { ports_.emplace_back(port, owner); }
+    // Gives the queue what the pager wants done.
+    void start();
+    // Tells the pager what has ended, and starts what follows; false if nothing has.
+    bool note_ends();
+    // Asks for the ranges of one operation and starts what they need. Throws Refused where they do not fit together.
+    std::shared_ptr<Access> request(std::vector<Run> runs);
+    // Gives the lock up until something has changed, for so many seconds at most; throws nothing.
+    void wait(double seconds, Pause& pause);
+    // Waits until an access is granted or refused, until `deadline` on the monotonic clock at most. Gives the lock up meanwhile.
+    Wait await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause);
+    // The block that an access waits for, and the tier at the other end; -1 where it waits for other threads.
+    std::pair<BlockId, std::int32_t> awaited(const Access& access) const;
+    void release(Access& access);
+    void abandon(const std::shared_ptr<Access>& access);
+    void close();
+    bool closed() const noexcept { return closed_; }
+
+    // ---- from anywhere ----
+
+    // Those who wait look again.
+    void nudge() { queue_->nudge(); }
+
+    // In the child of a fork: the thread that may have held the lock is not here. Nothing is granted any more.
+    void forget_parent();
+
+    // ---- the account, under the lock ----
+
+    // What moved so far, by tier and direction.
+    const std::map<std::pair<std::int32_t, Kind>, LinkTotal>& links() const noexcept { return links_; }
+    // Whether ends are kept for `take_ended`.
+    void listen(bool wanted) { listening_ = wanted; }
+    std::vector<Ended> take_ended() { return std::exchange(ended_, {}); }
+    std::int64_t peak() const noexcept { return peak_; }
+    std::int64_t granted() const noexcept { return granted_; }
+
+private:
+    void submit(const Transfer& transfer);
+    void account(const std::shared_ptr<const Transfer>& transfer, double start, double end);
+    void count_grant();
+
+    std::mutex mutex_;
+    std::shared_ptr<Pager> pager_;
+    std::shared_ptr<QueueCore> queue_;
+    std::uintptr_t arena_;
+    Keep keep_;
+    std::vector<std::pair<Port*, PyObject*>> ports_;  // with the owner of each
+    std::map<std::pair<std::int32_t, Kind>, LinkTotal> links_;
+    std::vector<Ended> ended_;
+    std::int64_t peak_ = 0;
+    std::int64_t granted_ = 0;  // accesses that have not been released
+    int waiting_ = 0;           // threads that wait for other things than their own access
+    bool listening_ = false;
+    bool closed_ = false;
+};
+
+}  // namespace farpool::pager

@@ -1,0 +1,179 @@
+// The driver with a real queue: threads that write and read through a small arena never see wrong bytes.
+#include "pager/driver.hpp"
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "clock.hpp"
+#include "extent_allocator.hpp"
+#include "testing.hpp"
+
+using namespace farpool::pager;
+using farpool::ExtentAllocator;
+using farpool::QueueCore;
+
+namespace {
+
+constexpr double patience = 60.0;
+
+class SimulatedSpace : public Space {
+public:
+    explicit SimulatedSpace(std::int64_t capacity) : extents_(capacity, 64) {}
+    std::int64_t reserve(std::int64_t nbytes, int) override { return extents_.alloc(nbytes); }
+    void free(std::int64_t offset, std::int64_t, int) override { extents_.free(offset); }
+
+private:
+    ExtentAllocator extents_;
+};
+
+// Bytes in memory, of which a transfer in so many fails.
+class SimulatedPort : public farpool::Port {
+public:
+    SimulatedPort(std::size_t nbytes, unsigned one_in) : bytes_(nbytes), one_in_(one_in) {}
+    void read(std::uint64_t offset, void* into, std::size_t nbytes) override {
+        fail_sometimes();
+        std::memcpy(into, bytes_.data() + offset, nbytes);
+    }
+    void write(std::uint64_t offset, const void* from, std::size_t nbytes) override {
+        fail_sometimes();
+        std::memcpy(bytes_.data() + offset, from, nbytes);
+    }
+
+private:
+    void fail_sometimes() {
+        if (one_in_ != 0 && ++calls_ % one_in_ == 0) {
+            throw farpool::PortFailure({farpool::ErrorKind::tier, "told to fail", "simulated", 0, nullptr});
+        }
+    }
+
+    std::vector<std::byte> bytes_;
+    unsigned one_in_;
+    std::atomic<unsigned> calls_ = 0;
+};
+
+struct World {
+    World(std::int64_t capacity, unsigned one_in)
+        : arena(static_cast<std::size_t>(capacity)),
+          port(1 << 20, one_in),
+          queue(std::make_shared<QueueCore>()),
+          driver(std::make_unique<Pager>(capacity, std::vector<std::shared_ptr<Space>>{std::make_shared<SimulatedSpace>(1 << 20)},
+                                         1, 64, 1 << 12, true, false),
+                 queue, reinterpret_cast<std::uintptr_t>(arena.data())) {
+        driver.add_port(&port);
+    }
+    ~World() { queue->close(patience); }
+
+    // Accesses one block; false where a transfer failed.
+    bool access(BlockId block, Mode mode, const std::function<void(std::byte*)>& work) {
+        Pause pause;
+        auto held = driver.lock(pause);
+        const auto access = driver.request({{block, 1, mode, -1}});
+        if (!access->granted) {
+            const Wait outcome = driver.await(held, *access, farpool::monotonic_seconds() + patience, pause);
+            if (outcome == Wait::refused) {
+                return false;
+            }
+            CHECK(outcome == Wait::granted);
+        }
+        held.unlock();
+        work(arena.data() + access->places[0]);
+        held.lock();
+        driver.release(*access);
+        return true;
+    }
+
+    std::vector<std::byte> arena;
+    SimulatedPort port;
+    std::shared_ptr<QueueCore> queue;
+    Driver driver;
+};
+
+// Each thread has blocks of its own, writes them with its count and finds it again.
+void run_threads(unsigned one_in, int steps) {
+    constexpr int blocks = 12;
+    constexpr std::int64_t nbytes = 1024;
+    World world(16 * nbytes, one_in);
+    std::vector<BlockId> first;
+    for (int thread = 0; thread < 4; ++thread) {
+        first.push_back(world.driver.pager().create(std::vector<std::int64_t>(blocks, nbytes), 0));
+    }
+    std::atomic<int> wrong = 0;
+    std::atomic<int> refused = 0;
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 4; ++number) {
+        threads.emplace_back([&, number] {
+            std::mt19937 random(static_cast<unsigned>(number));
+            std::vector<int> written(blocks, -1);
+            for (int step = 0; step < steps; ++step) {
+                const auto index = static_cast<std::size_t>(random() % blocks);
+                const BlockId block = first[static_cast<std::size_t>(number)] + static_cast<BlockId>(index);
+                const auto value = static_cast<std::byte>(step);
+                bool done = false;
+                if (written[index] < 0 || random() % 2 == 0) {
+                    done = world.access(block, Mode::overwrite, [&](std::byte* at) {
+                        std::memset(at, static_cast<int>(value), nbytes);
+                        written[index] = static_cast<int>(value);
+                    });
+                } else {
+                    done = world.access(block, Mode::read, [&](std::byte* at) {
+                        for (std::int64_t byte = 0; byte < nbytes; ++byte) {
+                            wrong += static_cast<int>(at[byte]) != written[index];
+                        }
+                    });
+                }
+                refused += !done;
+            }
+        });
+    }
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
+    CHECK_EQUAL(wrong.load(), 0);
+    CHECK_EQUAL(refused.load() > 0, one_in != 0);
+    CHECK_EQUAL(world.driver.granted(), 0);
+    CHECK(world.driver.peak() <= 16 * nbytes);
+    CHECK(world.driver.links().size() == 2);
+}
+
+}  // namespace
+
+TEST("threads that share an arena see their own bytes") { run_threads(0, 3000); }
+
+TEST("a transfer that fails refuses the access that waits, and loses nothing") { run_threads(40, 3000); }
+
+TEST("a wait ends at its deadline, by closing, and by a release of another thread") {
+    World world(1024, 0);
+    const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024, 1024}, 0);
+    Pause pause;
+    auto held = world.driver.lock(pause);
+    const auto holder = world.driver.request({{block, 1, Mode::overwrite, -1}});
+    CHECK(holder->granted);
+    const auto waiting = world.driver.request({{block + 1, 1, Mode::overwrite, -1}});
+    CHECK(world.driver.await(held, *waiting, farpool::monotonic_seconds() + 0.01, pause) == Wait::timed_out);
+    held.unlock();
+    std::thread releaser([&] {
+        Pause own;
+        const auto lock = world.driver.lock(own);
+        world.driver.release(*holder);
+    });
+    held.lock();
+    CHECK(world.driver.await(held, *waiting, farpool::monotonic_seconds() + patience, pause) == Wait::granted);
+    held.unlock();
+    releaser.join();
+    held.lock();
+    const auto last = world.driver.request({{block, 1, Mode::overwrite, -1}});
+    held.unlock();
+    std::thread closer([&] {
+        Pause own;
+        const auto lock = world.driver.lock(own);
+        world.driver.close();
+    });
+    held.lock();
+    CHECK(world.driver.await(held, *last, farpool::monotonic_seconds() + patience, pause) == Wait::closed);
+    held.unlock();
+    closer.join();
+}
+
+int main() { return farpool::testing::run(); }
