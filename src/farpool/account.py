@@ -92,7 +92,7 @@ class Account:
         return tuple(self._last)
 
     def links(self, totals: Iterable[tuple[int, Kind, int, int, float]]) -> tuple[LinkStats, ...]:
-        """What moved so far, by link.
+        """Sum up transfers by link.
 
         Parameters
         ----------

@@ -42,7 +42,7 @@ class Driver(Protocol):
     """The contract. As a context manager it is the pool's lock; all but `acquire` and `release` are called under it."""
 
     attention: bool
-    """Whether `acquire` is to give way to callers that have something to look after first."""
+    """Have `acquire` return None, so that its caller first frees dropped storages, records, or checks."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
@@ -101,7 +101,7 @@ class Driver(Protocol):
         ...
 
     def links(self) -> Sequence[tuple[int, Kind, int, int, float]]:
-        """What moved so far: tier, direction, transfers, bytes, seconds."""
+        """Totals of all transfers: tier, direction, number, bytes, seconds."""
         ...
 
     @property

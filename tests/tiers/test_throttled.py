@@ -9,7 +9,7 @@ from farpool import Pool
 from farpool._native import Memory, Port
 from farpool.errors import ConfigError, TierError
 from farpool.pager import Mode
-from farpool.tiers import Dram, Faulty, Throttled, TierInfo
+from farpool.tiers import Dram, Faulty, Throttled, TierInfo, Verified
 from farpool.use import Use
 
 WAIT = 30
@@ -170,3 +170,18 @@ def test_a_pool_on_slow_tiers_gives_the_same_bytes_and_counts_their_memory() -> 
 def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, object], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Throttled(Dram("1MiB"), **wrong)  # type: ignore[arg-type]
+
+
+def test_closing_waits_for_transfers_under_way() -> None:
+    tier = Verified(Throttled(Dram("1MiB"), write_bandwidth=1e6))
+    tier.open()
+    writing = threading.Thread(target=tier.write_from, args=(tier.reserve(200_000), memoryview(bytes(200_000))))
+    begin = time.monotonic()
+    writing.start()
+    while not tier._under_way:
+        time.sleep(0.001)
+    tier.close()
+    assert not tier._under_way
+    assert time.monotonic() - begin >= 200_000 / 1e6
+    writing.join(WAIT)
+    assert not writing.is_alive()

@@ -36,7 +36,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run.
+    """Choice of trace, policies and cache sizes.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out.
+    """Results of all policies and sizes on one trace.
 
     Attributes
     ----------

@@ -48,6 +48,8 @@ _PROVEN = (
 _REENTRANT = "CheckpointFunctionBackward"
 """Node of the graph that computes a part of the forward pass again and runs a backward pass of its own through it."""
 
+_REPLACED = ("step", "zero_grad", "add_param_group")
+"""Methods of the optimizer that others stand in for."""
 _active: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 """Kept alive by their optimizers."""
 _changing = threading.Lock()
@@ -114,9 +116,7 @@ class StepInBackward:
         _install()
         self.watch_all()
         attributes = optimizer.__dict__
-        self._before = {
-            name: attributes[name] for name in ("step", "zero_grad", "add_param_group") if name in attributes
-        }
+        self._before = {name: attributes[name] for name in _REPLACED if name in attributes}
         attributes.update(
             step=_override(self, self._no_step),
             zero_grad=_override(self, self._no_zero_grad),
@@ -159,10 +159,11 @@ class StepInBackward:
         for hook in self._hooks.values():
             hook.remove()
         attributes = {} if self._optimizer() is None else self.optimizer.__dict__
-        for name in ("step", "zero_grad", "add_param_group"):
+        for name in _REPLACED:
             if getattr(attributes.get(name), "_farpool_stepper", None) is self:  # else somebody has wrapped it since
                 del attributes[name]
-                attributes.update({key: value for key, value in self._before.items() if key == name})
+                if name in self._before:
+                    attributes[name] = self._before[name]
 
     def flush(self) -> None:
         """Step with what fewer than `every` passes have summed up, at the end of an epoch for example."""

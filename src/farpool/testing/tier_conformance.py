@@ -219,22 +219,16 @@ class TierConformance:
         assert buffers == data
 
     def test_threads_may_use_the_tier_at_once(self, tier: Tier) -> None:
-        failures: list[BaseException] = []
-
         def work(seed: int) -> None:
-            try:
-                draw = random.Random(seed)
-                for step in range(20):
-                    extent = tier.reserve(draw.randrange(1, 50_000))
-                    data = _pattern(extent.nbytes, 1000 * seed + step)
-                    self.write(tier, extent, data)
-                    assert self.read(tier, extent) == data
-                    tier.free(extent)
-            except BaseException as error:
-                failures.append(error)
+            draw = random.Random(seed)
+            for step in range(20):
+                extent = tier.reserve(draw.randrange(1, 50_000))
+                data = _pattern(extent.nbytes, 1000 * seed + step)
+                self.write(tier, extent, data)
+                assert self.read(tier, extent) == data
+                tier.free(extent)
 
         _in_threads([partial(work, seed) for seed in range(8)])
-        assert not failures
         assert tier.reserved == 0
 
     def test_opening_and_closing_twice_does_nothing(self) -> None:
@@ -300,9 +294,20 @@ class TierConformance:
 
 
 def _in_threads(calls: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    """Run each in a thread of its own; raise the first error of any."""
+    failures: list[BaseException] = []
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(_WAIT)
         assert not thread.is_alive(), "a thread did not finish in time"
+    if failures:
+        raise failures[0]
