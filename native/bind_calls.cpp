@@ -1,7 +1,7 @@
 // Operations on paged tensors, as far as they need no Python: the hot path of every step.
 //
-// torch hands each operation that has a paged argument to `Calls::dispatch`. Most have a few, each of another storage of one
-// pool, and ran before: their operands are pinned, real tensors over the arena (made before, if they lie where they lay) stand
+// torch hands each operation that has a paged argument to `Calls::dispatch`. Most have theirs in different storages of one
+// pool: their operands are pinned, real tensors over the arena (made before, if they lie where they lay) stand
 // for them while the operator runs, and they are let go. Views only pair a geometry that was worked out before with a new
 // tensor object. Whatever is not like that is handled in Python, by `farpool.tensors.dispatch`, which also tells this file
 // which operators it may run.
@@ -141,9 +141,11 @@ class Calls {
 public:
     // What an operator does that may be run here.
     enum class Kind : int {
-        compute = 0,  // runs on real tensors
-        view = 1,     // views its first argument; which part, the others say, which are no tensors
-        alias = 2,    // another tensor over the same bytes
+        compute = 0,            // runs on real tensors
+        view = 1,               // views its first argument; which part, the others say, which are no tensors
+        alias = 2,              // another tensor over the same bytes
+        composed = 3,           // is made of others, which are dispatched in its place
+        composed_of_views = 4,  // the same, and torch itself marks what it returns as a view
     };
 
     // `hooks`: what Python code does for this class; see `farpool.tensors.calls`.
@@ -162,28 +164,33 @@ public:
         set_excluded_ = core.attr("_dispatch_tls_set_dispatch_key_excluded");
         const nb::object keys = core.attr("DispatchKey");
         lazy_ = {keys.attr("Conjugate"), keys.attr("Negative"), keys.attr("ZeroTensor")};
+        views_ = keys.attr("ADInplaceOrView");
+        composite_ = keys.attr("CompositeImplicitAutograd");
+        inference_ = core.attr("_InferenceMode");
         paged_ = std::move(paged);
         footprint_type_ = std::move(footprint);
         dispatch_ = hooks.attr("dispatch");
-        over_ = hooks.attr("over");
         wrap_results_ = hooks.attr("wrap_results");
         explain_ = hooks.attr("explain");
         refusals_ = hooks.attr("refusals");
         budget_error_ = hooks.attr("budget_error");
     }
 
-    // From now on `dispatch` runs this operator, of which `call` is the callable inside. `writes`: bits of the positions of
-    // arguments that it changes. `retried`: Python code knows what to do where the operands do not fit together.
-    void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried) {
+    // From now on this operator is run here, of which `call` is the callable inside. `writes`: bits of the positions of
+    // arguments that it changes. `retried`: Python code knows what to do where the operands do not fit together. `ruled`:
+    // Python code is asked first.
+    void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried, bool ruled) {
         PyObject* key = operation.ptr();
-        known_.insert_or_assign(key, Known{std::move(operation), std::move(call), std::move(name), kind, writes, retried});
+        known_.insert_or_assign(key, Known{std::move(operation), std::move(call), std::move(name), kind, writes, retried, ruled});
     }
 
     nb::object dispatch(nb::handle func, nb::handle types, nb::handle args, nb::handle kwargs) {
         if (const auto found = known_.find(func.ptr());
-            found != known_.end() && !suspended_ && PyTuple_CheckExact(args.ptr()) && all_paged(types) && no_modes()) {
+            found != known_.end() && !found->second.ruled && !suspended_ && PyTuple_CheckExact(args.ptr()) && all_paged(types) && no_modes()) {
             const Known known = found->second;  // other threads may learn while this one computes
-            nb::object result = known.kind == Kind::compute ? compute(known, func, args, kwargs) : view(known, args, kwargs);
+            nb::object result = known.kind == Kind::compute                               ? compute(known, func, args, kwargs)
+                                : known.kind == Kind::view || known.kind == Kind::alias ? view(known, args, kwargs)
+                                                                                        : decompose(known, args, kwargs);
             if (result.is_valid()) {
                 return result;
             }
@@ -191,9 +198,27 @@ public:
         return call(dispatch_, {func.ptr(), types.ptr(), args.ptr(), kwargs.ptr()});
     }
 
+    // Computes on real tensors; NotImplemented where that takes Python.
+    nb::object compute_or_leave(nb::handle func, nb::handle args, nb::handle kwargs) const {
+        const auto found = known_.find(func.ptr());
+        if (found != known_.end() && found->second.kind == Kind::compute && !suspended_) {
+            const Known known = found->second;
+            nb::object result = compute(known, func, nb::tuple(args), kwargs);
+            if (result.is_valid()) {
+                return result;
+            }
+        }
+        return nb::borrow(Py_NotImplemented);
+    }
+
     // A paged tensor that views what a footprint says.
-    nb::object wrap(nb::handle footprint, bool requires_grad) {
+    nb::object wrap(nb::handle footprint, bool requires_grad) const {
         const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
+        std::optional<Recording> recording;
+        if (call(infers_, {}).ptr() == Py_True) {
+            // As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
+            recording.emplace(*this);
+        }
         const nb::object offset = nb::steal(PyLong_FromLongLong(it.offset));
         const std::array<PyObject*, 7> arguments = {paged_.ptr(),  it.size.ptr(),   it.stride.ptr(),
                                                     offset.ptr(),  it.dtype.ptr(),  it.device.ptr(),
@@ -228,9 +253,9 @@ private:
         Kind kind;
         std::uint64_t writes;
         bool retried;
+        bool ruled;
     };
     struct Operand {
-        Py_ssize_t position;
         nb::object tensor;
         nb::object footprint;
         bool write;
@@ -238,18 +263,14 @@ private:
 
         Footprint& operator*() const { return *nb::inst_ptr<Footprint>(footprint); }
     };
-    static constexpr std::size_t most_operands = 8;
-    // The paged arguments of an operation.
+    // The paged arguments of an operation, also those in lists, in order.
     struct Operands {
-        std::array<Operand, most_operands> items;
-        std::size_t count = 0;
+        std::vector<Operand> items;
 
-        auto begin() { return items.begin(); }
-        auto end() { return items.begin() + static_cast<std::ptrdiff_t>(count); }
-        Footprint& first() { return *items[0]; }
-        nb::list bound_uses() {
+        Footprint& first() const { return *items.front(); }
+        nb::list bound_uses() const {
             nb::list uses;
-            for (const Operand& operand : *this) {
+            for (const Operand& operand : items) {
                 uses.append((*operand).bound_use(operand.write));
             }
             return uses;
@@ -292,26 +313,38 @@ private:
         bool released_ = false;
     };
 
-    // Lets operations conjugate and negate lazily, as they do for plain tensors: while one is handled in Python torch has
-    // switched that off, and whatever is computed would read the values of a conjugated tensor as if it were none.
-    class LazyBits {
+    // While an operation is handled in Python torch leaves keys of its dispatcher out. This has them back as long as it lives.
+    class Included {
     public:
-        explicit LazyBits(const Calls& calls) : calls_(calls) {
-            excluded_ = ::call(calls.is_excluded_, {calls.lazy_[0].ptr()}).ptr() == Py_True;
-            set(false);
+        Included(const Calls& calls, std::span<const nb::object> keys) : calls_(calls) {
+            // All or none of them are left out.
+            keys_ = ::call(calls.is_excluded_, {keys[0].ptr()}).ptr() == Py_True ? keys : std::span<const nb::object>{};
+            exclude(Py_False);
         }
-        LazyBits(const LazyBits&) = delete;
-        LazyBits& operator=(const LazyBits&) = delete;
-        ~LazyBits() { set(true); }
+        Included(const Included&) = delete;
+        Included& operator=(const Included&) = delete;
+        ~Included() { exclude(Py_True); }
 
     private:
-        void set(bool wanted) const {
-            for (std::size_t index = 0; excluded_ && index < calls_.lazy_.size(); ++index) {
-                ::call(calls_.set_excluded_, {calls_.lazy_[index].ptr(), wanted ? Py_True : Py_False});
+        void exclude(PyObject* wanted) const {
+            for (const nb::object& key : keys_) {
+                ::call(calls_.set_excluded_, {key.ptr(), wanted});
             }
         }
         const Calls& calls_;
-        bool excluded_ = false;
+        std::span<const nb::object> keys_;
+    };
+
+    // Ends inference mode as long as it lives.
+    class Recording {
+    public:
+        explicit Recording(const Calls& calls) : mode_(::call(calls.inference_, {Py_False})) { mode_.attr("__enter__")(); }
+        Recording(const Recording&) = delete;
+        Recording& operator=(const Recording&) = delete;
+        ~Recording() { mode_.attr("__exit__")(nb::none(), nb::none(), nb::none()); }
+
+    private:
+        nb::object mode_;
     };
 
     nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) const {
@@ -342,50 +375,73 @@ private:
         return nb::steal(footprint);
     }
 
-    // Whether all are found that there are, few, and each of another storage of one pool.
-    bool find(const Known& known, nb::handle args, nb::handle kwargs, Operands& operands) const {
-        const Py_ssize_t length = PyTuple_GET_SIZE(args.ptr());
-        for (Py_ssize_t position = 0; position < length; ++position) {
-            PyObject* value = PyTuple_GET_ITEM(args.ptr(), position);
-            if (!is_paged(value)) {
-                continue;
-            }
-            nb::object footprint = footprint_of(value);
-            if (!footprint.is_valid() || operands.count == most_operands) {
+    // The paged arguments, if there are any and each is of another storage of one pool.
+    std::optional<Operands> find(const Known& known, nb::handle args, nb::handle kwargs) const {
+        Operands operands;
+        const auto add = [&](PyObject* tensor, bool write) {
+            nb::object footprint = footprint_of(tensor);
+            if (!footprint.is_valid()) {
                 return false;
             }
             const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
-            if (it.start == it.stop || (operands.count != 0 && !it.pool.is(operands.first().pool)) ||
-                std::any_of(operands.begin(), operands.end(),
-                            [&](const Operand& other) { return it.storage.is((*other).storage); })) {
+            if (it.start == it.stop || (!operands.items.empty() && !it.pool.is(operands.first().pool))) {
                 return false;
             }
+            operands.items.push_back({nb::borrow(tensor), std::move(footprint), write, {}});
+            return true;
+        };
+        const Py_ssize_t length = PyTuple_GET_SIZE(args.ptr());
+        for (Py_ssize_t position = 0; position < length; ++position) {
             const bool write = position < 64 && (known.writes >> position & 1) != 0;
-            operands.items[operands.count++] = {position, nb::borrow(value), std::move(footprint), write, {}};
-        }
-        if (kwargs.is_valid() && !kwargs.is_none()) {
-            PyObject* name = nullptr;
-            PyObject* value = nullptr;
-            for (Py_ssize_t at = 0; PyDict_Next(kwargs.ptr(), &at, &name, &value) != 0;) {
-                if (is_paged(value)) {
-                    return false;
+            PyObject* given = PyTuple_GET_ITEM(args.ptr(), position);
+            for (PyObject* value : tensors_in(given)) {
+                if (is_paged(value) && !add(value, write)) {
+                    return std::nullopt;
                 }
             }
         }
-        return operands.count != 0;
+        if (!kwargs.is_none()) {
+            PyObject* name = nullptr;
+            PyObject* given = nullptr;
+            for (Py_ssize_t at = 0; PyDict_Next(kwargs.ptr(), &at, &name, &given) != 0;) {
+                if (std::ranges::any_of(tensors_in(given), [&](PyObject* value) { return is_paged(value); })) {
+                    return std::nullopt;
+                }
+            }
+        }
+        return operands.items.empty() || !all_differ(operands) ? std::nullopt : std::optional(std::move(operands));
+    }
+
+    // An argument itself, or what is in a list.
+    static std::span<PyObject*> tensors_in(PyObject*& value) {
+        if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+            return {PySequence_Fast_ITEMS(value), static_cast<std::size_t>(PySequence_Fast_GET_SIZE(value))};
+        }
+        return {&value, 1};
+    }
+
+    static bool all_differ(const Operands& operands) {
+        std::vector<PyObject*> storages;
+        storages.reserve(operands.items.size());
+        for (const Operand& operand : operands.items) {
+            storages.push_back((*operand).storage.ptr());
+        }
+        std::ranges::sort(storages);
+        return std::ranges::adjacent_find(storages) == storages.end();
     }
 
     // Brings the operands into the arena. Nothing where they do not fit and Python code knows what to do then.
-    std::unique_ptr<Pinned> pin(const Known& known, Operands& operands) const {
+    std::unique_ptr<Pinned> pin(const Known& known, const Operands& operands) const {
         Footprint& first = operands.first();
         try {
             std::optional<Granted> granted;
             if (first.native != nullptr) {
-                std::array<Use, most_operands> uses;
-                for (std::size_t index = 0; index < operands.count; ++index) {
-                    uses[index] = (*operands.items[index]).use(operands.items[index].write);
+                std::vector<Use> uses;
+                uses.reserve(operands.items.size());
+                for (const Operand& operand : operands.items) {
+                    uses.push_back((*operand).use(operand.write));
                 }
-                granted = first.native->acquire({uses.data(), operands.count}, known.name, false, false);
+                granted = first.native->acquire(uses, known.name, false, false);
             }
             if (granted) {
                 return std::make_unique<Pinned>(first, std::move(*granted));
@@ -409,19 +465,19 @@ private:
 
     // Null where it is not done here.
     nb::object compute(const Known& known, nb::handle func, nb::handle args, nb::handle kwargs) const {
-        Operands operands;
-        if (!find(known, args, kwargs, operands)) {
+        std::optional<Operands> operands = find(known, args, kwargs);
+        if (!operands) {
             return {};
         }
-        const std::unique_ptr<Pinned> pinned = pin(known, operands);
+        const std::unique_ptr<Pinned> pinned = pin(known, *operands);
         if (pinned == nullptr) {
             return {};
         }
         nb::object result;
         try {
-            result = run(known, args, kwargs, operands, *pinned);
+            result = run(known, args, kwargs, *operands, *pinned);
         } catch (nb::python_error& error) {
-            for (Operand& operand : operands) {
+            for (Operand& operand : operands->items) {
                 (*operand).forget_real();
                 operand.real.reset();
             }
@@ -436,29 +492,27 @@ private:
     }
 
     nb::object run(const Known& known, nb::handle args, nb::handle kwargs, Operands& operands, const Pinned& pinned) const {
-        const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
-        std::array<PyObject*, 16> few;
-        std::vector<PyObject*> many;
-        PyObject** values = few.data();
-        if (length > few.size()) {
-            many.resize(length);
-            values = many.data();
+        for (std::size_t index = 0; index < operands.items.size(); ++index) {
+            operands.items[index].real = real_of(operands.items[index], pinned.offset(index));
         }
-        std::copy_n(&PyTuple_GET_ITEM(args.ptr(), 0), length, values);
-        for (std::size_t index = 0; index < operands.count; ++index) {
-            Operand& operand = operands.items[index];
-            operand.real = real_of(operand, pinned.offset(index));
-            values[operand.position] = operand.real.ptr();
+        const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
+        std::vector<nb::object> values;
+        values.reserve(length);
+        auto next = operands.items.begin();
+        for (std::size_t position = 0; position < length; ++position) {
+            values.push_back(substituted(PyTuple_GET_ITEM(args.ptr(), position), next));
         }
         nb::object result;
         {
-            const LazyBits lazy(*this);
-            result = nb::steal(PyObject_VectorcallDict(known.call.ptr(), values, length, kwargs.is_none() ? nullptr : kwargs.ptr()));
+            // Lazy conjugation and negation: without them the values of a conjugated tensor would be read as if it were none.
+            const Included lazy(*this, lazy_);
+            result = nb::steal(PyObject_VectorcallDict(known.call.ptr(), reinterpret_cast<PyObject**>(values.data()), length,
+                                                       kwargs.is_none() ? nullptr : kwargs.ptr()));
             if (!result.is_valid()) {
                 throw nb::python_error();
             }
         }
-        for (Operand& operand : operands) {
+        for (const Operand& operand : operands.items) {
             // A real tensor whose geometry the operation has changed is not used again.
             if (operand.write && !(call_method(operand.real, size_name_).equal((*operand).size) &&
                                    call_method(operand.real, stride_name_).equal((*operand).stride))) {
@@ -466,6 +520,22 @@ private:
             }
         }
         return seen_by_program(std::move(result), operands);
+    }
+
+    // An argument with real tensors in the places of paged ones, of which `next` is the first.
+    nb::object substituted(PyObject* value, std::vector<Operand>::iterator& next) const {
+        if (is_paged(value)) {
+            return (next++)->real;
+        }
+        const std::span<PyObject*> items = tensors_in(value);
+        if (items.data() == &value || std::ranges::none_of(items, [&](PyObject* item) { return is_paged(item); })) {
+            return nb::borrow(value);
+        }
+        nb::list list;
+        for (PyObject* item : items) {
+            list.append(is_paged(item) ? nb::handle((next++)->real) : nb::handle(item));
+        }
+        return list;
     }
 
     nb::object real_of(const Operand& operand, std::int64_t place) const {
@@ -481,24 +551,23 @@ private:
     }
 
     // No plain tensor that the program gets aliases the arena.
-    nb::object seen_by_program(nb::object result, Operands& operands) const {
+    nb::object seen_by_program(nb::object result, const Operands& operands) const {
         const Footprint& first = operands.first();
-        if (is_plain(result, first)) {
+        if (result.is_none() || is_plain(result, first)) {
             return result;
         }
-        for (const Operand& operand : operands) {
+        for (const Operand& operand : operands.items) {
             if (result.is(operand.real)) {
                 return operand.tensor;
             }
         }
-        if (PyTuple_CheckExact(result.ptr())) {
-            PyObject** item = &PyTuple_GET_ITEM(result.ptr(), 0);
-            if (std::all_of(item, item + PyTuple_GET_SIZE(result.ptr()), [&](PyObject* one) { return is_plain(one, first); })) {
-                return result;
-            }
+        PyObject* made = result.ptr();
+        const std::span<PyObject*> items = tensors_in(made);
+        if (items.data() != &made && std::ranges::all_of(items, [&](PyObject* one) { return is_plain(one, first); })) {
+            return result;
         }
         nb::list pairs;
-        for (const Operand& operand : operands) {
+        for (const Operand& operand : operands.items) {
             pairs.append(nb::make_tuple(operand.tensor, operand.real));
         }
         return wrap_results_(pairs, result);
@@ -526,7 +595,7 @@ private:
         }
         const Footprint& it = *nb::inst_ptr<Footprint>(source);
         if (known.kind == Kind::alias) {
-            return wrapped(source);
+            return wrap(source, false);
         }
         if (attribute(it.pool, closed_name_).ptr() != Py_False) {
             return {};
@@ -539,18 +608,31 @@ private:
         }
         const nb::object kept = nb::borrow(found);
         if (reinterpret_cast<PyObject*>(Py_TYPE(found)) == footprint_type_.ptr()) {
-            return wrapped(kept);
+            return wrap(kept, false);
         }
         nb::list views;
         for (const nb::handle one : nb::iter(kept)) {
-            views.append(wrapped(one));
+            views.append(wrap(one, false));
         }
         return views;
     }
 
-    nb::object wrapped(nb::handle footprint) const {
-        // As an inference tensor it could be no view of a tensor that was made outside; see `over`.
-        return call(infers_, {}).ptr() == Py_True ? over_(footprint) : const_cast<Calls*>(this)->wrap(footprint, false);
+    nb::object decompose(const Known& known, nb::handle args, nb::handle kwargs) const {
+        const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
+        std::vector<PyObject*> values = {composite_.ptr()};
+        values.insert(values.end(), &PyTuple_GET_ITEM(args.ptr(), 0), &PyTuple_GET_ITEM(args.ptr(), 0) + length);
+        const Included lazy(*this, lazy_);
+        std::optional<Included> marked;
+        if (known.kind == Kind::composed && call(infers_, {}).ptr() == Py_True) {
+            // A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
+            // matrices looks at that and picks another kernel, with other bits.
+            marked.emplace(*this, std::span(&views_, 1));
+        }
+        PyObject* result = PyObject_VectorcallDict(known.call.ptr(), values.data(), values.size(), kwargs.is_none() ? nullptr : kwargs.ptr());
+        if (result == nullptr) {
+            throw nb::python_error();
+        }
+        return nb::steal(result);
     }
 
     // What identifies a view of one tensor: the operator, with the numbers that it is given.
@@ -572,7 +654,8 @@ private:
     nb::object plain_type_, paged_, footprint_type_, strided_, requires_grad_;
     nb::object make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_, set_excluded_;
     std::array<nb::object, 3> lazy_;
-    nb::object dispatch_, over_, wrap_results_, explain_, refusals_, budget_error_;
+    nb::object views_, composite_, inference_;
+    nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
     nb::object wrapper_names_ = nb::make_tuple("strides", "storage_offset", "dtype", "device", "requires_grad");
     nb::object footprint_name_ = nb::steal(PyUnicode_InternFromString("_footprint"));
     nb::object size_name_ = nb::steal(PyUnicode_InternFromString("size"));
@@ -621,13 +704,16 @@ void bind_calls(nb::module_& m) {
     nb::enum_<Calls::Kind>(calls, "Kind", "What an operator does.", nb::is_arithmetic())
         .value("COMPUTE", Calls::Kind::compute)
         .value("VIEW", Calls::Kind::view)
-        .value("ALIAS", Calls::Kind::alias);
+        .value("ALIAS", Calls::Kind::alias)
+        .value("COMPOSED", Calls::Kind::composed)
+        .value("COMPOSED_OF_VIEWS", Calls::Kind::composed_of_views);
     calls.def(nb::init<>())
         .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"))
         .def("learn", &Calls::learn, nb::arg("operation"), nb::arg("call"), nb::arg("name"), nb::arg("kind"), nb::kw_only(),
-             nb::arg("writes") = 0, nb::arg("retried") = false)
+             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false)
         .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
              nb::arg("kwargs").none() = nb::none())
+        .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))
         .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"))
         .def("suspend", &Calls::suspend);
 }

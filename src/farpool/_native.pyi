@@ -800,11 +800,23 @@ class Calls:
         """Views its first argument; which part, the others say, which are no tensors."""
         ALIAS = 2
         """Another tensor over the same bytes."""
+        COMPOSED = 3
+        """Is made of others, which are dispatched in its place."""
+        COMPOSED_OF_VIEWS = 4
+        """The same, and torch itself marks what it returns as a view."""
 
     def bind(self, torch: object, paged: type, footprint: type, hooks: object) -> None:
         """Make known the types of tensors and footprints, and the functions that do the rest."""
     def learn(
-        self, operation: object, call: object, name: str, kind: Calls.Kind, *, writes: int = 0, retried: bool = False
+        self,
+        operation: object,
+        call: object,
+        name: str,
+        kind: Calls.Kind,
+        *,
+        writes: int = 0,
+        retried: bool = False,
+        ruled: bool = False,
     ) -> None:
         """Run this operator from now on.
 
@@ -815,10 +827,14 @@ class Calls:
         writes : int
             Bits of the positions of arguments that it changes.
         retried : bool
-            Leave it to `dispatch` where its operands do not fit into the fast tier together.
+            Leave it to Python where its operands do not fit into the fast tier together.
+        ruled : bool
+            Leave it to Python, which may ask for it by `compute`.
         """
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation of which at least one argument is paged."""
+    def compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on real tensors; NotImplemented where that takes Python."""
     def wrap(self, footprint: Footprint, requires_grad: bool) -> torch.Tensor:
         """A paged tensor that views what a footprint says."""
     def suspend(self) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.pager import Mode
+from farpool.tensors.calls import calls
 from farpool.tensors.copies import compute_on_copies
 from farpool.tensors.lazy import lazy_bits
 from farpool.tensors.operands import Operands, paged_arguments
@@ -27,6 +28,9 @@ __all__ = ["compute", "explain", "wrap_results"]
 
 def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on real tensors."""
+    result = calls.compute(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     try:
         with lazy_bits():
             return _compute_any(signature_of(func), func, args, kwargs)
@@ -44,8 +48,9 @@ def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[s
         It would have resized memory of the arena.
     """
     if "storage that is not resizable" in str(error):
+        target = describe(paged_arguments(args, kwargs or {})[0])
         raise UnsupportedError(
-            f"{signature_of(func).name} would resize {describe(paged_arguments(args, kwargs or {})[0])} or a view of it: "
+            f"{signature_of(func).name} would resize {target} or a view of it: "
             "pass it a plain copy, pool.materialize(t)"
         ) from error
 

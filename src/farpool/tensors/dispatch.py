@@ -115,14 +115,21 @@ def _handler_of(func: Any) -> Rule:
     if func in _fallbacks:
         general = _retried(general, _fallbacks[func])
     chosen = rule_of(func)
-    if chosen is not None:
-        return _ruled(chosen, general)
     if signature.treatment is Treatment.ARENA and signature.simple:
         writes = sum(1 << position for position in signature.writes)
-        calls.learn(func, func._op, signature.name, Kind.COMPUTE, writes=writes, retried=func in _fallbacks)
-    elif signature.treatment is Treatment.VIEW and signature.view_of == 0 and signature.view_of_numbers:
+        ruled, retried = chosen is not None, func in _fallbacks
+        calls.learn(func, func._op, signature.name, Kind.COMPUTE, writes=writes, retried=retried, ruled=ruled)
+    elif (
+        chosen is None
+        and signature.treatment is Treatment.VIEW
+        and signature.view_of == 0
+        and signature.view_of_numbers
+    ):
         calls.learn(func, func._op, signature.name, Kind.VIEW)
-    return general
+    elif chosen is None and signature.treatment is Treatment.DECOMPOSED and func not in _fallbacks:
+        kind = Kind.COMPOSED_OF_VIEWS if signature.marks_views else Kind.COMPOSED
+        calls.learn(func, func._op_dk, signature.name, kind)
+    return general if chosen is None else _ruled(chosen, general)
 
 
 def rule_of(func: Any) -> Rule | None:
@@ -209,7 +216,6 @@ calls.bind(
     Footprint,
     SimpleNamespace(
         dispatch=dispatch,
-        over=PagedTensor.over,
         wrap_results=wrap_results,
         explain=explain,
         refusals=(TooLargeError, NoRoomError, TransferFailedError),

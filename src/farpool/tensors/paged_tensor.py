@@ -80,10 +80,6 @@ class PagedTensor(torch.Tensor):
     @staticmethod
     def over(footprint: Footprint, *, requires_grad: bool = False) -> PagedTensor:
         """A tensor that views what `footprint` says."""
-        if torch.is_inference_mode_enabled():
-            # As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
-            with torch.inference_mode(False):
-                return PagedTensor.over(footprint, requires_grad=requires_grad)
         return calls.wrap(footprint, requires_grad)  # type: ignore[return-value]
 
     @property
@@ -208,7 +204,7 @@ class PagedTensor(torch.Tensor):
 
 
 # These build on the class, and its methods on them.
-import farpool.tensors.dispatch as _dispatch  # noqa: E402
+import farpool.tensors.dispatch  # noqa: E402, F401
 import farpool.tensors.factories as _factories  # noqa: E402
 import farpool.tensors.gradients as _gradients  # noqa: E402
 import farpool.tensors.identity as _identity  # noqa: E402
