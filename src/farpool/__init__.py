@@ -44,7 +44,7 @@ from farpool.errors import (
     UnsupportedError,
 )
 from farpool.events import Event
-from farpool.front import Pool
+from farpool.pool import Pool, TensorLibrary, use_tensors
 from farpool.stats import Stats
 from farpool.store import AsyncStore, Store
 from farpool.tiers import Dram, Faulty, Nvme, Remote, Throttled, Tier, Traced, Verified
@@ -124,6 +124,15 @@ _NEEDS_TORCH = {
     "restore": "farpool.tensors.offload",
     "step_in_backward": "farpool.tensors.step_in_backward",
 }
+
+
+def _load_tensors() -> TensorLibrary:
+    from farpool.tensors import library
+
+    return library
+
+
+use_tensors(_load_tensors)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,237 +1,233 @@
-"""The pool without tensors: opened, filled with storages, measured, closed.
+"""The pool that a program sees: its settings, tensors in it, its accounts, and its end.
 
-`BlockPool` is safe to use from several threads. How its bytes are used is in `farpool.accesses`. The public
-`farpool.Pool` adds the methods that make tensors.
+It stands in front of a `BlockPool`, which storages and tensors refer to. Tensors need torch, and so they come from a
+library above this module that is handed in (`use_tensors`) and loaded when the first one is made.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import time
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
-from farpool import census
-from farpool.accesses import Accesses
-from farpool.budget import Budget
+from farpool.block_pool import BlockPool, open_pools
 from farpool.config import PoolConfig
-from farpool.device import open_device
-from farpool.errors import FarpoolWarning, PoolClosedError
+from farpool.config_layers import environment_layer
+from farpool.errors import FarpoolWarning
 from farpool.events import Event
-from farpool.faults import does_not_fit
-from farpool.ledger import Ledger
-from farpool.lower_tiers import LowerTiers
-from farpool.recording import Recording, metadata
-from farpool.sizes import format_size, parse_size
+from farpool.recording import Recording
 from farpool.stats import Stats
-from farpool.storage import CLASSES, Storage
-from farpool.tape_file import TapeWriter
-from farpool.tiers import Extent
-from farpool.tiers.safetensors import SafetensorsFile
+from farpool.storage import StorageOwner
+from farpool.tiers import Tier, TierSpec
 
-__all__ = ["BlockPool"]
+if TYPE_CHECKING:
+    import torch
 
-_LAST_CHANCE = 5.0
-"""Seconds for transfers to end when the interpreter does."""
+__all__ = ["Pool", "TensorLibrary", "blocks_of", "pool_of", "use_tensors"]
 
 
-class BlockPool(Accesses):
-    """Memory behind a byte budget.
+class TensorLibrary(Protocol):
+    """Tensors in a pool; `farpool.tensors.library` is the one there is."""
+
+    def empty(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def zeros(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def ones(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def full(
+        self,
+        pool: StorageOwner,
+        shape: Sequence[int],
+        value: bool | int | float | complex,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor: ...
+    def from_tensor(self, pool: StorageOwner, tensor: torch.Tensor) -> torch.Tensor: ...
+    def materialize(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def materialize_all(self, pool: StorageOwner) -> None:
+        """Make every tensor that lives in a pool plain, in place, unless an autograd graph needs one."""
+        ...
+
+    def take_along(self, pool: StorageOwner) -> str:
+        """Make every tensor that lives in a pool plain; returns the warning about it, if there were any."""
+        ...
+
+    def live_parameters(self, pool: StorageOwner) -> str:
+        """The parameters that live in a pool, counted, for a message; empty if there are none."""
+        ...
+
+
+_load_tensors: Callable[[], TensorLibrary]
+
+
+def use_tensors(load: Callable[[], TensorLibrary]) -> None:
+    """Make the tensors of all pools with this library, which is loaded when the first one is made."""
+    global _load_tensors
+    _load_tensors = load
+
+
+class Pool:
+    """One memory behind a byte budget: a fast tier that computation reads, and slower tiers below it.
 
     Parameters
     ----------
-    config : PoolConfig
-        What it is made of. The pool opens the tiers and, when it is closed, closes them.
+    fast : int or str, optional
+        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. Without it, what is not given
+        here is read from the environment (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
+    tiers : sequence of Tier, TierSpec or mapping, optional
+        Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
+        that has to leave the fast tier goes to the first one with room.
+    dram, nvme : int or str, optional
+        Shorthand for such tiers; the file lies in the folder for temporary files.
+    remote : str or sequence of str, optional
+        Shorthand for a `Remote` on these nodes, with the memory that they have free, between the other two.
+    device : str, optional
+        ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
+    prefetch : bool, optional
+        Whether to fetch along the recorded accesses, ahead of them; the default is to do so.
+    timeout : float, optional
+        Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
+    debug : bool, optional
+        Whether to look for memory that is used outside its access, which raises `LifetimeError`, and for transfers out
+        of order, which raises `OrderError`. Slow. The default is off, or what ``FARPOOL_DEBUG`` says.
 
     Raises
     ------
-    ConfigError, PoolFileError
-        A tier cannot be opened; those opened before it are closed again.
+    ConfigError
+        A setting is wrong or a tier cannot be opened; nothing stays open.
+
+    Examples
+    --------
+    >>> with farpool.Pool(fast="64MiB", dram="256MiB", nvme="1GiB") as pool:
+    ...     model = farpool.offload(model, pool)
+    ...     outputs = model(inputs)
     """
 
-    def __init__(self, config: PoolConfig) -> None:
-        ledger = Ledger()
-        lower = LowerTiers(config.make_tiers())
-        try:
-            device = open_device(config, lower.ports, lower.tiers, ledger)
-        except BaseException:
-            lower.close()
-            raise
-        ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
-        ledger.add("host", "staging", **device.staging)
-        super().__init__(config, lower, device, ledger)
-        self._budget = Budget(
-            self.pager,
-            self.arena,
-            self.allocation,
-            self.driver,
-            self._check_open,
-            ledger,
-            lower.tiers,
-            config.timeout,
-        )
-        _POOLS.add(self)
+    __slots__ = ("__weakref__", "_blocks")
 
-    # ---- life ---------------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        fast: int | str | None = None,
+        tiers: Sequence[Tier | TierSpec | Mapping[str, object]] | None = None,
+        *,
+        dram: int | str | None = None,
+        remote: str | Sequence[str] | None = None,
+        nvme: int | str | None = None,
+        device: str | None = None,
+        prefetch: bool | None = None,
+        timeout: float | None = None,
+        debug: bool | None = None,
+    ) -> None:
+        settings = {
+            "fast": fast,
+            "tiers": tiers,
+            "dram": dram,
+            "remote": remote,
+            "nvme": nvme,
+            "device": device,
+            "prefetch": prefetch,
+            "timeout": timeout,
+            "debug": debug,
+        }
+        given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        if debug is None:
+            # It can be switched on from outside, to look into a program that makes its settings itself.
+            given |= environment_layer(os.environ, {"debug": bool}).values
+        self._blocks = BlockPool(PoolConfig.load(**given) if fast is None else PoolConfig.make(**given))
+        _POOLS[id(self._blocks)] = self
+
+    @classmethod
+    def from_config(cls, config: PoolConfig | str | os.PathLike[str] | None = None, **settings: Any) -> Self:
+        """Make a pool from a TOML file and the environment.
+
+        Parameters
+        ----------
+        config : str, path-like or PoolConfig, optional
+            The file; None takes the one that ``FARPOOL_CONFIG`` names, if it is set. Or a whole configuration; neither
+            a file nor the environment is read then.
+        **settings
+            As of the constructor. They win over the environment, and that wins over the file.
+
+        Raises
+        ------
+        ConfigError
+            A setting is wrong; names where it was found, its value and what was expected.
+        """
+        whole = config.replace(**settings) if isinstance(config, PoolConfig) else PoolConfig.load(config, **settings)
+        return cls(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+
+    @property
+    def config(self) -> PoolConfig:
+        """The configuration that it was made with."""
+        return self._blocks.config
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda``: where the fast tier is."""
-        return self.config.device
+        """Where the fast tier is: ``cpu`` or ``cuda``."""
+        return self._blocks.device
 
     @property
     def debug(self) -> bool:
-        """Whether it looks for memory that is used outside its access."""
-        return self.config.debug
+        """Tells if it looks for memory that is used outside its access."""
+        return self._blocks.debug
 
     @property
     def fast(self) -> int:
         """The budget of the fast tier, in bytes."""
-        return self.pager.capacity
-
-    def __repr__(self) -> str:
-        # Without locks and without asking tiers: a debugger may look in the middle of anything.
-        kind = type(self).__name__
-        try:
-            sizes = [("fast", self.pager.used, self.fast)]
-            sizes += [(space.name, space.reserved, space.capacity) for space in self.spaces]
-            held, closed = self.allocation.storages, self.closed
-        except AttributeError:
-            return f"<{kind} that is not open>"
-        if closed:
-            return f"<{kind} (closed): {', '.join(f'{name} {format_size(size)}' for name, _, size in sizes)}>"
-        tiers = ", ".join(f"{name} {format_size(used)} of {format_size(size)}" for name, used, size in sizes)
-        return f"<{kind} on {self.device}: {tiers} in use by {held} storages>"
+        return self._blocks.fast
 
     @property
     def live(self) -> int:
         """Number of storages in use."""
-        with self.driver:
-            self._collect_dropped()
-            return self.allocation.storages
+        return self._blocks.live
 
-    def close(self) -> None:
-        """End the pool: transfers under way end, files are removed, memory is given back.
+    @property
+    def closed(self) -> bool:
+        """Tells if it has been closed."""
+        return self._blocks.closed
 
-        Raises
-        ------
-        PoolClosedError
-            Storages are still in use; nothing was changed.
+    def __repr__(self) -> str:
+        try:
+            return f"<{type(self).__name__} {self._blocks.describe()}>"
+        except AttributeError:
+            return f"<{type(self).__name__} that is not open>"
 
-        Warns
-        -----
-        FarpoolWarning
-            Transfers did not end within the pool's timeout. They may still read and write the memory of tiers and arena
-            and the files, so these stay as they are until the process ends.
-        """
-        if not self.closed and self.live:
-            held = self.allocation
-            raise PoolClosedError(
-                f"the pool still holds {held.storages} live storages ({format_size(sum(held.live.values()))}): "
-                "call farpool.restore(model) and drop the paged tensors first, or close(materialize=True)"
-            )
-        self._shut()
+    # ---- tensors ------------------------------------------------------------------------------------------------
 
-    def _shut(self, patience: float | None = None) -> None:
-        patience = self.config.timeout if patience is None else patience
-        with self.driver:
-            if self.closed:
-                return
-            self.closed = True
-            self.driver.close()
-            deadline = time.monotonic() + patience
-            while self.driver.granted and time.monotonic() < deadline:
-                self.driver.wait(deadline - time.monotonic())
-            unused = not self.driver.granted
-        ended = self._executor.close(patience)
-        watch, self._watch = self._watch, None
-        if watch is not None and ended and unused:
-            watch.look()
-        if ended:
-            self._lower.close()
-        else:
-            _LEFT_OPEN.append(self)
-        if ended and unused:  # else a transfer that hangs, or an op of another thread, still uses the arena
-            self._device.release()
-        self.account.deliver()
-        self.recorder.end()
-        if not ended:
-            trouble = self._executor.trouble
-            warnings.warn(
-                f"the pool is closed, but transfers have not ended within {patience:g} s"
-                + (f" ({trouble})" if trouble is not None else "")
-                + f". They may still use the memory and files of {', '.join(['the fast tier', *self._lower.names])}, "
-                "so these stay as they are until the process ends",
-                FarpoolWarning,
-                stacklevel=3,
-            )
-        if watch is not None:
-            watch.raise_findings()
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor with unspecified content, of torch's default dtype unless given."""
+        return _load_tensors().empty(self._blocks, *shape, dtype=dtype)
 
-    def _end(self) -> None:
-        """At the end of the interpreter."""
-        self._shut(_LAST_CHANCE)
+    def zeros(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor of zeros."""
+        return _load_tensors().zeros(self._blocks, *shape, dtype=dtype)
 
-    def __enter__(self) -> Self:
-        return self
+    def ones(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor of ones."""
+        return _load_tensors().ones(self._blocks, *shape, dtype=dtype)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the pool, with the storages that are still in use: bytes alone have no other form than the pool's."""
-        self._shut()
+    def full(self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor filled with `value`."""
+        return _load_tensors().full(self._blocks, shape, value, dtype=dtype)
 
-    # ---- storages -----------------------------------------------------------------------------------------------
+    def from_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A paged copy of a tensor."""
+        return _load_tensors().from_tensor(self._blocks, tensor)
 
-    def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
-        """A new storage of `nbytes` bytes, whose content is unspecified until it is written.
+    def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain copy of a paged tensor, for what needs raw memory (numpy, DLPack, data_ptr)."""
+        return _load_tensors().materialize(tensor)
 
-        Raises
-        ------
-        PoolFullError
-            All tiers together are smaller than what the pool would then hold.
-        """
-        with self.driver:
-            self._check_open()
-            self._collect_dropped()
-            self._check_room(nbytes, cls, name)
-            blocks = self.allocation.allocate(nbytes, cls, row_bytes, name=name)
-            storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
-            self._storages.add(storage)
-        if self.account.listening:
-            self.account.note(Event("create", time.monotonic(), nbytes=nbytes, block=blocks.first, cause=cls))
-        return storage
-
-    def adopt(
-        self, source: SafetensorsFile, extent: Extent, *, cls: str = "weights", row_bytes: int = 0, name: str = ""
-    ) -> Storage:
-        """A new storage whose clean copy is this part of a file; it takes no room below until it is written."""
-        with self.driver:
-            self._check_open()
-            self._collect_dropped()
-            index = self._lower.number_of(source, self.pager)
-            blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset, name=name)
-            storage = Storage(self, extent.nbytes, cls, name, row_bytes, blocks, next(self._births))
-            self._storages.add(storage)
-        return storage
-
-    def pack_at_first_use(self, storage: Storage) -> None:
-        """Pack a storage, if it is small, beside what is used next to it, which is known when it is first used.
-
-        For storages that are filled long before, in another order.
-        """
-        storage.loose = not storage.adopted
-
-    def _check_room(self, nbytes: int, cls: str, name: str) -> None:
-        held = self.allocation.written
-        if nbytes > self.fast + self._lower.capacity - held:
-            raise does_not_fit(name or cls, nbytes, held, self.fast, self._lower.tiers, self.allocation.sizes.largest)
-
-    # ---- budget, accounts ---------------------------------------------------------------------------------------
+    # ---- budget and accounts ------------------------------------------------------------------------------------
 
     def resize(self, fast: int | str) -> None:
         """Change the budget of the fast tier while it is in use.
@@ -245,12 +241,15 @@ class BlockPool(Accesses):
         PoolFullError, TierTimeoutError
             What has to leave cannot; the budget is as it was.
         """
-        budget = parse_size(fast, "fast")
-        with self.driver:
-            self._check_open()
-            self._collect_dropped()
-            self.driver.note_ends()
-            self._budget.change(budget, self._watch)
+        self._blocks.resize(fast)
+
+    def stats(self) -> Stats:
+        """The account since the pool was made."""
+        return self._blocks.stats()
+
+    def explain(self) -> str:
+        """The account as text: bytes per tier and owner, residency per class, what the last stalls waited for."""
+        return self._blocks.explain()
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
         """Call `callback` with each event from now on, from the thread in which it is noted.
@@ -260,16 +259,7 @@ class BlockPool(Accesses):
         callable
             Call it to end the subscription.
         """
-        with self.driver:
-            end = self.account.subscribe(callback)
-            self.driver.listen(True)
-            self.driver.attention = True
-
-        def unsubscribe() -> None:
-            end()
-            self.driver.listen(self.account.listening)
-
-        return unsubscribe
+        return self._blocks.subscribe(callback)
 
     def record(self, path: str | os.PathLike[str]) -> Recording:
         """Write accesses and the time between them to a tape file, from now until the recording is closed.
@@ -291,43 +281,103 @@ class BlockPool(Accesses):
         TapeFileError
             The file cannot be written, is another recording's, or is something else than a tape file.
         """
-        self._check_open()
-        writer = TapeWriter(path, metadata(self.device, self.fast, self.allocation.sizes, self._lower.tiers, CLASSES))
-        with self.driver:
-            self._collect_dropped()
-            self.driver.attention = True
-            return self.recorder.start(writer, self.pager, self.allocation.made.values())
+        return self._blocks.record(path)
 
-    def stats(self) -> Stats:
-        """The account since the pool was made."""
-        with self.driver:
-            self._check_open()
-            self._collect_dropped()
-            self.driver.note_ends()
-            return census.take(self)
+    # ---- the end ------------------------------------------------------------------------------------------------
 
-    def explain(self) -> str:
-        """The account as text: bytes per tier and owner, residency per class, what the last stalls waited for."""
-        return census.explain(self.stats(), self.ledger)
+    def close(self, *, materialize: bool = False) -> None:
+        """End the pool: transfers under way end, its files are removed, memory is given back.
+
+        Parameters
+        ----------
+        materialize : bool
+            Turn the tensors that still live in the pool into plain ones first, in place.
+
+        Raises
+        ------
+        PoolClosedError
+            Tensors still live in the pool and `materialize` is False; nothing was changed.
+        UnsupportedError
+            A tensor has history or is held by an autograd graph; nothing was changed. (Leaving a ``with`` block makes
+            it plain all the same.)
+        """
+        if materialize and not self.closed and self.live:
+            _load_tensors().materialize_all(self._blocks)
+            self._blocks.shut()  # what still lives is held by autograd graphs alone, and nobody can read it
+        self._blocks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the pool; what still lives in it becomes plain before, in place, with one warning.
+
+        Parameters, buffers, gradients, moments and all other tensors that the program can reach are made plain if they
+        fit into 80 % of the memory that is available (of the host, within the limits of its control groups; on CUDA
+        of the device). An autograd graph does not prevent that: its parameters are safe, and a backward pass through it
+        raises. Bytes that were allocated without a tensor end with the pool.
+
+        Raises
+        ------
+        BudgetError
+            The tensors do not fit; nothing was changed and the pool stays open.
+        FarpoolError
+            A tier failed in the middle, or a tensor has history; the pool stays open, what was not made plain is still
+            there. Where another error is on its way already, that one goes on, with a note of this one.
+        """
+        told = ""
+        if not self.closed and self.live:
+            try:
+                told = _load_tensors().take_along(self._blocks)
+            except Exception as failure:
+                if error is None:
+                    raise
+                notes = getattr(failure, "__notes__", ())
+                error.add_note("\n".join([f"the pool stays open: {failure}", *notes]))
+                return
+        try:
+            self._blocks.shut()
+        finally:
+            if told:
+                try:
+                    warnings.warn(told, FarpoolWarning, stacklevel=2)
+                except FarpoolWarning as warning:
+                    if error is None:
+                        raise
+                    error.add_note(str(warning))
 
 
-_POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-_LEFT_OPEN: list[BlockPool] = []
-"""Pools that were closed while transfers hung. Collecting one would unmap memory that a device may still write to."""
+_POOLS: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
+"""Those that the program holds, by the identity of their `BlockPool`."""
 
 
-def _forked() -> None:
-    """In the child of a fork the native threads are gone and locks may be held for ever: its pools are closed."""
-    for pool in _POOLS:
-        pool.closed = True
-        pool.driver.forget_parent()
+def blocks_of(pool: Pool) -> BlockPool:
+    """The inside of a pool."""
+    return pool._blocks
 
 
-def _close_all() -> None:
-    """At the end of the interpreter: no thread may come back into it."""
-    for pool in tuple(_POOLS):
-        pool._end()
+def pool_of(blocks: StorageOwner) -> Pool:
+    """The pool that has this inside: the object that the program holds, or a new one if it holds none any more."""
+    pool = _POOLS.get(id(blocks))
+    if pool is None:
+        pool = Pool.__new__(Pool)
+        pool._blocks = cast(BlockPool, blocks)
+        pool = _POOLS.setdefault(id(blocks), pool)
+    return pool
 
 
-os.register_at_fork(after_in_child=_forked)
-atexit.register(_close_all)
+def _tell_what_is_lost() -> None:
+    """At the end of the interpreter, name the parameters that live in pools which are not closed."""
+    for blocks in open_pools() if "farpool.tensors" in sys.modules else ():
+        lost = _load_tensors().live_parameters(blocks) if blocks.live else ""
+        if lost:
+            print(
+                f"farpool: the program ended while a pool held {lost}, which are lost: leave the pool's with block, "
+                "or call farpool.restore(model), and save the model before the end",
+                file=sys.stderr,
+            )
+
+
+atexit.register(_tell_what_is_lost)  # after the closing of pools in `farpool.block_pool`, so it is called before

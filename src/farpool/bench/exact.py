@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from farpool.block_pool import BlockPool
 from farpool.config import PoolConfig
 from farpool.pager import Mode
-from farpool.pool import BlockPool
 from farpool.stats import TierStats
 from farpool.storage import Storage
 from farpool.tiers import Dram, Nvme, Tier

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from farpool.block_pool import BlockPool
 from farpool.config import PoolConfig
 from farpool.pager import Mode
-from farpool.pool import BlockPool
 from farpool.storage import Storage
 from farpool.tiers import Nvme
 from farpool.use import Use
