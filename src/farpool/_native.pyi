@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from farpool.pager.messages import Move, Space, Transfer
-from farpool.storage import Storage
+from farpool.pager.storage import Storage
 
 class Memory:
     """Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``)."""
@@ -695,7 +695,7 @@ class Grant:
         """Seconds that the call waited for the operands; 0 where they were there."""
 
 class Driver:
-    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.driver`.
+    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.pager.driver`.
 
     Parameters
     ----------
@@ -704,7 +704,7 @@ class Driver:
     ports : list of Port
         The tiers' native ends, indexed as the pager indexes tiers; may grow.
     waited : callable
-        Hears of each wait; see `farpool.driver.Waited`.
+        Hears of each wait; see `farpool.pager.driver.Waited`.
     """
 
     attention: bool

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, PoolConfig, Verified
-from farpool.block_pool import BlockPool
 from farpool.debug.memory import POISON
 from farpool.pager import Mode, Move, Transfer
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use, runs_of
 from farpool.pool import blocks_of
-from farpool.storage import Storage
-from farpool.use import Use, runs_of
+from farpool.pool.block_pool import BlockPool
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierTimeoutError, _native
-from farpool import block_pool as block_pools
-from farpool.block_pool import BlockPool
-from farpool.config import PoolConfig
 from farpool.debug import HostMemory, Watch
-from farpool.device import FastTier
-from farpool.executor.checked_device import CheckedDevice
-from farpool.executor.page_locks import PageLocks
-from farpool.executor.staged import StagedExecutor
 from farpool.ledger import Ledger
 from farpool.pager import Mode, Pager
-from farpool.storage import Storage
+from farpool.pager.executor.checked_device import CheckedDevice
+from farpool.pager.executor.page_locks import PageLocks
+from farpool.pager.executor.staged import StagedExecutor
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool import block_pool as block_pools
+from farpool.pool.block_pool import BlockPool
+from farpool.pool.config import PoolConfig
+from farpool.pool.device import FastTier
 from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
-from farpool.use import Use
 from tests.block_pools import block_pool
 from tests.pager.host_device import HostDevice
 
@@ -79,7 +79,7 @@ class Machine:
 @pytest.fixture(params=range(2))
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine(request.param)
-    monkeypatch.setattr("farpool.block_pool.open_device", machine.open)
+    monkeypatch.setattr("farpool.pool.block_pool.open_device", machine.open)
     yield machine
     assert not machine.device.findings
     assert not machine.locker.locked

@@ -7,8 +7,8 @@ import threading
 import farpool
 from farpool import Dram, Pool
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.pool import blocks_of
-from farpool.use import Use
 
 
 def test_it_tells_budget_tiers_and_what_is_in_use_in_one_line() -> None:

@@ -16,9 +16,9 @@ import torch
 
 from farpool.errors import BudgetError, PoolClosedError
 from farpool.pager import Mode
+from farpool.pager.storage import Blocks, Storage
+from farpool.pager.use import Use
 from farpool.pool import Pool
-from farpool.storage import Blocks, Storage
-from farpool.use import Use
 
 _POISON = 0xFF  # NaN in every floating-point type
 _ALIGNMENT = 64

@@ -19,9 +19,9 @@ import farpool
 from farpool import BudgetError, Dram, FarpoolWarning, Faulty, PagedTensor, Pool, TierError, UnsupportedError
 from farpool.available import available_memory
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.pool import blocks_of
 from farpool.tensors import leaving
-from farpool.use import Use
 from tests.tensors.bits import assert_same, tensors_of
 
 LEFT = "the pool was left with"

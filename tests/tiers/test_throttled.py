@@ -8,8 +8,8 @@ from python_tier import DictTier
 from farpool._native import Memory, Port
 from farpool.errors import ConfigError, TierError
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tiers import Dram, Faulty, Throttled, TierInfo, Verified
-from farpool.use import Use
 from tests.block_pools import block_pool
 
 WAIT = 30

@@ -9,8 +9,8 @@ import pytest
 
 from farpool.errors import ConfigError, TierError, TierFullError
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tiers import Dram, Faulty, Nvme, Traced, TraceRecord
-from farpool.use import Use
 from tests.block_pools import block_pool
 
 WAIT = 30

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from farpool.block_pool import BlockPool
 from farpool.errors import ArgumentError
 from farpool.pool import Pool, blocks_of
+from farpool.pool.block_pool import BlockPool
 
 __all__ = ["inside_of", "require_movable"]
 

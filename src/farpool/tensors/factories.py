@@ -14,7 +14,7 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 
 if TYPE_CHECKING:
-    from farpool.storage import StorageOwner
+    from farpool.pager.storage import StorageOwner
 
 __all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "ones", "shape_of", "to_cpu", "zeros"]
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farpool.pager import Mode
-from farpool.use import Use
+from farpool.pager.use import Use
 
 if TYPE_CHECKING:
-    from farpool.storage import Storage
+    from farpool.pager.storage import Storage
     from farpool.tensors.arena import ArenaViews
 
 __all__ = ["Footprint"]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from farpool.block_pool import BlockPool
 from farpool.errors import UnsupportedError
 from farpool.pool import Pool
+from farpool.pool.block_pool import BlockPool
 from farpool.tensors.arena import arena_views
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.geometry import contiguous_strides

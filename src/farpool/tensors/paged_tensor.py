@@ -17,7 +17,7 @@ from farpool.pool import Pool, pool_of
 from farpool.tensors.footprint import Footprint
 
 if TYPE_CHECKING:
-    from farpool.storage import Storage
+    from farpool.pager.storage import Storage
     from farpool.tensors.arena import ArenaViews
 
 __all__ = ["PagedTensor", "describe"]

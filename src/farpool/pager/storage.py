@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from farpool._native import Grant, Layout
 from farpool.pager import ALIGNMENT
-from farpool.use import Use
+from farpool.pager.use import Use
 
 __all__ = ["CLASSES", "BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "StorageOwner", "block_bytes", "cut"]
 

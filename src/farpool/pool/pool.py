@@ -16,14 +16,14 @@ from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
-from farpool.block_pool import BlockPool, open_pools
-from farpool.config import PoolConfig
-from farpool.config_layers import environment_layer
 from farpool.errors import FarpoolWarning
-from farpool.events import Event
-from farpool.recording import Recording
-from farpool.stats import Stats
-from farpool.storage import StorageOwner
+from farpool.pager.storage import StorageOwner
+from farpool.pool.block_pool import BlockPool, open_pools
+from farpool.pool.config import PoolConfig
+from farpool.pool.config_layers import environment_layer
+from farpool.pool.events import Event
+from farpool.pool.recording import Recording
+from farpool.pool.stats import Stats
 from farpool.tiers import Tier, TierSpec
 
 if TYPE_CHECKING:
@@ -380,4 +380,4 @@ def _tell_what_is_lost() -> None:
             )
 
 
-atexit.register(_tell_what_is_lost)  # after the closing of pools in `farpool.block_pool`, so it is called before
+atexit.register(_tell_what_is_lost)  # after the closing of pools in `farpool.pool.block_pool`, so it is called before

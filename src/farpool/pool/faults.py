@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from farpool.errors import BudgetError, NodeTimeoutError, PoolFullError, TierError, TierTimeoutError
-from farpool.need import smallest_budget, uses_of_layers
 from farpool.pager import NoRoomError, TooLargeError
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use, describe
+from farpool.pool.need import smallest_budget, uses_of_layers
 from farpool.sizes import format_size
-from farpool.storage import Storage
 from farpool.tiers import Tier
-from farpool.use import Use, describe
 
 __all__ = ["does_not_fit", "no_room", "operands_too_large", "with_tier_and_block"]
 

@@ -19,31 +19,32 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from farpool import _native, census
+from farpool import _native
 from farpool._native import Grant
-from farpool.account import Account
-from farpool.allocation import Allocation
-from farpool.budget import Budget
-from farpool.config import PoolConfig
-from farpool.device import open_device
-from farpool.driver import Driver, ExecutorDriver
 from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
-from farpool.events import Event
-from farpool.executor.threads import ThreadExecutor
-from farpool.faults import does_not_fit, no_room, operands_too_large, with_tier_and_block
 from farpool.ledger import Ledger
-from farpool.lower_tiers import LowerTiers
-from farpool.packing import Packing
 from farpool.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
-from farpool.recording import Note, Recorder, Recording, metadata
+from farpool.pager.driver import Driver, ExecutorDriver
+from farpool.pager.executor.threads import ThreadExecutor
+from farpool.pager.storage import CLASSES, Dropped, Storage, cut
+from farpool.pager.use import Use
+from farpool.pool import census
+from farpool.pool.account import Account
+from farpool.pool.allocation import Allocation
+from farpool.pool.budget import Budget
+from farpool.pool.config import PoolConfig
+from farpool.pool.device import open_device
+from farpool.pool.events import Event
+from farpool.pool.faults import does_not_fit, no_room, operands_too_large, with_tier_and_block
+from farpool.pool.lower_tiers import LowerTiers
+from farpool.pool.packing import Packing
+from farpool.pool.recording import Note, Recorder, Recording, metadata
+from farpool.pool.space import TierSpace
+from farpool.pool.stats import Stats
 from farpool.sizes import format_size, parse_size
-from farpool.space import TierSpace
-from farpool.stats import Stats
-from farpool.storage import CLASSES, Dropped, Storage, cut
 from farpool.tape_file import TapeWriter
 from farpool.tiers import Extent
 from farpool.tiers.safetensors import SafetensorsFile
-from farpool.use import Use
 
 if TYPE_CHECKING:
     from farpool.debug import Watch

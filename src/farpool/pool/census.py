@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from farpool.account import Account
-from farpool.driver import Driver
 from farpool.ledger import Ledger
 from farpool.pager import Pager, State
+from farpool.pager.driver import Driver
+from farpool.pool.account import Account
+from farpool.pool.space import TierSpace
+from farpool.pool.stats import ClassStats, Stats, TierStats
 from farpool.sizes import format_size
-from farpool.space import TierSpace
-from farpool.stats import ClassStats, Stats, TierStats
 from farpool.tiers import HoldsMemory, Tier
 from farpool.tiers.port_wrapper import PortWrapper
 from farpool.tiers.wrapper import WrapperTier

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 
 from farpool.pager import ALIGNMENT, Mode
-from farpool.storage import Cut, Storage, block_bytes, cut
-from farpool.use import Use
+from farpool.pager.storage import Cut, Storage, block_bytes, cut
+from farpool.pager.use import Use
 
 __all__ = ["smallest_budget", "uses_of_layers"]
 
