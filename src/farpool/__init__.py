@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if not sys.platform.startswith("linux"):
     raise ImportError(f"farpool runs on Linux (x86-64 and aarch64); this is {sys.platform}")
 
-from farpool.config import PoolConfig
 from farpool.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -43,9 +42,10 @@ from farpool.errors import (
     TierTimeoutError,
     UnsupportedError,
 )
-from farpool.events import Event
-from farpool.front import Pool
-from farpool.stats import Stats
+from farpool.pool import Pool, TensorLibrary, use_tensors
+from farpool.pool.config import PoolConfig
+from farpool.pool.events import Event
+from farpool.pool.stats import Stats
 from farpool.store import AsyncStore, Store
 from farpool.tiers import Dram, Faulty, Nvme, Remote, Throttled, Tier, Traced, Verified
 
@@ -124,6 +124,15 @@ _NEEDS_TORCH = {
     "restore": "farpool.tensors.offload",
     "step_in_backward": "farpool.tensors.step_in_backward",
 }
+
+
+def _load_tensors() -> TensorLibrary:
+    from farpool.tensors import library
+
+    return library
+
+
+use_tensors(_load_tensors)
 
 
 def __getattr__(name: str) -> Any:

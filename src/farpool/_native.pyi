@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from farpool.pager.messages import Move, Space, Transfer
-from farpool.storage import Storage
+from farpool.pager.storage import Storage
 from farpool.tensors.arena import ArenaViews
 
 class Memory:
@@ -698,7 +698,7 @@ class Grant:
         """Seconds that the call waited for the operands; 0 where they were there."""
 
 class Driver:
-    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.driver`.
+    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.pager.driver`.
 
     Parameters
     ----------
@@ -709,7 +709,7 @@ class Driver:
     timeout : float
         Seconds that an access waits for its operands.
     waited : callable
-        Hears of each wait; see `farpool.driver.Waited`.
+        Hears of each wait; see `farpool.pager.driver.Waited`.
     """
 
     attention: bool

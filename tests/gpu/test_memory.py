@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import farpool
-from farpool.executor.staged import StagedExecutor
 from farpool.pager import Mode
-from farpool.use import Use
+from farpool.pager.executor.staged import StagedExecutor
+from farpool.pager.use import Use
+from farpool.pool import blocks_of
+from tests.block_pools import block_pool
 from tests.gpu.programs import batch, build, train, weight_bytes, within
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -30,8 +32,8 @@ def test_page_locks_are_on_the_account_and_gone_when_the_pool_is_closed() -> Non
             assert stats.tiers[0].page_locked <= 200 << 20
             assert stats.tiers[0].touched >= stats.tiers[0].page_locked
             assert "page locks" in pool.explain()
-            assert pool.ledger.total(tier="host", owner="staging").page_locked > 0
-            ledger = pool.ledger
+            assert blocks_of(pool).ledger.total(tier="host", owner="staging").page_locked > 0
+            ledger = blocks_of(pool).ledger
             farpool.restore(model)
         assert ledger.total(owner="page locks").page_locked == 0
 
@@ -96,7 +98,7 @@ def test_more_than_the_device_has_is_refused_and_nothing_is_kept() -> None:
 
 def test_a_random_program_reads_what_it_wrote() -> None:
     source = random.Random(5)
-    with farpool.Pool(8 * BLOCK, dram="128MiB", device="cuda", debug=True) as pool:
+    with block_pool(8 * BLOCK, dram="128MiB", device="cuda", debug=True) as pool:
         arena: torch.Tensor = pool.arena.tensor  # type: ignore[union-attr]
         storages = [pool.allocate(BLOCK // 2) for _ in range(48)]
         contents: dict[int, torch.Tensor] = {}
@@ -119,7 +121,7 @@ def test_a_random_program_reads_what_it_wrote() -> None:
 
 
 def test_what_nobody_owns_is_poisoned_in_debug_mode() -> None:
-    with farpool.Pool(4 * BLOCK, dram="64MiB", device="cuda", debug=True) as pool:
+    with block_pool(4 * BLOCK, dram="64MiB", device="cuda", debug=True) as pool:
         arena: torch.Tensor = pool.arena.tensor  # type: ignore[union-attr]
         storage = pool.allocate(BLOCK // 4)
         access = pool.acquire([Use(storage, 0, BLOCK // 4, Mode.OVERWRITE)])

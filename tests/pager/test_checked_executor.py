@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from farpool import OrderError
-from farpool.executor.checked import CheckedExecutor, Span
-from farpool.executor.virtual import Link, VirtualExecutor
 from farpool.pager import Kind, Mode, Move, Piece, Transfer
+from farpool.pager.executor.checked import CheckedExecutor, Span
+from farpool.pager.executor.virtual import Link, VirtualExecutor
 from tests.pager.harness import World
 from tests.pager.test_pager import random_program
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farpool.executor.virtual import Link
 from farpool.pager import Mode
+from farpool.pager.executor.virtual import Link
 from tests.pager.harness import World
 
 BLOCK = 256

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from farpool.executor.virtual import Link
 from farpool.pager import Kind, Mode, NoRoomError, Run, TooLargeError
+from farpool.pager.executor.virtual import Link
 from tests.pager.harness import World
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE

@@ -8,8 +8,8 @@ from collections import deque
 import pytest
 
 from farpool.bench.patterns import KINDS, pattern
-from farpool.executor.virtual import Link, VirtualExecutor
 from farpool.pager import Mode, Pager, Run
+from farpool.pager.executor.virtual import Link, VirtualExecutor
 from tests.pager.harness import SimulatedSpace
 
 CHUNK = 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farpool.executor.virtual import Link
 from farpool.pager import Mode
 from farpool.pager.belady import BlockAccess, Operand, belady_bytes
+from farpool.pager.executor.virtual import Link
 from tests.pager.harness import World
 
 UNIT = 64

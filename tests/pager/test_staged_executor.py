@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from farpool import _native
-from farpool.executor.base import Done
-from farpool.executor.staged import StagedExecutor
 from farpool.pager import Kind, Move, Piece, Transfer
+from farpool.pager.executor.base import Done
+from farpool.pager.executor.staged import StagedExecutor
 from farpool.tiers import Dram
 from tests.pager.host_device import HostDevice
 

@@ -8,21 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, Verified
+from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, PoolConfig, Verified
 from farpool.debug.memory import POISON
 from farpool.pager import Mode, Move, Transfer
-from farpool.storage import Storage
-from farpool.use import Use, runs_of
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use, runs_of
+from farpool.pool import blocks_of
+from farpool.pool.block_pool import BlockPool
+from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 _BLOCK = 4096
 
 
-class Planted(Pool):
+class Planted(BlockPool):
     """Storages by name, and a way past all accesses to their bytes."""
 
     def __init__(self) -> None:
-        super().__init__("64KiB", dram="4MiB", timeout=20, debug=True)
+        super().__init__(PoolConfig.make("64KiB", dram="4MiB", timeout=20, debug=True))
         self.names = 0
 
     def put(self, nbytes: int = _BLOCK, fill: int = 1) -> Storage:
@@ -52,7 +55,7 @@ def pool() -> Iterator[Planted]:
     pool = Planted()
     yield pool
     pool._watch = None  # what the test planted is still there
-    pool._shut()
+    pool.shut()
 
 
 def poison(nbytes: int) -> bytes:
@@ -233,7 +236,7 @@ def test_a_range_promised_while_the_end_of_its_write_back_was_not_noted_is_not_r
 def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
     rng = random.Random(seed)
     tier = Verified(Faulty(Dram("4MiB"), seed=seed, fail_reads=0.05, fail_writes=0.05))
-    with Pool("64KiB", [tier], timeout=20, debug=True) as pool:
+    with block_pool("64KiB", [tier], timeout=20, debug=True) as pool:
         storages: list[tuple[Storage, bytearray]] = []
         for _ in range(400):
             first = len(storages) < 30
@@ -267,8 +270,8 @@ def test_a_random_program_with_failing_tiers_finds_nothing(seed: int) -> None:
 def test_a_pool_is_debugged_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FARPOOL_DEBUG", "1")
     with Pool("64KiB") as pool, Pool("64KiB", debug=False) as plain:
-        assert pool._watch is not None
-        assert plain._watch is None
+        assert blocks_of(pool)._watch is not None
+        assert blocks_of(plain)._watch is None
     monkeypatch.setenv("FARPOOL_DEBUG", "perhaps")
     with pytest.raises(ConfigError, match=r"FARPOOL_DEBUG.*perhaps"):
         Pool("64KiB")
@@ -276,6 +279,6 @@ def test_a_pool_is_debugged_where_the_environment_says_so(monkeypatch: pytest.Mo
 
 def test_without_debug_mode_nothing_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FARPOOL_DEBUG", raising=False)
-    with Pool("64KiB", dram="1MiB") as pool:
+    with block_pool("64KiB", dram="1MiB") as pool:
         assert pool._watch is None
         assert type(pool._executor).__name__ == "ThreadExecutor"

@@ -12,20 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from farpool import ConfigError, Dram, FarpoolWarning, Nvme, Pool, TierTimeoutError, _native
-from farpool import pool as pool_module
-from farpool.config import PoolConfig
+from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierTimeoutError, _native
 from farpool.debug import HostMemory, Watch
-from farpool.device import FastTier
-from farpool.executor.checked_device import CheckedDevice
-from farpool.executor.page_locks import PageLocks
-from farpool.executor.staged import StagedExecutor
 from farpool.ledger import Ledger
 from farpool.pager import Mode, Pager
-from farpool.storage import Storage
+from farpool.pager.executor.checked_device import CheckedDevice
+from farpool.pager.executor.page_locks import PageLocks
+from farpool.pager.executor.staged import StagedExecutor
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool import block_pool as block_pools
+from farpool.pool.block_pool import BlockPool
+from farpool.pool.config import PoolConfig
+from farpool.pool.device import FastTier
 from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
-from farpool.use import Use
+from tests.block_pools import block_pool
 from tests.pager.host_device import HostDevice
 
 STAGING, CHUNK = 1 << 14, 1 << 16
@@ -77,7 +79,7 @@ class Machine:
 @pytest.fixture(params=range(2))
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine(request.param)
-    monkeypatch.setattr("farpool.pool.open_device", machine.open)
+    monkeypatch.setattr("farpool.pool.block_pool.open_device", machine.open)
     yield machine
     assert not machine.device.findings
     assert not machine.locker.locked
@@ -85,7 +87,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.ledger.total(owner="page locks").page_locked == 0
 
 
-def run_program(pool: Pool, seed: int, steps: int) -> None:
+def run_program(pool: BlockPool, seed: int, steps: int) -> None:
     """Writes to blocks and looks at them, in a loop with some noise."""
     source = random.Random(seed)
     storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
@@ -105,14 +107,14 @@ def run_program(pool: Pool, seed: int, steps: int) -> None:
         pool.release(access)
 
 
-def use_all(pool: Pool, storages: list[Storage], mode: Mode) -> None:
+def use_all(pool: BlockPool, storages: list[Storage], mode: Mode) -> None:
     for storage in storages:
         pool.release(pool.acquire([Use(storage, 0, BLOCK, mode)]))
 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_what_is_read_is_what_was_written_and_most_of_it_takes_one_leg(machine: Machine, debug: bool) -> None:
-    with Pool(FAST, [Dram("1MiB")], debug=debug, timeout=20) as pool:
+    with block_pool(FAST, [Dram("1MiB")], debug=debug, timeout=20) as pool:
         run_program(pool, machine.seed, 400)
         stats = pool.stats()
         assert stats.evictions > 100
@@ -123,14 +125,14 @@ def test_what_is_read_is_what_was_written_and_most_of_it_takes_one_leg(machine: 
 
 
 def test_blocks_that_lie_in_a_file_below_go_through_staging_memory(machine: Machine, tmp_path: Path) -> None:
-    with Pool(FAST, [Dram(CHUNK), Nvme(tmp_path / "far.pool", "1MiB")], timeout=20) as pool:
+    with block_pool(FAST, [Dram(CHUNK), Nvme(tmp_path / "far.pool", "1MiB")], timeout=20) as pool:
         run_program(pool, machine.seed, 300)
         assert pool.stats().tiers[1].page_locked == 0
     assert 0 < machine.direct() < len(machine.inner.started)
 
 
 def test_the_budget_can_be_lowered_and_raised_again(machine: Machine) -> None:
-    with Pool(FAST, [Dram("1MiB")], timeout=20) as pool:
+    with block_pool(FAST, [Dram("1MiB")], timeout=20) as pool:
         for budget in (FAST, FAST // 2, FAST):
             pool.resize(budget)
             run_program(pool, machine.seed, 150)
@@ -141,7 +143,7 @@ def test_small_storages_are_aligned_as_the_device_aligns_its_own(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostArena, "alignment", 512)
-    with Pool(FAST, [Dram("1MiB")], timeout=20) as pool:
+    with block_pool(FAST, [Dram("1MiB")], timeout=20) as pool:
         storages = [pool.allocate(nbytes) for nbytes in (40, 100, 64, 4000, 24, 513, 12)]
         for storage in storages:
             access = pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)])
@@ -151,7 +153,7 @@ def test_small_storages_are_aligned_as_the_device_aligns_its_own(
 
 
 def test_a_device_that_answers_again_loses_nothing(machine: Machine) -> None:
-    with Pool(FAST, [Dram("1MiB")], timeout=20) as pool:
+    with block_pool(FAST, [Dram("1MiB")], timeout=20) as pool:
         run_program(pool, machine.seed, 150)
         machine.inner.mute = 40
         run_program(pool, machine.seed, 300)
@@ -159,7 +161,7 @@ def test_a_device_that_answers_again_loses_nothing(machine: Machine) -> None:
 
 
 def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(machine: Machine) -> None:
-    pool = Pool(FAST, tier := [Dram("1MiB")], timeout=0.5)
+    pool = block_pool(FAST, tier := [Dram("1MiB")], timeout=0.5)
     storages = [pool.allocate(BLOCK) for _ in range(BLOCKS)]
     use_all(pool, storages, Mode.OVERWRITE)
     machine.inner.mute = math.inf
@@ -182,9 +184,9 @@ def test_waiting_for_a_device_that_is_lost_ends_and_its_memory_stays_mapped(mach
     assert left._executor.close(20)
     left._lower.close()
     left._device.release()
-    pool_module._LEFT_OPEN.remove(left)
+    block_pools._LEFT_OPEN.remove(left)
 
 
 def test_a_device_with_a_number_is_refused_with_what_to_do_instead() -> None:
     with pytest.raises(ConfigError, match=r"device: 'cuda:1' is not known; .*set_device"):
-        Pool("1MiB", device="cuda:1")
+        block_pool("1MiB", device="cuda:1")

@@ -14,16 +14,18 @@ from pathlib import Path
 import pytest
 
 import farpool
-from farpool import Dram, Event, Faulty, Nvme, Pool, Remote, Throttled, TierError, Verified
+from farpool import Dram, Event, Faulty, Nvme, Remote, Throttled, TierError, Verified
 from farpool.node.process import running_node
 from farpool.pager import Mode
-from farpool.storage import Storage
-from farpool.use import Use
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool.block_pool import BlockPool
+from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 
 
-def write(pool: Pool, storage: Storage, content: bytes) -> None:
+def write(pool: BlockPool, storage: Storage, content: bytes) -> None:
     """Fill a storage, block by block."""
     for start, stop in storage.pieces():
         access = pool.acquire([Use(storage, start, stop, OVERWRITE)], "write")
@@ -32,7 +34,7 @@ def write(pool: Pool, storage: Storage, content: bytes) -> None:
         pool.release(access)
 
 
-def read(pool: Pool, storage: Storage) -> bytes:
+def read(pool: BlockPool, storage: Storage) -> bytes:
     """A storage's bytes, block by block."""
     parts = []
     for start, stop in storage.pieces():
@@ -54,7 +56,7 @@ def nodes() -> Iterator[list[str]]:
 
 
 @pytest.fixture(params=["dram", "nvme", "both", "tcp", "mapped"])
-def pool(request: pytest.FixtureRequest, tmp_path: Path, nodes: list[str]) -> Iterator[Pool]:
+def pool(request: pytest.FixtureRequest, tmp_path: Path, nodes: list[str]) -> Iterator[BlockPool]:
     tiers = {
         "dram": lambda: [Dram("4MiB")],
         "nvme": lambda: [Nvme(tmp_path / "far.pool", "4MiB")],
@@ -62,11 +64,11 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path, nodes: list[str]) -> It
         "tcp": lambda: [Remote(*nodes, size="4MiB", transport="tcp")],
         "mapped": lambda: [Remote(*nodes, size="4MiB", transport="mapped")],
     }[request.param]()
-    with Pool("256KiB", tiers, timeout=20) as pool:
+    with block_pool("256KiB", tiers, timeout=20) as pool:
         yield pool
 
 
-def test_bytes_larger_than_the_budget_come_back(pool: Pool) -> None:
+def test_bytes_larger_than_the_budget_come_back(pool: BlockPool) -> None:
     sizes = [1, 63, 100, 4096, 70_000, 300_000, 0, 1_000_000]
     storages = [pool.allocate(nbytes) for nbytes in sizes]
     for seed, storage in enumerate(storages):
@@ -77,7 +79,7 @@ def test_bytes_larger_than_the_budget_come_back(pool: Pool) -> None:
     assert pool.stats().fast.peak <= 256 << 10
 
 
-def test_a_range_that_spans_blocks_is_contiguous(pool: Pool) -> None:
+def test_a_range_that_spans_blocks_is_contiguous(pool: BlockPool) -> None:
     storage = pool.allocate(200_000)
     assert storage.count > 4
     data = content(7, storage.nbytes)
@@ -90,7 +92,7 @@ def test_a_range_that_spans_blocks_is_contiguous(pool: Pool) -> None:
         pool.release(access)
 
 
-def test_overlapping_uses_see_the_same_memory(pool: Pool) -> None:
+def test_overlapping_uses_see_the_same_memory(pool: BlockPool) -> None:
     storage = pool.allocate(100_000)
     write(pool, storage, content(1, storage.nbytes))
     access = pool.acquire([Use(storage, 0, 60_000, READ), Use(storage, 40_000, 100_000, WRITE)], "both")
@@ -99,7 +101,7 @@ def test_overlapping_uses_see_the_same_memory(pool: Pool) -> None:
     pool.release(access)
 
 
-def test_a_dropped_storage_is_freed(pool: Pool) -> None:
+def test_a_dropped_storage_is_freed(pool: BlockPool) -> None:
     for _ in range(50):
         storage = pool.allocate(900_000)
         write(pool, storage, bytes(storage.nbytes))
@@ -110,7 +112,7 @@ def test_a_dropped_storage_is_freed(pool: Pool) -> None:
 
 
 def test_operands_beyond_the_budget_are_refused_with_the_budget_that_works() -> None:
-    with Pool("64KiB", dram="4MiB") as pool:
+    with block_pool("64KiB", dram="4MiB") as pool:
         storages = [pool.allocate(nbytes, name=f"w{nbytes}") for nbytes in (50_000, 30_000, 100)]
         for storage in storages:
             write(pool, storage, bytes(storage.nbytes))
@@ -118,14 +120,14 @@ def test_operands_beyond_the_budget_are_refused_with_the_budget_that_works() -> 
             pool.acquire([Use(s, 0, s.nbytes, READ) for s in storages], "aten.addmm")
         assert isinstance(caught.value, MemoryError)
         assert read(pool, storages[0]) == bytes(50_000)
-    with Pool(caught.value.needed, dram="4MiB") as pool:
+    with block_pool(caught.value.needed, dram="4MiB") as pool:
         storages = [pool.allocate(nbytes) for nbytes in (50_000, 30_000, 100)]
         access = pool.acquire([Use(s, 0, s.nbytes, READ) for s in storages], "aten.addmm")
         pool.release(access)
 
 
 def test_more_than_all_tiers_hold_is_refused() -> None:
-    with Pool("64KiB", dram="64KiB") as pool:
+    with block_pool("64KiB", dram="64KiB") as pool:
         kept = pool.allocate(100_000)
         with pytest.raises(farpool.PoolFullError, match="do not fit"):
             pool.allocate(50_000)
@@ -134,7 +136,7 @@ def test_more_than_all_tiers_hold_is_refused() -> None:
 
 
 def test_a_pool_without_lower_tiers_works_until_it_is_full() -> None:
-    with Pool("64KiB") as pool:
+    with block_pool("64KiB") as pool:
         storages = [pool.allocate(10_000) for _ in range(6)]
         for seed, storage in enumerate(storages):
             write(pool, storage, content(seed, 10_000))
@@ -144,7 +146,7 @@ def test_a_pool_without_lower_tiers_works_until_it_is_full() -> None:
             pool.allocate(10_000)
 
 
-def test_resizing_keeps_bytes_and_gives_memory_back(pool: Pool) -> None:
+def test_resizing_keeps_bytes_and_gives_memory_back(pool: BlockPool) -> None:
     storages = [pool.allocate(60_000) for _ in range(10)]
     for seed, storage in enumerate(storages):
         write(pool, storage, content(seed, storage.nbytes))
@@ -160,7 +162,7 @@ def test_resizing_keeps_bytes_and_gives_memory_back(pool: Pool) -> None:
 
 
 def test_closing_with_live_storages_is_refused() -> None:
-    pool = Pool("64KiB", dram="1MiB")
+    pool = block_pool("64KiB", dram="1MiB")
     storage = pool.allocate(100)
     with pytest.raises(farpool.PoolClosedError, match="1 live"):
         pool.close()
@@ -175,7 +177,7 @@ def test_closing_with_live_storages_is_refused() -> None:
 
 def test_events_tell_what_moved() -> None:
     events: list[Event] = []
-    with Pool("64KiB", dram="1MiB") as pool:
+    with block_pool("64KiB", dram="1MiB") as pool:
         end = pool.subscribe(events.append)
         storages = [pool.allocate(10_000) for _ in range(12)]
         for storage in storages:
@@ -217,20 +219,20 @@ WRONG: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("setting", WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_setting_is_a_clear_error(setting: dict[str, object]) -> None:
     with pytest.raises(farpool.ConfigError):
-        Pool(**setting)  # type: ignore[arg-type]
+        block_pool(**setting)  # type: ignore[arg-type]
 
 
 def test_a_tier_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     first = tmp_path / "first.pool"
     with pytest.raises(farpool.ConfigError):
-        Pool("1MiB", [Nvme(first, "1MiB", name="a"), Nvme(tmp_path / "no" / "second.pool", "1MiB", name="b")])
+        block_pool("1MiB", [Nvme(first, "1MiB", name="a"), Nvme(tmp_path / "no" / "second.pool", "1MiB", name="b")])
     assert not first.exists()
     assert set(os.listdir("/proc/self/fd")) <= before  # what earlier tests left may be gone by now
 
 
 def test_a_corrupted_block_is_a_typed_error_with_tier_and_block() -> None:
-    with Pool("64KiB", [Verified(Faulty(Dram("4MiB"), corrupt_reads=1.0))], timeout=20) as pool:
+    with block_pool("64KiB", [Verified(Faulty(Dram("4MiB"), corrupt_reads=1.0))], timeout=20) as pool:
         storages = [pool.allocate(10_000) for _ in range(20)]
         for seed, storage in enumerate(storages):
             write(pool, storage, content(seed, 10_000))
@@ -247,7 +249,7 @@ def test_a_corrupted_block_is_a_typed_error_with_tier_and_block() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_transfers_that_fail_now_and_then_lose_nothing(seed: int) -> None:
-    with Pool(
+    with block_pool(
         "64KiB", [Verified(Faulty(Dram("4MiB"), seed=seed, fail_reads=0.1, fail_writes=0.1))], timeout=20
     ) as pool:
         storages = [pool.allocate(9_000) for _ in range(20)]
@@ -275,7 +277,7 @@ def test_transfers_that_fail_now_and_then_lose_nothing(seed: int) -> None:
 
 def test_a_tier_that_stalls_is_an_error_within_the_timeout() -> None:
     tier = Faulty(Dram("4MiB"), stall=1.0, stall_seconds=30.0)
-    with Pool("64KiB", [tier], timeout=0.5) as pool:
+    with block_pool("64KiB", [tier], timeout=0.5) as pool:
         storages = [pool.allocate(10_000) for _ in range(10)]
         with pytest.raises(farpool.TierTimeoutError, match="dram") as caught:
             [write(pool, storage, bytes(10_000)) for storage in storages]
@@ -284,7 +286,7 @@ def test_a_tier_that_stalls_is_an_error_within_the_timeout() -> None:
         tier.close()
 
 
-def test_threads_share_a_pool(pool: Pool) -> None:
+def test_threads_share_a_pool(pool: BlockPool) -> None:
     storages = [pool.allocate(30_000) for _ in range(24)]
     for seed, storage in enumerate(storages):
         write(pool, storage, content(seed, 30_000))
@@ -311,7 +313,7 @@ def test_threads_share_a_pool(pool: Pool) -> None:
     assert not failures
 
 
-def test_a_forked_child_finds_the_pool_closed(pool: Pool) -> None:
+def test_a_forked_child_finds_the_pool_closed(pool: BlockPool) -> None:
     storage = pool.allocate(1000)
     write(pool, storage, content(1, 1000))
     child = os.fork()
@@ -326,7 +328,7 @@ def test_a_forked_child_finds_the_pool_closed(pool: Pool) -> None:
     assert read(pool, storage) == content(1, 1000)
 
 
-def test_small_storages_are_packed_in_the_order_of_their_first_use(pool: Pool) -> None:
+def test_small_storages_are_packed_in_the_order_of_their_first_use(pool: BlockPool) -> None:
     storages = [pool.allocate(200, cls="weights") for _ in range(60)]
     for seed, storage in enumerate(storages):
         write(pool, storage, content(seed, 200))
@@ -350,18 +352,18 @@ def test_a_device_that_is_not_there_is_a_clear_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(farpool.ConfigError, match="no CUDA device"):
-        Pool("1MiB", device="cuda")
+        block_pool("1MiB", device="cuda")
 
 
 def test_an_access_that_failed_keeps_nothing_alive() -> None:
     """Its error has a traceback, the traceback frames, and these what they worked on."""
 
-    def attempt(pool: Pool, storage: Storage) -> weakref.ref[Storage]:
+    def attempt(pool: BlockPool, storage: Storage) -> weakref.ref[Storage]:
         with pytest.raises(TierError):
             read(pool, storage)
         return weakref.ref(storage)
 
-    with Pool("64KiB", [Faulty(Dram("4MiB"), fail_reads=1.0)]) as pool:
+    with block_pool("64KiB", [Faulty(Dram("4MiB"), fail_reads=1.0)]) as pool:
         storages = [pool.allocate(20_000) for _ in range(10)]
         for storage in storages:
             write(pool, storage, content(0, 20_000))
@@ -371,7 +373,7 @@ def test_an_access_that_failed_keeps_nothing_alive() -> None:
 
 
 def test_closing_waits_for_operands_in_use() -> None:
-    pool = Pool("64KiB", dram="1MiB", timeout=20)
+    pool = block_pool("64KiB", dram="1MiB", timeout=20)
     storage = pool.allocate(1000)
     access = pool.acquire([Use(storage, 0, 1000, OVERWRITE)], "held")
     closing = threading.Thread(target=pool.__exit__, args=(None, None, None))
@@ -389,7 +391,7 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def test_an_interrupted_wait_leaves_nothing_pinned() -> None:
-    with Pool("64KiB", [Throttled(Dram(4 << 20), 2e5, 1e9)]) as pool:
+    with block_pool("64KiB", [Throttled(Dram(4 << 20), 2e5, 1e9)]) as pool:
         storages = [pool.allocate(20_000) for _ in range(10)]
         for seed, storage in enumerate(storages):
             write(pool, storage, content(seed, 20_000))
@@ -406,7 +408,7 @@ def test_an_interrupted_wait_leaves_nothing_pinned() -> None:
         pool.release(access)
 
 
-def test_threads_that_first_use_a_storage_together_see_its_bytes(pool: Pool) -> None:
+def test_threads_that_first_use_a_storage_together_see_its_bytes(pool: BlockPool) -> None:
     storages = [pool.allocate(200, cls="weights") for _ in range(64)]
     for seed, storage in enumerate(storages):
         write(pool, storage, content(seed, 200))

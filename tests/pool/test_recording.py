@@ -13,17 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from farpool import Pool
 from farpool.errors import PoolClosedError, TapeFileError, TapeTruncatedError
 from farpool.pager import Mode
-from farpool.storage import Storage
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool.block_pool import BlockPool
 from farpool.tape_file import Access, Content, Create, Free, Record, Run, TapeFile
-from farpool.use import Use
+from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 
 
-def touch(pool: Pool, storage: Storage, mode: Mode, op: str = "touch", *, rows: bool = False) -> None:
+def touch(pool: BlockPool, storage: Storage, mode: Mode, op: str = "touch", *, rows: bool = False) -> None:
     for start, stop in storage.pieces():
         pool.release(pool.acquire([Use(storage, start, stop, mode)], op, rows=rows))
 
@@ -49,12 +50,12 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pool() -> Pool:
-    with Pool("256KiB", dram="4MiB", timeout=20) as pool:
+def pool() -> BlockPool:
+    with block_pool("256KiB", dram="4MiB", timeout=20) as pool:
         yield pool
 
 
-def test_blocks_accesses_and_frees_are_recorded_in_order(pool: Pool, path: Path) -> None:
+def test_blocks_accesses_and_frees_are_recorded_in_order(pool: BlockPool, path: Path) -> None:
     with pool.record(path):
         storage = pool.allocate(40_000, cls="weights", name="w")
         touch(pool, storage, OVERWRITE, "fill")
@@ -73,7 +74,7 @@ def test_blocks_accesses_and_frees_are_recorded_in_order(pool: Pool, path: Path)
     assert freed == Free(first, count)
 
 
-def test_the_header_says_what_the_pool_is(pool: Pool, path: Path) -> None:
+def test_the_header_says_what_the_pool_is(pool: BlockPool, path: Path) -> None:
     with pool.record(path):
         pass
     metadata = TapeFile(path).metadata
@@ -82,7 +83,7 @@ def test_the_header_says_what_the_pool_is(pool: Pool, path: Path) -> None:
     assert metadata.cut == pool.allocation.sizes
 
 
-def test_what_lives_already_comes_first_with_its_name_and_content(pool: Pool, path: Path) -> None:
+def test_what_lives_already_comes_first_with_its_name_and_content(pool: BlockPool, path: Path) -> None:
     full = pool.allocate(40_000, name="full")
     part = pool.allocate(40_000, name="part")
     touch(pool, full, OVERWRITE)
@@ -98,7 +99,7 @@ def test_what_lives_already_comes_first_with_its_name_and_content(pool: Pool, pa
     ]
 
 
-def test_storages_that_share_a_block_make_one_record(pool: Pool, path: Path) -> None:
+def test_storages_that_share_a_block_make_one_record(pool: BlockPool, path: Path) -> None:
     with pool.record(path):
         small = [pool.allocate(100, name=f"small{number}") for number in range(3)]
         del small
@@ -109,7 +110,7 @@ def test_storages_that_share_a_block_make_one_record(pool: Pool, path: Path) -> 
     assert freed == Free(made.first, 1)
 
 
-def test_times_are_split_into_think_stall_and_compute(pool: Pool, path: Path) -> None:
+def test_times_are_split_into_think_stall_and_compute(pool: BlockPool, path: Path) -> None:
     storages = [pool.allocate(16_384) for _ in range(40)]
     for storage in storages:
         touch(pool, storage, OVERWRITE)
@@ -129,7 +130,7 @@ def test_times_are_split_into_think_stall_and_compute(pool: Pool, path: Path) ->
     assert sum((access.think + access.stall + access.compute for access in (slow, absent)), 0.0) <= whole
 
 
-def test_several_recordings_at_once_have_the_same_accesses(pool: Pool, tmp_path: Path) -> None:
+def test_several_recordings_at_once_have_the_same_accesses(pool: BlockPool, tmp_path: Path) -> None:
     storage = pool.allocate(16_384)
     with pool.record(tmp_path / "outer.tape"):
         touch(pool, storage, OVERWRITE, "first")
@@ -142,7 +143,7 @@ def test_several_recordings_at_once_have_the_same_accesses(pool: Pool, tmp_path:
     assert inner[0].compute == pytest.approx(outer[1].compute, abs=2e-7)
 
 
-def test_threads_have_numbers_and_times_of_their_own(pool: Pool, path: Path) -> None:
+def test_threads_have_numbers_and_times_of_their_own(pool: BlockPool, path: Path) -> None:
     storages = [pool.allocate(16_384) for _ in range(4)]
     start = threading.Barrier(4)
 
@@ -163,7 +164,7 @@ def test_threads_have_numbers_and_times_of_their_own(pool: Pool, path: Path) -> 
     assert {access.thread for access in found} == {0, 1, 2, 3}
 
 
-def test_an_access_that_is_under_way_at_the_end_is_left_out(pool: Pool, path: Path) -> None:
+def test_an_access_that_is_under_way_at_the_end_is_left_out(pool: BlockPool, path: Path) -> None:
     storages = [pool.allocate(16_384) for _ in range(2)]
     recording = pool.record(path)
     held = pool.acquire([Use(storages[0], 0, 1, WRITE)], "held")
@@ -173,7 +174,7 @@ def test_an_access_that_is_under_way_at_the_end_is_left_out(pool: Pool, path: Pa
     assert [access.op for access in accesses(list(TapeFile(path)))] == ["ended"]
 
 
-def test_a_refused_access_is_not_recorded(pool: Pool, path: Path) -> None:
+def test_a_refused_access_is_not_recorded(pool: BlockPool, path: Path) -> None:
     storage = pool.allocate(1 << 20)
     with pool.record(path), pytest.raises(MemoryError):
         pool.acquire([Use(storage, 0, 1 << 20, READ)], "too large")
@@ -181,7 +182,7 @@ def test_a_refused_access_is_not_recorded(pool: Pool, path: Path) -> None:
 
 
 def test_the_pool_completes_its_recordings_when_it_closes(path: Path) -> None:
-    with Pool("256KiB", dram="4MiB") as pool:
+    with block_pool("256KiB", dram="4MiB") as pool:
         recording = pool.record(path)
         touch(pool, pool.allocate(16_384), OVERWRITE)
     assert len(accesses(list(TapeFile(path)))) == 1
@@ -190,7 +191,7 @@ def test_the_pool_completes_its_recordings_when_it_closes(path: Path) -> None:
         pool.record(path)
 
 
-def test_a_long_recording_is_on_disk_before_it_ends(pool: Pool, path: Path) -> None:
+def test_a_long_recording_is_on_disk_before_it_ends(pool: BlockPool, path: Path) -> None:
     storage = pool.allocate(16_384)
     recording = pool.record(path)
     for _ in range(2500):
@@ -200,7 +201,7 @@ def test_a_long_recording_is_on_disk_before_it_ends(pool: Pool, path: Path) -> N
     assert len(accesses(list(TapeFile(path)))) == 2500
 
 
-def test_an_ordinary_loop_takes_well_below_twenty_bytes_an_access(pool: Pool, path: Path) -> None:
+def test_an_ordinary_loop_takes_well_below_twenty_bytes_an_access(pool: BlockPool, path: Path) -> None:
     storages = [pool.allocate(16_384) for _ in range(60)]
     with pool.record(path):
         for _ in range(30):
@@ -209,7 +210,7 @@ def test_an_ordinary_loop_takes_well_below_twenty_bytes_an_access(pool: Pool, pa
     assert path.stat().st_size < 12 * 60 * 30
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_program(pool: Pool, path: Path) -> None:
+def test_a_full_disk_ends_the_recording_and_not_the_program(pool: BlockPool, path: Path) -> None:
     storage = pool.allocate(16_384)
     recording = pool.record(path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -229,7 +230,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_program(pool: Pool, path: Pa
 
 
 def test_an_error_of_the_program_is_not_hidden_by_one_of_the_recording(
-    pool: Pool, path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: BlockPool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, data: bytes, offset: int) -> int:
         raise OSError(28, "No space left on device")
@@ -244,7 +245,7 @@ def test_an_error_of_the_program_is_not_hidden_by_one_of_the_recording(
         program()
 
 
-def test_a_forked_child_leaves_the_file_to_its_parent(pool: Pool, path: Path) -> None:
+def test_a_forked_child_leaves_the_file_to_its_parent(pool: BlockPool, path: Path) -> None:
     storage = pool.allocate(16_384)
     with pool.record(path) as recording:
         touch(pool, storage, OVERWRITE, "before")
@@ -260,10 +261,11 @@ def test_a_forked_child_leaves_the_file_to_its_parent(pool: Pool, path: Path) ->
 
 KILLED = """
 import sys
-from farpool import Pool
+from farpool import PoolConfig
+from farpool.pool.block_pool import BlockPool
 from farpool.pager import Mode
-from farpool.use import Use
-with Pool("256KiB", dram="4MiB") as pool:
+from farpool.pager.use import Use
+with BlockPool(PoolConfig.make("256KiB", dram="4MiB")) as pool:
     storages = [pool.allocate(16_384) for _ in range(30)]
     with pool.record(sys.argv[1]):
         while True:

@@ -7,16 +7,18 @@ import threading
 import farpool
 from farpool import Dram, Pool
 from farpool.pager import Mode
-from farpool.use import Use
+from farpool.pager.use import Use
+from farpool.pool import blocks_of
 
 
 def test_it_tells_budget_tiers_and_what_is_in_use_in_one_line() -> None:
     with Pool("64KiB", [Dram("1MiB")]) as pool:
         assert repr(pool) == "<Pool on cpu: fast 0 B of 64 KiB, dram 0 B of 1 MiB in use by 0 storages>"
-        kept = [pool.allocate(32768) for _ in range(4)]
+        blocks = blocks_of(pool)
+        kept = [blocks.allocate(32768) for _ in range(4)]
         for storage in kept:
             for start, stop in storage.pieces():
-                pool.release(pool.acquire([Use(storage, start, stop, Mode.OVERWRITE)]))
+                blocks.release(blocks.acquire([Use(storage, start, stop, Mode.OVERWRITE)]))
         assert "fast 64 KiB of 64 KiB" in repr(pool)
         assert "in use by 4 storages" in repr(pool)
         assert "dram 0 B of" not in repr(pool)
@@ -38,9 +40,11 @@ def test_it_waits_for_nobody() -> None:
     """A debugger asks in the middle of anything: every lock of the pool and its tiers is held meanwhile."""
     seen: list[str] = []
     dram = Dram("1MiB")
-    with Pool("64KiB", [dram]) as pool, pool.driver, pool.ledger._lock, dram._space._lock, dram._lifecycle:
-        thread = threading.Thread(target=lambda: seen.append(repr(pool)), daemon=True)
-        thread.start()
-        thread.join(20)
-        assert seen
+    with Pool("64KiB", [dram]) as pool:
+        blocks = blocks_of(pool)
+        with blocks.driver, blocks.ledger._lock, dram._space._lock, dram._lifecycle:
+            thread = threading.Thread(target=lambda: seen.append(repr(pool)), daemon=True)
+            thread.start()
+            thread.join(20)
+            assert seen
     assert farpool.Pool is Pool

@@ -11,13 +11,15 @@ import threading
 
 import pytest
 
-from farpool import Dram, Pool, PoolClosedError, TierError, TierTimeoutError
+from farpool import Dram, PoolClosedError, TierError, TierTimeoutError
 from farpool._native import Grant
 from farpool.pager import Mode, State
-from farpool.storage import Storage
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool.block_pool import BlockPool
 from farpool.tiers.base import Extent
 from farpool.tiers.wrapper import WrapperTier
-from farpool.use import Use
+from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 BLOCK = 16 << 10
@@ -28,26 +30,26 @@ def content(seed: int) -> bytes:
     return random.Random(seed).randbytes(BLOCK)
 
 
-def access(pool: Pool, storage: Storage, mode: Mode) -> Grant:
+def access(pool: BlockPool, storage: Storage, mode: Mode) -> Grant:
     return pool.acquire([Use(storage, 0, storage.nbytes, mode)], "test")
 
 
-def write(pool: Pool, storage: Storage, data: bytes) -> None:
+def write(pool: BlockPool, storage: Storage, data: bytes) -> None:
     granted = access(pool, storage, OVERWRITE)
     pool.arena.view()[granted.offsets[0] : granted.offsets[0] + len(data)] = data
     pool.release(granted)
 
 
-def read(pool: Pool, storage: Storage) -> bytes:
+def read(pool: BlockPool, storage: Storage) -> bytes:
     granted = access(pool, storage, READ)
     data = bytes(pool.arena.view()[granted.offsets[0] : granted.offsets[0] + storage.nbytes])
     pool.release(granted)
     return data
 
 
-def filled_pool(storages: int, timeout: float = SECONDS) -> tuple[Pool, list[Storage]]:
+def filled_pool(storages: int, timeout: float = SECONDS) -> tuple[BlockPool, list[Storage]]:
     """A pool of 16 blocks with this many."""
-    pool = Pool(16 * BLOCK, [Dram(64 * BLOCK)], timeout=timeout)
+    pool = block_pool(16 * BLOCK, [Dram(64 * BLOCK)], timeout=timeout)
     made = [pool.allocate(BLOCK) for _ in range(storages)]
     for seed, storage in enumerate(made):
         write(pool, storage, content(seed))
@@ -160,7 +162,7 @@ class FailingReads(WrapperTier):
 def test_a_block_that_was_placed_and_never_written_is_not_read() -> None:
     """The access that would have overwritten it is refused when its place is ready: the copy below is the content."""
     tier = FailingReads(Dram(64 * BLOCK))
-    with Pool(16 * BLOCK, [tier], timeout=SECONDS) as pool:
+    with block_pool(16 * BLOCK, [tier], timeout=SECONDS) as pool:
         storages = [pool.allocate(BLOCK) for _ in range(8)]
         for seed, storage in enumerate(storages):
             write(pool, storage, content(seed))
@@ -226,7 +228,7 @@ def test_threads_that_race_with_closing_keep_their_operands_or_get_an_error() ->
         ended: list[int] = []
         working = threading.Barrier(4)
 
-        def work(pool: Pool, storage: Storage, ended: list[int], working: threading.Barrier) -> None:
+        def work(pool: BlockPool, storage: Storage, ended: list[int], working: threading.Barrier) -> None:
             working.wait(SECONDS)
             with contextlib.suppress(PoolClosedError):
                 while True:
@@ -250,12 +252,13 @@ def test_a_pool_that_is_dropped_with_transfers_under_way_does_no_harm() -> None:
     code = """
 import gc
 import farpool
-from farpool import Dram, Throttled
+from farpool import Dram, PoolConfig, Throttled
+from farpool.pool.block_pool import BlockPool
 from farpool.pager import Mode
-from farpool.use import Use
+from farpool.pager.use import Use
 
 def use():
-    pool = farpool.Pool("4MiB", [Throttled(Dram("64MiB"), write_bandwidth=3e5)], timeout=0.3)
+    pool = BlockPool(PoolConfig.make("4MiB", [Throttled(Dram("64MiB"), write_bandwidth=3e5)], timeout=0.3))
     for _ in range(12):
         storage = pool.allocate(900 << 10)
         try:

@@ -10,6 +10,7 @@ import pytest
 
 PRELUDE = """
 import sys, torch, farpool
+from farpool.pool import blocks_of
 def open_pool():
     return farpool.Pool("16KiB", [farpool.Dram("64KiB"), farpool.Nvme("far.pool", "1MiB")])
 def make():
@@ -43,7 +44,7 @@ def test_parameters_in_an_open_pool_are_named_in_one_line(tmp_path: Path) -> Non
     "code",
     [
         "pool = open_pool(); table = pool.zeros(1000); model = farpool.restore(farpool.offload(make(), pool))",
-        "pool = open_pool(); storage = pool.allocate(1000)",
+        "pool = open_pool(); storage = blocks_of(pool).allocate(1000)",
         "pool = open_pool(); farpool.offload(make(), pool)",
     ],
     ids=["no parameters", "no tensors", "dropped"],

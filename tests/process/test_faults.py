@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import farpool
 from farpool import ChecksumError, ConfigError, Dram, Faulty, Nvme, Pool, TierError, Verified
+from farpool.pool import blocks_of
 from tests.process.pitfalls.compare import assert_usable, churn, may_raise, plain, randn, same, state_of
 
 
@@ -141,7 +142,7 @@ def test_a_pool_file_truncated_while_in_use_is_a_named_error_and_the_pool_can_be
         with pytest.raises(TierError, match="nvme"):
             pool.__exit__(None, None, None)  # what lives cannot be read, so the pool stays open
         assert not pool.closed
-        pool._shut()
+        blocks_of(pool).shut()
     assert not path.exists()
 
 
@@ -210,7 +211,7 @@ def check_accounts(pool: Pool) -> None:
     stats = pool.stats()
     assert stats.fast.reserved <= pool.fast
     assert stats.fast.peak <= pool.fast
-    assert pool.ledger.total(tier="fast").reserved == pool.fast
+    assert blocks_of(pool).ledger.total(tier="fast").reserved == pool.fast
     assert all(tier.requested <= tier.reserved <= tier.capacity for tier in stats.tiers)
 
 
@@ -273,7 +274,7 @@ def test_training_on_a_failing_tier_is_equal_or_a_typed_error(
         usable(pool)
         with may_raise(TierError):  # what was written corrupt is lost
             pool.__exit__(None, None, None)
-        pool._shut()
+        blocks_of(pool).shut()
 
 
 def over_faults(function: Any, pool: Pool) -> Any:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from farpool._native import crc32c
 from farpool.errors import FarpoolError, TapeFileError, TapeTruncatedError
 from farpool.pager import Mode
-from farpool.storage import Cut
+from farpool.pager.storage import Cut
 from farpool.tape_file import Access, Content, Create, Free, Metadata, Record, Run, TapeFile, TapeWriter
 from farpool.tape_file.layout import DATA, HEADER_BYTES, META, pack_chunk, pack_header
 from farpool.tape_file.records import TICK

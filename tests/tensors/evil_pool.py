@@ -16,8 +16,9 @@ import torch
 
 from farpool.errors import BudgetError, PoolClosedError
 from farpool.pager import Mode
-from farpool.storage import Blocks, Storage
-from farpool.use import Use
+from farpool.pager.storage import Blocks, Storage
+from farpool.pager.use import Use
+from farpool.pool import Pool
 
 _POISON = 0xFF  # NaN in every floating-point type
 _ALIGNMENT = 64
@@ -60,8 +61,8 @@ class _Home:
 
 
 @dataclass
-class EvilPool:
-    """Stands in for `farpool.pool.BlockPool`; `largest` is the size at which storages are cut into blocks."""
+class EvilPool(Pool):
+    """A pool that is its own inside; `largest` is the size at which storages are cut into blocks."""
 
     fast: int = 1 << 19
     largest: int = 1 << 14
@@ -77,6 +78,7 @@ class EvilPool:
         self._random = random.Random(self.seed)
         self._homes: dict[int, _Home] = {}
         self._held = 0
+        self._blocks = self  # type: ignore[assignment]
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from farpool import Dram, LifetimeError, Pool
+from farpool.pool import blocks_of
 from tests.tensors.evil_pool import EvilPool
 
 _kept: list[Any] = []
@@ -106,7 +107,7 @@ def test_a_write_through_a_tensor_that_was_kept_is_found_when_the_tensor_is_used
     _kept[0][3, 3] = 5.0
     with pytest.raises(LifetimeError, match=r"weights\) at arena offset \d+: changed while no access could write it"):
         tensor.sum()
-    pool._watch = None  # the planted write is still there when the pool is closed
+    blocks_of(pool)._watch = None  # the planted write is still there when the pool is closed
 
 
 _TRAINING = """

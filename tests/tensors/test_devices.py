@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import farpool
+from farpool.pool import blocks_of
 from farpool.tensors import arena
 from farpool.tensors.arena import is_device
 from farpool.tensors.rules import copying, creating
@@ -72,4 +73,4 @@ def test_what_a_factory_makes_on_another_gpu_stays_out_of_the_pool(monkeypatch: 
     with farpool.Pool("1MiB") as pool, farpool.paged(pool):
         assert type(torch.zeros(3)).__name__ == "PagedTensor"
         assert type(torch.zeros(3, device="meta")) is torch.Tensor
-    assert asked == [("meta", arena.device_of(pool))]
+    assert asked == [("meta", arena.device_of(blocks_of(pool)))]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from farpool import PagedTensor, Pool, PoolClosedError
-from farpool.tensors.factories import from_tensor, materialize
+from farpool.pool import blocks_of
+from farpool.tensors.factories import materialize
 from tests.tensors.bits import assert_same
 from tests.tensors.evil_pool import EvilPool
 
@@ -45,7 +46,7 @@ def any_pool(request: pytest.FixtureRequest, pool: Pool, evil: EvilPool) -> Pool
 def test_a_view_made_again_has_the_geometry_of_the_first_and_sees_what_was_written_since(
     any_pool: Pool, name: str
 ) -> None:
-    plain, paged = _VALUES.clone(), from_tensor(any_pool, _VALUES)
+    plain, paged = _VALUES.clone(), any_pool.from_tensor(_VALUES)
     for turn in range(3):
         expected, actual = _VIEWS[name](plain), _VIEWS[name](paged)
         if isinstance(expected, torch.Tensor):
@@ -67,7 +68,7 @@ def test_a_view_made_again_has_the_geometry_of_the_first_and_sees_what_was_writt
 
 def test_more_views_than_are_remembered_are_all_right(any_pool: Pool) -> None:
     values = torch.arange(400.0).view(200, 2)
-    paged = from_tensor(any_pool, values)
+    paged = any_pool.from_tensor(values)
     for _ in range(2):
         for row in range(200):
             assert paged[row].storage_offset() == 2 * row
@@ -76,7 +77,7 @@ def test_more_views_than_are_remembered_are_all_right(any_pool: Pool) -> None:
 
 def test_a_view_of_a_conjugated_tensor_made_again_is_conjugated(any_pool: Pool) -> None:
     values = torch.view_as_complex(_VALUES.view(8, 3, 2).contiguous())
-    paged = from_tensor(any_pool, values)
+    paged = any_pool.from_tensor(values)
     for _ in range(2):
         assert_same(paged.conj().t() * 2, values.conj().t() * 2)
         assert_same(paged.t() * 2, values.t() * 2)
@@ -84,7 +85,7 @@ def test_a_view_of_a_conjugated_tensor_made_again_is_conjugated(any_pool: Pool) 
 
 
 def test_an_operation_repeated_sees_what_was_written_between(any_pool: Pool) -> None:
-    plain, paged = _VALUES.clone(), from_tensor(any_pool, _VALUES)
+    plain, paged = _VALUES.clone(), any_pool.from_tensor(_VALUES)
     for turn in range(4):
         assert_same(paged * 2, plain * 2)
         paged.mul_(1.5).sub_(turn)
@@ -93,16 +94,16 @@ def test_an_operation_repeated_sees_what_was_written_between(any_pool: Pool) -> 
 
 
 def test_a_tensor_rebound_to_another_geometry_computes_with_the_new_one(any_pool: Pool) -> None:
-    paged = from_tensor(any_pool, _VALUES)
+    paged = any_pool.from_tensor(_VALUES)
     assert_same(paged + 1, _VALUES + 1)
     paged.t_()
     assert_same(paged + 1, _VALUES.t() + 1)
-    paged.data = from_tensor(any_pool, _VALUES[:2])
+    paged.data = any_pool.from_tensor(_VALUES[:2])
     assert_same(paged.t() + 1, _VALUES[:2].t() + 1)
 
 
 def test_what_was_first_used_in_inference_mode_can_be_written_and_trained_outside(pool: Pool) -> None:
-    plain, paged = _VALUES.clone(), from_tensor(pool, _VALUES)
+    plain, paged = _VALUES.clone(), pool.from_tensor(_VALUES)
     with torch.inference_mode():
         assert_same(paged @ _VALUES.t(), plain @ _VALUES.t())
     paged.add_(1)
@@ -114,7 +115,7 @@ def test_what_was_first_used_in_inference_mode_can_be_written_and_trained_outsid
 
 
 def test_an_operation_that_fails_spoils_nothing(any_pool: Pool) -> None:
-    paged = from_tensor(any_pool, _VALUES)
+    paged = any_pool.from_tensor(_VALUES)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="multiplied"):
             torch.mm(paged, torch.ones(3, 3))
@@ -122,7 +123,7 @@ def test_an_operation_that_fails_spoils_nothing(any_pool: Pool) -> None:
 
 
 def test_the_same_tensor_given_twice_and_a_view_of_it_share_memory(any_pool: Pool) -> None:
-    plain, paged = _VALUES[:6].clone(), from_tensor(any_pool, _VALUES[:6])
+    plain, paged = _VALUES[:6].clone(), any_pool.from_tensor(_VALUES[:6])
     for _ in range(2):
         assert_same(torch.addmm(paged, paged, paged), torch.addmm(plain, plain, plain))
         assert_same(torch.mm(paged, paged.t()), torch.mm(plain, plain.t()))
@@ -133,15 +134,15 @@ def test_the_same_tensor_given_twice_and_a_view_of_it_share_memory(any_pool: Poo
 
 def test_a_view_made_before_is_refused_when_the_pool_is_closed() -> None:
     pool = Pool("1MiB", dram="1MiB")
-    paged = from_tensor(pool, _VALUES)
+    paged = pool.from_tensor(_VALUES)
     paged.t()
-    pool._shut()  # as at the end of the interpreter; whoever leaves the pool has plain tensors
+    blocks_of(pool).shut()  # as at the end of the interpreter; whoever leaves the pool has plain tensors
     with pytest.raises(PoolClosedError):
         paged.t()
 
 
 def test_a_real_tensor_is_made_anew_where_place_or_need_of_gradients_changed(pool: Pool) -> None:
-    footprint = from_tensor(pool, _VALUES)._footprint
+    footprint = pool.from_tensor(_VALUES)._footprint
     footprint.arena.debug = False  # in which nothing is kept
     first = footprint.real_at(0, False)
     assert footprint.real_at(0, False) is first
@@ -158,9 +159,9 @@ def test_a_real_tensor_is_made_anew_where_place_or_need_of_gradients_changed(poo
 
 
 def test_threads_that_use_one_tensor_at_once_get_the_right_bits(pool: Pool) -> None:
-    paged = from_tensor(pool, _VALUES)
+    paged = pool.from_tensor(_VALUES)
     transposed = _VALUES.t().contiguous()  # a product's bits depend on the strides of its operands
-    other = from_tensor(pool, transposed)
+    other = pool.from_tensor(transposed)
     expected = (_VALUES + 1, torch.mm(_VALUES, transposed))
     wrong: list[int] = []
 

@@ -262,15 +262,15 @@ def test_the_text_shows_values_name_and_history(pool: Pool) -> None:
     text = repr(module[0].bias)
     assert text.startswith("Parameter containing:\nPagedTensor([")
     assert text.endswith("farpool='0.bias', requires_grad=True)")
-    assert repr(from_tensor(pool, VALUES)) == (
+    assert repr(pool.from_tensor(VALUES)) == (
         "PagedTensor([[ 0.,  1.,  2.,  3.],\n"
         "             [ 4.,  5.,  6.,  7.],\n"
         "             [ 8.,  9., 10., 11.]], farpool='weights')"
     )
     assert "grad_fn=<PermuteBackward0>" in repr(module[0].weight.permute(1, 0))
-    assert str(from_tensor(pool, torch.ones(0))) == "PagedTensor([], farpool='weights')"
-    assert f"{from_tensor(pool, torch.tensor(1.5)):.3f}" == "1.500"
-    assert f"{from_tensor(pool, torch.ones(1))}" == "PagedTensor([1.], farpool='weights')"
+    assert str(pool.from_tensor(torch.ones(0))) == "PagedTensor([], farpool='weights')"
+    assert f"{pool.from_tensor(torch.tensor(1.5)):.3f}" == "1.500"
+    assert f"{pool.from_tensor(torch.ones(1))}" == "PagedTensor([1.], farpool='weights')"
 
 
 def test_a_sparse_or_quantized_tensor_cannot_enter_a_pool(evil: EvilPool) -> None:

@@ -19,8 +19,9 @@ import farpool
 from farpool import BudgetError, Dram, FarpoolWarning, Faulty, PagedTensor, Pool, TierError, UnsupportedError
 from farpool.available import available_memory
 from farpool.pager import Mode
+from farpool.pager.use import Use
+from farpool.pool import blocks_of
 from farpool.tensors import leaving
-from farpool.use import Use
 from tests.tensors.bits import assert_same, tensors_of
 
 LEFT = "the pool was left with"
@@ -96,7 +97,7 @@ def test_a_pool_in_which_nothing_lives_is_left_without_a_word() -> None:
             scratch = pool.zeros(10)
             del scratch
         with Pool("16KiB", dram="1MiB") as other:
-            held = other.allocate(100)
+            held = blocks_of(other).allocate(100)
     assert pool.closed
     assert other.closed
     assert held.nbytes == 100
@@ -242,10 +243,11 @@ def test_a_thread_that_uses_the_pool_meanwhile_does_not_hold_up_the_end() -> Non
     def use() -> None:
         with contextlib.suppress(farpool.PoolClosedError):
             while not stop.wait(0.001):
-                pool.release(pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)]))
+                blocks.release(blocks.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)]))
 
     with Pool("16KiB", dram="1MiB", timeout=20) as pool:
-        tensor, storage = pool.from_tensor(torch.arange(5000.0)), pool.allocate(1000)
+        blocks = blocks_of(pool)
+        tensor, storage = pool.from_tensor(torch.arange(5000.0)), blocks.allocate(1000)
         thread = threading.Thread(target=use)
         thread.start()
     stop.set()

@@ -13,7 +13,6 @@ from torch import nn
 
 import farpool
 from farpool import PagedTensor, Pool, PoolClosedError, PoolFullError, PoolMixError, UnsupportedError
-from farpool.tensors.factories import from_tensor
 from farpool.tensors.leaving import materialize_all
 from tests.tensors.bits import assert_same, tensors_of
 from tests.tensors.evil_pool import EvilPool
@@ -284,7 +283,7 @@ def test_a_module_of_a_closed_pool_cannot_be_restored_and_stays_as_it_is(evil: E
 
 def test_all_tensors_of_a_pool_become_plain_when_it_is_closed_so(pool: Pool) -> None:
     model, plain = Model(), Model()
-    other: Any = from_tensor(pool, torch.arange(6.0))
+    other: Any = pool.from_tensor(torch.arange(6.0))
     window = other.detach()[2:4]
     optimizers = []
     farpool.offload(model, pool)

@@ -145,7 +145,7 @@ def test_save_file_writes_the_file_of_plain_tensors(
     metadata: dict[str, str] | None, tmp_path: Path, pool: Pool
 ) -> None:
     save_file(values(), tmp_path / "plain", metadata)
-    paged: dict[str, torch.Tensor] = {name: from_tensor(pool, tensor) for name, tensor in values().items()}
+    paged: dict[str, torch.Tensor] = {name: pool.from_tensor(tensor) for name, tensor in values().items()}
     save_file(paged, tmp_path / "paged", metadata=metadata)
     assert (tmp_path / "paged").read_bytes() == (tmp_path / "plain").read_bytes()
     paged["large"] = values()["large"]

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import farpool
 from farpool import BudgetError, Dram, Nvme, PagedTensor, Pool, Remote, Tier
 from farpool.node.process import running_node
+from farpool.pool import blocks_of
 
 DTYPES = (
     torch.float32,
@@ -376,7 +377,7 @@ class Programs(RuleBasedStateMachine):
         stats = self.pool.stats()
         assert stats.fast.reserved <= self.pool.fast
         assert stats.fast.peak <= self.largest_budget
-        assert self.pool.ledger.total(tier="fast").reserved == self.pool.fast
+        assert blocks_of(self.pool).ledger.total(tier="fast").reserved == self.pool.fast
         live = {id(p.paged._storage): p.paged._storage.nbytes for p in self.pairs}
         gradients_and_state = sum(cls.live for cls in stats.classes) - sum(live.values())
         assert gradients_and_state >= 0, "a storage in use is not on the account"

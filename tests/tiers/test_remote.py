@@ -26,6 +26,7 @@ from farpool.errors import (
     TierTimeoutError,
 )
 from farpool.node.process import RunningNode, running_node
+from farpool.pool import blocks_of
 from farpool.testing import TierConformance
 from farpool.tiers import Extent, Remote, Tier, Verified, Verifies
 from farpool.tiers.remote import STRIPE
@@ -136,7 +137,7 @@ def test_a_pool_does_not_verify_it_twice(pair: list[str]) -> None:
     assert isinstance(tier, Verifies)
     assert isinstance(Verified(tier), Verifies)
     with Pool("64KiB", [tier]) as pool:
-        assert pool.spaces[0].tier is tier
+        assert blocks_of(pool).spaces[0].tier is tier
 
 
 def test_checksums_are_kept_for_what_is_reserved(pair: list[str]) -> None:

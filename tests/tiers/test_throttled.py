@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 from python_tier import DictTier
 
-from farpool import Pool
 from farpool._native import Memory, Port
 from farpool.errors import ConfigError, TierError
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tiers import Dram, Faulty, Throttled, TierInfo, Verified
-from farpool.use import Use
+from tests.block_pools import block_pool
 
 WAIT = 30
 KIB = 1 << 10
@@ -142,7 +142,7 @@ def test_info_tells_the_slower_of_the_link_and_the_tier_inside() -> None:
 
 def test_a_pool_on_slow_tiers_gives_the_same_bytes_and_counts_their_memory() -> None:
     tiers = [Throttled(Dram(128 * KIB), "200MB/s", "200MB/s", latency=1e-4), Throttled(Dram("1MiB", "far"), "50MB/s")]
-    with Pool("64KiB", tiers, timeout=WAIT) as pool:
+    with block_pool("64KiB", tiers, timeout=WAIT) as pool:
         storages = [pool.allocate(16 * KIB) for _ in range(20)]
         for number, storage in enumerate(storages):
             access = pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)])

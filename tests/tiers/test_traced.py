@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from farpool import Pool
 from farpool.errors import ConfigError, TierError, TierFullError
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tiers import Dram, Faulty, Nvme, Traced, TraceRecord
-from farpool.use import Use
+from tests.block_pools import block_pool
 
 WAIT = 30
 
@@ -124,7 +124,7 @@ def test_a_wrong_number_of_records_is_refused(keep: object) -> None:
 
 def test_a_pool_on_a_traced_tier_moves_what_the_trace_says() -> None:
     tier = Traced(Dram("1MiB"))
-    with Pool("64KiB", [tier], timeout=WAIT) as pool:
+    with block_pool("64KiB", [tier], timeout=WAIT) as pool:
         storages = [pool.allocate(16384) for _ in range(10)]
         for storage in storages:
             access = pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)])

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farpool.config import PoolConfig
 from farpool.pager import Mode
-from farpool.pool import BlockPool
-from farpool.stats import TierStats
-from farpool.storage import Storage
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool.block_pool import BlockPool
+from farpool.pool.config import PoolConfig
+from farpool.pool.stats import TierStats
 from farpool.tiers import Dram, Nvme, Tier
-from farpool.use import Use
 
 __all__ = ["Exact", "exact_sizes"]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from farpool import Dram, Throttled
-from farpool.stats import Stats
+from farpool.pool.stats import Stats
 
 __all__ = ["core_for_link", "fetched", "link_rate", "lower_tier", "written"]
 

@@ -122,16 +122,17 @@ def _next(settings: Settings, kind: str, compute: float, prefetch: bool, seeds: 
 
 def _seconds(settings: Settings, kind: str, compute: float, prefetch: bool, seed: int) -> float:
     """Seconds that a program takes in a new pool, after its blocks have been filled."""
-    from farpool import Dram, Pool, Throttled
+    from farpool import Dram, PoolConfig, Throttled
     from farpool.pager import Mode
-    from farpool.use import Use
+    from farpool.pager.use import Use
+    from farpool.pool.block_pool import BlockPool
 
     rng = random.Random(f"{kind} {seed}")
     room = max(16, int(settings.blocks * rng.choice(_ROOM))) * settings.block_bytes
     lower = Dram(2 * settings.blocks * settings.block_bytes)
     link = Throttled(lower, read_bandwidth=settings.rate, write_bandwidth=settings.rate)
     pause = compute * settings.block_bytes / settings.rate
-    with Pool(room, [link], device=settings.device, prefetch=prefetch) as pool:
+    with BlockPool(PoolConfig.make(room, [link], device=settings.device, prefetch=prefetch)) as pool:
         storages = [pool.allocate(settings.block_bytes) for _ in range(settings.blocks)]
         for storage in storages:
             pool.release(pool.acquire([Use(storage, 0, storage.nbytes, Mode.OVERWRITE)], "fill"))

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from farpool.config import PoolConfig
 from farpool.pager import Mode
-from farpool.pool import BlockPool
-from farpool.storage import Storage
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool.block_pool import BlockPool
+from farpool.pool.config import PoolConfig
 from farpool.tiers import Nvme
-from farpool.use import Use
 
 __all__ = ["ResizeRun", "resident_bytes"]
 

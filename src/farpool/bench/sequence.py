@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from farpool import Pool
 from farpool.pager.belady import BlockAccess, Moved, Operand, belady_bytes
-from farpool.pool import BlockPool
 from farpool.tape_file import Content, Create, Free, TapeFile
 
 __all__ = ["fewest_bytes", "recorded_accesses"]
@@ -16,12 +16,12 @@ _STEPS, _LEFT_OUT = 6, 2
 """Steps that are recorded, and how many of them only lead to the steady state."""
 
 
-def fewest_bytes(pool: BlockPool, step: Callable[[], object]) -> Moved:
+def fewest_bytes(pool: Pool, step: Callable[[], object]) -> Moved:
     """Bytes that one step of a loop moves if what is needed last leaves first (Belady), in steady state.
 
     Parameters
     ----------
-    pool : BlockPool
+    pool : Pool
         Where the step's tensors are; the step has run before.
     step : callable
         Does one step. It makes the same accesses each time.

@@ -21,8 +21,8 @@ from farpool.bench.sequence import fewest_bytes
 from farpool.bench.stack import Stack, block_bytes, seconds_of, tokens_for
 from farpool.bench.streaming import Case, Settings
 from farpool.bench.strip import Strip, strip_of
-from farpool.events import Event
-from farpool.storage import cut
+from farpool.pager.storage import cut
+from farpool.pool.events import Event
 
 __all__ = ["measure_case"]
 

@@ -21,10 +21,10 @@ from farpool.bench.strip import strip_of
 from farpool.bench.trainer import Step, Trainer
 from farpool.bench.training import Case, InBackward, Phase, Settings
 from farpool.bench.training_peers import open_candidates
-from farpool.events import Event
 from farpool.pager.belady import Moved
-from farpool.stats import Stats
-from farpool.storage import cut
+from farpool.pager.storage import cut
+from farpool.pool.events import Event
+from farpool.pool.stats import Stats
 
 __all__ = ["fewest_of", "link_of", "measure_case", "shape_of"]
 

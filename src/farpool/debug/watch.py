@@ -18,12 +18,12 @@ from farpool.debug.executor import WatchedExecutor
 from farpool.debug.memory import Memory
 from farpool.debug.tenants import Tenant, Tenants, gaps
 from farpool.errors import FarpoolError, LifetimeError, OrderError
-from farpool.executor.base import Executor
-from farpool.executor.checked import Span
-from farpool.executor.checked_device import CheckedDevice
 from farpool.pager import Access as Grant
 from farpool.pager import Kind, Mode, Move, Pager, Transfer
-from farpool.use import Use
+from farpool.pager.executor.base import Executor
+from farpool.pager.executor.checked import Span
+from farpool.pager.executor.checked_device import CheckedDevice
+from farpool.pager.use import Use
 
 __all__ = ["Watch"]
 

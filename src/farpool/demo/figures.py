@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farpool.stats import Stats
+from farpool.pool.stats import Stats
 
 __all__ = ["Counts", "LinkTraffic", "Timing", "counts_between"]
 
@@ -39,7 +39,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the pool did between two moments; the counters are those of :class:`farpool.stats.Stats`.
+    """What the pool did between two moments; the counters are those of :class:`farpool.pool.stats.Stats`.
 
     Attributes
     ----------

@@ -15,7 +15,7 @@ from farpool.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from farpool.events import Event
+    from farpool.pool.events import Event
 
 __all__ = ["Mark", "check_drawable", "draw_timeline", "resident_bytes"]
 

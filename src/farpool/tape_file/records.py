@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from farpool.pager import Mode
-from farpool.storage import Cut
+from farpool.pager.storage import Cut
 from farpool.tiers import TierInfo
 
 __all__ = ["TICK", "Access", "Content", "Create", "Free", "Metadata", "Record", "Run"]

@@ -11,7 +11,7 @@ import torch
 from farpool.tensors.survivors import look_for_survivors, note
 
 if TYPE_CHECKING:
-    from farpool.pool import BlockPool
+    from farpool.pager.storage import StorageOwner
 
 __all__ = ["ArenaViews", "arena_views", "device_of", "is_device"]
 
@@ -33,7 +33,7 @@ class ArenaViews:
 
     __slots__ = ("_bytes", "_storage", "_typed", "debug", "device", "start", "stop")
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: StorageOwner) -> None:
         self.debug = pool.debug
         if self.debug:
             look_for_survivors()
@@ -90,7 +90,7 @@ class ArenaViews:
         return self.start <= tensor.data_ptr() < self.stop
 
 
-def device_of(pool: BlockPool) -> torch.device:
+def device_of(pool: StorageOwner) -> torch.device:
     """Where a pool's tensors are."""
     arena: Any = pool.arena
     return arena.tensor.device if pool.device == "cuda" else torch.device("cpu")
@@ -104,10 +104,10 @@ def is_device(asked: Any, device: torch.device) -> bool:
     return device.index == (torch.cuda.current_device() if named.index is None else named.index)
 
 
-_views: weakref.WeakKeyDictionary[BlockPool, ArenaViews] = weakref.WeakKeyDictionary()
+_views: weakref.WeakKeyDictionary[StorageOwner, ArenaViews] = weakref.WeakKeyDictionary()
 
 
-def arena_views(pool: BlockPool) -> ArenaViews:
+def arena_views(pool: StorageOwner) -> ArenaViews:
     """The arena's views of `pool`."""
     views = _views.get(pool)
     if views is None:

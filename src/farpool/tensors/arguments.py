@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from farpool.errors import ArgumentError
+from farpool.pool import Pool, blocks_of
+from farpool.pool.block_pool import BlockPool
 
-__all__ = ["require_movable", "require_pool"]
-
-
-def _is_pool(value: Any) -> bool:
-    return callable(getattr(value, "allocate", None)) and callable(getattr(value, "acquire", None))
+__all__ = ["inside_of", "require_movable"]
 
 
 def require_movable(value: Any, call: str) -> None:
@@ -31,7 +29,7 @@ def require_movable(value: Any, call: str) -> None:
         )
     elif isinstance(value, dict):
         advice = "call it with the module that the tensors belong to; a paged copy of one tensor is pool.from_tensor(t)"
-    elif _is_pool(value):
+    elif isinstance(value, Pool):
         advice = (
             "the module comes first, farpool.offload(module, pool)"
             if call == "offload"
@@ -46,16 +44,16 @@ def require_movable(value: Any, call: str) -> None:
     )
 
 
-def require_pool(value: Any, call: str) -> None:
-    """Raise unless `value` is a pool.
+def inside_of(value: Any, call: str) -> BlockPool:
+    """The inside of a pool that was given to ``farpool.<call>``.
 
     Raises
     ------
     ArgumentError
         It is something else.
     """
-    if _is_pool(value):
-        return
+    if isinstance(value, Pool):
+        return blocks_of(value)
     advice = (
         f"make one first, pool = farpool.Pool(fast={value!r})"
         if isinstance(value, int | str) and not isinstance(value, bool)

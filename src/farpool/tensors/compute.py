@@ -13,6 +13,7 @@ import torch
 
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tensors.calls import calls
 from farpool.tensors.copies import compute_on_copies
 from farpool.tensors.lazy import lazy_bits
@@ -21,7 +22,6 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.schema import Signature, signature_of
 from farpool.tensors.treatment import Treatment
 from farpool.tensors.viewing import check_open
-from farpool.use import Use
 
 __all__ = ["compute", "explain", "wrap_results"]
 

@@ -14,13 +14,13 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 
 if TYPE_CHECKING:
-    from farpool.pool import BlockPool
+    from farpool.pager.storage import StorageOwner
 
 __all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "ones", "shape_of", "to_cpu", "zeros"]
 
 
 def allocate(
-    pool: BlockPool,
+    pool: StorageOwner,
     size: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
@@ -42,12 +42,12 @@ def shape_of(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     return tuple(shape)  # type: ignore[arg-type]
 
 
-def empty(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
+def empty(pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
     """A paged tensor whose values are unspecified.
 
     Parameters
     ----------
-    pool : BlockPool
+    pool : StorageOwner
         Where its bytes live.
     *shape : int or sequence of int
         Separate sizes, or one sequence of them.
@@ -58,14 +58,14 @@ def empty(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | Non
     return allocate(pool, size, contiguous_strides(size), dtype or torch.get_default_dtype())
 
 
-def zeros(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
+def zeros(pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
     """A paged tensor of zeros; parameters as for `empty`."""
     tensor = empty(pool, *shape, dtype=dtype)
     fill_dense(tensor, 0, "farpool.zeros")
     return tensor
 
 
-def ones(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
+def ones(pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> PagedTensor:
     """A paged tensor of ones; parameters as for `empty`."""
     tensor = empty(pool, *shape, dtype=dtype)
     fill_dense(tensor, 1, "farpool.ones")
@@ -73,7 +73,7 @@ def ones(pool: BlockPool, *shape: int | Sequence[int], dtype: torch.dtype | None
 
 
 def full(
-    pool: BlockPool, shape: Sequence[int], value: bool | int | float | complex, dtype: torch.dtype | None = None
+    pool: StorageOwner, shape: Sequence[int], value: bool | int | float | complex, dtype: torch.dtype | None = None
 ) -> PagedTensor:
     """A paged tensor with each element `value`; without `dtype` the one that ``torch.full`` would choose."""
     if dtype is None:
@@ -83,7 +83,7 @@ def full(
     return tensor
 
 
-def from_tensor(pool: BlockPool, tensor: torch.Tensor, *, cls: str = "weights", name: str = "") -> PagedTensor:
+def from_tensor(pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights", name: str = "") -> PagedTensor:
     """A paged copy of a plain or paged tensor, without history; strides are kept where they are dense.
 
     Raises

@@ -6,12 +6,12 @@ import torch
 
 from farpool import _native
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tensors.factories import from_tensor
 from farpool.tensors.footprint import Footprint
 from farpool.tensors.geometry import is_strided, row_bytes_of
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
-from farpool.use import Use
 
 __all__ = ["forget_gradients_of", "page_gradients_of"]
 

@@ -20,7 +20,7 @@ from farpool.tensors.offload import move_out
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 if TYPE_CHECKING:
-    from farpool.pool import BlockPool
+    from farpool.pager.storage import StorageOwner
 
 __all__ = ["live_parameters", "materialize_all", "take_along"]
 
@@ -28,7 +28,7 @@ _SHARE = 0.8
 """Fraction of the available memory that tensors may take; the rest is for what the program does next."""
 
 
-def _living(pool: BlockPool) -> list[PagedTensor]:
+def _living(pool: StorageOwner) -> list[PagedTensor]:
     """The pool's tensors that somebody can still reach."""
     if gc.get_freeze_count():
         gc.unfreeze()  # the collector does not list what the program has frozen
@@ -42,7 +42,7 @@ def _gradients(tensors: list[PagedTensor]) -> dict[int, PagedTensor]:
     return {id(grad): grad for grad in found if type(grad) is PagedTensor}
 
 
-def materialize_all(pool: BlockPool) -> None:
+def materialize_all(pool: StorageOwner) -> None:
     """Make every tensor that lives in a pool plain, in place.
 
     Raises
@@ -64,7 +64,7 @@ def materialize_all(pool: BlockPool) -> None:
     move_out(found)
 
 
-def take_along(pool: BlockPool) -> str:
+def take_along(pool: StorageOwner) -> str:
     """Make every tensor that lives in a pool plain, in place, because the pool ends; also what a graph holds.
 
     Returns
@@ -131,7 +131,7 @@ def _available(device: torch.device) -> int:
     return available_memory()
 
 
-def live_parameters(pool: BlockPool) -> str:
+def live_parameters(pool: StorageOwner) -> str:
     """The parameters that live in a pool, counted, with their bytes; empty if there are none."""
     found = [tensor for tensor in _living(pool) if isinstance(tensor, torch.nn.Parameter)]
     if not found:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from farpool.errors import UnsupportedError
+from farpool.pool import Pool
+from farpool.pool.block_pool import BlockPool
 from farpool.tensors.arena import arena_views
+from farpool.tensors.arguments import inside_of
 from farpool.tensors.geometry import contiguous_strides
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tiers.safetensors import SafetensorsFile
-
-if TYPE_CHECKING:
-    from farpool.pool import BlockPool
 
 __all__ = ["load_safetensors", "load_tensors"]
 
@@ -42,7 +41,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def load_safetensors(path: str | os.PathLike[str], pool: BlockPool) -> dict[str, PagedTensor]:
+def load_safetensors(path: str | os.PathLike[str], pool: Pool) -> dict[str, PagedTensor]:
     """The tensors of a safetensors file, paged.
 
     Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: when it leaves
@@ -52,7 +51,7 @@ def load_safetensors(path: str | os.PathLike[str], pool: BlockPool) -> dict[str,
     ----------
     path : str or path-like
         The file.
-    pool : BlockPool
+    pool : Pool
         Where the tensors live.
 
     Returns
@@ -67,7 +66,7 @@ def load_safetensors(path: str | os.PathLike[str], pool: BlockPool) -> dict[str,
     UnsupportedError
         A tensor has a dtype that torch does not have.
     """
-    return load_tensors(path, pool, lambda name: "weights")
+    return load_tensors(path, inside_of(pool, "load_safetensors"), lambda name: "weights")
 
 
 def load_tensors(

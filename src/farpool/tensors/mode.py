@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from farpool.pool import Pool
+from farpool.pool.block_pool import BlockPool
 from farpool.tensors.arena import device_of, is_device
+from farpool.tensors.arguments import inside_of
 from farpool.tensors.factories import allocate, from_tensor, shape_of
 from farpool.tensors.geometry import contiguous_strides, is_strided
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.pretrained import entered, is_loading, wrap_transformers
 from farpool.tensors.transfer import fill_dense
-
-if TYPE_CHECKING:
-    from farpool.pool import BlockPool
 
 __all__ = ["paged"]
 
@@ -100,7 +100,7 @@ class _PagedMode(TorchFunctionMode):
         return tensor.requires_grad_() if options.get("requires_grad") else tensor
 
 
-def paged(pool: BlockPool) -> AbstractContextManager[Any]:
+def paged(pool: Pool) -> AbstractContextManager[Any]:
     """A context in which new tensors live in a pool.
 
     Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are
@@ -110,7 +110,7 @@ def paged(pool: BlockPool) -> AbstractContextManager[Any]:
 
     Parameters
     ----------
-    pool : BlockPool
+    pool : Pool
         Where the tensors live.
     """
-    return _PagedMode(pool)
+    return _PagedMode(inside_of(pool, "paged"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.nn.utils.prune import BasePruningMethod as _Pruning
@@ -16,8 +16,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 from farpool.errors import PoolFullError, PoolMixError, UnsupportedError
+from farpool.pool import Pool
+from farpool.pool.block_pool import BlockPool
 from farpool.tensors.arena import arena_views, device_of
-from farpool.tensors.arguments import require_movable, require_pool
+from farpool.tensors.arguments import inside_of, require_movable
 from farpool.tensors.compilation import invalidate_guards
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.geometry import element_range, is_strided, plain_empty, row_bytes_of
@@ -25,9 +27,6 @@ from farpool.tensors.identity import check_swappable, swap
 from farpool.tensors.optimizers import moments_of, note_offload, offload_state
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
-
-if TYPE_CHECKING:
-    from farpool.pool import BlockPool
 
 __all__ = ["move_out", "offload", "paged_together", "restore"]
 
@@ -190,7 +189,7 @@ def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict
     return found
 
 
-def offload(module: _Owner, pool: BlockPool, *, progress: Callable[[int, int], None] | None = None) -> _Owner:
+def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] | None = None) -> _Owner:
     """Move all parameters and buffers of a module, or the moments of an optimizer, into a pool, in place.
 
     Parameters and buffers keep their identity, ties and aliases. Their gradients, those that exist and those that are
@@ -204,7 +203,7 @@ def offload(module: _Owner, pool: BlockPool, *, progress: Callable[[int, int], N
     ----------
     module : torch.nn.Module or torch.optim.Optimizer
         Any module on the pool's device, or an optimizer whose parameters are in the pool.
-    pool : BlockPool
+    pool : Pool
         Where its tensors go.
     progress : callable, optional
         Called with the bytes moved and the bytes altogether after each storage.
@@ -231,18 +230,18 @@ def offload(module: _Owner, pool: BlockPool, *, progress: Callable[[int, int], N
     If it fails, the module or the optimizer is as it was before.
     """
     require_movable(module, "offload")
-    require_pool(pool, "offload")
+    blocks = inside_of(pool, "offload")
     if isinstance(module, torch.optim.Optimizer):
-        _offload_optimizer(module, pool, progress)
+        _offload_optimizer(module, blocks, progress)
         return module
-    groups = _collect(module, pool)
+    groups = _collect(module, blocks)
     sizes = [stop - start for start, stop in (group.byte_range() for group in groups)]
     done = 0
     moved: list[torch.Tensor] = []
     try:
         with torch.no_grad():
             for group, nbytes in zip(groups, sizes, strict=True):
-                _move_in(group, pool)
+                _move_in(group, blocks)
                 moved.extend(group.tensors)
                 done += nbytes
                 if progress is not None:

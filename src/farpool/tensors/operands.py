@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.viewing import view_like
-from farpool.use import Use
 
 __all__ = ["Operands", "paged_arguments"]
 

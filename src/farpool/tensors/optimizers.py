@@ -22,7 +22,7 @@ from farpool.tensors.identity import swap
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 if TYPE_CHECKING:
-    from farpool.pool import BlockPool
+    from farpool.pager.storage import StorageOwner
 
 __all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of"]
 
@@ -88,7 +88,7 @@ def moments_of(optimizer: Optimizer) -> list[PagedTensor]:
 
 
 def offload_state(
-    optimizer: Optimizer, pool: BlockPool, progress: Callable[[int, int], None] | None, moved: list[torch.Tensor]
+    optimizer: Optimizer, pool: StorageOwner, progress: Callable[[int, int], None] | None, moved: list[torch.Tensor]
 ) -> None:
     """Page the moments of paged parameters, one after the other, in place; `moved` grows by each.
 

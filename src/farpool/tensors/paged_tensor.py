@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 
 from farpool.errors import UnsupportedError
+from farpool.pool import Pool, pool_of
 from farpool.tensors.calls import calls
 from farpool.tensors.footprint import Footprint
 
 if TYPE_CHECKING:
-    from farpool.pool import BlockPool
-    from farpool.storage import Storage
+    from farpool.pager.storage import Storage
     from farpool.tensors.arena import ArenaViews
 
 __all__ = ["PagedTensor", "describe"]
@@ -91,9 +91,9 @@ class PagedTensor(torch.Tensor):
         return self._footprint.arena
 
     @property
-    def pool(self) -> BlockPool:
+    def pool(self) -> Pool:
         """The pool that holds the bytes."""
-        return self._storage.pool
+        return pool_of(self._storage.pool)
 
     def byte_range(self) -> tuple[int, int]:
         """Bytes ``[start, stop)`` of the storage that this view touches."""

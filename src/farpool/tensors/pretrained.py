@@ -20,20 +20,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from farpool.errors import ArgumentError, ConfigError, FarpoolError, FarpoolWarning, UnsupportedError
+from farpool.pool import Pool, pool_of
+from farpool.pool.block_pool import BlockPool
 from farpool.tensors.arena import device_of
-from farpool.tensors.arguments import require_pool
+from farpool.tensors.arguments import inside_of
 from farpool.tensors.factories import materialize
 from farpool.tensors.loading import load_tensors
 from farpool.tensors.offload import offload, paged_together
 from farpool.tensors.paged_tensor import PagedTensor
-
-if TYPE_CHECKING:
-    from farpool.pool import BlockPool
 
 __all__ = ["entered", "from_pretrained", "is_loading", "wrap_transformers"]
 
@@ -111,7 +110,7 @@ def _loading() -> Iterator[None]:
 def from_pretrained(
     model_class: Any,
     path: str | os.PathLike[str],
-    pool: BlockPool,
+    pool: Pool,
     *,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
@@ -131,7 +130,7 @@ def from_pretrained(
         A model class of transformers, such as ``AutoModelForCausalLM`` or ``LlamaForCausalLM``.
     path : str or path-like
         The folder that ``save_pretrained`` wrote, or a name that ``from_pretrained`` of the class knows.
-    pool : BlockPool
+    pool : Pool
         Where its tensors live.
     progress : callable, optional
         Called with the bytes that are in the pool and the bytes altogether after each parameter.
@@ -154,14 +153,14 @@ def from_pretrained(
     PoolFullError
         The pool has no room for what is not read from files.
     """
-    require_pool(pool, "from_pretrained")
+    blocks = inside_of(pool, "from_pretrained")
     _require_model_class(model_class)
     for name, reason in _REFUSED.items():
         if options.get(name):
             raise UnsupportedError(f"farpool.from_pretrained: {name}={options[name]!r} does not work: {reason}")
     wrap_transformers()
     try:
-        with entered(pool, progress) as target, _loading():
+        with entered(blocks, progress) as target, _loading():
             result = model_class.from_pretrained(path, **options)
     except OSError as error:
         if isinstance(error, FarpoolError):
@@ -275,7 +274,8 @@ def _finish(original: Any, model: Any, *args: Any, **options: Any) -> Any:
             if type(tensor) is not PagedTensor and tensor.device != device:
                 tensor.data = tensor.data.to(device)
         before = target.done
-        offload(model, target.pool, progress=lambda done, total: target.report(before + done - target.done))
+        pool = pool_of(target.pool)
+        offload(model, pool, progress=lambda done, total: target.report(before + done - target.done))
     return result
 
 

@@ -14,9 +14,9 @@ import torch
 
 from farpool.errors import FarpoolError
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tensors.geometry import is_dense
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.use import Use
 
 __all__ = [
     "block_cuts",

@@ -12,6 +12,7 @@ from torch import nn
 
 import farpool
 from farpool import Pool
+from farpool.pool import blocks_of
 from farpool.tensors.arena import arena_views
 
 SEED = 11
@@ -104,7 +105,7 @@ def churn(pool: Pool) -> None:
 
 def assert_usable(pool: Pool) -> None:
     """Raise AssertionError if something stayed pinned, or the account does not add up."""
-    assert pool.ledger.total(tier="fast").reserved == pool.fast
+    assert blocks_of(pool).ledger.total(tier="fast").reserved == pool.fast
     stats = pool.stats()
     assert stats.fast.reserved <= pool.fast, stats.fast
     assert all(tier.requested <= tier.reserved <= tier.capacity for tier in stats.tiers), stats.tiers
@@ -128,7 +129,7 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def assert_no_alias(pool: Pool, value: Any) -> None:
     """Raise AssertionError if a plain tensor of a result lies in the arena."""
-    views = arena_views(pool)
+    views = arena_views(blocks_of(pool))
     for tensor in _plain_tensors(value):
         assert not views.aliases(tensor), f"a plain tensor of {tuple(tensor.size())} aliases the arena"
 

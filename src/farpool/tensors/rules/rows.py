@@ -12,11 +12,11 @@ import torch
 
 from farpool.errors import FarpoolError
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import spans_blocks
-from farpool.use import Use
 
 __all__ = ["gather_rows", "is_table", "scatter_rows"]
 

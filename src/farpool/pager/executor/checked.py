@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from farpool.errors import OrderError
-from farpool.executor.base import Done, Executor
 from farpool.pager import Kind, Move, Transfer
+from farpool.pager.executor.base import Done, Executor
 
 __all__ = ["CheckedExecutor", "Span"]
 

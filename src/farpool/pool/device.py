@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farpool import _native
-from farpool.config import PoolConfig
-from farpool.executor.base import Executor
-from farpool.executor.threads import ThreadExecutor
 from farpool.ledger import Ledger
-from farpool.storage import cut
+from farpool.pager.executor.base import Executor
+from farpool.pager.executor.threads import ThreadExecutor
+from farpool.pager.storage import cut
+from farpool.pool.config import PoolConfig
 from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
 
 if TYPE_CHECKING:
     from farpool.debug import Watch
-    from farpool.executor.cuda import CudaArena
     from farpool.pager import Pager
+    from farpool.pager.executor.cuda import CudaArena
 
 __all__ = ["FastTier", "open_device"]
 
@@ -82,9 +82,9 @@ def _host(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
 
 
 def _cuda(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
-    from farpool.executor.cuda import CudaArena, CudaDevice, CudaHost, CudaStaging
-    from farpool.executor.page_locks import PageLocks
-    from farpool.executor.staged import StagedExecutor
+    from farpool.pager.executor.cuda import CudaArena, CudaDevice, CudaHost, CudaStaging
+    from farpool.pager.executor.page_locks import PageLocks
+    from farpool.pager.executor.staged import StagedExecutor
 
     arena = CudaArena(config.fast)
     host = CudaHost(arena.tensor.device)
@@ -99,7 +99,7 @@ def _cuda(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], 
 
     checked = None
     if config.debug:
-        from farpool.executor.checked_device import CheckedDevice
+        from farpool.pager.executor.checked_device import CheckedDevice
 
         checked = CheckedDevice(device)
     locks = PageLocks(host, tiers, ledger)

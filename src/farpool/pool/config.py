@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from farpool.checks import require_type
-from farpool.config_layers import CONFIG_VARIABLE, Layer, environment_layer, named_layer, stacked, toml_layer
 from farpool.errors import ConfigError
+from farpool.pool.config_layers import CONFIG_VARIABLE, Layer, environment_layer, named_layer, stacked, toml_layer
 from farpool.sizes import format_size, parse_size
 from farpool.tiers import DramSpec, NvmeSpec, RemoteSpec, Tier, TierSpec, tier_spec
 

@@ -21,7 +21,7 @@ from typing import Self
 
 from farpool.errors import TapeFileError
 from farpool.pager import NOWHERE, Pager, Run, State
-from farpool.storage import Cut
+from farpool.pager.storage import Cut
 from farpool.tape_file import Access, Content, Create, Free, Metadata, Record, TapeWriter
 from farpool.tape_file import Run as TapeRun
 from farpool.tape_file.records import TICK

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farpool.errors import OrderError
-from farpool.executor.copies import Copy, Device
+from farpool.pager.executor.copies import Copy, Device
 
 __all__ = ["CheckedDevice"]
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from farpool import _native
-from farpool.executor.base import Done, Executor
-from farpool.executor.copies import Copy, Device, WatchesStaging
-from farpool.executor.page_locks import PageLocks
 from farpool.pager import Kind, Move, Transfer
+from farpool.pager.executor.base import Done, Executor
+from farpool.pager.executor.copies import Copy, Device, WatchesStaging
+from farpool.pager.executor.page_locks import PageLocks
 
 __all__ = ["StagedExecutor"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from farpool.driver import Ended
-from farpool.events import Event
 from farpool.pager import Kind
-from farpool.stats import LinkStats, Stall
+from farpool.pager.driver import Ended
+from farpool.pool.events import Event
+from farpool.pool.stats import LinkStats, Stall
 
 __all__ = ["Account"]
 

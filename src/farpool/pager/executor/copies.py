@@ -1,6 +1,6 @@
 """What a device with memory of its own has to do: copy between its arena and page-locked memory of the host.
 
-The CUDA one is in `farpool.executor.cuda`; the tests bring one of host memory.
+The CUDA one is in `farpool.pager.executor.cuda`; the tests bring one of host memory.
 """
 
 from __future__ import annotations

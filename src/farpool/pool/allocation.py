@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from farpool.pager import Pager
-from farpool.recording import Made, Recorder
-from farpool.storage import Blocks, Cut, Dropped, block_bytes
+from farpool.pager.storage import Blocks, Cut, Dropped, block_bytes
+from farpool.pool.recording import Made, Recorder
 
 __all__ = ["Allocation"]
 

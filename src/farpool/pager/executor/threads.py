@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farpool import _native
-from farpool.executor.base import Done, Executor
 from farpool.pager import Kind, Move, Transfer
+from farpool.pager.executor.base import Done, Executor
 
 __all__ = ["ThreadExecutor"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from farpool._native import Grant
-from farpool.allocation import USED, Allocation
-from farpool.driver import Driver
 from farpool.errors import BudgetError, PoolFullError, TierError
-from farpool.executor.base import Executor
 from farpool.pager import Mode, Move
-from farpool.storage import Storage
-from farpool.use import Use
+from farpool.pager.driver import Driver
+from farpool.pager.executor.base import Executor
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use
+from farpool.pool.allocation import USED, Allocation
 
 __all__ = ["Packing"]
 

@@ -1,32 +1,81 @@
-"""The front door: `Pool`, a `BlockPool` that also makes tensors.
+"""The pool that a program sees: its settings, tensors in it, its accounts, and its end.
 
-It stands above the tensors, not below them, so that imports point one way; torch is imported when the first tensor
-is made.
+It stands in front of a `BlockPool`, which storages and tensors refer to. Tensors need torch, and so they come from a
+library above this module that is handed in (`use_tensors`) and loaded when the first one is made.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
-from farpool.config import PoolConfig
-from farpool.config_layers import environment_layer
 from farpool.errors import FarpoolWarning
-from farpool.pool import BlockPool
+from farpool.pager.storage import StorageOwner
+from farpool.pool.block_pool import BlockPool, open_pools
+from farpool.pool.config import PoolConfig
+from farpool.pool.config_layers import environment_layer
+from farpool.pool.events import Event
+from farpool.pool.recording import Recording
+from farpool.pool.stats import Stats
 from farpool.tiers import Tier, TierSpec
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "TensorLibrary", "blocks_of", "pool_of", "use_tensors"]
 
 
-class Pool(BlockPool):
+class TensorLibrary(Protocol):
+    """Tensors in a pool; `farpool.tensors.library` is the one there is."""
+
+    def empty(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def zeros(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def ones(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def full(
+        self,
+        pool: StorageOwner,
+        shape: Sequence[int],
+        value: bool | int | float | complex,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor: ...
+    def from_tensor(self, pool: StorageOwner, tensor: torch.Tensor) -> torch.Tensor: ...
+    def materialize(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def materialize_all(self, pool: StorageOwner) -> None:
+        """Make every tensor that lives in a pool plain, in place, unless an autograd graph needs one."""
+        ...
+
+    def take_along(self, pool: StorageOwner) -> str:
+        """Make every tensor that lives in a pool plain; returns the warning about it, if there were any."""
+        ...
+
+    def live_parameters(self, pool: StorageOwner) -> str:
+        """The parameters that live in a pool, counted, for a message; empty if there are none."""
+        ...
+
+
+_load_tensors: Callable[[], TensorLibrary]
+
+
+def use_tensors(load: Callable[[], TensorLibrary]) -> None:
+    """Make the tensors of all pools with this library, which is loaded when the first one is made."""
+    global _load_tensors
+    _load_tensors = load
+
+
+class Pool:
     """One memory behind a byte budget: a fast tier that computation reads, and slower tiers below it.
 
     Parameters
@@ -63,6 +112,8 @@ class Pool(BlockPool):
     ...     outputs = model(inputs)
     """
 
+    __slots__ = ("__weakref__", "_blocks")
+
     def __init__(
         self,
         fast: int | str | None = None,
@@ -91,7 +142,8 @@ class Pool(BlockPool):
         if debug is None:
             # It can be switched on from outside, to look into a program that makes its settings itself.
             given |= environment_layer(os.environ, {"debug": bool}).values
-        super().__init__(PoolConfig.load(**given) if fast is None else PoolConfig.make(**given))
+        self._blocks = BlockPool(PoolConfig.load(**given) if fast is None else PoolConfig.make(**given))
+        _POOLS[id(self._blocks)] = self
 
     @classmethod
     def from_config(cls, config: PoolConfig | str | os.PathLike[str] | None = None, **settings: Any) -> Self:
@@ -113,41 +165,125 @@ class Pool(BlockPool):
         whole = config.replace(**settings) if isinstance(config, PoolConfig) else PoolConfig.load(config, **settings)
         return cls(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
+    @property
+    def config(self) -> PoolConfig:
+        """The configuration that it was made with."""
+        return self._blocks.config
+
+    @property
+    def device(self) -> str:
+        """Where the fast tier is: ``cpu`` or ``cuda``."""
+        return self._blocks.device
+
+    @property
+    def debug(self) -> bool:
+        """Tells if it looks for memory that is used outside its access."""
+        return self._blocks.debug
+
+    @property
+    def fast(self) -> int:
+        """The budget of the fast tier, in bytes."""
+        return self._blocks.fast
+
+    @property
+    def live(self) -> int:
+        """Number of storages in use."""
+        return self._blocks.live
+
+    @property
+    def closed(self) -> bool:
+        """Tells if it has been closed."""
+        return self._blocks.closed
+
+    def __repr__(self) -> str:
+        try:
+            return f"<{type(self).__name__} {self._blocks.describe()}>"
+        except AttributeError:
+            return f"<{type(self).__name__} that is not open>"
+
+    # ---- tensors ------------------------------------------------------------------------------------------------
+
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor with unspecified content, of torch's default dtype unless given."""
-        from farpool.tensors import factories
-
-        return factories.empty(self, *shape, dtype=dtype)
+        return _load_tensors().empty(self._blocks, *shape, dtype=dtype)
 
     def zeros(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor of zeros."""
-        from farpool.tensors import factories
-
-        return factories.zeros(self, *shape, dtype=dtype)
+        return _load_tensors().zeros(self._blocks, *shape, dtype=dtype)
 
     def ones(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor of ones."""
-        from farpool.tensors import factories
-
-        return factories.ones(self, *shape, dtype=dtype)
+        return _load_tensors().ones(self._blocks, *shape, dtype=dtype)
 
     def full(self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A paged tensor filled with `value`."""
-        from farpool.tensors import factories
-
-        return factories.full(self, shape, value, dtype=dtype)
+        return _load_tensors().full(self._blocks, shape, value, dtype=dtype)
 
     def from_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A paged copy of a tensor."""
-        from farpool.tensors import factories
-
-        return factories.from_tensor(self, tensor)
+        return _load_tensors().from_tensor(self._blocks, tensor)
 
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain copy of a paged tensor, for what needs raw memory (numpy, DLPack, data_ptr)."""
-        from farpool.tensors import factories
+        return _load_tensors().materialize(tensor)
 
-        return factories.materialize(tensor)
+    # ---- budget and accounts ------------------------------------------------------------------------------------
+
+    def resize(self, fast: int | str) -> None:
+        """Change the budget of the fast tier while it is in use.
+
+        Raises
+        ------
+        ConfigError
+            The size does not parse or is more than the machine's memory.
+        BudgetError
+            A block that there is already is larger.
+        PoolFullError, TierTimeoutError
+            What has to leave cannot; the budget is as it was.
+        """
+        self._blocks.resize(fast)
+
+    def stats(self) -> Stats:
+        """The account since the pool was made."""
+        return self._blocks.stats()
+
+    def explain(self) -> str:
+        """The account as text: bytes per tier and owner, residency per class, what the last stalls waited for."""
+        return self._blocks.explain()
+
+    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `callback` with each event from now on, from the thread in which it is noted.
+
+        Returns
+        -------
+        callable
+            Call it to end the subscription.
+        """
+        return self._blocks.subscribe(callback)
+
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Write accesses and the time between them to a tape file, from now until the recording is closed.
+
+        Several recordings may be under way. Ends with the pool, too.
+
+        Parameters
+        ----------
+        path : path
+            The file; overwritten if it is a tape file. Described in docs/tape-file.md, shown by ``farpool tape show``.
+
+        Returns
+        -------
+        Recording
+            A context manager.
+
+        Raises
+        ------
+        TapeFileError
+            The file cannot be written, is another recording's, or is something else than a tape file.
+        """
+        return self._blocks.record(path)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self, *, materialize: bool = False) -> None:
         """End the pool: transfers under way end, its files are removed, memory is given back.
@@ -166,11 +302,12 @@ class Pool(BlockPool):
             it plain all the same.)
         """
         if materialize and not self.closed and self.live:
-            from farpool.tensors.leaving import materialize_all
+            _load_tensors().materialize_all(self._blocks)
+            self._blocks.shut()  # what still lives is held by autograd graphs alone, and nobody can read it
+        self._blocks.close()
 
-            materialize_all(self)
-            self._shut()  # what still lives is held by autograd graphs alone, and nobody can read it
-        super().close()
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -192,10 +329,8 @@ class Pool(BlockPool):
         """
         told = ""
         if not self.closed and self.live:
-            from farpool.tensors.leaving import take_along
-
             try:
-                told = take_along(self)
+                told = _load_tensors().take_along(self._blocks)
             except Exception as failure:
                 if error is None:
                     raise
@@ -203,7 +338,7 @@ class Pool(BlockPool):
                 error.add_note("\n".join([f"the pool stays open: {failure}", *notes]))
                 return
         try:
-            self._shut()
+            self._blocks.shut()
         finally:
             if told:
                 try:
@@ -213,16 +348,36 @@ class Pool(BlockPool):
                         raise
                     error.add_note(str(warning))
 
-    def _end(self) -> None:
-        lost = ""
-        if not self.closed and self.live and "farpool.tensors.paged_tensor" in sys.modules:
-            from farpool.tensors.leaving import live_parameters
 
-            lost = live_parameters(self)
-        super()._end()
+_POOLS: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
+"""Those that the program holds, by the identity of their `BlockPool`."""
+
+
+def blocks_of(pool: Pool) -> BlockPool:
+    """The inside of a pool."""
+    return pool._blocks
+
+
+def pool_of(blocks: StorageOwner) -> Pool:
+    """The pool that has this inside: the object that the program holds, or a new one if it holds none any more."""
+    pool = _POOLS.get(id(blocks))
+    if pool is None:
+        pool = Pool.__new__(Pool)
+        pool._blocks = cast(BlockPool, blocks)
+        pool = _POOLS.setdefault(id(blocks), pool)
+    return pool
+
+
+def _tell_what_is_lost() -> None:
+    """At the end of the interpreter, name the parameters that live in pools which are not closed."""
+    for blocks in open_pools() if "farpool.tensors" in sys.modules else ():
+        lost = _load_tensors().live_parameters(blocks) if blocks.live else ""
         if lost:
             print(
                 f"farpool: the program ended while a pool held {lost}, which are lost: leave the pool's with block, "
                 "or call farpool.restore(model), and save the model before the end",
                 file=sys.stderr,
             )
+
+
+atexit.register(_tell_what_is_lost)  # after the closing of pools in `farpool.pool.block_pool`, so it is called before

@@ -15,8 +15,8 @@ import torch
 
 from farpool import _native
 from farpool.errors import ConfigError, UnsupportedError
-from farpool.executor.capture import relax_thread, relaxed
-from farpool.executor.copies import Copy
+from farpool.pager.executor.capture import relax_thread, relaxed
+from farpool.pager.executor.copies import Copy
 from farpool.sizes import format_size
 
 __all__ = ["CudaArena", "CudaDevice", "CudaHost", "CudaStaging"]

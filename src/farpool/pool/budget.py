@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from farpool.allocation import Allocation
-from farpool.driver import Driver
 from farpool.errors import BudgetError, TierTimeoutError
-from farpool.faults import no_room
 from farpool.ledger import Ledger
 from farpool.pager import NoRoomError, Pager
+from farpool.pager.driver import Driver
+from farpool.pager.storage import cut
+from farpool.pool.allocation import Allocation
+from farpool.pool.faults import no_room
 from farpool.sizes import format_size
-from farpool.storage import cut
 from farpool.tiers import Tier
 from farpool.tiers.device import HostArena
 
 if TYPE_CHECKING:
     from farpool.debug import Watch
-    from farpool.executor.cuda import CudaArena
+    from farpool.pager.executor.cuda import CudaArena
 
 __all__ = ["Budget"]
 

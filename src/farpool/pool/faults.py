@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from farpool.errors import BudgetError, NodeTimeoutError, PoolFullError, TierError, TierTimeoutError
-from farpool.need import smallest_budget, uses_of_layers
 from farpool.pager import NoRoomError, TooLargeError
+from farpool.pager.storage import Storage
+from farpool.pager.use import Use, describe
+from farpool.pool.need import smallest_budget, uses_of_layers
 from farpool.sizes import format_size
-from farpool.storage import Storage
 from farpool.tiers import Tier
-from farpool.use import Use, describe
 
 __all__ = ["does_not_fit", "no_room", "operands_too_large", "with_tier_and_block"]
 
 
 def operands_too_large(
-    error: TooLargeError, uses: Sequence[Use], op: str, budget: int, storages: Collection[Storage]
+    error: TooLargeError, uses: Sequence[Use], op: str, budget: int, storages: Collection[Storage], alignment: int
 ) -> BudgetError:
     """An op's operands exceed the fast tier: names op, operands and the smallest budget that works for a whole step.
 
@@ -27,9 +27,11 @@ def operands_too_large(
     ----------
     storages : collection of Storage
         All of the pool.
+    alignment : int
+        Of storages that share a block, in bytes.
     """
-    alone = smallest_budget([uses], storages)
-    needed = smallest_budget([uses, *uses_of_layers(storages, uses)], storages)
+    alone = smallest_budget([uses], storages, alignment)
+    needed = smallest_budget([uses, *uses_of_layers(storages, uses)], storages, alignment)
     if needed <= budget:
         alone = needed = max(needed, int(error.args[0]))
     others = "" if needed == alone else f"; this operation alone would work with {alone}, other layers would not"

@@ -7,16 +7,14 @@ several blocks, cut at rows where that is possible, so that rows of a table can 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from farpool._native import Layout
+from farpool._native import Grant, Layout
 from farpool.pager import ALIGNMENT
+from farpool.pager.use import Use
 
-if TYPE_CHECKING:
-    from farpool.pool import BlockPool
-
-__all__ = ["CLASSES", "BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "block_bytes", "cut"]
+__all__ = ["CLASSES", "BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "StorageOwner", "block_bytes", "cut"]
 
 CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", "expert", "bytes")
 """Classes that blocks may have."""
@@ -115,12 +113,48 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
     return limit
 
 
+class StorageOwner(Protocol):
+    """The pool of a storage, as tensors use it; a `BlockPool` is one."""
+
+    @property
+    def arena(self) -> Any:
+        """Memory of the fast tier: its ``tensor`` on a GPU, its ``view()`` elsewhere."""
+        ...
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def debug(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def fast(self) -> int:
+        """Budget of the fast tier, in bytes."""
+        ...
+
+    def allocate(self, nbytes: int, *, cls: str = ..., row_bytes: int = ..., name: str = ...) -> Storage:
+        """A new storage."""
+        ...
+
+    def acquire(self, uses: Sequence[Use], op: str = ..., *, rows: bool = ...) -> Grant:
+        """Bring byte ranges into the arena and pin them."""
+        ...
+
+    def release(self, grant: Grant) -> None:
+        """Unpin what `acquire` has granted."""
+        ...
+
+    def drop(self, dropped: Dropped) -> None:
+        """Take note of a storage that nobody refers to any more."""
+        ...
+
+
 class Storage:
     """Bytes in a pool. Dropping the last reference frees them.
 
     Attributes
     ----------
-    pool : BlockPool
+    pool : StorageOwner
     nbytes : int
     cls : str
         Class of its blocks.
@@ -159,7 +193,7 @@ class Storage:
     )
 
     def __init__(
-        self, pool: BlockPool, nbytes: int, cls: str, name: str, row_bytes: int, blocks: Blocks, made: int = -1
+        self, pool: StorageOwner, nbytes: int, cls: str, name: str, row_bytes: int, blocks: Blocks, made: int = -1
     ) -> None:
         self.pool = pool
         self.nbytes = nbytes

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from farpool.ledger import Ledger
-from farpool.pager import State
+from farpool.pager import Pager, State
+from farpool.pager.driver import Driver
+from farpool.pool.account import Account
+from farpool.pool.space import TierSpace
+from farpool.pool.stats import ClassStats, Stats, TierStats
 from farpool.sizes import format_size
-from farpool.stats import ClassStats, Stats, TierStats
 from farpool.tiers import HoldsMemory, Tier
 from farpool.tiers.port_wrapper import PortWrapper
 from farpool.tiers.wrapper import WrapperTier
 
-if TYPE_CHECKING:
-    from farpool.pool import BlockPool
-
 __all__ = ["explain", "take"]
 
 
-def take(pool: BlockPool) -> Stats:
-    """Count. The caller holds the pool's lock."""
-    pager = pool.pager
+def take(
+    pager: Pager,
+    kind: str,
+    spaces: Iterable[TierSpace],
+    ledger: Ledger,
+    driver: Driver,
+    live: Mapping[str, int],
+    account: Account,
+) -> Stats:
+    """Count all bytes of a pool, whose lock the caller holds.
+
+    Parameters
+    ----------
+    kind : str
+        Kind of the fast tier.
+    spaces : iterable of TierSpace
+        Those of the lower tiers.
+    live : mapping of str to int
+        Bytes of the storages in use, by class.
+    """
     resident: dict[str, int] = {}
     dirty: dict[str, int] = {}
     for block in pager.resident():
@@ -29,21 +46,21 @@ def take(pool: BlockPool) -> Stats:
         resident[cls] = resident.get(cls, 0) + row.size
         if row.dirty and row.state == State.RESIDENT:
             dirty[cls] = dirty.get(cls, 0) + row.size
-    arena = pool.ledger.total(tier="fast")
+    arena = ledger.total(tier="fast")
     fast = TierStats(
         "fast",
-        pool.arena.kind,
-        pool.fast,
+        kind,
+        pager.capacity,
         sum(resident.values()),
         pager.used,
-        pool.driver.peak,
+        driver.peak,
         arena.page_locked,
         arena.touched,
     )
     tiers = []
-    for space in pool.spaces:
+    for space in spaces:
         info = space.tier.info
-        booked = pool.ledger.total(tier=info.name)
+        booked = ledger.total(tier=info.name)
         tiers.append(
             TierStats(
                 info.name,
@@ -62,10 +79,9 @@ def take(pool: BlockPool) -> Stats:
         fast=fast,
         tiers=tuple(tiers),
         classes=tuple(
-            ClassStats(cls, live, resident.get(cls, 0), dirty.get(cls, 0))
-            for cls, live in sorted(pool.allocation.live.items())
+            ClassStats(cls, nbytes, resident.get(cls, 0), dirty.get(cls, 0)) for cls, nbytes in sorted(live.items())
         ),
-        links=pool.account.links(pool.driver.links()),
+        links=account.links(driver.links()),
         accesses=counters.accesses,
         hits=counters.hits,
         late=counters.late,
@@ -78,9 +94,9 @@ def take(pool: BlockPool) -> Stats:
         moves=counters.moves,
         moved_bytes=counters.moved_bytes,
         divergences=pager.divergences,
-        stalls=pool.account.stalls,
-        stall_seconds=pool.account.stall_seconds,
-        last_stalls=tuple(pool.account.last_stalls),
+        stalls=account.stalls,
+        stall_seconds=account.stall_seconds,
+        last_stalls=tuple(account.last_stalls),
         unpaged_peak=_unpaged_peak(held),
     )
 
@@ -102,7 +118,7 @@ def _unpaged_peak(held: int) -> int | None:
 
 
 def explain(stats: Stats, ledger: Ledger) -> str:
-    """The account as text."""
+    """A pool's account as text."""
     lines = [
         "tier         owner         requested    reserved  page-locked     touched",
         *(

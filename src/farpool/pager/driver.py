@@ -10,17 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from farpool._native import Grant
-from farpool.executor.base import Done, Executor
 from farpool.pager import Access, Kind, Pager, Transfer, TransferFailedError
-from farpool.use import Use, runs_of
+from farpool.pager.executor.base import Done, Executor
+from farpool.pager.use import Use, runs_of
 
-if TYPE_CHECKING:
-    from farpool.debug import Watch
-
-__all__ = ["Driver", "Ended", "ExecutorDriver", "Grant", "Waited"]
+__all__ = ["Driver", "Ended", "ExecutorDriver", "Grant", "Waited", "Watcher"]
 
 Ended: TypeAlias = tuple[Transfer, float, float, int]
 """A transfer that moved bytes, when it began and ended, and the bytes of the arena that blocks owned then."""
@@ -36,6 +33,22 @@ class Waited(Protocol):
     """
 
     def __call__(self, op: str, start: float, seconds: float, block: int, tier: int) -> None: ...
+
+
+class Watcher(Protocol):
+    """Looks at accesses as debug mode does, under the driver's lock."""
+
+    def granted(self, grant: Access, uses: Sequence[Use], op: str) -> None:
+        """An access has been granted; what is wrong gives it up again and is raised."""
+        ...
+
+    def released(self, grant: Access) -> None:
+        """An access is about to be released; what is found is kept."""
+        ...
+
+    def raise_findings(self) -> None:
+        """Raise what was found."""
+        ...
 
 
 class Driver(Protocol):
@@ -123,11 +136,11 @@ class ExecutorDriver:
     timeout : float
         Seconds that an access waits for its operands.
     waited : Waited
-    watch : Watch, optional
+    watch : Watcher, optional
         Debug mode.
     """
 
-    def __init__(self, pager: Pager, executor: Executor, timeout: float, waited: Waited, watch: Watch | None) -> None:
+    def __init__(self, pager: Pager, executor: Executor, timeout: float, waited: Waited, watch: Watcher | None) -> None:
         self.attention = watch is not None
         self.granted = 0
         self.peak = 0

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 
 from farpool.pager import ALIGNMENT, Mode
-from farpool.storage import Cut, Storage, block_bytes, cut
-from farpool.use import Use
+from farpool.pager.storage import Cut, Storage, block_bytes, cut
+from farpool.pager.use import Use
 
 __all__ = ["smallest_budget", "uses_of_layers"]
 
@@ -21,7 +21,7 @@ _SMALLER = 2
 """An operation with less than this fraction of the largest one's bytes is not what a budget is too small for."""
 
 
-def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[Storage]) -> int:
+def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[Storage], alignment: int) -> int:
     """Bytes of fast tier with which each of these operations works; with one byte less, one of them does not.
 
     Parameters
@@ -30,13 +30,14 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
         What each of them needs at once. Of all but the first, those that are much smaller than others are left out.
     storages : collection of Storage
         All of the pool.
+    alignment : int
+        Of storages that share a block, in bytes.
     """
     raw = [sum({use.storage: use.stop - use.start for use in uses}.values()) for uses in operations]
     least = max(raw) // _SMALLER
     large = [uses for uses, nbytes in zip(operations, raw, strict=True) if nbytes >= least]
     considered = list({_shape(uses): uses for uses in (*large, operations[0])}.values())
     used = {use.storage for uses in considered for use in uses}
-    alignment = next(iter(used)).pool.allocation.sizes.packed
 
     @cache
     def streams() -> list[list[Storage]]:

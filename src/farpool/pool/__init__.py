@@ -1,0 +1,5 @@
+"""The pool that a program sees, and what it is made of: configuration, blocks, budget, accounts."""
+
+from farpool.pool.pool import Pool, TensorLibrary, blocks_of, pool_of, use_tensors
+
+__all__ = ["Pool", "TensorLibrary", "blocks_of", "pool_of", "use_tensors"]

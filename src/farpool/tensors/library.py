@@ -1,0 +1,18 @@
+"""The tensors that a pool makes and, when it ends, leaves behind: a `farpool.pool.TensorLibrary`."""
+
+from __future__ import annotations
+
+from farpool.tensors.factories import empty, from_tensor, full, materialize, ones, zeros
+from farpool.tensors.leaving import live_parameters, materialize_all, take_along
+
+__all__ = [
+    "empty",
+    "from_tensor",
+    "full",
+    "live_parameters",
+    "materialize",
+    "materialize_all",
+    "ones",
+    "take_along",
+    "zeros",
+]
