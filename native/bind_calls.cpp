@@ -8,6 +8,7 @@
 //
 // Tensors are known here as Python objects only: the core is built without torch.
 #include <array>
+#include <cstring>
 #include <unordered_map>
 
 #include "bound_driver.hpp"
@@ -50,6 +51,19 @@ struct Footprint {
         return place == at && trained == requires_grad && !real.is_none();
     }
     void forget_real() { real = nb::none(); }
+    // Bytes of a row along the first dimension; 0 where its elements do not lie side by side.
+    std::int64_t row_bytes() const {
+        std::int64_t elements = 1;
+        for (std::size_t dim = size.size(); dim-- > 1;) {
+            const auto extent = nb::cast<std::int64_t>(size[dim]);
+            if (extent != 1 && nb::cast<std::int64_t>(stride[dim]) != elements) {
+                return 0;
+            }
+            elements *= extent;
+        }
+        const bool rows = size.size() != 0 && nb::cast<std::int64_t>(stride[0]) >= elements && !conj && !neg;
+        return rows ? elements * nb::cast<std::int64_t>(dtype.attr("itemsize")) : 0;
+    }
     // The same bytes as an object that Python code passes on.
     const nb::object& bound_use(bool write) {
         nb::object& bound = write ? writer : reader;
@@ -242,6 +256,89 @@ public:
         return tensor;
     }
 
+    // Copies rows of a table, whose elements lie side by side, to plain memory or (`write`) from there: the row at
+    // `indices[i]` and row i of `memory`. What is touched of a block is acquired at once, and blocks of at most `limit` bytes
+    // together. Where rows are written each is named once. False, and nothing is done, where it takes Python.
+    bool copy_rows(nb::handle table, nb::object name, std::uintptr_t indices, std::size_t count, std::uintptr_t memory,
+                   std::int64_t limit, bool write) const {
+        const nb::object held = nb::borrow(table);
+        Footprint& it = *nb::inst_ptr<Footprint>(table);
+        const std::int64_t row_bytes = it.row_bytes();
+        if (suspended_ || it.native == nullptr || row_bytes == 0) {
+            return false;
+        }
+        const auto* given = reinterpret_cast<const std::int64_t*>(indices);
+        const auto rows = nb::cast<std::int64_t>(it.size[0]);
+        std::vector<Row> order(count);
+        for (std::size_t at = 0; at < count; ++at) {
+            if (given[at] < 0 || given[at] >= rows) {
+                return false;
+            }
+            order[at] = {given[at], at};
+        }
+        if (!std::ranges::is_sorted(order)) {
+            std::ranges::sort(order);
+        }
+        const std::int64_t itemsize = nb::cast<std::int64_t>(it.dtype.attr("itemsize"));
+        const std::int64_t step = nb::cast<std::int64_t>(it.stride[0]) * itemsize;
+        std::vector<Use> uses;
+        std::vector<std::size_t> ends;  // of the rows that lie in each use
+        for (std::size_t first = 0, last = 0; first < count; first = last) {
+            uses.clear();
+            ends.clear();
+            std::int64_t total = 0;
+            for (; last < count; ++last) {
+                const std::int64_t start = it.start + order[last].index * step;
+                const std::int64_t block_bytes = it.layout->block_bytes;
+                if (!uses.empty() && start / block_bytes == uses.back().start / block_bytes) {
+                    uses.back().stop = start + row_bytes;
+                    ends.back() = last + 1;
+                    continue;
+                }
+                const std::int64_t more = ((start + row_bytes - 1) / block_bytes - start / block_bytes + 1) * block_bytes;
+                if (!uses.empty() && total + more > limit) {
+                    break;
+                }
+                total += more;
+                uses.push_back({it.layout, start, start + row_bytes, write ? Mode::write : Mode::read});
+                ends.push_back(last + 1);
+            }
+            const auto bound_uses = [&] {
+                nb::list bound;
+                for (const Use& use : uses) {
+                    bound.append(BoundUse{it.storage, use});
+                }
+                return bound;
+            };
+            std::unique_ptr<Pinned> pinned;
+            try {
+                pinned = pin(it, uses, bound_uses, name, true, false);
+            } catch (nb::python_error& error) {
+                if (write && first != 0) {
+                    error.value().attr("add_note")(nb::str("{} had changed {} rows already; do not simply try it again")
+                                                       .attr("format")(name, first));
+                }
+                throw;
+            }
+            std::vector<std::uintptr_t> places;
+            places.reserve(uses.size());
+            for (std::size_t use = 0; use < uses.size(); ++use) {
+                places.push_back(it.arena_start + static_cast<std::uintptr_t>(pinned->offset(use) - uses[use].start));
+            }
+            without_lock_if(static_cast<std::int64_t>(last - first) * row_bytes >= worth_unlocking, [&] {
+                std::size_t use = 0;
+                for (std::size_t at = first; at < last; ++at) {
+                    use += at == ends[use] ? 1 : 0;
+                    auto* row = reinterpret_cast<std::byte*>(places[use] + static_cast<std::uintptr_t>(it.start + order[at].index * step));
+                    auto* plain = reinterpret_cast<std::byte*>(memory) + static_cast<std::int64_t>(order[at].position) * row_bytes;
+                    std::memcpy(write ? row : plain, write ? plain : row, static_cast<std::size_t>(row_bytes));
+                }
+            });
+            pinned->release();
+        }
+        return true;
+    }
+
     // Whether everything goes to Python: debug mode looks at each operation.
     void suspend() { suspended_ = true; }
 
@@ -255,6 +352,12 @@ private:
         bool retried;
         bool ruled;
     };
+    struct Row {
+        std::int64_t index;
+        std::size_t position;
+        auto operator<=>(const Row&) const = default;
+    };
+    static constexpr std::int64_t worth_unlocking = 64 << 10;  // bytes
     struct Operand {
         nb::object tensor;
         nb::object footprint;
@@ -430,29 +533,26 @@ private:
         return std::ranges::adjacent_find(storages) == storages.end();
     }
 
-    // Brings the operands into the arena. Nothing where they do not fit and Python code knows what to do then.
-    std::unique_ptr<Pinned> pin(const Known& known, const Operands& operands) const {
-        Footprint& first = operands.first();
+    // Brings bytes of storages of one pool, of which `any` is a footprint, into the arena. `bound_uses`: the same uses as
+    // objects. Nothing where they do not fit together and (`retried`) Python code knows what to do then.
+    template <typename BoundUses>
+    std::unique_ptr<Pinned> pin(Footprint& any, std::span<const Use> uses, BoundUses bound_uses, const nb::object& name,
+                                bool rows, bool retried) const {
         try {
             std::optional<Granted> granted;
-            if (first.native != nullptr) {
-                std::vector<Use> uses;
-                uses.reserve(operands.items.size());
-                for (const Operand& operand : operands.items) {
-                    uses.push_back((*operand).use(operand.write));
-                }
-                granted = first.native->acquire(uses, known.name, false, false);
+            if (any.native != nullptr) {
+                granted = any.native->acquire(uses, name, rows, false);
             }
             if (granted) {
-                return std::make_unique<Pinned>(first, std::move(*granted));
+                return std::make_unique<Pinned>(any, std::move(*granted));
             }
-            return std::make_unique<Pinned>(first, first.pool.attr("acquire")(operands.bound_uses(), known.name));
+            return std::make_unique<Pinned>(any, any.pool.attr("acquire")(bound_uses(), name, nb::arg("rows") = rows));
         } catch (nb::python_error& error) {
             nb::object refusal = nb::borrow(error.value());
             if (error.matches(refusals_)) {  // of the pager; the pool knows what it means
-                refusal = first.pool.attr("refusal")(refusal, operands.bound_uses(), known.name);
+                refusal = any.pool.attr("refusal")(refusal, bound_uses(), name);
             }
-            if (known.retried && nb::isinstance(refusal, budget_error_)) {
+            if (retried && nb::isinstance(refusal, budget_error_)) {
                 return nullptr;
             }
             if (refusal.is(error.value())) {
@@ -469,7 +569,13 @@ private:
         if (!operands) {
             return {};
         }
-        const std::unique_ptr<Pinned> pinned = pin(known, *operands);
+        std::vector<Use> uses;
+        uses.reserve(operands->items.size());
+        for (const Operand& operand : operands->items) {
+            uses.push_back((*operand).use(operand.write));
+        }
+        const std::unique_ptr<Pinned> pinned =
+            pin(operands->first(), uses, [&] { return operands->bound_uses(); }, known.name, false, known.retried);
         if (pinned == nullptr) {
             return {};
         }
@@ -714,6 +820,8 @@ void bind_calls(nb::module_& m) {
         .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
              nb::arg("kwargs").none() = nb::none())
         .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))
+        .def("copy_rows", &Calls::copy_rows, nb::arg("table"), nb::arg("op"), nb::arg("indices"), nb::arg("count"),
+             nb::arg("memory"), nb::arg("limit"), nb::arg("write"))
         .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"))
         .def("suspend", &Calls::suspend);
 }

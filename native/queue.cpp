@@ -212,11 +212,13 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
                 }
             }
         }
-        ++changes_;
+        ++seen_.results;
         results_.push_back(
             {outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry->keepalive});
     }
-    finished_.notify_all();
+    if (!targets_.empty() && seen_.results >= *targets_.begin()) {
+        finished_.notify_all();
+    }
 }
 
 void QueueCore::work(Lane& lane, Worker& worker) {
@@ -294,20 +296,29 @@ std::vector<Result> QueueCore::poll() {
     return std::exchange(results_, {});
 }
 
+// Waits until `ready`, which is looked at when there have been `results` results in all, and when somebody nudges or closes.
+template <typename Ready>
+void QueueCore::wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t results, double seconds, Ready ready) {
+    const auto target = targets_.insert(results);  // to be woken for each result would cost more than a small transfer
+    finished_.wait_until(lock, deadline_after(seconds), [&] { return ready() || closing_; });
+    targets_.erase(target);
+}
+
 bool QueueCore::wait(double seconds) {
     std::unique_lock lock(mutex_);
-    finished_.wait_until(lock, deadline_after(seconds), [&] { return !results_.empty() || closing_; });
+    wait_for(lock, seen_.results + 1, seconds, [&] { return !results_.empty(); });
     return !results_.empty();
 }
 
-std::uint64_t QueueCore::changes() const {
+QueueCore::Seen QueueCore::seen() const {
     const std::lock_guard lock(mutex_);
-    return changes_;
+    return seen_;
 }
 
-void QueueCore::wait_past(std::uint64_t changes, double seconds) {
+void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double seconds) {
     std::unique_lock lock(mutex_);
-    finished_.wait_until(lock, deadline_after(seconds), [&] { return changes_ != changes || closing_; });
+    const std::uint64_t target = seen.results + results;
+    wait_for(lock, target, seconds, [&] { return seen_.results >= target || seen_.nudges != seen.nudges; });
 }
 
 void QueueCore::nudge() {
@@ -315,7 +326,7 @@ void QueueCore::nudge() {
         return;  // a thread of the parent may have held the lock
     }
     const std::lock_guard lock(mutex_);
-    ++changes_;
+    ++seen_.nudges;
     finished_.notify_all();
 }
 

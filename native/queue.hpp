@@ -55,10 +55,15 @@ public:
     std::vector<Result> poll();
     // Whether there is something to poll; waits at most `seconds` for it.
     bool wait(double seconds);
-    // Counts results and nudges. Whoever waits past a count is woken by whatever comes after it was read, also by a result
-    // that another thread polls.
-    std::uint64_t changes() const;
-    void wait_past(std::uint64_t changes, double seconds);
+    // What has happened so far: whoever waits for what comes after it was read misses nothing, not even a result that
+    // another thread polls.
+    struct Seen {
+        std::uint64_t results;
+        std::uint64_t nudges;
+    };
+    Seen seen() const;
+    // Waits until there were `results` more results, or a nudge, for so many seconds at most.
+    void wait_past(const Seen& seen, std::uint64_t results, double seconds);
     void nudge();
     std::size_t pending() const;
     bool close(double seconds);
@@ -75,14 +80,17 @@ private:
     void complete(std::int64_t id, std::optional<PortError> error, bool cancelled, double start, double end);
     void start_worker(Lane& lane);
     void require_open() const;
+    template <typename Ready>
+    void wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t results, double seconds, Ready ready);
 
     pid_t owner_;
     mutable std::mutex mutex_;
-    std::condition_variable finished_;  // a result came, or a thread ended
+    std::condition_variable finished_;  // as many results came as somebody waits for, or a nudge, or a thread ended
     std::unordered_map<std::int64_t, std::unique_ptr<Entry>> entries_;
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
     std::vector<Result> results_;
-    std::uint64_t changes_ = 0;
+    Seen seen_{0, 0};
+    std::multiset<std::uint64_t> targets_;  // counts of results that somebody waits for
     std::unordered_set<std::int64_t> unpolled_failures_;  // the submitter does not know of them yet
     std::uint64_t submitted_ = 0;
     bool closing_ = false;

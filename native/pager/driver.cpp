@@ -140,14 +140,14 @@ void Driver::count_grant() {
 }
 
 void Driver::wait(double seconds, Pause& pause) {
-    const std::uint64_t seen = queue_->changes();
+    const QueueCore::Seen seen = queue_->seen();
     if (note_ends()) {
         return;
     }
     ++waiting_;
     pause.run([&] {
         mutex_.unlock();
-        queue_->wait_past(seen, std::min(seconds, slice));
+        queue_->wait_past(seen, 1, std::min(seconds, slice));
         mutex_.lock();
     });
     --waiting_;
@@ -170,13 +170,14 @@ Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, dou
             return Wait::timed_out;
         }
         // Whatever ends after this was read ends the wait below, also if another thread notes it first.
-        const std::uint64_t seen = queue_->changes();
+        const QueueCore::Seen seen = queue_->seen();
         if (note_ends()) {
             continue;
         }
+        const std::uint64_t results = pager_->results_until_ready(access);
         pause.run([&] {
             held.unlock();
-            queue_->wait_past(seen, std::min(remaining, slice));
+            queue_->wait_past(seen, results, std::min(remaining, slice));
             held.lock();
         });
         if (pause.interrupted()) {

@@ -391,6 +391,16 @@ bool Pager::make_ready(Access& access) {
     return lies_ready(access);
 }
 
+std::uint64_t Pager::results_until_ready(const Access& access) const {
+    if (!access.under_way) {
+        return 1;
+    }
+    const auto coming = std::ranges::count_if(access.blocks, [&](BlockId block) {
+        return residency_.blocks[block].state == State::fetching;
+    });
+    return static_cast<std::uint64_t>(std::max<std::ptrdiff_t>(1, coming));
+}
+
 // ---- transfers ----
 
 void Pager::completed(TransferId transfer, double start, double end) {

@@ -85,6 +85,8 @@ public:
     std::vector<Command> take_commands() { return std::exchange(residency_.commands, {}); }
     // Transfers, started before, for which somebody waits by now.
     std::vector<TransferId> take_raised() { return std::exchange(residency_.raised, {}); }
+    // How many transfers have to end, at least, before this access can be granted; 1 where that is not known.
+    std::uint64_t results_until_ready(const Access& access) const;
     // A transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`.
     void completed(TransferId transfer, double start, double end);
     // A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody.

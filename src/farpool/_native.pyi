@@ -835,6 +835,27 @@ class Calls:
         """Run one operation of which at least one argument is paged."""
     def compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation on real tensors; NotImplemented where that takes Python."""
+    def copy_rows(
+        self, table: Footprint, op: str, indices: int, count: int, memory: int, limit: int, write: bool
+    ) -> bool:
+        """Copy rows of a table, whose elements lie side by side, to or from plain memory, block by block.
+
+        Parameters
+        ----------
+        indices : int
+            Address of `count` row numbers of 64 bits; distinct where rows are written.
+        memory : int
+            Address of as many rows.
+        limit : int
+            Bytes of blocks that are acquired together.
+        write : bool
+            Copy into the table.
+
+        Returns
+        -------
+        bool
+            False, with nothing done, where it takes Python: a number out of range, rows with gaps, debug mode, a device.
+        """
     def wrap(self, footprint: Footprint, requires_grad: bool) -> torch.Tensor:
         """A paged tensor that views what a footprint says."""
     def suspend(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from farpool.errors import FarpoolError
 from farpool.pager import Mode
 from farpool.pager.use import Use
+from farpool.tensors.calls import calls
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
@@ -93,7 +94,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
     """
     shape = tuple(table.size()[1:])
     result = torch.empty((indices.numel(), *shape), dtype=table.dtype, device=table.device)
-    if result.numel() == 0:
+    if result.numel() == 0 or _copied(table, indices, result, op, write=False):
         return result
     rows, positions = torch.unique(indices.long(), return_inverse=True)
     host_rows = rows.cpu()
@@ -123,6 +124,16 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
     return result
 
 
+def _copied(table: PagedTensor, rows: torch.Tensor, memory: torch.Tensor, op: str, *, write: bool) -> bool:
+    """Copy rows between a table and a contiguous plain tensor in the native core, where that can be."""
+    if table.device.type != "cpu":
+        return False
+    rows = rows.long().contiguous()
+    limit = table._storage.pool.fast // _GROUP
+    footprint = table._footprint
+    return calls.copy_rows(footprint, op, rows.data_ptr(), rows.numel(), memory.data_ptr(), limit, write)
+
+
 def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, op: str) -> None:
     """Replace rows of `table` along dimension 0.
 
@@ -137,6 +148,9 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
     op : str
         For errors and events.
     """
+    values = values.contiguous()
+    if _copied(table, rows, values, op, write=True):
+        return
     shape = tuple(table.size()[1:])
     host_rows = rows.cpu()
     touched = _touched(table, host_rows, Mode.WRITE)
