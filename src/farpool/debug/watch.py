@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from farpool.debug.checked import Span
+from farpool.debug.checked_device import CheckedDevice
 from farpool.debug.executor import WatchedExecutor
 from farpool.debug.memory import Memory
 from farpool.debug.tenants import Tenant, Tenants, gaps
@@ -21,8 +23,6 @@ from farpool.errors import FarpoolError, LifetimeError, OrderError
 from farpool.pager import Access as Grant
 from farpool.pager import Kind, Mode, Move, Pager, Transfer
 from farpool.pager.executor.base import Executor
-from farpool.pager.executor.checked import Span
-from farpool.pager.executor.checked_device import CheckedDevice
 from farpool.pager.use import Use
 
 __all__ = ["Watch"]

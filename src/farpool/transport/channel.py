@@ -231,6 +231,18 @@ class Channel:
             spin=self._spin,
         )
 
+    def release(self, lease: int, deadline: float) -> None:
+        """Give a lease back to the node.
+
+        Raises
+        ------
+        NodeError
+            The node cannot be told. It frees the memory by itself once the session has ended.
+        """
+        if self.one_sided is not None:
+            self.one_sided.forget(lease)
+        self.call("release", deadline, lease=lease)
+
     def close(self) -> None:
         """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped.
 
