@@ -215,7 +215,7 @@ class Channel:
         return Lease(self, lease, nbytes, memory)
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """What a `RemotePort` reaches a lease by."""
+        """The end of a lease that a `RemotePort` uses."""
 
         def open_connection() -> int:
             return self._open(time.monotonic() + timeout).socket.detach()
@@ -386,7 +386,7 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _has_hung_up(connected: socket.socket | None) -> bool:
-    """Whether the node ended the connection. Reads nothing: another thread may be waiting for a reply on it."""
+    """Tells if the node ended the connection. Reads nothing: another thread may be waiting for a reply on it."""
     descriptor = -1 if connected is None else connected.fileno()  # read once: another thread may close it
     if descriptor < 0:
         return True

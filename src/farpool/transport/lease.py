@@ -20,7 +20,7 @@ class Lender(Protocol):
     """The node that has lent memory; a `Channel` is one."""
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """What a `RemotePort` reaches a lease by."""
+        """The end of a lease that a `RemotePort` uses."""
         ...
 
     def release(self, lease: int, deadline: float) -> None:
@@ -47,11 +47,11 @@ class Lease:
 
     @property
     def address(self) -> int | None:
-        """Where the memory lies in this process; None if it is reached over a connection. Valid until `release`."""
+        """Address of the memory in this process; None if it is reached over a connection. Valid until `release`."""
         return None if self._memory is None else buffer_address(self._memory) + SEGMENT_HEADER_BYTES
 
     def end(self, timeout: float) -> RemoteEnd:
-        """What a `RemotePort` moves bytes with; keeps mapped memory alive.
+        """The end that a `RemotePort` moves bytes with; keeps mapped memory alive.
 
         Parameters
         ----------

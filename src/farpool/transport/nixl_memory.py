@@ -143,7 +143,7 @@ class NodeMemory:
             way.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: keep everything as it is, as taking it down would speak on the parent's connections."""
+        """Keep everything as it is in a forked child: taking it down would speak on the parent's connections."""
         _of_parents.append(self)
 
     def _move(self, lease: int | None, deadline: float, transfer: Callable[[Region], None]) -> None:
