@@ -1,94 +1,22 @@
-// The driver's Python face: accesses asked for, waited for and released in one call each.
-#include <algorithm>
-#include <atomic>
-#include <memory>
-#include <vector>
+// The driver's Python face.
+#include "bound_driver.hpp"
 
-#include "bound_pager.hpp"
-#include "clock.hpp"
-#include "pager/driver.hpp"
-#include "pager/uses.hpp"
-
-using farpool::pager::Driver;
 using farpool::pager::Ended;
 using farpool::pager::Kind;
 using farpool::pager::Layout;
 using farpool::pager::Mode;
 using farpool::pager::Runs;
 using farpool::pager::Use;
-using farpool::pager::Wait;
 
 namespace {
-
-// A use, and the storage as Python knows it.
-struct BoundUse {
-    nb::object storage;
-    Use use;
-
-    static int traverse(PyObject* self, visitproc visit, void* arg) {
-        Py_VISIT(Py_TYPE(self));
-        if (nb::inst_ready(self)) {
-            Py_VISIT(nb::inst_ptr<BoundUse>(self)->storage.ptr());
-        }
-        return 0;
-    }
-    static int clear(PyObject* self) {
-        if (nb::inst_ready(self)) {
-            nb::inst_ptr<BoundUse>(self)->storage = nb::none();
-        }
-        return 0;
-    }
-};
 
 PyType_Slot use_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(BoundUse::traverse)},
                            {Py_tp_clear, reinterpret_cast<void*>(BoundUse::clear)},
                            {0, nullptr}};
 
-// Operands in the arena, pinned until they are released; and what its owner notes of them.
-struct Grant {
-    std::shared_ptr<farpool::pager::Access> access;  // null where all uses are empty
-    nb::tuple offsets;
-    double waited;  // seconds
-    nb::object note = nb::none();
-
-    static int traverse(PyObject* self, visitproc visit, void* arg) {
-        Py_VISIT(Py_TYPE(self));
-        if (nb::inst_ready(self)) {
-            Py_VISIT(nb::inst_ptr<Grant>(self)->offsets.ptr());
-            Py_VISIT(nb::inst_ptr<Grant>(self)->note.ptr());
-        }
-        return 0;
-    }
-    static int clear(PyObject* self) {
-        if (nb::inst_ready(self)) {
-            nb::inst_ptr<Grant>(self)->note = nb::none();
-        }
-        return 0;
-    }
-};
-
 PyType_Slot grant_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(Grant::traverse)},
                              {Py_tp_clear, reinterpret_cast<void*>(Grant::clear)},
                              {0, nullptr}};
-
-// Lets go of the interpreter's lock while a thread blocks, and looks for signals.
-class InterpreterPause : public farpool::pager::Pause {
-public:
-    void run(const std::function<void()>& block) override {
-        const nb::gil_scoped_release release;
-        block();
-    }
-    bool interrupted() override { return PyErr_CheckSignals() != 0; }
-};
-
-// Under the interpreter's lock, as all that starts transfers or notes their ends.
-void keep(PyObject* owner, bool hold) {
-    if (hold) {
-        Py_INCREF(owner);
-    } else {
-        Py_DECREF(owner);
-    }
-}
 
 std::vector<Use> to_uses(nb::handle uses) {
     std::vector<Use> converted;
@@ -98,132 +26,18 @@ std::vector<Use> to_uses(nb::handle uses) {
     return converted;
 }
 
-class BoundDriver {
-public:
-    BoundDriver(nb::handle_t<BoundPager> pager, nb::object queue, std::uintptr_t arena, nb::list ports, nb::object waited)
-        : pager_(nb::borrow(pager)),
-          queue_(std::move(queue)),
-          ports_(std::move(ports)),
-          waited_(std::move(waited)),
-          driver_(nb::inst_ptr<BoundPager>(pager)->shared(), queue_core(queue_), arena, keep) {}
-
-    Driver& operator*() { return driver_; }
-    Driver* operator->() { return &driver_; }
-
-    // The pool appends to the list when it gets another source.
-    Driver& with_ports() {
-        while (known_ < nb::len(ports_)) {
-            const nb::object port = ports_[known_++];
-            driver_.add_port(nb::cast<farpool::Port*>(port), port.ptr());
-        }
-        return driver_;
+nb::object acquire(BoundDriver& driver, nb::handle uses, nb::handle op, bool rows, bool careful) {
+    const std::vector<Use> wanted = to_uses(uses);
+    std::optional<Granted> granted = driver.acquire(wanted, op, rows, careful);
+    if (!granted) {
+        return nb::none();
     }
-
-    void enter() { driver_.lock(pause_).release(); }
-
-    // Waits, with the lock given up, until something has changed or so many seconds have passed.
-    void wait(double seconds) {
-        with_ports().wait(seconds, pause_);
-        if (pause_.interrupted()) {
-            throw nb::python_error();
-        }
+    PyObject* offsets = PyTuple_New(static_cast<Py_ssize_t>(wanted.size()));
+    for (std::size_t index = 0; index < wanted.size(); ++index) {
+        PyTuple_SET_ITEM(offsets, static_cast<Py_ssize_t>(index), PyLong_FromLongLong(granted->offset(index)));
     }
-
-    // None where the caller has to look after something first, and where the driver is closed.
-    nb::object acquire(nb::handle uses, nb::handle op, bool rows, double timeout, bool careful) {
-        const std::vector<Use> wanted = to_uses(uses);
-        if (!careful && (attention_.load() || std::ranges::any_of(wanted, [](const Use& use) { return use.storage->loose; }))) {
-            return nb::none();
-        }
-        Runs runs = farpool::pager::runs_of(wanted, rows);
-        std::shared_ptr<farpool::pager::Access> access;
-        double waited = 0.0;
-        if (!runs.runs.empty()) {
-            auto held = driver_.lock(pause_);
-            if (driver_.closed()) {  // since the caller looked
-                return nb::none();
-            }
-            access = refusing([&] { return with_ports().request(std::move(runs.runs)); });
-            if (!access->granted) {
-                waited = await(held, access, op, timeout);
-            }
-        }
-        PyObject* offsets = PyTuple_New(static_cast<Py_ssize_t>(runs.places.size()));
-        for (std::size_t index = 0; index < runs.places.size(); ++index) {
-            const auto [run, inside] = runs.places[index];
-            const std::int64_t offset = run < 0 ? 0 : access->places[static_cast<std::size_t>(run)] + inside;
-            PyTuple_SET_ITEM(offsets, static_cast<Py_ssize_t>(index), PyLong_FromLongLong(offset));
-        }
-        return nb::cast(Grant{std::move(access), nb::steal<nb::tuple>(offsets), waited});
-    }
-
-    void release(Grant& grant) {
-        if (grant.access != nullptr) {
-            const auto held = driver_.lock(pause_);
-            driver_.release(*grant.access);
-        }
-    }
-
-    std::atomic<bool>& attention() { return attention_; }
-
-    static int traverse(PyObject* self, visitproc visit, void* arg) {
-        Py_VISIT(Py_TYPE(self));
-        if (nb::inst_ready(self)) {
-            const BoundDriver& bound = *nb::inst_ptr<BoundDriver>(self);
-            Py_VISIT(bound.pager_.ptr());
-            Py_VISIT(bound.queue_.ptr());
-            Py_VISIT(bound.ports_.ptr());
-            Py_VISIT(bound.waited_.ptr());
-        }
-        return 0;
-    }
-
-private:
-    double await(std::unique_lock<std::mutex>& held, const std::shared_ptr<farpool::pager::Access>& access, nb::handle op,
-               double timeout) {
-        const double start = farpool::monotonic_seconds();
-        const auto [block, tier] = driver_.awaited(*access);
-        Wait outcome;
-        try {
-            outcome = driver_.await(held, *access, start + timeout, pause_);
-        } catch (...) {  // of a tier's bookkeeping: nobody is left to wait
-            driver_.abandon(access);
-            throw;
-        }
-        if (outcome == Wait::refused) {
-            raise_refusal(access->refusal);
-        }
-        if (outcome != Wait::granted) {
-            driver_.abandon(access);
-            held.unlock();
-            if (outcome == Wait::interrupted) {
-                throw nb::python_error();
-            }
-            waited_(op, start, -1.0, block, tier);  // raises what this means
-            throw std::logic_error("Driver: an access was given up without an error");
-        }
-        const double seconds = farpool::monotonic_seconds() - start;
-        held.unlock();
-        try {
-            waited_(op, start, seconds, block, tier);
-        } catch (...) {
-            held = driver_.lock(pause_);
-            driver_.release(*access);
-            throw;
-        }
-        held = driver_.lock(pause_);
-        return seconds;
-    }
-
-    InterpreterPause pause_;
-    nb::object pager_;
-    nb::object queue_;
-    nb::list ports_;
-    std::size_t known_ = 0;  // ports that the driver knows
-    nb::object waited_;
-    Driver driver_;
-    std::atomic<bool> attention_ = false;
-};
+    return nb::cast(Grant{std::move(granted->access), nb::steal<nb::tuple>(offsets), granted->waited});
+}
 
 PyType_Slot driver_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(BoundDriver::traverse)}, {0, nullptr}};
 
@@ -288,15 +102,21 @@ void bind_driver(nb::module_& m) {
 
     nb::class_<BoundDriver>(m, "Driver", "A pager, the queue that runs its transfers, and one lock around them.",
                             nb::type_slots(driver_slots))
-        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, nb::object>(), nb::arg("pager"), nb::arg("queue"),
-             nb::arg("address"), nb::arg("ports"), nb::arg("waited"))
+        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object>(), nb::arg("pager"), nb::arg("queue"),
+             nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"))
         .def("__enter__", &BoundDriver::enter)
         .def("__exit__", [](BoundDriver& self, nb::args) { self->unlock(); })
         .def("wait", &BoundDriver::wait, nb::arg("timeout"))
         .def("notify_all", [](BoundDriver& self) { self->nudge(); })
-        .def("acquire", &BoundDriver::acquire, nb::arg("uses"), nb::arg("op"), nb::arg("rows"), nb::arg("timeout"),
-             nb::arg("careful"))
-        .def("release", &BoundDriver::release, nb::arg("grant"))
+        .def("acquire", acquire, nb::arg("uses"), nb::arg("op"), nb::arg("rows"), nb::arg("careful"))
+        .def(
+            "release",
+            [](BoundDriver& self, Grant& grant) {
+                if (grant.access != nullptr) {
+                    self.release(*grant.access);
+                }
+            },
+            nb::arg("grant"))
         .def("start", [](BoundDriver& self) { self.with_ports().start(); })
         .def("note_ends", [](BoundDriver& self) { return self.with_ports().note_ends(); })
         .def("close",

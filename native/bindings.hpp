@@ -22,6 +22,7 @@ void bind_wire(nb::module_& m);
 void bind_pager(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_driver(nb::module_& m);
+void bind_calls(nb::module_& m);
 
 namespace farpool {
 class QueueCore;

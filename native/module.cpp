@@ -26,5 +26,6 @@ NB_MODULE(_native, m) {
     bind_wire(m);
     bind_pager(m);
     bind_driver(m);
+    bind_calls(m);
     bind_policy(m);
 }

@@ -46,8 +46,25 @@ void LookAhead::note_miss(const Run& run, double busy) {
     }
 }
 
+bool LookAhead::kept(BlockId block) const {
+    const Block& b = residency_.blocks[block];
+    return tape_.followed() && b.state == State::resident && b.next_use < never;
+}
+
+std::int64_t LookAhead::beside_kept(const Run& run) const {
+    if (run.table < 0) {
+        const std::int64_t nbytes = residency_.run_bytes(run);
+        return nbytes < anchor_ ? nbytes : 0;
+    }
+    std::int64_t nbytes = 0;
+    for (BlockId block = run.first; block < run.stop(); ++block) {
+        nbytes += kept(block) ? 0 : residency_.run_bytes({block, 1, Mode::read, -1});
+    }
+    return nbytes;
+}
+
 void LookAhead::note_pinned(std::int64_t nbytes) {
-    if (nbytes > largest_ && nbytes < anchor_) {
+    if (nbytes > largest_) {
         set_largest(nbytes);
     }
 }

@@ -35,7 +35,11 @@ public:
     std::int64_t note_access(const Run& run, std::int64_t key, std::int64_t nbytes);
     // The access just noted finds no blocks that are there or on their way; the program had computed for `busy` seconds.
     void note_miss(const Run& run, double busy);
-    // An operation accesses so many bytes at once.
+    // Whether a block is there and has a known use to stay for.
+    bool kept(BlockId block) const;
+    // Bytes of a run that an operation needs beside what is kept all the time.
+    std::int64_t beside_kept(const Run& run) const;
+    // An operation needs so many bytes at once beside what is kept.
     void note_pinned(std::int64_t nbytes);
     // Whether `advance` may find something to do, now that an access has been noted or (`freed`) has ended.
     bool due(bool freed) const;

@@ -99,10 +99,12 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
     // An access to rows goes through the line, which puts them beside each other.
     const bool of_rows = std::ranges::any_of(access->runs, [](const Run& run) { return run.table >= 0; });
     access->granted = !of_rows && waiting_.empty() && !residency_.has_stuck() && lies_ready(*access);
-    std::int64_t needed = 0;
+    std::int64_t beside_kept = 0;
     if (!access->granted) {
+        std::int64_t needed = 0;
         for (const Run& run : access->runs) {
             needed += residency_.run_bytes(run);
+            beside_kept += look_ahead_.beside_kept(run);
         }
         if (needed > residency_.arena.capacity()) {
             throw Refused{TooLarge{needed}};
@@ -122,7 +124,7 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
         note(run, busy, first);
         access->ordinal = first ? tape_.now() : access->ordinal;
     }
-    look_ahead_.note_pinned(needed);
+    look_ahead_.note_pinned(beside_kept);
     if (residency_.has_stuck() && waiting_.empty()) {
         residency_.unstick();
     }
@@ -185,10 +187,10 @@ void Pager::claim(Access& access) {
 
 // As `note` and `pin`, for runs that lie ready.
 void Pager::pin_at_once(Access& access, double busy) {
-    std::int64_t total = 0;
+    std::int64_t beside_kept = 0;
     for (const Run& run : access.runs) {
         const std::int64_t nbytes = residency_.run_bytes(run);
-        total += nbytes;
+        beside_kept += look_ahead_.beside_kept(run);
         const std::int64_t key = look_ahead_.note_access(
             run, tape_.record(residency_.blocks[run.first].name, run.count, nbytes, false, busy), nbytes);
         busy = 0.0;
@@ -203,7 +205,7 @@ void Pager::pin_at_once(Access& access, double busy) {
     claim(access);
     residency_.counters.accesses += static_cast<std::int64_t>(access.runs.size());
     residency_.counters.hits += static_cast<std::int64_t>(access.runs.size());
-    look_ahead_.note_pinned(total);
+    look_ahead_.note_pinned(beside_kept);
 }
 
 // Counts the access, puts it on the tape, sets its blocks' next use. `busy`: seconds of computing before the request that the
@@ -236,7 +238,10 @@ void Pager::note(const Run& run, double busy, bool first) {
     }
     for (BlockId block = run.first; block < run.stop(); ++block) {
         residency.blocks[block].last_use = tape_.now();
-        residency.set_next_use(block, key);
+        // That a row was looked up says nothing about when the whole table is used, where that is known (tied embeddings).
+        if (run.table < 0 || !look_ahead_.kept(block)) {
+            residency.set_next_use(block, key);
+        }
         residency.use(block);
     }
 }

@@ -3,10 +3,13 @@
 import builtins
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from farpool.pager.messages import Move, Space, Transfer
 from farpool.pager.storage import Storage
+from farpool.tensors.arena import ArenaViews
 
 class Memory:
     """Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``)."""
@@ -703,6 +706,8 @@ class Driver:
         Where the arena begins in memory.
     ports : list of Port
         The tiers' native ends, indexed as the pager indexes tiers; may grow.
+    timeout : float
+        Seconds that an access waits for its operands.
     waited : callable
         Hears of each wait; see `farpool.pager.driver.Waited`.
     """
@@ -714,11 +719,12 @@ class Driver:
         queue: Queue,
         address: int,
         ports: list[Port],
+        timeout: float,
         waited: Callable[[str, float, float, int, int], None],
     ) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
-    def acquire(self, uses: Sequence[Use], op: str, rows: bool, timeout: float, careful: bool) -> Grant | None: ...
+    def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None: ...
     def release(self, grant: Grant) -> None: ...
     def wait(self, timeout: float) -> None: ...
     def notify_all(self) -> None: ...
@@ -733,6 +739,106 @@ class Driver:
     def granted(self) -> int: ...
     @property
     def peak(self) -> int: ...
+
+class Footprint:
+    """A geometry over a storage; see `farpool.tensors.footprint`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        arena: ArenaViews,
+        dtype: torch.dtype,
+        size: Sequence[int],
+        stride: Sequence[int],
+        offset: int,
+        *,
+        conj: bool = False,
+        neg: bool = False,
+    ) -> None: ...
+    @property
+    def storage(self) -> Storage: ...
+    @property
+    def arena(self) -> ArenaViews: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def size(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def conj(self) -> bool: ...
+    @property
+    def neg(self) -> bool: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def views(self) -> dict[Any, Any]: ...
+    def reader(self) -> Use:
+        """Its bytes, to be read."""
+    def writer(self) -> Use:
+        """Its bytes, to be written."""
+    def kept_real(self, place: int, requires_grad: bool) -> torch.Tensor | None:
+        """The real tensor that was kept, if it lies at `place` in the arena."""
+    def keep_real(self, place: int, requires_grad: bool, real: torch.Tensor) -> None:
+        """Use this real tensor again."""
+    def forget_real(self) -> None:
+        """Make a new real tensor next time."""
+
+class Calls:
+    """Runs operations on paged tensors that need no Python; see `farpool.tensors.calls`."""
+
+    class Kind(IntEnum):
+        """What an operator does."""
+
+        COMPUTE = 0
+        """Runs on real tensors."""
+        VIEW = 1
+        """Views its first argument; which part, the others say, which are no tensors."""
+        ALIAS = 2
+        """Another tensor over the same bytes."""
+        COMPOSED = 3
+        """Is made of others, which are dispatched in its place."""
+        COMPOSED_OF_VIEWS = 4
+        """The same, and torch itself marks what it returns as a view."""
+
+    def bind(self, torch: object, paged: type, footprint: type, hooks: object) -> None:
+        """Make known the types of tensors and footprints, and the functions that do the rest."""
+    def learn(
+        self,
+        operation: object,
+        call: object,
+        name: str,
+        kind: Calls.Kind,
+        *,
+        writes: int = 0,
+        retried: bool = False,
+        ruled: bool = False,
+    ) -> None:
+        """Run this operator from now on.
+
+        Parameters
+        ----------
+        call : callable
+            Calls the operator's kernels.
+        writes : int
+            Bits of the positions of arguments that it changes.
+        retried : bool
+            Leave it to Python where its operands do not fit into the fast tier together.
+        ruled : bool
+            Leave it to Python, which may ask for it by `compute`.
+        """
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation of which at least one argument is paged."""
+    def compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on real tensors; NotImplemented where that takes Python."""
+    def wrap(self, footprint: Footprint, requires_grad: bool) -> torch.Tensor:
+        """A paged tensor that views what a footprint says."""
+    def suspend(self) -> None:
+        """Leave all operations to Python from now on."""
 
 class Policy:
     """Chooses which object of a cache makes room for the next one. The caller keeps the objects and counts the bytes.

@@ -159,10 +159,12 @@ class World:
         assert access.granted
         return access
 
-    def access(self, runs: Sequence[tuple[int, int, Mode]], fill: int = 0, compute: float = 0.0) -> None:
-        """Access runs whole: check what is read, write `fill` where it is written."""
+    def access(
+        self, runs: Sequence[tuple[int, int, Mode]], fill: int = 0, compute: float = 0.0, table: int = -1
+    ) -> None:
+        """Access runs whole, or as rows of a table: check what is read, write `fill` where it is written."""
         self.collect()
-        access = self.settle(self.pager.request([Run(*run) for run in runs], self.executor.now))
+        access = self.settle(self.pager.request([Run(*run, table) for run in runs], self.executor.now))
         self.checked.hold(
             access,
             [

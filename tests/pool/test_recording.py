@@ -215,7 +215,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_program(pool: BlockPool, pat
     recording = pool.record(path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
         for _ in range(12_000):
             touch(pool, storage, WRITE)

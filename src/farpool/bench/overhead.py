@@ -1,10 +1,11 @@
 """What paged tensors cost when everything is resident.
 
-Operations: the same call with plain and with paged weights in turn; the difference over the number of paged arguments
-is what bookkeeping costs for one of them. Inputs are plain.
+Operations: the same call in turn with plain weights, with weights in a bare wrapper subclass that only unwraps them
+(torch's own way into Python), and with paged ones. Inputs are plain. A difference over the number of paged arguments is
+what one of them costs.
 
-Layers: stacks of transformer layers (pre-norm attention and MLP), plain and offloaded to a pool that holds them whole,
-pass by pass in turn. The number of tokens sets how long a layer computes.
+Layers: stacks of transformer layers (pre-norm attention and MLP), plain, in bare wrappers and offloaded to a pool that
+holds them whole, pass by pass in turn. The number of tokens sets how long a layer computes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Layers", "Operation", "Outcome", "Settings", "figures", "run", "tabl
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run.
+    """Sizes of a run.
 
     Attributes
     ----------
@@ -38,7 +39,7 @@ class Settings:
     calls : int
         Calls of an operation in a row for one sample.
     rounds : int
-        Samples of each, of plain and of paged.
+        Samples of each, of plain, bare and paged.
     layer_seconds : tuple of float
         How long a layer is to take with plain weights.
     layers, width : int
@@ -68,19 +69,28 @@ class Operation:
         How many of its arguments are paged.
     seconds_per_argument : float
         Median over the rounds of paged less plain, over the number of paged arguments.
+    seconds_over_bare : float
+        The same of paged less bare.
     """
 
     name: str
     paged_arguments: int
     plain: tuple[float, ...]
+    bare: tuple[float, ...]
     paged: tuple[float, ...]
     seconds_per_argument: float
+    seconds_over_bare: float
 
     @classmethod
-    def of(cls, name: str, arguments: int, plain: tuple[float, ...], paged: tuple[float, ...]) -> Operation:
-        """From its samples."""
-        differences = [theirs - ours for ours, theirs in zip(plain, paged, strict=True)]
-        return cls(name, arguments, plain, paged, statistics.median(differences) / arguments)
+    def of(
+        cls, name: str, arguments: int, plain: tuple[float, ...], bare: tuple[float, ...], paged: tuple[float, ...]
+    ) -> Operation:
+        """An operation from its samples."""
+        over_plain, over_bare = (
+            statistics.median(theirs - ours for ours, theirs in zip(other, paged, strict=True)) / arguments
+            for other in (plain, bare)
+        )
+        return cls(name, arguments, plain, bare, paged, over_plain, over_bare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,8 @@ class Layers:
         Whether paged gave the same bits as plain.
     ratio : float
         Paged over plain: median over the rounds.
+    ratio_to_bare : float
+        Paged over bare, likewise.
     """
 
     layer_seconds: float
@@ -105,21 +117,31 @@ class Layers:
     width: int
     equal: bool
     plain: tuple[float, ...]
+    bare: tuple[float, ...]
     paged: tuple[float, ...]
     ratio: float
+    ratio_to_bare: float
 
     @classmethod
     def of(
-        cls, tokens: int, layers: int, width: int, equal: bool, plain: tuple[float, ...], paged: tuple[float, ...]
+        cls,
+        tokens: int,
+        layers: int,
+        width: int,
+        equal: bool,
+        plain: tuple[float, ...],
+        bare: tuple[float, ...],
+        paged: tuple[float, ...],
     ) -> Layers:
-        """From its samples."""
+        """A stack from its samples."""
         each = statistics.median(plain) / layers
-        return cls(each, tokens, layers, width, equal, plain, paged, median_ratio(paged, plain))
+        ratios = median_ratio(paged, plain), median_ratio(paged, bare)
+        return cls(each, tokens, layers, width, equal, plain, bare, paged, *ratios)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out.
+    """Results of a run.
 
     Attributes
     ----------
@@ -157,24 +179,36 @@ def table(outcome: Outcome) -> Group:
     """Operations, then layers."""
     operations = Table(title="One call, everything resident: median, in microseconds")
     operations.add_column("operation")
-    for name in ("plain", "paged", "paged arguments", "for each"):
+    for name in ("plain", "bare", "paged", "paged arguments", "for each", "over bare"):
         operations.add_column(name, justify="right")
     for item in outcome.operations:
         operations.add_row(
             item.name,
             f"{statistics.median(item.plain) * 1e6:.1f}",
+            f"{statistics.median(item.bare) * 1e6:.1f}",
             f"{statistics.median(item.paged) * 1e6:.1f}",
             str(item.paged_arguments),
             f"{item.seconds_per_argument * 1e6:.1f}",
+            f"{item.seconds_over_bare * 1e6:.1f}",
         )
     layers = Table(title="A stack of transformer layers, everything resident")
-    for name in ("plain, ms a layer", "paged, ms a layer", "paged / plain", "layers", "width", "tokens", "same bits"):
+    for name in (
+        "plain, ms a layer",
+        "paged, ms a layer",
+        "paged / plain",
+        "paged / bare",
+        "layers",
+        "width",
+        "tokens",
+        "same bits",
+    ):
         layers.add_column(name, justify="right")
     for stack in outcome.layers:
         layers.add_row(
             f"{stack.layer_seconds * 1e3:.2f}",
             f"{statistics.median(stack.paged) / stack.layers * 1e3:.2f}",
             f"{stack.ratio:.3f}",
+            f"{stack.ratio_to_bare:.3f}",
             str(stack.layers),
             str(stack.width),
             str(stack.tokens),

@@ -1,4 +1,4 @@
-"""Plain and paged in turn, with everything resident: operations, and stacks of layers."""
+"""Plain, bare and paged in turn, with everything resident: operations, and stacks of layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from farpool import Pool, offload, restore
+from farpool.bench.bare import BareTensor, wrap_parameters
 from farpool.bench.measure import in_turn, mean_seconds
 from farpool.bench.overhead import Layers, Operation
 from farpool.bench.stack import Stack, seconds_of, synchronize, tokens_for
@@ -27,24 +28,24 @@ _WARM = 8
 
 
 class _Case(NamedTuple):
-    """A call with plain and one with paged arguments."""
+    """A call with plain arguments, one with arguments in bare wrappers, and one with paged ones."""
 
     name: str
     paged_arguments: int
     plain: Callable[[], object]
+    bare: Callable[[], object]
     paged: Callable[[], object]
 
 
 def measure_operations(device: str, calls: int, rounds: int, progress: Progress) -> tuple[Operation, ...]:
-    """Seconds of a call, plain and paged in turn."""
+    """Seconds of a call, plain, bare and paged in turn."""
     measured = []
     with torch.no_grad(), Pool(fast="16MiB", dram="16MiB", device=device) as pool:
         for case in _cases(pool, device):
-            works = [partial(_calls, work, calls, device) for work in (case.plain, case.paged)]
+            works = [partial(_calls, work, calls, device) for work in (case.plain, case.bare, case.paged)]
             for work in works * _WARM:
                 work()
-            plain, paged = in_turn(works, rounds, case.name, progress)
-            measured.append(Operation.of(case.name, case.paged_arguments, plain, paged))
+            measured.append(Operation.of(case.name, case.paged_arguments, *in_turn(works, rounds, case.name, progress)))
         del case, works  # nobody needs their tensors when the pool ends
     return tuple(measured)
 
@@ -64,48 +65,63 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
 
     inputs, weight, bias = random(_ROWS, _WIDTH), random(_WIDTH, _WIDTH), random(_WIDTH)
     paged_weight, paged_bias = pool.from_tensor(weight), pool.from_tensor(bias)
+    bare_weight, bare_bias = BareTensor(weight), BareTensor(bias)
     yield _Case(
         f"linear {_WIDTH}×{_WIDTH}",
         2,
         lambda: functional.linear(inputs, weight, bias),
+        lambda: functional.linear(inputs, bare_weight, bare_bias),
         lambda: functional.linear(inputs, paged_weight, paged_bias),
     )
     scale = random(_WIDTH)
-    paged_scale = pool.from_tensor(scale)
+    bare_scale, paged_scale = BareTensor(scale), pool.from_tensor(scale)
     yield _Case(
         "layer_norm",
         2,
         lambda: functional.layer_norm(inputs, (_WIDTH,), scale, bias),
+        lambda: functional.layer_norm(inputs, (_WIDTH,), bare_scale, bare_bias),
         lambda: functional.layer_norm(inputs, (_WIDTH,), paged_scale, paged_bias),
     )
     added, paged_added = random(_WIDTH, _WIDTH), pool.from_tensor(weight)
-    yield _Case("add_", 1, lambda: added.add_(weight), lambda: paged_added.add_(weight))
+    bare_added = BareTensor(random(_WIDTH, _WIDTH))
+    yield _Case(
+        "add_", 1, lambda: added.add_(weight), lambda: bare_added.add_(weight), lambda: paged_added.add_(weight)
+    )
     moment, paged_moment = random(_WIDTH, _WIDTH), pool.from_tensor(weight)
+    bare_moment = BareTensor(random(_WIDTH, _WIDTH))
+
+    def decay_and_add() -> None:
+        bare_moment.mul_(0.9)
+        bare_moment.add_(bare_added, alpha=0.1)
+
     yield _Case(
         "mul_, add_ (moment)",
         3,
         lambda: moment.mul_(0.9).add_(added, alpha=0.1),
+        decay_and_add,
         lambda: paged_moment.mul_(0.9).add_(paged_added, alpha=0.1),
     )
     table = random(_VOCABULARY, _WIDTH)
-    words = torch.nn.Embedding(_VOCABULARY, _WIDTH, _weight=table)
+    words, bare_words = (torch.nn.Embedding(_VOCABULARY, _WIDTH, _weight=table.clone()) for _ in range(2))
+    wrap_parameters(bare_words)
     paged_words = offload(torch.nn.Embedding(_VOCABULARY, _WIDTH, _weight=table.clone()), pool)
     row = torch.tensor([7], device=device)
-    yield _Case("embedding row", 1, lambda: words(row), lambda: paged_words(row))
+    yield _Case("embedding row", 1, lambda: words(row), lambda: bare_words(row), lambda: paged_words(row))
     restore(paged_words)
 
 
 def measure_layers(device: str, seconds: float, layers: int, width: int, rounds: int, progress: Progress) -> Layers:
-    """Seconds of a pass through a stack whose layers take about `seconds` each, plain and paged in turn."""
-    plain, paged = (Stack(layers, width).to(device) for _ in range(2))
+    """Seconds of a pass through a stack whose layers take about `seconds` each: plain, bare and paged in turn."""
+    plain, bare, paged = (Stack(layers, width).to(device) for _ in range(3))
+    wrap_parameters(bare)
     step = f"Layers of {seconds * 1e3:g} ms"
     tokens = tokens_for(lambda count: seconds_of(plain, plain.inputs(count), device)[0], seconds * layers)
     inputs = plain.inputs(tokens)
     with Pool(fast=2 * paged.nbytes, dram=2 * paged.nbytes, device=device) as pool:
         offload(paged, pool)
         for _ in range(_WARM):
-            expected, got = (seconds_of(model, inputs, device)[1] for model in (plain, paged))
-        works = [partial(_pass, model, inputs, device) for model in (plain, paged)]
+            expected, _, got = (seconds_of(model, inputs, device)[1] for model in (plain, bare, paged))
+        works = [partial(_pass, model, inputs, device) for model in (plain, bare, paged)]
         samples = in_turn(works, rounds, step, progress)
         restore(paged)
     return Layers.of(tokens, layers, width, torch.equal(expected, got), *samples)

@@ -59,7 +59,7 @@ class Driver(Protocol):
 
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
-    def acquire(self, uses: Sequence[Use], op: str, rows: bool, timeout: float, careful: bool) -> Grant | None:
+    def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None:
         """Bring operands into the arena and pin them; without the lock.
 
         Parameters
@@ -133,16 +133,20 @@ class ExecutorDriver:
 
     Parameters
     ----------
+    timeout : float
+        Seconds that an access waits for its operands.
+    waited : Waited
     watch : Watcher, optional
         Debug mode.
     """
 
-    def __init__(self, pager: Pager, executor: Executor, waited: Waited, watch: Watcher | None) -> None:
+    def __init__(self, pager: Pager, executor: Executor, timeout: float, waited: Waited, watch: Watcher | None) -> None:
         self.attention = watch is not None
         self.granted = 0
         self.peak = 0
         self._pager = pager
         self._executor = executor
+        self._timeout = timeout
         self._waited = waited
         self._watch = watch
         self._lock = threading.Condition(threading.Lock())
@@ -159,7 +163,7 @@ class ExecutorDriver:
 
     # ---- accesses -----------------------------------------------------------------------------------------------
 
-    def acquire(self, uses: Sequence[Use], op: str, rows: bool, timeout: float, careful: bool) -> Grant | None:
+    def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None:
         if not careful and (self.attention or any(use.storage.loose for use in uses)):
             return None
         runs, places = runs_of(uses, rows=rows)
@@ -173,7 +177,7 @@ class ExecutorDriver:
                 self.note_ends()
             access = self._pager.request(runs, time.monotonic())
             self.start()
-            waited = 0.0 if access.granted else self._await(access, op, timeout)
+            waited = 0.0 if access.granted else self._await(access, op)
             if self._watch is not None:
                 self._watch.granted(access, uses, op)
             self.granted += 1
@@ -181,8 +185,8 @@ class ExecutorDriver:
         at = access.places
         return Grant(tuple([at[run] + offset if run >= 0 else 0 for run, offset in places]), access, waited)
 
-    def _await(self, access: Access, op: str, timeout: float) -> float:
-        start = time.monotonic()
+    def _await(self, access: Access, op: str) -> float:
+        start, timeout = time.monotonic(), self._timeout
         block, tier = self._awaited(access)
         try:
             while not access.granted and access.error is None:

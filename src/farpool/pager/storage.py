@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from farpool._native import Grant, Layout
@@ -45,24 +44,22 @@ class BlockExtent(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The blocks of a storage; see the attributes of `Storage`."""
 
     first: int
-    count: int
+    blocks: int
     offset: int
     block_bytes: int
     shared: bool
     adopted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(NamedTuple):
     """The blocks to free of a storage that nobody refers to any more."""
 
     first: int
-    count: int
+    blocks: int
     nbytes: int
     cls: str
     adopted: bool
@@ -203,7 +200,7 @@ class Storage:
         self.cls = cls
         self.name = name
         self.row_bytes = row_bytes
-        self.layout = Layout(blocks.first, blocks.count, blocks.offset, blocks.block_bytes, nbytes, blocks.shared)
+        self.layout = Layout(blocks.first, blocks.blocks, blocks.offset, blocks.block_bytes, nbytes, blocks.shared)
         self.adopted = blocks.adopted
         self.made = made
         self.first_used = -1

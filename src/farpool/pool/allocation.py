@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from farpool.pager import Pager
 from farpool.pager.storage import Blocks, Cut, Dropped, block_bytes
@@ -84,11 +84,11 @@ class Allocation:
             self._pager.adopt(block, source, offset, inside, nbytes)
             return Blocks(block, 1, inside, self.sizes.shared, True, True)
         blocks = self._create(nbytes, cls, row_bytes, name, adopted=True)
-        for index in range(blocks.count):
+        for index in range(blocks.blocks):
             start = index * blocks.block_bytes
             size = min(blocks.block_bytes, nbytes - start)
             self._pager.adopt(blocks.first + index, source, offset + start, 0, size)
-        return replace(blocks, adopted=True)
+        return blocks._replace(adopted=True)
 
     def _create(self, nbytes: int, cls: str, row_bytes: int, name: str, *, adopted: bool) -> Blocks:
         step = block_bytes(nbytes, self.sizes, row_bytes, cls)
@@ -123,7 +123,7 @@ class Allocation:
         self.live[dropped.cls] -= dropped.nbytes
         if not dropped.adopted:
             self.written -= dropped.nbytes
-        if dropped.count == 0:
+        if dropped.blocks == 0:
             return
         shared = self._shared.get(dropped.first)
         if shared is not None:
@@ -134,10 +134,10 @@ class Allocation:
             for key in [key for key, block in self._open.items() if block == dropped.first]:
                 del self._open[key]
         del self.made[dropped.first]
-        self._pager.retire(dropped.first, dropped.count)
+        self._pager.retire(dropped.first, dropped.blocks)
         if self._recorder.recordings:
-            self._recorder.freed(dropped.first, dropped.count)
-        self.retired.append((dropped.first, dropped.count))
+            self._recorder.freed(dropped.first, dropped.blocks)
+        self.retired.append((dropped.first, dropped.blocks))
 
     def collect(self) -> None:
         """Free retired blocks on which nothing is under way any more."""

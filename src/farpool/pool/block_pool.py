@@ -129,10 +129,10 @@ class BlockPool:
         _POOLS.add(self)
 
     def _make_driver(self) -> Driver:
-        executor = self._executor
+        executor, timeout = self._executor, self.config.timeout
         if isinstance(executor, ThreadExecutor):
-            return _native.Driver(self.pager, executor.queue, executor.address, executor.ports, self._waited)
-        return ExecutorDriver(self.pager, executor, self._waited, self._watch)
+            return _native.Driver(self.pager, executor.queue, executor.address, executor.ports, timeout, self._waited)
+        return ExecutorDriver(self.pager, executor, timeout, self._waited, self._watch)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -329,22 +329,26 @@ class BlockPool:
         return self._acquire_carefully(uses, op, rows) if grant is None else grant
 
     def _ask(self, uses: Sequence[Use], op: str, rows: bool, *, careful: bool) -> Grant | None:
-        refusal: FarpoolError
         try:
-            return self.driver.acquire(uses, op, rows, self.config.timeout, careful)
-        except TooLargeError as error:
-            packed = self.allocation.sizes.packed
-            refusal = operands_too_large(error, uses, op, self.pager.capacity, self._storages, packed)
-        except NoRoomError as error:
-            refusal = no_room(error, op, self._lower.tiers)
-        except TransferFailedError as error:
-            failure, tier, block = error.args
-            refusal = with_tier_and_block(failure, self._lower.names[tier] if tier >= 0 else "", block)
+            return self.driver.acquire(uses, op, rows, careful)
+        except (TooLargeError, NoRoomError, TransferFailedError) as error:
+            refusal = self.refusal(error, uses, op)
         # Not in the clause above: as the context of this error, the one caught there would keep all frames on the way.
         try:
             raise refusal
         finally:
             del refusal  # or this frame and the error would hold each other, and all that the frames on the way hold
+
+    def refusal(
+        self, error: TooLargeError | NoRoomError | TransferFailedError, uses: Sequence[Use], op: str
+    ) -> FarpoolError:
+        """The error to raise where the pager refuses the operands of an operation."""
+        if isinstance(error, TooLargeError):
+            return operands_too_large(error, uses, op, self.pager.capacity, self._storages, self.arena.alignment)
+        if isinstance(error, NoRoomError):
+            return no_room(error, op, self._lower.tiers)
+        failure, tier, block = error.args
+        return with_tier_and_block(failure, self._lower.names[tier] if tier >= 0 else "", block)
 
     def _acquire(self, uses: Sequence[Use], op: str) -> Grant:
         return self._granted(self._ask(uses, op, False, careful=True))

@@ -1,7 +1,7 @@
 """Computing with paged arguments: acquire the bytes that they view, run on real tensors over the arena, release.
 
 All bytes are acquired in one call, so two threads cannot wait for each other. The common case, a few paged arguments
-of different storages, has a short way of its own: this is the hot path of every step.
+of different storages, is handled by the native core (`farpool.tensors.calls`); this is for all others.
 """
 
 from __future__ import annotations
@@ -14,93 +14,51 @@ import torch
 from farpool.errors import PoolMixError, UnsupportedError
 from farpool.pager import Mode
 from farpool.pager.use import Use
-from farpool.tensors.arena import ArenaViews
+from farpool.tensors.calls import calls
 from farpool.tensors.copies import compute_on_copies
-from farpool.tensors.lazy import lazy_bits, run
+from farpool.tensors.lazy import lazy_bits
 from farpool.tensors.operands import Operands, paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.schema import Signature, signature_of
 from farpool.tensors.treatment import Treatment
 from farpool.tensors.viewing import check_open
 
-__all__ = ["compute"]
-
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+__all__ = ["compute", "explain", "wrap_results"]
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on real tensors."""
-    signature = signature_of(func)
+    result = calls.compute(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     try:
-        if signature.simple:
-            result = _compute_few(signature, func, args, kwargs)
-            if result is not NotImplemented:
-                return result
         with lazy_bits():
-            return _compute_any(signature, func, args, kwargs)
+            return _compute_any(signature_of(func), func, args, kwargs)
     except RuntimeError as error:
-        if "storage that is not resizable" not in str(error):
-            raise
+        explain(error, func, args, kwargs)
+        raise
+
+
+def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+    """Raise what an error of an operator on real tensors means, where its own words would mislead.
+
+    Raises
+    ------
+    UnsupportedError
+        It would have resized memory of the arena.
+    """
+    if "storage that is not resizable" in str(error):
+        target = describe(paged_arguments(args, kwargs or {})[0])
         raise UnsupportedError(
-            f"{signature.name} would resize {describe(paged_arguments(args, kwargs)[0])} or a view of it: "
+            f"{signature_of(func).name} would resize {target} or a view of it: "
             "pass it a plain copy, pool.materialize(t)"
         ) from error
 
 
-def _compute_few(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The short way, for arguments of different storages of one pool; `NotImplemented` where it does not lead."""
-    for value in kwargs.values():
-        if type(value) is PagedTensor:
-            return NotImplemented
-    writes = signature.writes
-    values = list(args)
-    found: list[tuple[int, PagedTensor]] = []
-    uses: list[Use] = []
-    pool = None
-    for position, value in enumerate(args):
-        if type(value) is PagedTensor:
-            footprint = value._footprint
-            storage = footprint.storage
-            if footprint.start == footprint.stop or (pool is not None and storage.pool is not pool):
-                return NotImplemented
-            for use in uses:
-                if use.storage is storage:
-                    return NotImplemented
-            pool = storage.pool
-            found.append((position, value))
-            uses.append(footprint.writer() if position in writes else footprint.reader())
-    if pool is None:
-        return NotImplemented
-
-    access = pool.acquire(uses, signature.name)
-    try:
-        places = iter(access.offsets)
-        for position, tensor in found:
-            values[position] = tensor._footprint.real_at(next(places), _requires_grad(tensor))
-        result = run(func, values, kwargs)
-        if writes:
-            for position, tensor in found:
-                if position in writes:
-                    tensor._footprint.check_real(values[position])
-        if _is_plain(result, footprint.arena):
-            return result
-        for position, tensor in found:
-            if result is values[position]:
-                return tensor
-        if type(result) is tuple and all([_is_plain(item, footprint.arena) for item in result]):
-            return result
-        with lazy_bits():
-            return Operands.of([(tensor, values[position]) for position, tensor in found]).wrap_all(result)
-    except BaseException:
-        for _, tensor in found:
-            tensor._footprint.forget_real()
-        raise
-    finally:
-        pool.release(access)
-
-
-def _is_plain(result: Any, arena: ArenaViews) -> bool:
-    return type(result) is torch.Tensor and result.layout is torch.strided and not arena.aliases(result)
+def wrap_results(pairs: Sequence[tuple[PagedTensor, torch.Tensor]], result: Any) -> Any:
+    """Results of an operation as the program may see them; `pairs` are its paged arguments and what stood for them."""
+    with lazy_bits():
+        return Operands.of(pairs).wrap_all(result)
 
 
 def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

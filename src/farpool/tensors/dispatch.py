@@ -4,20 +4,26 @@ In this order: a rule written for the operation; a view; an operation made of ot
 everything else computes on real tensors (`farpool.tensors.compute`), and if these do not fit into the fast tier, by the
 operation's fallback.
 
-This is the hot path of every step: plain loops, no tree walk.
+Operators that need no more than pinning and real tensors, or a view that was made before, are told to the native core
+when they are first seen, and do not come here again (`farpool.tensors.calls`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from farpool._native import Calls
 from farpool.errors import BudgetError, PoolClosedError, UnsupportedError
+from farpool.pager import NoRoomError, TooLargeError, TransferFailedError
 from farpool.tensors import survivors
-from farpool.tensors.compute import compute
+from farpool.tensors.calls import calls
+from farpool.tensors.compute import compute, explain, wrap_results
+from farpool.tensors.footprint import Footprint
 from farpool.tensors.lazy import lazy_bits, run
 from farpool.tensors.operands import paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor, describe
@@ -27,6 +33,7 @@ from farpool.tensors.viewing import change_geometry, view
 
 __all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule", "rule_of"]
 
+Kind = Calls.Kind
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Handles an overload; returns NotImplemented to leave it to the general path."""
 
@@ -103,10 +110,25 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 
 def _handler_of(func: Any) -> Rule:
     """Analyse an overload that is seen for the first time."""
-    general = _TREATMENTS[signature_of(func).treatment]
+    signature = signature_of(func)
+    general = _TREATMENTS[signature.treatment]
     if func in _fallbacks:
         general = _retried(general, _fallbacks[func])
     chosen = rule_of(func)
+    if signature.treatment is Treatment.ARENA and signature.simple:
+        writes = sum(1 << position for position in signature.writes)
+        ruled, retried = chosen is not None, func in _fallbacks
+        calls.learn(func, func._op, signature.name, Kind.COMPUTE, writes=writes, retried=retried, ruled=ruled)
+    elif (
+        chosen is None
+        and signature.treatment is Treatment.VIEW
+        and signature.view_of == 0
+        and signature.view_of_numbers
+    ):
+        calls.learn(func, func._op, signature.name, Kind.VIEW)
+    elif chosen is None and signature.treatment is Treatment.DECOMPOSED and func not in _fallbacks:
+        kind = Kind.COMPOSED_OF_VIEWS if signature.marks_views else Kind.COMPOSED
+        calls.learn(func, func._op_dk, signature.name, kind)
     return general if chosen is None else _ruled(chosen, general)
 
 
@@ -187,6 +209,19 @@ _TREATMENTS: dict[Treatment, Rule] = {
     Treatment.COPIES: compute,
     Treatment.REFUSED: _refuse,
 }
+
+calls.bind(
+    torch,
+    PagedTensor,
+    Footprint,
+    SimpleNamespace(
+        dispatch=dispatch,
+        wrap_results=wrap_results,
+        explain=explain,
+        refusals=(TooLargeError, NoRoomError, TransferFailedError),
+        budget_error=BudgetError,
+    ),
+)
 
 # The rules build on this module.
 import farpool.tensors.rules as _all_rules  # noqa: E402, F401

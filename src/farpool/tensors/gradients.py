@@ -7,9 +7,9 @@ import torch
 from farpool import _native
 from farpool.pager import Mode
 from farpool.pager.use import Use
-from farpool.tensors.factories import allocate, from_tensor
+from farpool.tensors.factories import from_tensor
 from farpool.tensors.footprint import Footprint
-from farpool.tensors.geometry import is_strided
+from farpool.tensors.geometry import is_strided, row_bytes_of
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
 
@@ -53,8 +53,9 @@ def _copied(like: Footprint, grad: torch.Tensor, name: str) -> PagedTensor | Non
         return None
     if grad.is_conj() or grad.is_neg() or grad._is_zerotensor():  # what it has of memory are not its values
         return None
-    paged = allocate(pool, grad.size(), grad.stride(), grad.dtype, cls="gradient", name=name)
-    storage = paged._storage
+    size, stride = grad.size(), grad.stride()
+    storage = pool.allocate(nbytes, cls="gradient", row_bytes=row_bytes_of(size, stride, grad.itemsize), name=name)
+    paged = PagedTensor.over(Footprint(storage, like.arena, grad.dtype, size, stride, 0))
     if storage.count > 1:
         copy_dense(paged, grad, "farpool.gradient")
         return paged

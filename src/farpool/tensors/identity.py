@@ -27,7 +27,7 @@ __all__ = [
     "swap",
 ]
 
-_INTERNAL = frozenset(("_storage", "_arena", "_footprint", "_gradient_hook"))
+_INTERNAL = frozenset(("_footprint", "_gradient_hook"))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 
 from farpool.errors import UnsupportedError
 from farpool.pool import Pool, pool_of
+from farpool.tensors.calls import calls
 from farpool.tensors.footprint import Footprint
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["PagedTensor", "describe"]
 
 _native_data: Any = torch._C.TensorBase.data
-_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
-_throw_on_data_ptr: Any = torch._C._set_throw_on_mutable_data_ptr
 
 
 def describe(tensor: PagedTensor) -> str:
@@ -52,8 +51,6 @@ class PagedTensor(torch.Tensor):
     other results of computations are plain tensors.
     """
 
-    _storage: Storage
-    _arena: ArenaViews
     _footprint: Footprint
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -78,38 +75,20 @@ class PagedTensor(torch.Tensor):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    @staticmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch.dispatch(func, types, args, kwargs)
+    __torch_dispatch__ = staticmethod(calls.dispatch)  # type: ignore[assignment]
 
     @staticmethod
     def over(footprint: Footprint, *, requires_grad: bool = False) -> PagedTensor:
         """A tensor that views what `footprint` says."""
-        if torch.is_inference_mode_enabled():
-            # As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
-            with torch.inference_mode(False):
-                return PagedTensor.over(footprint, requires_grad=requires_grad)
-        self: PagedTensor = _make_wrapper(
-            PagedTensor,
-            footprint.size,
-            strides=footprint.stride,
-            storage_offset=footprint.offset,
-            dtype=footprint.dtype,
-            device=footprint.arena.device,
-            requires_grad=requires_grad,
-        )
-        # Native code that asks for an address gets an error instead of a null pointer.
-        _throw_on_data_ptr(self)
-        if footprint.conj:
-            torch._C._set_conj(self, True)
-        if footprint.neg:
-            torch._C._set_neg(self, True)
-        self._storage = footprint.storage
-        self._arena = footprint.arena
-        self._footprint = footprint
-        return self
+        return calls.wrap(footprint, requires_grad)  # type: ignore[return-value]
+
+    @property
+    def _storage(self) -> Storage:
+        return self._footprint.storage
+
+    @property
+    def _arena(self) -> ArenaViews:
+        return self._footprint.arena
 
     @property
     def pool(self) -> Pool:
@@ -129,8 +108,6 @@ class PagedTensor(torch.Tensor):
     def rebind(self, other: PagedTensor) -> None:
         """Become a view of what `other` views, keeping identity, autograd history and attributes."""
         _native_data.__set__(self, other)
-        self._storage = other._storage
-        self._arena = other._arena
         self._footprint = other._footprint
 
     # -- identity ---------------------------------------------------------------------------------------------------
@@ -227,7 +204,7 @@ class PagedTensor(torch.Tensor):
 
 
 # These build on the class, and its methods on them.
-import farpool.tensors.dispatch as _dispatch  # noqa: E402
+import farpool.tensors.dispatch  # noqa: E402, F401
 import farpool.tensors.factories as _factories  # noqa: E402
 import farpool.tensors.gradients as _gradients  # noqa: E402
 import farpool.tensors.identity as _identity  # noqa: E402

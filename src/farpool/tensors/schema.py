@@ -47,7 +47,7 @@ class Signature:
     outputs : frozenset of str
         Keyword arguments that receive results and may be resized for them.
     simple : bool
-        torch's own, with no outputs and no lists of tensors.
+        torch's own, with no outputs.
     view_of_numbers : bool
         Besides the first argument, which the results alias, it looks at no tensors.
     """
@@ -103,9 +103,6 @@ def signature_of(func: Any) -> Signature:
         marks_views=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView"),
         writes=frozenset(writes),
         outputs=frozenset(outputs),
-        simple=treatment is not Treatment.COPIES
-        and namespace == "aten"
-        and not outputs
-        and not any("List[Tensor]" in kind or "List[Optional" in kind for kind in kinds),
+        simple=namespace == "aten" and not outputs,
         view_of_numbers=not any("Tensor" in kind for kind in kinds[1:]),
     )

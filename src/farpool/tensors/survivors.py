@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from farpool.errors import LifetimeError
+from farpool.tensors.calls import calls
 
 __all__ = ["in_use", "look_for_survivors", "note", "without_survivors"]
 
@@ -36,6 +37,7 @@ def look_for_survivors() -> None:
     """From now on, look for them."""
     global in_use
     in_use = True
+    calls.suspend()
 
 
 def note(memory: torch.UntypedStorage | torch.Tensor) -> None:

@@ -49,10 +49,10 @@ def view_like(source: PagedTensor, shape: torch.Tensor) -> PagedTensor:
 
 
 def _key(func: Any, args: tuple[Any, ...]) -> Any:
-    """What identifies a view of one tensor."""
+    """What identifies a view of one tensor, here and in the native core."""
     if len(args) == 1:
-        return func
-    return (func, *[tuple(value) if type(value) is list else value for value in args[1:]])
+        return func._op
+    return (func._op, *[tuple(value) if type(value) is list else value for value in args[1:]])
 
 
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: PagedTensor) -> Any:
@@ -61,7 +61,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Paged
         check_open(source)
     footprint = source._footprint
     key = _key(func, args) if not kwargs and signature_of(func).view_of_numbers else None
-    found = footprint.view(key) if key is not None else None
+    found = footprint.views.get(key) if key is not None else None
     if found is None:
         with lazy_bits():
             shapes = func(

@@ -50,24 +50,29 @@ def _elements(name: str, value: Any, part: slice) -> Any:
 
 def _parts(lists: Sequence[Sequence[Any]], count: int) -> Iterator[slice]:
     """Stretches of the lists that take little room together, or have one element."""
-    start = total = fast = 0
-    blocks: dict[int, int] = {}
+    start = total = pinned = 0
+    blocks: set[int] = set()
     for index in range(count):
+        storages = []
         nbytes = 0
-        touched: dict[int, int] = {}
         for value in lists:
             tensor = value[index]
             if type(tensor) is PagedTensor:
-                storage = tensor._storage
-                fast = storage.pool.fast
-                nbytes += tensor.nbytes
-                touched[storage.first] = storage.count * storage.block_bytes
-        together = blocks | touched
-        if index > start and (total + nbytes > fast // _SHARE or sum(together.values()) > fast // _PINNED):
+                footprint = tensor._footprint
+                nbytes += footprint.stop - footprint.start
+                storages.append(footprint.storage)
+        if not storages:
+            continue
+        fast = storages[0].pool.fast
+        touched = {storage.first: storage.count * storage.block_bytes for storage in storages}
+        more = sum(room for first, room in touched.items() if first not in blocks)
+        if index > start and (total + nbytes > fast // _SHARE or pinned + more > fast // _PINNED):
             yield slice(start, index)
-            start, total, together = index, 0, touched
+            start, total, pinned, more = index, 0, 0, sum(touched.values())
+            blocks.clear()
         total += nbytes
-        blocks = together
+        pinned += more
+        blocks.update(touched)
     yield slice(start, count)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from farpool._native import Calls
+from farpool.tensors.calls import calls
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
@@ -14,10 +16,17 @@ from farpool.tensors.viewing import view
 _aten = torch.ops.aten
 
 
-@rule(_aten.detach.default, _aten.alias.default, _aten.lift.default, _aten.lift_fresh.default)
+_ALIASES = (_aten.detach.default, _aten.alias.default, _aten.lift.default, _aten.lift_fresh.default)
+
+
+@rule(*_ALIASES)
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedTensor:
     source: PagedTensor = args[0]
     return PagedTensor.over(source._footprint)
+
+
+for _alias in _ALIASES:
+    calls.learn(_alias, _alias._op, str(_alias), Calls.Kind.ALIAS)
 
 
 @rule(

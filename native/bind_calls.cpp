@@ -1,0 +1,719 @@
+// Operations on paged tensors, as far as they need no Python: the hot path of every step.
+//
+// torch hands each operation that has a paged argument to `Calls::dispatch`. Most have theirs in different storages of one
+// pool: their operands are pinned, real tensors over the arena (made before, if they lie where they lay) stand
+// for them while the operator runs, and they are let go. Views only pair a geometry that was worked out before with a new
+// tensor object. Whatever is not like that is handled in Python, by `farpool.tensors.dispatch`, which also tells this file
+// which operators it may run.
+//
+// Tensors are known here as Python objects only: the core is built without torch.
+#include <array>
+#include <unordered_map>
+
+#include "bound_driver.hpp"
+
+using farpool::pager::Layout;
+using farpool::pager::Mode;
+using farpool::pager::Use;
+
+namespace {
+
+// What a paged tensor touches of its storage, and what was made of that before. Nothing of it changes but what it remembers.
+struct Footprint {
+    nb::object storage;
+    nb::object pool;
+    nb::object driver;
+    BoundDriver* native;  // null where the driver is a Python object
+    std::shared_ptr<const Layout> layout;
+    nb::object arena;  // its views
+    nb::object device;
+    std::uintptr_t arena_start;
+    std::uintptr_t arena_stop;
+    nb::object dtype;
+    nb::tuple size;
+    nb::tuple stride;
+    std::int64_t offset;  // in elements, from the storage's start
+    bool conj;
+    bool neg;
+    std::int64_t start = 0;  // bytes of the storage that the elements touch
+    std::int64_t stop = 0;
+    nb::object reader = nb::none();
+    nb::object writer = nb::none();
+    // The real tensor made last, whether it requires a gradient, and where in the arena it lies.
+    nb::object real = nb::none();
+    bool trained = false;
+    std::int64_t place = farpool::pager::nowhere;
+    nb::dict views = nb::dict();
+
+    Use use(bool write) const { return {layout, start, stop, write ? Mode::write : Mode::read}; }
+    bool has_real(std::int64_t at, bool requires_grad) const {
+        return place == at && trained == requires_grad && !real.is_none();
+    }
+    void forget_real() { real = nb::none(); }
+    // The same bytes as an object that Python code passes on.
+    const nb::object& bound_use(bool write) {
+        nb::object& bound = write ? writer : reader;
+        if (bound.is_none()) {
+            bound = nb::cast(BoundUse{storage, use(write)});
+        }
+        return bound;
+    }
+
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            const Footprint& it = *nb::inst_ptr<Footprint>(self);
+            for (const nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real,
+                                           static_cast<const nb::object*>(&it.views)}) {
+                Py_VISIT(held->ptr());
+            }
+        }
+        return 0;
+    }
+    static int clear(PyObject* self) {
+        if (nb::inst_ready(self)) {
+            Footprint& it = *nb::inst_ptr<Footprint>(self);
+            it.native = nullptr;
+            for (nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real}) {
+                *held = nb::none();
+            }
+            it.views.clear();
+        }
+        return 0;
+    }
+};
+
+PyType_Slot footprint_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(Footprint::traverse)},
+                                 {Py_tp_clear, reinterpret_cast<void*>(Footprint::clear)},
+                                 {0, nullptr}};
+
+void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::object dtype, nb::handle size, nb::handle stride,
+                    std::int64_t offset, bool conj, bool neg) {
+    nb::object pool = storage.attr("pool");
+    nb::object driver = nb::getattr(pool, "driver", nb::none());  // tests have other pools
+    BoundDriver* native = nullptr;
+    nb::try_cast(driver, native);
+    auto layout = nb::cast<std::shared_ptr<const Layout>>(storage.attr("layout"));
+    nb::object device = arena.attr("device");
+    const auto arena_start = nb::cast<std::uintptr_t>(arena.attr("start"));
+    const auto arena_stop = nb::cast<std::uintptr_t>(arena.attr("stop"));
+    const auto itemsize = nb::cast<std::int64_t>(dtype.attr("itemsize"));
+    new (self) Footprint{std::move(storage), std::move(pool),  std::move(driver), native,           std::move(layout),
+                         std::move(arena),   std::move(device), arena_start,      arena_stop,       std::move(dtype),
+                         nb::tuple(size),    nb::tuple(stride), offset,           conj,             neg};
+    std::int64_t reach = 0;
+    for (std::size_t dim = 0; dim < self->size.size(); ++dim) {
+        const auto extent = nb::cast<std::int64_t>(self->size[dim]);
+        if (extent == 0) {
+            return;
+        }
+        reach += (extent - 1) * nb::cast<std::int64_t>(self->stride[dim]);
+    }
+    self->start = offset * itemsize;
+    self->stop = (offset + reach + 1) * itemsize;
+}
+
+nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) {
+    PyObject* result = PyObject_Vectorcall(function.ptr(), std::data(arguments), std::size(arguments), nullptr);
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+nb::object call_method(nb::handle object, const nb::object& name) {
+    PyObject* result = PyObject_CallMethodNoArgs(object.ptr(), name.ptr());
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+nb::object attribute(nb::handle object, const nb::object& name) {
+    PyObject* result = PyObject_GetAttr(object.ptr(), name.ptr());
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+class Calls {
+public:
+    // What an operator does that may be run here.
+    enum class Kind : int {
+        compute = 0,            // runs on real tensors
+        view = 1,               // views its first argument; which part, the others say, which are no tensors
+        alias = 2,              // another tensor over the same bytes
+        composed = 3,           // is made of others, which are dispatched in its place
+        composed_of_views = 4,  // the same, and torch itself marks what it returns as a view
+    };
+
+    // `hooks`: what Python code does for this class; see `farpool.tensors.calls`.
+    void bind(nb::handle torch, nb::type_object paged, nb::type_object footprint, nb::object hooks) {
+        const nb::object core = torch.attr("_C");
+        plain_type_ = torch.attr("Tensor");
+        strided_ = torch.attr("strided");
+        requires_grad_ = plain_type_.attr("requires_grad");
+        make_wrapper_ = plain_type_.attr("_make_wrapper_subclass");
+        refuse_address_ = core.attr("_set_throw_on_mutable_data_ptr");
+        set_conj_ = core.attr("_set_conj");
+        set_neg_ = core.attr("_set_neg");
+        modes_ = core.attr("_len_torch_dispatch_stack");
+        infers_ = torch.attr("is_inference_mode_enabled");
+        is_excluded_ = core.attr("_dispatch_tls_is_dispatch_key_excluded");
+        set_excluded_ = core.attr("_dispatch_tls_set_dispatch_key_excluded");
+        const nb::object keys = core.attr("DispatchKey");
+        lazy_ = {keys.attr("Conjugate"), keys.attr("Negative"), keys.attr("ZeroTensor")};
+        views_ = keys.attr("ADInplaceOrView");
+        composite_ = keys.attr("CompositeImplicitAutograd");
+        inference_ = core.attr("_InferenceMode");
+        paged_ = std::move(paged);
+        footprint_type_ = std::move(footprint);
+        dispatch_ = hooks.attr("dispatch");
+        wrap_results_ = hooks.attr("wrap_results");
+        explain_ = hooks.attr("explain");
+        refusals_ = hooks.attr("refusals");
+        budget_error_ = hooks.attr("budget_error");
+    }
+
+    // From now on this operator is run here, of which `call` is the callable inside. `writes`: bits of the positions of
+    // arguments that it changes. `retried`: Python code knows what to do where the operands do not fit together. `ruled`:
+    // Python code is asked first.
+    void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried, bool ruled) {
+        PyObject* key = operation.ptr();
+        known_.insert_or_assign(key, Known{std::move(operation), std::move(call), std::move(name), kind, writes, retried, ruled});
+    }
+
+    nb::object dispatch(nb::handle func, nb::handle types, nb::handle args, nb::handle kwargs) {
+        if (const auto found = known_.find(func.ptr());
+            found != known_.end() && !found->second.ruled && !suspended_ && PyTuple_CheckExact(args.ptr()) && all_paged(types) && no_modes()) {
+            const Known known = found->second;  // other threads may learn while this one computes
+            nb::object result = known.kind == Kind::compute                               ? compute(known, func, args, kwargs)
+                                : known.kind == Kind::view || known.kind == Kind::alias ? view(known, args, kwargs)
+                                                                                        : decompose(known, args, kwargs);
+            if (result.is_valid()) {
+                return result;
+            }
+        }
+        return call(dispatch_, {func.ptr(), types.ptr(), args.ptr(), kwargs.ptr()});
+    }
+
+    // Computes on real tensors; NotImplemented where that takes Python.
+    nb::object compute_or_leave(nb::handle func, nb::handle args, nb::handle kwargs) const {
+        const auto found = known_.find(func.ptr());
+        if (found != known_.end() && found->second.kind == Kind::compute && !suspended_) {
+            const Known known = found->second;
+            nb::object result = compute(known, func, nb::tuple(args), kwargs);
+            if (result.is_valid()) {
+                return result;
+            }
+        }
+        return nb::borrow(Py_NotImplemented);
+    }
+
+    // A paged tensor that views what a footprint says.
+    nb::object wrap(nb::handle footprint, bool requires_grad) const {
+        const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
+        std::optional<Recording> recording;
+        if (call(infers_, {}).ptr() == Py_True) {
+            // As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
+            recording.emplace(*this);
+        }
+        const nb::object offset = nb::steal(PyLong_FromLongLong(it.offset));
+        const std::array<PyObject*, 7> arguments = {paged_.ptr(),  it.size.ptr(),   it.stride.ptr(),
+                                                    offset.ptr(),  it.dtype.ptr(),  it.device.ptr(),
+                                                    requires_grad ? Py_True : Py_False};
+        PyObject* made = PyObject_Vectorcall(make_wrapper_.ptr(), arguments.data(), 2, wrapper_names_.ptr());
+        if (made == nullptr) {
+            throw nb::python_error();
+        }
+        nb::object tensor = nb::steal(made);
+        // Native code that asks for an address gets an error instead of a null pointer.
+        call(refuse_address_, {made});
+        if (it.conj) {
+            call(set_conj_, {made, Py_True});
+        }
+        if (it.neg) {
+            call(set_neg_, {made, Py_True});
+        }
+        if (PyObject_SetAttr(made, footprint_name_.ptr(), footprint.ptr()) != 0) {
+            throw nb::python_error();
+        }
+        return tensor;
+    }
+
+    // Whether everything goes to Python: debug mode looks at each operation.
+    void suspend() { suspended_ = true; }
+
+private:
+    struct Known {
+        nb::object operation;
+        nb::object call;
+        nb::object name;
+        Kind kind;
+        std::uint64_t writes;
+        bool retried;
+        bool ruled;
+    };
+    struct Operand {
+        nb::object tensor;
+        nb::object footprint;
+        bool write;
+        nb::object real;
+
+        Footprint& operator*() const { return *nb::inst_ptr<Footprint>(footprint); }
+    };
+    // The paged arguments of an operation, also those in lists, in order.
+    struct Operands {
+        std::vector<Operand> items;
+
+        Footprint& first() const { return *items.front(); }
+        nb::list bound_uses() const {
+            nb::list uses;
+            for (const Operand& operand : items) {
+                uses.append((*operand).bound_use(operand.write));
+            }
+            return uses;
+        }
+    };
+
+    // Operands pinned in the arena, natively or by the pool's Python code, until this goes.
+    class Pinned {
+    public:
+        Pinned(Footprint& any, Granted granted) : driver_(any.native), owner_(any.driver), granted_(std::move(granted)) {}
+        Pinned(Footprint& any, nb::object grant) : owner_(any.pool), grant_(std::move(grant)), offsets_(grant_.attr("offsets")) {}
+        Pinned(const Pinned&) = delete;
+        Pinned& operator=(const Pinned&) = delete;
+        ~Pinned() {
+            try {
+                release();
+            } catch (...) {  // an error is on its way already
+            }
+        }
+        std::int64_t offset(std::size_t operand) const {
+            return driver_ != nullptr ? granted_.offset(operand) : nb::cast<std::int64_t>(offsets_[operand]);
+        }
+        void release() {
+            if (std::exchange(released_, true)) {
+                return;
+            }
+            if (driver_ == nullptr) {
+                owner_.attr("release")(grant_);
+            } else if (granted_.access != nullptr) {
+                driver_->release(*granted_.access);
+            }
+        }
+
+    private:
+        BoundDriver* driver_ = nullptr;
+        nb::object owner_;
+        Granted granted_{};
+        nb::object grant_;
+        nb::object offsets_;
+        bool released_ = false;
+    };
+
+    // While an operation is handled in Python torch leaves keys of its dispatcher out. This has them back as long as it lives.
+    class Included {
+    public:
+        Included(const Calls& calls, std::span<const nb::object> keys) : calls_(calls) {
+            // All or none of them are left out.
+            keys_ = ::call(calls.is_excluded_, {keys[0].ptr()}).ptr() == Py_True ? keys : std::span<const nb::object>{};
+            exclude(Py_False);
+        }
+        Included(const Included&) = delete;
+        Included& operator=(const Included&) = delete;
+        ~Included() { exclude(Py_True); }
+
+    private:
+        void exclude(PyObject* wanted) const {
+            for (const nb::object& key : keys_) {
+                ::call(calls_.set_excluded_, {key.ptr(), wanted});
+            }
+        }
+        const Calls& calls_;
+        std::span<const nb::object> keys_;
+    };
+
+    // Ends inference mode as long as it lives.
+    class Recording {
+    public:
+        explicit Recording(const Calls& calls) : mode_(::call(calls.inference_, {Py_False})) { mode_.attr("__enter__")(); }
+        Recording(const Recording&) = delete;
+        Recording& operator=(const Recording&) = delete;
+        ~Recording() { mode_.attr("__exit__")(nb::none(), nb::none(), nb::none()); }
+
+    private:
+        nb::object mode_;
+    };
+
+    nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) const {
+        return ::call(function, arguments);
+    }
+
+    bool is_paged(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == paged_.ptr(); }
+    bool is_plain_type(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == plain_type_.ptr(); }
+
+    bool all_paged(nb::handle types) const {
+        const nb::object items = nb::steal(PySequence_Fast(types.ptr(), "types"));
+        if (!items.is_valid()) {
+            throw nb::python_error();
+        }
+        PyObject** item = PySequence_Fast_ITEMS(items.ptr());
+        return std::all_of(item, item + PySequence_Fast_GET_SIZE(items.ptr()),
+                           [&](PyObject* type) { return type == paged_.ptr(); });
+    }
+
+    bool no_modes() const { return PyLong_AsLong(call(modes_, {}).ptr()) == 0; }
+
+    // Null where another thread has just taken the tensor out of its pool.
+    nb::object footprint_of(PyObject* tensor) const {
+        PyObject* footprint = PyObject_GetAttr(tensor, footprint_name_.ptr());
+        if (footprint == nullptr) {
+            PyErr_Clear();
+        }
+        return nb::steal(footprint);
+    }
+
+    // The paged arguments, if there are any and each is of another storage of one pool.
+    std::optional<Operands> find(const Known& known, nb::handle args, nb::handle kwargs) const {
+        Operands operands;
+        const auto add = [&](PyObject* tensor, bool write) {
+            nb::object footprint = footprint_of(tensor);
+            if (!footprint.is_valid()) {
+                return false;
+            }
+            const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
+            if (it.start == it.stop || (!operands.items.empty() && !it.pool.is(operands.first().pool))) {
+                return false;
+            }
+            operands.items.push_back({nb::borrow(tensor), std::move(footprint), write, {}});
+            return true;
+        };
+        const Py_ssize_t length = PyTuple_GET_SIZE(args.ptr());
+        for (Py_ssize_t position = 0; position < length; ++position) {
+            const bool write = position < 64 && (known.writes >> position & 1) != 0;
+            PyObject* given = PyTuple_GET_ITEM(args.ptr(), position);
+            for (PyObject* value : tensors_in(given)) {
+                if (is_paged(value) && !add(value, write)) {
+                    return std::nullopt;
+                }
+            }
+        }
+        if (!kwargs.is_none()) {
+            PyObject* name = nullptr;
+            PyObject* given = nullptr;
+            for (Py_ssize_t at = 0; PyDict_Next(kwargs.ptr(), &at, &name, &given) != 0;) {
+                if (std::ranges::any_of(tensors_in(given), [&](PyObject* value) { return is_paged(value); })) {
+                    return std::nullopt;
+                }
+            }
+        }
+        return operands.items.empty() || !all_differ(operands) ? std::nullopt : std::optional(std::move(operands));
+    }
+
+    // An argument itself, or what is in a list.
+    static std::span<PyObject*> tensors_in(PyObject*& value) {
+        if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+            return {PySequence_Fast_ITEMS(value), static_cast<std::size_t>(PySequence_Fast_GET_SIZE(value))};
+        }
+        return {&value, 1};
+    }
+
+    static bool all_differ(const Operands& operands) {
+        std::vector<PyObject*> storages;
+        storages.reserve(operands.items.size());
+        for (const Operand& operand : operands.items) {
+            storages.push_back((*operand).storage.ptr());
+        }
+        std::ranges::sort(storages);
+        return std::ranges::adjacent_find(storages) == storages.end();
+    }
+
+    // Brings the operands into the arena. Nothing where they do not fit and Python code knows what to do then.
+    std::unique_ptr<Pinned> pin(const Known& known, const Operands& operands) const {
+        Footprint& first = operands.first();
+        try {
+            std::optional<Granted> granted;
+            if (first.native != nullptr) {
+                std::vector<Use> uses;
+                uses.reserve(operands.items.size());
+                for (const Operand& operand : operands.items) {
+                    uses.push_back((*operand).use(operand.write));
+                }
+                granted = first.native->acquire(uses, known.name, false, false);
+            }
+            if (granted) {
+                return std::make_unique<Pinned>(first, std::move(*granted));
+            }
+            return std::make_unique<Pinned>(first, first.pool.attr("acquire")(operands.bound_uses(), known.name));
+        } catch (nb::python_error& error) {
+            nb::object refusal = nb::borrow(error.value());
+            if (error.matches(refusals_)) {  // of the pager; the pool knows what it means
+                refusal = first.pool.attr("refusal")(refusal, operands.bound_uses(), known.name);
+            }
+            if (known.retried && nb::isinstance(refusal, budget_error_)) {
+                return nullptr;
+            }
+            if (refusal.is(error.value())) {
+                throw;
+            }
+            PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(refusal.ptr())), refusal.ptr());
+        }
+        throw nb::python_error();  // not above: as its context, the error caught there would keep all frames on the way
+    }
+
+    // Null where it is not done here.
+    nb::object compute(const Known& known, nb::handle func, nb::handle args, nb::handle kwargs) const {
+        std::optional<Operands> operands = find(known, args, kwargs);
+        if (!operands) {
+            return {};
+        }
+        const std::unique_ptr<Pinned> pinned = pin(known, *operands);
+        if (pinned == nullptr) {
+            return {};
+        }
+        nb::object result;
+        try {
+            result = run(known, args, kwargs, *operands, *pinned);
+        } catch (nb::python_error& error) {
+            for (Operand& operand : operands->items) {
+                (*operand).forget_real();
+                operand.real.reset();
+            }
+            pinned->release();
+            if (error.matches(PyExc_RuntimeError)) {
+                explain_(error.value(), func, args, kwargs);
+            }
+            throw;
+        }
+        pinned->release();
+        return result;
+    }
+
+    nb::object run(const Known& known, nb::handle args, nb::handle kwargs, Operands& operands, const Pinned& pinned) const {
+        for (std::size_t index = 0; index < operands.items.size(); ++index) {
+            operands.items[index].real = real_of(operands.items[index], pinned.offset(index));
+        }
+        const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
+        std::vector<nb::object> values;
+        values.reserve(length);
+        auto next = operands.items.begin();
+        for (std::size_t position = 0; position < length; ++position) {
+            values.push_back(substituted(PyTuple_GET_ITEM(args.ptr(), position), next));
+        }
+        nb::object result;
+        {
+            // Lazy conjugation and negation: without them the values of a conjugated tensor would be read as if it were none.
+            const Included lazy(*this, lazy_);
+            result = nb::steal(PyObject_VectorcallDict(known.call.ptr(), reinterpret_cast<PyObject**>(values.data()), length,
+                                                       kwargs.is_none() ? nullptr : kwargs.ptr()));
+            if (!result.is_valid()) {
+                throw nb::python_error();
+            }
+        }
+        for (const Operand& operand : operands.items) {
+            // A real tensor whose geometry the operation has changed is not used again.
+            if (operand.write && !(call_method(operand.real, size_name_).equal((*operand).size) &&
+                                   call_method(operand.real, stride_name_).equal((*operand).stride))) {
+                (*operand).forget_real();
+            }
+        }
+        return seen_by_program(std::move(result), operands);
+    }
+
+    // An argument with real tensors in the places of paged ones, of which `next` is the first.
+    nb::object substituted(PyObject* value, std::vector<Operand>::iterator& next) const {
+        if (is_paged(value)) {
+            return (next++)->real;
+        }
+        const std::span<PyObject*> items = tensors_in(value);
+        if (items.data() == &value || std::ranges::none_of(items, [&](PyObject* item) { return is_paged(item); })) {
+            return nb::borrow(value);
+        }
+        nb::list list;
+        for (PyObject* item : items) {
+            list.append(is_paged(item) ? nb::handle((next++)->real) : nb::handle(item));
+        }
+        return list;
+    }
+
+    nb::object real_of(const Operand& operand, std::int64_t place) const {
+        const nb::object requires_grad = nb::steal(Py_TYPE(requires_grad_.ptr())->tp_descr_get(
+            requires_grad_.ptr(), operand.tensor.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(operand.tensor.ptr()))));
+        if (!requires_grad.is_valid()) {
+            throw nb::python_error();
+        }
+        if ((*operand).has_real(place, requires_grad.ptr() == Py_True)) {
+            return (*operand).real;
+        }
+        return operand.footprint.attr("real_at")(place, requires_grad);
+    }
+
+    // No plain tensor that the program gets aliases the arena.
+    nb::object seen_by_program(nb::object result, const Operands& operands) const {
+        const Footprint& first = operands.first();
+        if (result.is_none() || is_plain(result, first)) {
+            return result;
+        }
+        for (const Operand& operand : operands.items) {
+            if (result.is(operand.real)) {
+                return operand.tensor;
+            }
+        }
+        PyObject* made = result.ptr();
+        const std::span<PyObject*> items = tensors_in(made);
+        if (items.data() != &made && std::ranges::all_of(items, [&](PyObject* one) { return is_plain(one, first); })) {
+            return result;
+        }
+        nb::list pairs;
+        for (const Operand& operand : operands.items) {
+            pairs.append(nb::make_tuple(operand.tensor, operand.real));
+        }
+        return wrap_results_(pairs, result);
+    }
+
+    bool is_plain(nb::handle result, const Footprint& any) const {
+        if (!is_plain_type(result.ptr()) || !attribute(result, layout_name_).is(strided_)) {
+            return false;
+        }
+        const auto address = nb::cast<std::uintptr_t>(call_method(result, address_name_));
+        if (address != 0) {
+            return address < any.arena_start || address >= any.arena_stop;
+        }
+        return !nb::cast<bool>(any.arena.attr("aliases")(result));  // empty
+    }
+
+    nb::object view(const Known& known, nb::handle args, nb::handle kwargs) const {
+        const Py_ssize_t length = PyTuple_GET_SIZE(args.ptr());
+        if (length == 0 || !is_paged(PyTuple_GET_ITEM(args.ptr(), 0)) || (!kwargs.is_none() && PyDict_GET_SIZE(kwargs.ptr()) != 0)) {
+            return {};
+        }
+        const nb::object source = footprint_of(PyTuple_GET_ITEM(args.ptr(), 0));
+        if (!source.is_valid()) {
+            return {};
+        }
+        const Footprint& it = *nb::inst_ptr<Footprint>(source);
+        if (known.kind == Kind::alias) {
+            return wrap(source, false);
+        }
+        if (attribute(it.pool, closed_name_).ptr() != Py_False) {
+            return {};
+        }
+        const nb::object key = view_key(known, args, length);
+        PyObject* found = key.is_valid() ? PyDict_GetItemWithError(it.views.ptr(), key.ptr()) : nullptr;
+        if (found == nullptr) {
+            PyErr_Clear();  // an argument without a hash
+            return {};
+        }
+        const nb::object kept = nb::borrow(found);
+        if (reinterpret_cast<PyObject*>(Py_TYPE(found)) == footprint_type_.ptr()) {
+            return wrap(kept, false);
+        }
+        nb::list views;
+        for (const nb::handle one : nb::iter(kept)) {
+            views.append(wrap(one, false));
+        }
+        return views;
+    }
+
+    nb::object decompose(const Known& known, nb::handle args, nb::handle kwargs) const {
+        const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
+        std::vector<PyObject*> values = {composite_.ptr()};
+        values.insert(values.end(), &PyTuple_GET_ITEM(args.ptr(), 0), &PyTuple_GET_ITEM(args.ptr(), 0) + length);
+        const Included lazy(*this, lazy_);
+        std::optional<Included> marked;
+        if (known.kind == Kind::composed && call(infers_, {}).ptr() == Py_True) {
+            // A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
+            // matrices looks at that and picks another kernel, with other bits.
+            marked.emplace(*this, std::span(&views_, 1));
+        }
+        PyObject* result = PyObject_VectorcallDict(known.call.ptr(), values.data(), values.size(), kwargs.is_none() ? nullptr : kwargs.ptr());
+        if (result == nullptr) {
+            throw nb::python_error();
+        }
+        return nb::steal(result);
+    }
+
+    // What identifies a view of one tensor: the operator, with the numbers that it is given.
+    static nb::object view_key(const Known& known, nb::handle args, Py_ssize_t length) {
+        if (length == 1) {
+            return known.call;
+        }
+        const nb::object key = nb::steal(PyTuple_New(length));
+        PyTuple_SET_ITEM(key.ptr(), 0, Py_NewRef(known.call.ptr()));
+        for (Py_ssize_t position = 1; position < length; ++position) {
+            PyObject* value = PyTuple_GET_ITEM(args.ptr(), position);
+            PyTuple_SET_ITEM(key.ptr(), position, PyList_CheckExact(value) ? PyList_AsTuple(value) : Py_NewRef(value));
+        }
+        return key;
+    }
+
+    std::unordered_map<PyObject*, Known> known_;
+    bool suspended_ = false;
+    nb::object plain_type_, paged_, footprint_type_, strided_, requires_grad_;
+    nb::object make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_, set_excluded_;
+    std::array<nb::object, 3> lazy_;
+    nb::object views_, composite_, inference_;
+    nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
+    nb::object wrapper_names_ = nb::make_tuple("strides", "storage_offset", "dtype", "device", "requires_grad");
+    nb::object footprint_name_ = nb::steal(PyUnicode_InternFromString("_footprint"));
+    nb::object size_name_ = nb::steal(PyUnicode_InternFromString("size"));
+    nb::object stride_name_ = nb::steal(PyUnicode_InternFromString("stride"));
+    nb::object layout_name_ = nb::steal(PyUnicode_InternFromString("layout"));
+    nb::object address_name_ = nb::steal(PyUnicode_InternFromString("data_ptr"));
+    nb::object closed_name_ = nb::steal(PyUnicode_InternFromString("closed"));
+};
+
+}  // namespace
+
+void bind_calls(nb::module_& m) {
+    nb::class_<Footprint>(m, "Footprint", "A geometry over a storage.", nb::type_slots(footprint_slots), nb::is_weak_referenceable())
+        .def("__init__", make_footprint, nb::arg("storage"), nb::arg("arena"), nb::arg("dtype"), nb::arg("size"), nb::arg("stride"),
+             nb::arg("offset"), nb::kw_only(), nb::arg("conj") = false, nb::arg("neg") = false)
+        .def_ro("storage", &Footprint::storage)
+        .def_ro("arena", &Footprint::arena)
+        .def_ro("dtype", &Footprint::dtype)
+        .def_ro("size", &Footprint::size)
+        .def_ro("stride", &Footprint::stride)
+        .def_ro("offset", &Footprint::offset)
+        .def_ro("conj", &Footprint::conj)
+        .def_ro("neg", &Footprint::neg)
+        .def_ro("start", &Footprint::start)
+        .def_ro("stop", &Footprint::stop)
+        .def_ro("views", &Footprint::views)
+        .def("reader", [](Footprint& self) { return self.bound_use(false); })
+        .def("writer", [](Footprint& self) { return self.bound_use(true); })
+        .def(
+            "kept_real",
+            [](Footprint& self, std::int64_t place, bool requires_grad) {
+                return self.has_real(place, requires_grad) ? self.real : nb::none();
+            },
+            nb::arg("place"), nb::arg("requires_grad"))
+        .def(
+            "keep_real",
+            [](Footprint& self, std::int64_t place, bool requires_grad, nb::object real) {
+                self.place = place;
+                self.trained = requires_grad;
+                self.real = std::move(real);
+            },
+            nb::arg("place"), nb::arg("requires_grad"), nb::arg("real"))
+        .def("forget_real", &Footprint::forget_real);
+
+    nb::class_<Calls> calls(m, "Calls", "Runs operations on paged tensors.");
+    nb::enum_<Calls::Kind>(calls, "Kind", "What an operator does.", nb::is_arithmetic())
+        .value("COMPUTE", Calls::Kind::compute)
+        .value("VIEW", Calls::Kind::view)
+        .value("ALIAS", Calls::Kind::alias)
+        .value("COMPOSED", Calls::Kind::composed)
+        .value("COMPOSED_OF_VIEWS", Calls::Kind::composed_of_views);
+    calls.def(nb::init<>())
+        .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"))
+        .def("learn", &Calls::learn, nb::arg("operation"), nb::arg("call"), nb::arg("name"), nb::arg("kind"), nb::kw_only(),
+             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false)
+        .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
+             nb::arg("kwargs").none() = nb::none())
+        .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))
+        .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"))
+        .def("suspend", &Calls::suspend);
+}

@@ -1,0 +1,209 @@
+// The driver as Python holds it: accesses asked for, waited for and released in one call each.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "bound_pager.hpp"
+#include "clock.hpp"
+#include "pager/driver.hpp"
+#include "pager/uses.hpp"
+
+// A use, and the storage as Python knows it.
+struct BoundUse {
+    nb::object storage;
+    farpool::pager::Use use;
+
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            Py_VISIT(nb::inst_ptr<BoundUse>(self)->storage.ptr());
+        }
+        return 0;
+    }
+    static int clear(PyObject* self) {
+        if (nb::inst_ready(self)) {
+            nb::inst_ptr<BoundUse>(self)->storage = nb::none();
+        }
+        return 0;
+    }
+};
+
+// Operands in the arena, pinned until they are released.
+struct Granted {
+    std::shared_ptr<farpool::pager::Access> access;  // null where all uses are empty
+    std::vector<farpool::pager::Placed> places;
+    double waited;  // seconds
+
+    // Where the first byte of a use lies, from the arena's start.
+    std::int64_t offset(std::size_t use) const {
+        const auto [run, inside] = places[use];
+        return run < 0 ? 0 : access->places[static_cast<std::size_t>(run)] + inside;
+    }
+};
+
+// The same as Python knows it, with what its owner notes of it.
+struct Grant {
+    std::shared_ptr<farpool::pager::Access> access;
+    nb::tuple offsets;
+    double waited;  // seconds
+    nb::object note = nb::none();
+
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            Py_VISIT(nb::inst_ptr<Grant>(self)->offsets.ptr());
+            Py_VISIT(nb::inst_ptr<Grant>(self)->note.ptr());
+        }
+        return 0;
+    }
+    static int clear(PyObject* self) {
+        if (nb::inst_ready(self)) {
+            nb::inst_ptr<Grant>(self)->note = nb::none();
+        }
+        return 0;
+    }
+};
+
+// Counts references for the queue, under the interpreter's lock, as all that starts transfers or notes their ends.
+inline void keep_object(PyObject* owner, bool hold) {
+    if (hold) {
+        Py_INCREF(owner);
+    } else {
+        Py_DECREF(owner);
+    }
+}
+
+// Lets go of the interpreter's lock while a thread blocks, and looks for signals.
+class InterpreterPause : public farpool::pager::Pause {
+public:
+    void run(const std::function<void()>& block) override {
+        const nb::gil_scoped_release release;
+        block();
+    }
+    bool interrupted() override { return PyErr_CheckSignals() != 0; }
+};
+
+class BoundDriver {
+public:
+    // `timeout`: seconds that an access waits for its operands. `waited` hears of each wait.
+    BoundDriver(nb::handle_t<BoundPager> pager, nb::object queue, std::uintptr_t arena, nb::list ports, double timeout,
+                nb::object waited)
+        : pager_(nb::borrow(pager)),
+          queue_(std::move(queue)),
+          ports_(std::move(ports)),
+          timeout_(timeout),
+          waited_(std::move(waited)),
+          driver_(nb::inst_ptr<BoundPager>(pager)->shared(), queue_core(queue_), arena, keep_object) {}
+
+    farpool::pager::Driver* operator->() { return &driver_; }
+
+    // The pool appends to the list when it gets another source.
+    farpool::pager::Driver& with_ports() {
+        while (known_ < nb::len(ports_)) {
+            const nb::object port = ports_[known_++];
+            driver_.add_port(nb::cast<farpool::Port*>(port), port.ptr());
+        }
+        return driver_;
+    }
+
+    void enter() { driver_.lock(pause_).release(); }
+
+    // Waits, with the lock given up, until something has changed or so many seconds have passed.
+    void wait(double seconds) {
+        with_ports().wait(seconds, pause_);
+        if (pause_.interrupted()) {
+            throw nb::python_error();
+        }
+    }
+
+    // Brings operands into the arena and pins them. Nothing where the caller has to look after something first, and where
+    // the driver is closed.
+    std::optional<Granted> acquire(std::span<const farpool::pager::Use> uses, nb::handle op, bool rows, bool careful) {
+        if (!careful && (attention_.load() || std::ranges::any_of(uses, [](const auto& use) { return use.storage->loose; }))) {
+            return std::nullopt;
+        }
+        farpool::pager::Runs runs = farpool::pager::runs_of(uses, rows);
+        Granted granted{nullptr, std::move(runs.places), 0.0};
+        if (!runs.runs.empty()) {
+            auto held = driver_.lock(pause_);
+            if (driver_.closed()) {  // since the caller looked
+                return std::nullopt;
+            }
+            granted.access = refusing([&] { return with_ports().request(std::move(runs.runs)); });
+            if (!granted.access->granted) {
+                granted.waited = await(held, granted.access, op);
+            }
+        }
+        return granted;
+    }
+
+    void release(farpool::pager::Access& access) {
+        const auto held = driver_.lock(pause_);
+        driver_.release(access);
+    }
+
+    std::atomic<bool>& attention() { return attention_; }
+
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            const BoundDriver& bound = *nb::inst_ptr<BoundDriver>(self);
+            Py_VISIT(bound.pager_.ptr());
+            Py_VISIT(bound.queue_.ptr());
+            Py_VISIT(bound.ports_.ptr());
+            Py_VISIT(bound.waited_.ptr());
+        }
+        return 0;
+    }
+
+private:
+    double await(std::unique_lock<std::mutex>& held, const std::shared_ptr<farpool::pager::Access>& access, nb::handle op) {
+        const double start = farpool::monotonic_seconds();
+        const auto [block, tier] = driver_.awaited(*access);
+        farpool::pager::Wait outcome;
+        try {
+            outcome = driver_.await(held, *access, start + timeout_, pause_);
+        } catch (...) {  // of a tier's bookkeeping: nobody is left to wait
+            driver_.abandon(access);
+            throw;
+        }
+        if (outcome == farpool::pager::Wait::refused) {
+            raise_refusal(access->refusal);
+        }
+        if (outcome != farpool::pager::Wait::granted) {
+            driver_.abandon(access);
+            held.unlock();
+            if (outcome == farpool::pager::Wait::interrupted) {
+                throw nb::python_error();
+            }
+            waited_(op, start, -1.0, block, tier);  // raises what this means
+            throw std::logic_error("Driver: an access was given up without an error");
+        }
+        const double seconds = farpool::monotonic_seconds() - start;
+        held.unlock();
+        try {
+            waited_(op, start, seconds, block, tier);
+        } catch (...) {
+            held = driver_.lock(pause_);
+            driver_.release(*access);
+            throw;
+        }
+        held = driver_.lock(pause_);
+        return seconds;
+    }
+
+    InterpreterPause pause_;
+    nb::object pager_;
+    nb::object queue_;
+    nb::list ports_;
+    std::size_t known_ = 0;  // ports that the driver knows
+    double timeout_;
+    nb::object waited_;
+    farpool::pager::Driver driver_;
+    std::atomic<bool> attention_ = false;
+};
