@@ -136,7 +136,7 @@ use_tensors(_load_tensors)
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported at its first use."""
+    """Import what needs torch at its first use."""
     module = _NEEDS_TORCH.get(name)
     if module is None:
         raise AttributeError(f"module 'farpool' has no attribute {name!r}")

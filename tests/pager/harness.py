@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from farpool._native import ExtentAllocator
+from farpool.debug.checked import CheckedExecutor, Span
 from farpool.pager import Access, Kind, Mode, Move, Pager, Run, Transfer
-from farpool.pager.executor.checked import CheckedExecutor, Span
-from farpool.pager.executor.virtual import Link, VirtualExecutor
+from tests.pager.virtual_executor import Link, VirtualExecutor
 
 
 class SimulatedSpace:

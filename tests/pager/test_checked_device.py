@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from farpool import _native
+from farpool.debug.checked_device import CheckedDevice
 from farpool.pager import Kind, Piece, Transfer
 from farpool.pager.executor.base import Done
-from farpool.pager.executor.checked_device import CheckedDevice
 from farpool.pager.executor.staged import StagedExecutor, _Job
 from farpool.tiers import Dram
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from farpool import OrderError
+from farpool.debug.checked import CheckedExecutor, Span
 from farpool.pager import Kind, Mode, Move, Piece, Transfer
-from farpool.pager.executor.checked import CheckedExecutor, Span
-from farpool.pager.executor.virtual import Link, VirtualExecutor
 from tests.pager.harness import World
 from tests.pager.test_pager import random_program
+from tests.pager.virtual_executor import Link, VirtualExecutor
 
 
 def transfer(number: int, kind: Kind, place: int, *, after: tuple[int, ...] = (), nbytes: int = 64) -> Transfer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from farpool.pager import Mode
-from farpool.pager.executor.virtual import Link
 from tests.pager.harness import World
+from tests.pager.virtual_executor import Link
 
 BLOCK = 256
 LINK = Link(0.0, 256e6)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from farpool import FarpoolWarning, _native
+from farpool.debug.checked_device import CheckedDevice
 from farpool.ledger import Ledger
 from farpool.pager import Kind, Piece, Transfer
 from farpool.pager.executor.base import Done
-from farpool.pager.executor.checked_device import CheckedDevice
 from farpool.pager.executor.page_locks import PageLocks
 from farpool.pager.executor.staged import StagedExecutor
 from farpool.tiers import Dram, Mapped, Throttled, Tier, Verified

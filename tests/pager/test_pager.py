@@ -7,8 +7,8 @@ import random
 import pytest
 
 from farpool.pager import Kind, Mode, NoRoomError, Run, TooLargeError
-from farpool.pager.executor.virtual import Link
 from tests.pager.harness import World
+from tests.pager.virtual_executor import Link
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 

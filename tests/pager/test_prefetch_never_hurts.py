@@ -9,8 +9,8 @@ import pytest
 
 from farpool.bench.patterns import KINDS, pattern
 from farpool.pager import Mode, Pager, Run
-from farpool.pager.executor.virtual import Link, VirtualExecutor
 from tests.pager.harness import SimulatedSpace
+from tests.pager.virtual_executor import Link, VirtualExecutor
 
 CHUNK = 20
 SEEDS = [range(4), *(pytest.param(range(n, n + CHUNK), marks=pytest.mark.slow) for n in range(0, 200, CHUNK))]

@@ -6,8 +6,8 @@ import pytest
 
 from farpool.pager import Mode
 from farpool.pager.belady import BlockAccess, Operand, belady_bytes
-from farpool.pager.executor.virtual import Link
 from tests.pager.harness import World
+from tests.pager.virtual_executor import Link
 
 UNIT = 64
 """Bytes that stand for 12 KiB of a real model."""

@@ -14,9 +14,9 @@ import pytest
 
 from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierTimeoutError, _native
 from farpool.debug import HostMemory, Watch
+from farpool.debug.checked_device import CheckedDevice
 from farpool.ledger import Ledger
 from farpool.pager import Mode, Pager
-from farpool.pager.executor.checked_device import CheckedDevice
 from farpool.pager.executor.page_locks import PageLocks
 from farpool.pager.executor.staged import StagedExecutor
 from farpool.pager.storage import Storage

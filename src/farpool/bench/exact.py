@@ -1,4 +1,4 @@
-"""What storages take in each tier, from the pool's own account."""
+"""Bytes that storages take in each tier, from the pool's own account."""
 
 from __future__ import annotations
 

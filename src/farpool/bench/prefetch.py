@@ -37,7 +37,7 @@ _ROOM = (0.2, 0.3, 0.5, 0.7)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run.
+    """Settings of a run.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out."""
+    """Results of a run."""
 
     device: str
     block_bytes: int

@@ -31,7 +31,7 @@ _STORAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class ResizeRun:
-    """What one run measured.
+    """Measurements of one run.
 
     Attributes
     ----------

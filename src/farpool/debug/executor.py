@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
+from farpool.debug.checked import CheckedExecutor
 from farpool.pager import Move, Transfer
 from farpool.pager.executor.base import Done, Executor
-from farpool.pager.executor.checked import CheckedExecutor
 
 __all__ = ["WatchedExecutor"]
 

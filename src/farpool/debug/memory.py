@@ -11,7 +11,7 @@ from farpool.tiers.device import HostArena
 __all__ = ["POISON", "DeviceMemory", "HostMemory", "Memory"]
 
 POISON = b"\xdb\xff"
-"""What free bytes hold, from even offsets: NaN in each floating-point type of two bytes or more."""
+"""Content of free bytes, from even offsets: NaN in each floating-point type of two bytes or more."""
 _CHUNK = 1 << 20
 _POISONED = POISON * (_CHUNK // 2 + 1)
 
@@ -20,7 +20,7 @@ class Memory(Protocol):
     """An arena's bytes; offsets are from its start."""
 
     readable: bool
-    """Whether the bytes can be looked at without waiting for the device."""
+    """The bytes can be looked at without waiting for the device."""
 
     def fill(self, place: int, nbytes: int) -> None:
         """Poison a range, in order with the program's work."""

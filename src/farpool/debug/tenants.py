@@ -117,7 +117,7 @@ class Tenants:
         return self._pager.rounded(tenant.nbytes)
 
     def _follow_moves(self, commands: Sequence[Transfer | Move]) -> tuple[dict[int, int], dict[int, Move]]:
-        """Where each block's bytes will be after the commands, and the last move of those that are moved."""
+        """Places of each block's bytes after the commands, and the last move of those that are moved."""
         places = {tenant.block: tenant.place for tenant in self}
         last: dict[int, Move] = {}
         for command in commands:
@@ -131,7 +131,7 @@ class Tenants:
         return places, last
 
     def _displace(self, places: dict[int, int], move: Move, moved: int) -> None:
-        """What lies where a block is moved to has left without a command, and may come again elsewhere."""
+        """Forget what lies where a block is moved to: it left without a command, and may come again elsewhere."""
         low, high = move.target, move.target + move.nbytes
         for block, place in [*places.items()]:
             if block != moved and place < high and low < place + self._here[block].nbytes:

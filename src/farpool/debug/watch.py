@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from farpool.debug.checked import Span
+from farpool.debug.checked_device import CheckedDevice
 from farpool.debug.executor import WatchedExecutor
 from farpool.debug.memory import Memory
 from farpool.debug.tenants import Tenant, Tenants, gaps
@@ -21,8 +23,6 @@ from farpool.errors import FarpoolError, LifetimeError, OrderError
 from farpool.pager import Access as Grant
 from farpool.pager import Kind, Mode, Move, Pager, Transfer
 from farpool.pager.executor.base import Executor
-from farpool.pager.executor.checked import Span
-from farpool.pager.executor.checked_device import CheckedDevice
 from farpool.pager.use import Use
 
 __all__ = ["Watch"]
@@ -43,7 +43,7 @@ class _Frozen:
 
 @dataclass(slots=True)
 class _Held:
-    """What a granted access was given."""
+    """The operands of a granted access."""
 
     op: str
     names: dict[int, str]
@@ -84,7 +84,7 @@ class Watch:
         self._held: dict[Grant, _Held] = {}
         self._writers: Counter[int] = Counter()
         self._writings: Counter[int] = Counter()
-        """How often a block was granted for writing, or released after that."""
+        """Number of times that a block was granted for writing, or released after that."""
         self._last_op: dict[int, str] = {}
         self._capacity = 0
         self._looked = 0
@@ -327,7 +327,7 @@ class Watch:
         self._check_free(_LOOK)
 
     def _undisturbed(self, held: _Held, block: int) -> bool:
-        """Whether no other access could write to the block meanwhile."""
+        """Tells if no other access could write to the block meanwhile."""
         return self._writings[block] == held.writings[block] and self._writers[block] == (block in held.writes)
 
     def _check_generations(self, held: _Held) -> list[int]:
@@ -357,7 +357,7 @@ def _names(uses: Sequence[Use]) -> dict[int, str]:
 
 
 def _range_of(use: Use, tenants: Tenants) -> tuple[int, int]:
-    """Where in the arena the bytes of a granted use lie."""
+    """Places in the arena of the bytes of a granted use."""
     storage = use.storage
     index, inside = divmod(use.start, storage.block_bytes)
     place = tenants[storage.first + index].place + storage.offset + inside

@@ -1,4 +1,4 @@
-"""What an offline cache with perfect foresight would have to move: a bound to hold a measured run against.
+"""The fewest bytes that a cache with perfect foresight moves: a bound to hold a measured run against.
 
 Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
 5(2), 1966): when room is needed, the block whose next use is farthest goes. Content that is never needed again (the
@@ -84,7 +84,7 @@ def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
     upcoming = _next_needs(merged)
     resident: dict[int, int] = {}
     needs: dict[int, int] = {}
-    """For each resident block, when its content is needed next."""
+    """Next use of the content of each resident block."""
     queue: list[tuple[int, bool, int]] = []
     """Resident blocks, farthest need first, clean ones first among equals; entries that `needs` contradicts are old."""
     dirty: set[int] = set()
@@ -149,7 +149,7 @@ def _merged(operands: Sequence[Operand]) -> list[Operand]:
 
 
 def _next_needs(merged: Sequence[tuple[list[Operand], BlockAccess]]) -> list[list[int]]:
-    """For each operand of each access, the next access that needs the content; `_DEAD` if there will be none."""
+    """The next access that needs the content of each operand; `_DEAD` if there will be none."""
     following: dict[int, int] = {}
     needs: list[list[int]] = []
     for number in range(len(merged) - 1, -1, -1):

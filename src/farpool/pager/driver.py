@@ -110,7 +110,7 @@ class Driver(Protocol):
         ...
 
     def forget_parent(self) -> None:
-        """In the child of a fork: whoever held the lock is not here, and nothing is granted any more."""
+        """Forget who held the lock, in the child of a fork; nothing is granted any more."""
         ...
 
     def links(self) -> Sequence[tuple[int, Kind, int, int, float]]:

@@ -61,7 +61,7 @@ class Move(NamedTuple):
     target: int
     nbytes: int
     last_use: int = -1
-    """As of a transfer; of source and target."""
+    """Ordinal of the last use of source and target, as of a transfer."""
 
 
 class Space(Protocol):

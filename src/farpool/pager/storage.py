@@ -45,7 +45,7 @@ class BlockExtent(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Where a storage lies; see the attributes of `Storage`."""
+    """The blocks of a storage; see the attributes of `Storage`."""
 
     first: int
     blocks: int
@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """What is left to free of a storage that nobody refers to any more."""
+    """The blocks to free of a storage that nobody refers to any more."""
 
     first: int
     blocks: int
@@ -66,14 +66,14 @@ class Dropped(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a pool of a given size cuts storages into blocks, in bytes."""
+    """Sizes, in bytes, into which a pool cuts storages."""
 
     largest: int
     shared: int
     small: int
     alignment: int
     packed: int = ALIGNMENT
-    """What a storage that shares a block is aligned to."""
+    """Alignment of storages that share a block."""
 
 
 def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:

@@ -34,7 +34,7 @@ class Account:
 
     @property
     def listening(self) -> bool:
-        """Whether anybody wants events."""
+        """Tells if anybody wants events."""
         return bool(self._listeners)
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:

@@ -93,7 +93,7 @@ class BlockPool:
         self._dropped: deque[Dropped] = deque()
         """Storages that died since the pool last looked."""
         self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
-        """All that live."""
+        """The storages in use."""
         self._births = itertools.count()
         """Numbers storages in the order in which they were made, or first used."""
         self.ledger = ledger
@@ -145,7 +145,7 @@ class BlockPool:
 
     @property
     def device(self) -> str:
-        """Where the fast tier is: ``cpu`` or ``cuda``."""
+        """Device of the fast tier: ``cpu`` or ``cuda``."""
         return self.config.device
 
     @property
@@ -495,7 +495,7 @@ class BlockPool:
 
 
 _POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-"""All that there are, closed ones too."""
+"""Every pool of the process, closed ones too."""
 _LEFT_OPEN: list[BlockPool] = []
 """Pools that were closed while transfers hung. Collecting one would unmap memory that a device may still write to."""
 

@@ -21,7 +21,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """What a pool is made of.
+    """The settings of a pool.
 
     Keyword arguments, a TOML file and the environment give equal configurations, as long as tiers are given as specs:
     a `Tier` itself is equal only to itself.
@@ -225,7 +225,7 @@ def _declared() -> dict[str, Any]:
 
 
 def _given(settings: dict[str, Any]) -> Layer:
-    """What the program gives; the names are checked."""
+    """Settings that the program gives, their names checked."""
     declared = _declared()
     for name, value in settings.items():
         if name not in declared:

@@ -1,4 +1,4 @@
-"""Where settings come from: a TOML file, the environment, keyword arguments; each is a layer over the one before."""
+"""Reads settings from a TOML file, the environment and keyword arguments; each is a layer over the one before."""
 
 from __future__ import annotations
 

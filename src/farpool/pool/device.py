@@ -99,7 +99,7 @@ def _cuda(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], 
 
     checked = None
     if config.debug:
-        from farpool.pager.executor.checked_device import CheckedDevice
+        from farpool.debug.checked_device import CheckedDevice
 
         checked = CheckedDevice(device)
     locks = PageLocks(host, tiers, ledger)

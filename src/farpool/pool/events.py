@@ -1,4 +1,4 @@
-"""What a pool tells its subscribers, one event at a time."""
+"""Events that a pool tells its subscribers."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Pool:
 
     @property
     def device(self) -> str:
-        """Where the fast tier is: ``cpu`` or ``cuda``."""
+        """Device of the fast tier: ``cpu`` or ``cuda``."""
         return self._blocks.device
 
     @property
@@ -350,7 +350,7 @@ class Pool:
 
 
 _POOLS: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
-"""Those that the program holds, by the identity of their `BlockPool`."""
+"""The pools that the program holds, by the identity of their `BlockPool`."""
 
 
 def blocks_of(pool: Pool) -> BlockPool:
@@ -369,7 +369,7 @@ def pool_of(blocks: StorageOwner) -> Pool:
 
 
 def _tell_what_is_lost() -> None:
-    """At the end of the interpreter, name the parameters that live in pools which are not closed."""
+    """Name the parameters that live in open pools when the interpreter ends."""
     for blocks in open_pools() if "farpool.tensors" in sys.modules else ():
         lost = _load_tensors().live_parameters(blocks) if blocks.live else ""
         if lost:

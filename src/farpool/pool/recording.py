@@ -44,7 +44,7 @@ class Made:
     count: int
     name: str
     adopted: bool
-    """Whether a source file has, or had, a clean copy."""
+    """A source file has, or had, a clean copy."""
 
 
 class Note:
@@ -73,7 +73,7 @@ class Recording:
     def __init__(self, recorder: Recorder, writer: TapeWriter, living: Iterable[Record]) -> None:
         self.path = writer.path
         self.noted: deque[Record | Note] = deque(living)
-        """In order of the program; appended to under the pool's lock."""
+        """Records in the order of the program; appended to under the pool's lock."""
         self._recorder = recorder
         self._writer = writer
         self._writing = threading.Lock()
@@ -243,7 +243,7 @@ class Recorder:
 
 
 def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classes: tuple[str, ...]) -> Metadata:
-    """What a tape file says of its pool."""
+    """The header of a tape file, which describes the pool."""
     return Metadata(
         farpool=version("farpool"),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""What `Pool.stats` returns: frozen, versioned, in bytes and seconds."""
+"""The result of `Pool.stats`: frozen, versioned, in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """What moved from one tier to another; `seconds` adds up the transfers' own times."""
+    """Transfers from one tier to another; `seconds` adds up their own times."""
 
     source: str
     target: str

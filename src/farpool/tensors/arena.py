@@ -83,7 +83,7 @@ class ArenaViews:
         return view
 
     def aliases(self, tensor: torch.Tensor) -> bool:
-        """Whether a plain strided tensor shares memory with the arena."""
+        """Tells if a plain strided tensor shares memory with the arena."""
         if tensor.numel() == 0:
             # An empty view has no address of its own, but could be resized into its neighbours.
             return tensor.device == self.device and self.start <= tensor.untyped_storage().data_ptr() < self.stop
@@ -91,7 +91,7 @@ class ArenaViews:
 
 
 def device_of(pool: StorageOwner) -> torch.device:
-    """Where a pool's tensors are."""
+    """Device of a pool's tensors."""
     arena: Any = pool.arena
     return arena.tensor.device if pool.device == "cuda" else torch.device("cpu")
 

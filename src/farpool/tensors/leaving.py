@@ -37,7 +37,7 @@ def _living(pool: StorageOwner) -> list[PagedTensor]:
 
 
 def _gradients(tensors: list[PagedTensor]) -> dict[int, PagedTensor]:
-    """Those that go with the leaf whose gradient they are."""
+    """Gradients of the leaves among the tensors, by identity; they go with their leaf."""
     found = (tensor.grad for tensor in tensors if tensor.is_leaf)
     return {id(grad): grad for grad in found if type(grad) is PagedTensor}
 

@@ -32,7 +32,7 @@ __all__ = ["move_out", "offload", "paged_together", "restore"]
 
 _Owner = TypeVar("_Owner", bound=torch.nn.Module | torch.optim.Optimizer)
 _ALIGNMENT = 512
-"""What torch's own memory is aligned to, on any device."""
+"""Alignment of torch's own memory, on any device."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
 
 
 def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
-    """What there is to move, checked, grouped by shared memory."""
+    """The tensors to move, checked, grouped by shared memory."""
     _detach_computed(module)
     shared: dict[int, _Shared] = {}
     seen: dict[int, _Shared] = {}

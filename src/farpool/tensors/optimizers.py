@@ -29,7 +29,7 @@ __all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments
 _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _MARK = "_farpool_offloads"
 _offloads = 0
-"""How often tensors were moved into pools. An optimizer that stepped since the last time has all its state there."""
+"""Number of moves of tensors into pools. An optimizer that stepped since the last one has all its state there."""
 
 
 def note_offload() -> None:

@@ -123,7 +123,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are accumulated into this tensor; they are paged too."""
+        """Tells if gradients are accumulated into this tensor; they are paged too."""
         return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @requires_grad.setter

@@ -70,7 +70,7 @@ class _Target:
 
 
 class _Thread(threading.local):
-    """What the calling thread loads into."""
+    """The pools that the calling thread loads into."""
 
     def __init__(self) -> None:
         self.targets: list[_Target] = []
@@ -83,7 +83,7 @@ _wrapped = False
 
 
 def is_loading() -> bool:
-    """Whether the calling thread is inside transformers, whose own tensors are not to be paged one by one."""
+    """Tells if the calling thread is inside transformers, whose own tensors are not to be paged one by one."""
     return _thread.loading > 0
 
 

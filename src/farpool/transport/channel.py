@@ -215,7 +215,7 @@ class Channel:
         return Lease(self, lease, nbytes, memory)
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """What a `RemotePort` reaches a lease by."""
+        """The end of a lease that a `RemotePort` uses."""
 
         def open_connection() -> int:
             return self._open(time.monotonic() + timeout).socket.detach()
@@ -230,6 +230,18 @@ class Channel:
             credential=0 if self._key is None else 1,
             spin=self._spin,
         )
+
+    def release(self, lease: int, deadline: float) -> None:
+        """Give a lease back to the node.
+
+        Raises
+        ------
+        NodeError
+            The node cannot be told. It frees the memory by itself once the session has ended.
+        """
+        if self.one_sided is not None:
+            self.one_sided.forget(lease)
+        self.call("release", deadline, lease=lease)
 
     def close(self) -> None:
         """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped.
@@ -374,7 +386,7 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _has_hung_up(connected: socket.socket | None) -> bool:
-    """Whether the node ended the connection. Reads nothing: another thread may be waiting for a reply on it."""
+    """Tells if the node ended the connection. Reads nothing: another thread may be waiting for a reply on it."""
     descriptor = -1 if connected is None else connected.fileno()  # read once: another thread may close it
     if descriptor < 0:
         return True

@@ -5,18 +5,27 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from farpool._native import RemoteEnd, buffer_address
 from farpool.errors import NodeError
 
-if TYPE_CHECKING:
-    from farpool.transport.channel import Channel
-
-__all__ = ["SEGMENT_HEADER_BYTES", "Lease", "map_lease"]
+__all__ = ["SEGMENT_HEADER_BYTES", "Lease", "Lender", "map_lease"]
 
 SEGMENT_HEADER_BYTES = 4096
 """Bytes of a segment file before the memory itself (docs/segment-file.md)."""
+
+
+class Lender(Protocol):
+    """The node that has lent memory; a `Channel` is one."""
+
+    def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
+        """The end of a lease that a `RemotePort` uses."""
+        ...
+
+    def release(self, lease: int, deadline: float) -> None:
+        """Give a lease back."""
+        ...
 
 
 class Lease:
@@ -30,26 +39,26 @@ class Lease:
         Bytes lent.
     """
 
-    def __init__(self, channel: Channel, number: int, nbytes: int, memory: mmap.mmap | None) -> None:
+    def __init__(self, lender: Lender, number: int, nbytes: int, memory: mmap.mmap | None) -> None:
         self.id = number
         self.nbytes = nbytes
-        self._channel = channel
+        self._lender = lender
         self._memory = memory
 
     @property
     def address(self) -> int | None:
-        """Where the memory lies in this process; None if it is reached over a connection. Valid until `release`."""
+        """Address of the memory in this process; None if it is reached over a connection. Valid until `release`."""
         return None if self._memory is None else buffer_address(self._memory) + SEGMENT_HEADER_BYTES
 
     def end(self, timeout: float) -> RemoteEnd:
-        """What a `RemotePort` moves bytes with; keeps mapped memory alive.
+        """The end that a `RemotePort` moves bytes with; keeps mapped memory alive.
 
         Parameters
         ----------
         timeout : float
             Seconds that opening a connection may take.
         """
-        return self._channel.end(self.id, self.nbytes, self._memory, timeout)
+        return self._lender.end(self.id, self.nbytes, self._memory, timeout)
 
     def release(self, deadline: float) -> None:
         """Give the memory back. The caller has no transfer under way on it.
@@ -60,9 +69,7 @@ class Lease:
             The node cannot be told. It frees the memory by itself once the session has ended.
         """
         self._memory = None
-        if self._channel.one_sided is not None:
-            self._channel.one_sided.forget(self.id)
-        self._channel.call("release", deadline, lease=self.id)
+        self._lender.release(self.id, deadline)
 
 
 def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mmap:

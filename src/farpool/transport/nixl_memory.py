@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
-from farpool._native import crc32c
+from farpool._native import Connection, crc32c
 from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
 from farpool.transport.frames import OFFSET, PLACE, Op, Status
 from farpool.transport.lease import SEGMENT_HEADER_BYTES
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Buffer
-
-    from farpool.transport.channel import Channel
 
 __all__ = ["NodeMemory"]
 
@@ -29,18 +28,35 @@ _OBJECTS = None
 _of_parents: list[NodeMemory] = []
 
 
+class NodeCalls(Protocol):
+    """Calls and connections to a node; a `Channel` is one."""
+
+    @property
+    def name(self) -> str:
+        """The node's address, for errors."""
+        ...
+
+    def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
+        """Ask the node over its control connection."""
+        ...
+
+    def connection(self, deadline: float) -> AbstractContextManager[Connection]:
+        """A data connection for the time of a ``with`` block."""
+        ...
+
+
 class NodeMemory:
     """Leases and published objects of one node, read and written one-sided. Thread-safe.
 
     Parameters
     ----------
-    channel : Channel
+    channel : NodeCalls
         The way to the node for everything else.
 
     Opens nothing before it is needed; then `ConfigError` says that NIXL cannot be used here.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: NodeCalls) -> None:
         self._channel = channel
         self._way: OneSided | None = None
         self._regions: dict[int | None, Region] = {}
@@ -127,7 +143,7 @@ class NodeMemory:
             way.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: keep everything as it is, as taking it down would speak on the parent's connections."""
+        """Keep everything as it is in a forked child: taking it down would speak on the parent's connections."""
         _of_parents.append(self)
 
     def _move(self, lease: int | None, deadline: float, transfer: Callable[[Region], None]) -> None:

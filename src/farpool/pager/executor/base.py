@@ -42,7 +42,7 @@ class Executor(ABC):
 
     @property
     def trouble(self) -> Exception | None:
-        """Why nobody can tell at present whether transfers under way have ended; None where that can be told."""
+        """The error that hides whether transfers under way have ended; None where that can be told."""
         return None
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Executor(ABC):
 
     @abstractmethod
     def poll(self) -> list[Done]:
-        """What has ended since the last call."""
+        """The transfers that have ended since the last call."""
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:

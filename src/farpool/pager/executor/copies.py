@@ -1,4 +1,4 @@
-"""What a device with memory of its own has to do: copy between its arena and page-locked memory of the host.
+"""The contract of a device with memory of its own: copies between its arena and page-locked memory of the host.
 
 The CUDA one is in `farpool.pager.executor.cuda`; the tests bring one of host memory.
 """
@@ -40,7 +40,7 @@ class Device(Protocol):
         ...
 
     def passed(self, fence: object) -> bool:
-        """Whether the program's work in front of a fence has ended. Only debug mode asks."""
+        """Tells if the program's work in front of a fence has ended. Only debug mode asks."""
         ...
 
     def move(self, source: int, target: int, nbytes: int) -> None:

@@ -301,7 +301,7 @@ class CudaDevice:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """What is queued inside comes after all that the program has queued on any stream, and before what it will."""
+        """Order what is queued inside after all that the program has queued on any stream, and before what it will."""
         # Work on a stream that is captured would be done at each replay, and not now.
         stream = self._into if torch.cuda.is_current_stream_capturing() else self._current()
         for event in self.fence():

@@ -60,11 +60,11 @@ class _Job:
     """Offset in the staging memory, -1 where the transfer does without."""
     start: float = 0.0
     copies: list[Copy] = field(default_factory=list)
-    """Those that have not ended."""
+    """The copies that have not ended."""
     trouble: Exception | None = None
-    """Why the device could not tell, at the last look, whether one of them has ended."""
+    """The error because of which the device could not tell, at the last look, if one of them has ended."""
     error: Exception | None = None
-    """Why a copy was not started. The job ends when the others have: the host's memory is theirs until then."""
+    """The error that kept a copy from starting. The job ends when the others have: they use the host's memory."""
     dropped: bool = False
     """Cancelled while its bytes were on their way into the staging memory; ends when they have arrived."""
 
@@ -103,7 +103,7 @@ class StagedExecutor(Executor):
         """Jobs whose copies have been started, in that order, which is the one in which they end."""
         self._copying_bytes = dict.fromkeys(Kind, 0)
         self._changed = False
-        """Whether a job may go on that could not when all were looked at."""
+        """A job may go on that could not when all were looked at."""
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
@@ -313,7 +313,7 @@ class StagedExecutor(Executor):
         return not under_way
 
     def _blocked(self, job: _Job) -> bool:
-        """Whether the arena range is still needed by a transfer that this one comes after."""
+        """Tells if the arena range is still needed by a transfer that this one comes after."""
         return any(number in self._jobs for number in job.transfer.after)
 
     def _submit(self, job: _Job, direction: int) -> None:

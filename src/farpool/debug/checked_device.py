@@ -66,7 +66,7 @@ class CheckedDevice:
         self._lock = threading.Lock()
         self._uses = 0
         self._last_use: dict[tuple[int, int], int] = {}
-        """For each range that accesses have used, the last of them."""
+        """The last use of each range that accesses have used."""
         self._copies: list[_CheckedCopy] = []
         self._at_tier: dict[int, tuple[int, int]] = {}
 

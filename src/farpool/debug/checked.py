@@ -113,7 +113,7 @@ class CheckedExecutor(Executor):
                         )
 
     def is_own(self, move: Move) -> bool:
-        """Whether an access copies between ranges that it holds itself, which disturbs nobody."""
+        """Tells if an access copies between ranges that it holds itself, which disturbs nobody."""
         return any(
             any(_within(move.source, move.nbytes, span) for span in spans)
             and any(span.writes and _within(move.target, move.nbytes, span) for span in spans)
@@ -172,7 +172,7 @@ class CheckedExecutor(Executor):
         return finished
 
     def _end(self, number: int, *, failed: bool) -> None:
-        """What comes after a failure never starts: it is out of the way before the executor reports it as cancelled."""
+        """End a transfer. Those after a failed one never start: forget them before they are reported as cancelled."""
         if self._open.pop(number, None) is None or not failed:
             return
         for other in [other.id for other in self._open.values() if number in other.after]:
