@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from farpool.tensors.paged_tensor import PagedTensor  # isort: skip  (the other modules build on it)
-from farpool.tensors import integration
+import farpool.tensors.rules  # noqa: F401  (registers them)
+from farpool.tensors import integration, methods
 from farpool.tensors.loading import load_safetensors
 from farpool.tensors.mode import paged
 from farpool.tensors.offload import offload, restore
+from farpool.tensors.paged_tensor import PagedTensor, use_methods
 from farpool.tensors.pretrained import from_pretrained
 from farpool.tensors.published import map_tensors, publish_tensors
 
@@ -21,4 +22,5 @@ __all__ = [
     "restore",
 ]
 
+use_methods(methods)
 integration.apply()

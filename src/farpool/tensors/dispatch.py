@@ -222,6 +222,3 @@ calls.bind(
         budget_error=BudgetError,
     ),
 )
-
-# The rules build on this module.
-import farpool.tensors.rules as _all_rules  # noqa: E402, F401

@@ -8,7 +8,7 @@ printing, copying, pickling, and the ways to change a tensor's identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from farpool.pager.storage import Storage
     from farpool.tensors.arena import ArenaViews
 
-__all__ = ["PagedTensor", "describe"]
+__all__ = ["Methods", "PagedTensor", "describe", "use_methods"]
 
 _native_data: Any = torch._C.TensorBase.data
 
@@ -41,6 +41,29 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
         )
 
     return method
+
+
+class Methods(Protocol):
+    """Functions behind methods of a paged tensor. They build on the class, so they are handed in (`use_methods`)."""
+
+    def deep_copy(self, tensor: PagedTensor, memo: dict[int, Any], /) -> PagedTensor: ...
+    def materialize(self, tensor: torch.Tensor, /) -> torch.Tensor: ...
+    def page_gradients_of(self, tensor: PagedTensor, /) -> None: ...
+    def reduce(self, tensor: PagedTensor, protocol: Any, /) -> Any: ...
+    def set_data(self, tensor: PagedTensor, value: torch.Tensor, /) -> None: ...
+    def shallow_copy(self, tensor: PagedTensor, /) -> PagedTensor: ...
+    def storage_of(self, tensor: PagedTensor, /) -> torch.UntypedStorage: ...
+    def text(self, tensor: PagedTensor, /) -> str: ...
+    def to_cpu(self, tensor: PagedTensor, /) -> torch.Tensor: ...
+
+
+_methods: Methods
+
+
+def use_methods(methods: Methods) -> None:
+    """Have paged tensors call these functions."""
+    global _methods
+    _methods = methods
 
 
 class PagedTensor(torch.Tensor):
@@ -119,7 +142,7 @@ class PagedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _identity.set_data(self, value)
+        _methods.set_data(self, value)
 
     @property
     def requires_grad(self) -> bool:
@@ -134,26 +157,26 @@ class PagedTensor(torch.Tensor):
         """Change whether gradients are accumulated into this tensor, in place."""
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
-            _gradients.page_gradients_of(self)
+            _methods.page_gradients_of(self)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
-        return _identity.deep_copy(self, memo)
+        return _methods.deep_copy(self, memo)
 
     def __copy__(self) -> PagedTensor:
-        return _identity.shallow_copy(self)
+        return _methods.shallow_copy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _identity.reduce(self, protocol)
+        return _methods.reduce(self, protocol)
 
     # -- values -----------------------------------------------------------------------------------------------------
 
     def tolist(self) -> Any:
         """The values as nested lists."""
-        return _factories.materialize(self).tolist()
+        return _methods.materialize(self).tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return _printing.text(self)
+        return _methods.text(self)
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:
@@ -164,7 +187,7 @@ class PagedTensor(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The size and identity of what this views: the same object for all views of it. Its memory cannot be had."""
-        return _paged_storage.storage_of(self)
+        return _methods.storage_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy where ``force=True`` allows one; else the array would have to share the memory.
@@ -180,7 +203,7 @@ class PagedTensor(torch.Tensor):
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """A plain copy in host memory, also where the tensor computes there; `to` keeps a tensor in its pool."""
-        plain = _factories.to_cpu(self)
+        plain = _methods.to_cpu(self)
         return plain if memory_format is torch.preserve_format else plain.contiguous(memory_format=memory_format)
 
     data_ptr = _refuse("data_ptr()")
@@ -201,12 +224,3 @@ class PagedTensor(torch.Tensor):
         if self.device.type == "cuda":
             _refuse("the CUDA array interface")(self)
         raise AttributeError("__cuda_array_interface__ exists on CUDA tensors only")
-
-
-# These build on the class, and its methods on them.
-import farpool.tensors.dispatch  # noqa: E402, F401
-import farpool.tensors.factories as _factories  # noqa: E402
-import farpool.tensors.gradients as _gradients  # noqa: E402
-import farpool.tensors.identity as _identity  # noqa: E402
-import farpool.tensors.paged_storage as _paged_storage  # noqa: E402
-import farpool.tensors.printing as _printing  # noqa: E402
