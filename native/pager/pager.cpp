@@ -1,6 +1,7 @@
 #include "pager.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -239,8 +240,12 @@ void Pager::note(const Run& run, double busy, bool first) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
         residency.blocks[block].last_use = tape_.now();
         // That a row was looked up says nothing about when the whole table is used, where that is known (tied embeddings).
-        if (run.table < 0 || !look_ahead_.kept(block)) {
+        if (run.table < 0) {
             residency.set_next_use(block, key);
+        } else if (!look_ahead_.kept(block)) {
+            Block& b = residency.blocks[block];
+            b.uses += b.uses < std::numeric_limits<std::uint16_t>::max() ? 1 : 0;
+            residency.set_next_use(block, key_until(residency.rows.access(block, b.size, b.uses, tape_.now())));
         }
         residency.use(block);
     }

@@ -28,6 +28,7 @@
 #include "farthest_use.hpp"
 #include "messages.hpp"
 #include "prefetch_gate.hpp"
+#include "row_policy.hpp"
 #include "tape.hpp"
 
 namespace farpool::pager {
@@ -116,6 +117,7 @@ public:
     Backing backing;
     FarthestUse evictable;
     PrefetchGate gate;
+    RowPolicy rows;
     LinkRate rate;        // of fetches
     BusyTimes writing;    // when blocks were written back
     Counters counters;
