@@ -13,7 +13,6 @@ import torch
 from farpool.tensors.dispatch import fallback
 from farpool.tensors.geometry import plain_empty
 from farpool.tensors.pieces import compute_in_pieces
-from farpool.tensors.rules.sparse import add_sparse
 
 _aten = torch.ops.aten
 
@@ -56,7 +55,7 @@ _aten = torch.ops.aten
 )
 def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in args):
-        return add_sparse(func, args, kwargs)
+        return NotImplemented
 
     def make_result(like: torch.Tensor) -> torch.Tensor:
         device = next(value.device for value in args if isinstance(value, torch.Tensor) and value.dim())

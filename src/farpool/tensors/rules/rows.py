@@ -18,10 +18,10 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import spans_blocks
 from farpool.use import Use
 
-__all__ = ["gather_rows", "is_table", "scatter_rows"]
+__all__ = ["INDEX_TYPES", "gather_rows", "is_table", "out_of_range", "plain", "scatter_rows"]
 
 _aten = torch.ops.aten
-_INDEX_TYPES = (torch.int64, torch.int32)
+INDEX_TYPES = (torch.int64, torch.int32)
 # A group of blocks takes at most this part of the budget, so that the next group can be fetched meanwhile.
 _GROUP = 4
 
@@ -40,8 +40,9 @@ def is_table(value: Any) -> bool:
     )
 
 
-def _plain(indices: torch.Tensor) -> torch.Tensor:
-    return materialize(indices) if type(indices) is PagedTensor else indices
+def plain(value: Any) -> Any:
+    """A plain copy of a paged tensor; anything else as it is."""
+    return materialize(value) if type(value) is PagedTensor else value
 
 
 class _Touched(NamedTuple):
@@ -164,12 +165,19 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
 
 
 def _group(uses: list[Use], first: int, limit: int) -> int:
-    """End of the group that begins at `first`: at least one use, and at most `limit` bytes."""
-    block_bytes = uses[first].storage.block_bytes
-    return min(len(uses), first + max(1, limit // block_bytes))
+    """End of the group that begins at `first`: at least one use, and the blocks of at most `limit` bytes."""
+    step = uses[first].storage.block_bytes
+    end, nbytes = first, 0
+    for use in uses[first:]:
+        nbytes += (-(-use.stop // step) - use.start // step) * step
+        if nbytes > limit and end > first:
+            break
+        end += 1
+    return end
 
 
-def _out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
+def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
+    """Whether one of the indices is not in ``[lowest, rows)``."""
     return bool(indices.numel()) and bool(((indices < lowest) | (indices >= rows)).any())
 
 
@@ -181,20 +189,20 @@ def _raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs
 
 @rule(_aten.embedding.default)
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table, indices = args[0], _plain(args[1])
-    if not is_table(table) or table.dim() != 2 or indices.dtype not in _INDEX_TYPES:
+    table, indices = args[0], plain(args[1])
+    if not is_table(table) or table.dim() != 2 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if _out_of_range(indices, table.size(0)):
+    if out_of_range(indices, table.size(0)):
         return _raise_as_torch(func, table, (indices, *args[2:]), kwargs)
     return gather_rows(table, indices.reshape(-1), "aten.embedding").view(*indices.size(), table.size(1))
 
 
 @rule(_aten.index_select.default)
 def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table, dim, indices = args[0], args[1], _plain(args[2])
-    if not is_table(table) or dim % max(table.dim(), 1) != 0 or indices.dtype not in _INDEX_TYPES:
+    table, dim, indices = args[0], args[1], plain(args[2])
+    if not is_table(table) or dim % max(table.dim(), 1) != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if indices.dim() > 1 or _out_of_range(indices, table.size(0)):
+    if indices.dim() > 1 or out_of_range(indices, table.size(0)):
         return _raise_as_torch(func, table, (dim, indices), kwargs)
     return gather_rows(table, indices.reshape(-1), "aten.index_select")
 
@@ -204,11 +212,26 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, indices = args[0], args[1]
     if not is_table(table) or not indices or indices[0] is None or any(item is not None for item in indices[1:]):
         return NotImplemented
-    chosen = _plain(indices[0])
-    if chosen.dtype not in _INDEX_TYPES:
+    chosen = plain(indices[0])
+    if chosen.dtype not in INDEX_TYPES:
         return NotImplemented
     rows = table.size(0)
-    if _out_of_range(chosen, rows, -rows):
+    if out_of_range(chosen, rows, -rows):
         return _raise_as_torch(func, table, ([chosen],), kwargs)
     wrapped = torch.where(chosen < 0, chosen + rows, chosen).to(table.device)
     return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
+
+
+@rule(_aten.gather.default)
+def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    table, dim, indices = args[0], args[1], plain(args[2])
+    if not is_table(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
+        return NotImplemented
+    if indices.dim() != table.dim() or out_of_range(indices, table.size(0)):
+        return _raise_as_torch(func, table, (dim, indices), kwargs)
+    if any(size > extent for size, extent in zip(indices.size()[1:], table.size()[1:], strict=True)):
+        return _raise_as_torch(func, table, (dim, indices), kwargs)
+    rows, places = torch.unique(indices.long(), return_inverse=True)
+    for inner, size in enumerate(indices.size()[1:], start=1):
+        table = table.narrow(inner, 0, size)  # of the other columns nothing is needed
+    return func(gather_rows(table, rows, "aten.gather"), 0, places)
