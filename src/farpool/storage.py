@@ -29,9 +29,10 @@ _SMALL = 8
 """A storage below this fraction of the largest block shares a block."""
 _SHARED = 1 << 20
 """Bytes of a shared block at most: beyond it, a larger transfer is no faster."""
-_ROWS = 16 << 10
-"""Bytes of a block of a table whose rows are picked by data: a miss should not bring many rows that nobody asked
-for."""
+_ROWS = 4 << 10
+"""Bytes of a block of a table whose rows are picked by data, at least: a miss should bring few rows that nobody asked
+for, so a row that is as large has blocks of its own. With smaller ones than these, the native pager's bookkeeping (some
+160 bytes a block) would take more than a twentieth of the table's bytes."""
 _PAGE = 4096
 _SECTOR = 512
 """Direct I/O goes straight to memory that is aligned to it; elsewhere through a copy."""
@@ -107,7 +108,10 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
     Cut at whole rows if some number of rows is aligned and no larger than a block; preferably also a multiple of the
     page, in which files are read and written.
     """
-    limit = min(sizes.largest, _ROWS) if cls == "embedding" else sizes.largest
+    limit = sizes.largest
+    if cls == "embedding":
+        # Cut at whole sectors: a row that is no multiple of them reaches into the next block.
+        limit = min(limit, max(_ROWS, -(-row_bytes // _SECTOR) * _SECTOR))
     if nbytes <= limit:
         return -(-nbytes // sizes.alignment) * sizes.alignment
     if row_bytes > 0:
