@@ -118,7 +118,8 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
         for unit in (_PAGE, sizes.alignment):
             step = math.lcm(row_bytes, unit)
             if step <= limit:
-                return limit // step * step
+                beyond = -(-limit // step) * step
+                return beyond if cls == "embedding" and beyond <= sizes.largest else limit // step * step
     return limit
 
 

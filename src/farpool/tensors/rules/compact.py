@@ -92,7 +92,12 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     *extra : int
         Rows beside those of the indices.
     """
-    flat = indices.reshape(-1).long()
+    # An expanded index is named once, and stays expanded: torch picks a kernel by that.
+    single = indices
+    for dim, stride in enumerate(indices.stride()):
+        if stride == 0 and indices.size(dim) > 1:
+            single = single.narrow(dim, 0, 1)
+    flat = single.reshape(-1).long()
     if extra:
         flat = torch.cat((flat, flat.new_tensor(extra)))
     rows, inverse = torch.unique(flat, return_inverse=True)
@@ -101,8 +106,9 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     # Rows so many apart are aligned alike.
     period = ALIGNMENT // math.gcd(row_bytes, ALIGNMENT)
     places = torch.cat((rows[:1] % period, (rows.diff() - 1) % period + 1)).cumsum(0)
-    renamed = places[inverse[: indices.numel()]].view(indices.size()).to(indices.dtype)
-    return Compact(rows, places, int(places[-1]) + 1, renamed)
+    renamed = plain_empty(single.size(), single.stride(), indices.dtype, indices.device)
+    renamed.copy_(places[inverse[: single.numel()]].view(single.size()))
+    return Compact(rows, places, int(places[-1]) + 1, renamed.expand(indices.size()))
 
 
 def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

@@ -20,6 +20,7 @@ from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain
 _aten = torch.ops.aten
 _REPLACE = frozenset(("index_copy_", "index_fill_"))
 """Operations that write whole rows."""
+_HALF = (torch.float16, torch.bfloat16)
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -52,6 +53,19 @@ def _change(
     return table
 
 
+def _passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
+    """Whether torch changes nothing in the rows that no index names, not even the bits of a NaN.
+
+    A mean divides all rows, most of them by one. In half precision ``scatter_*`` is computed in a copy of all rows in
+    single precision, and so is ``index_add_`` of rows of one element.
+    """
+    name = func._opname
+    if any(value == "mean" for value in args if isinstance(value, str)):
+        return False
+    single = name.startswith("scatter_") or (name == "index_add_" and table.numel() == table.size(0))
+    return table.dtype not in _HALF or not single
+
+
 @rule(
     _aten.index_add_.default,
     _aten.index_copy_.default,
@@ -68,6 +82,8 @@ def _change(
 def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, dim, indices, *others = args
     if not can_be_compacted(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
+        return NotImplemented
+    if not _passes_by_other_rows(func, table, others):
         return NotImplemented
     indices = plain(indices)
     others = [plain(value) for value in others]
