@@ -16,7 +16,18 @@ from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 if TYPE_CHECKING:
     from farpool.pool import BlockPool
 
-__all__ = ["allocate", "class_of_moments", "empty", "from_tensor", "full", "materialize", "ones", "shape_of", "to_cpu", "zeros"]
+__all__ = [
+    "allocate",
+    "class_of_moments",
+    "empty",
+    "from_tensor",
+    "full",
+    "materialize",
+    "ones",
+    "shape_of",
+    "to_cpu",
+    "zeros",
+]
 
 
 def allocate(

@@ -66,6 +66,11 @@ def _passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) ->
     return table.dtype not in _HALF or not single
 
 
+def _shares_memory(table: PagedTensor, others: Sequence[Any]) -> bool:
+    """Whether an operand may view what is written, which torch mostly refuses."""
+    return any(type(other) is PagedTensor and other._storage is table._storage for other in others)
+
+
 @rule(
     _aten.index_add_.default,
     _aten.index_copy_.default,
@@ -83,7 +88,7 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     table, dim, indices, *others = args
     if not can_be_compacted(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if not _passes_by_other_rows(func, table, others):
+    if _shares_memory(table, (indices, *others)) or not _passes_by_other_rows(func, table, others):
         return NotImplemented
     indices = plain(indices)
     others = [plain(value) for value in others]
@@ -119,7 +124,7 @@ def _without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | N
 @rule(_aten.index_put_.default, _aten._index_put_impl_.default)
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, given, values, *options = args
-    if not can_be_compacted(table) or not given or given[0] is None:
+    if not can_be_compacted(table) or not given or given[0] is None or _shares_memory(table, (*given, values)):
         return NotImplemented
     indices = _without_masks(given, table.size())
     if indices is None or indices[0].dtype not in INDEX_TYPES:
