@@ -111,7 +111,10 @@ WRONG: dict[str, Case] = {
     "index_fill_": lambda t, v: t.index_fill_(0, torch.tensor([1, COUNT]), 1.0),
     "scatter_": lambda t, v: t.scatter_(0, torch.tensor([[1], [COUNT]]), 1.0),
     "scatter_add_": lambda t, v: t.scatter_add_(0, torch.tensor([[1], [-1]]), v),
+    "scatter_ within rows": lambda t, v: t.scatter_(1, torch.tensor([[1], [19]]).expand(2, 3), v),
+    "scatter_add_ within rows": lambda t, v: t.scatter_add_(1, torch.tensor([[1], [19]]).repeat(300, 1), v[:, :1]),
     "gather": lambda t, v: t.gather(0, torch.tensor([[1], [COUNT]])),
+    "gather within rows": lambda t, v: t.gather(1, torch.tensor([[1], [19]])),
     "gather of more columns": lambda t, v: t.gather(0, torch.zeros(1, 100, dtype=torch.int64)),
     "embedding_renorm_": lambda t, v: torch.embedding_renorm_(t, torch.tensor([1, COUNT]), 1.0, 2.0),
 }
@@ -163,6 +166,32 @@ def test_rows_of_other_dimensions_are_written_alike(size: tuple[int, ...]) -> No
         WRITES[name](plain, others)
         WRITES[name](paged, others)
         assert torch.equal(bits(paged), bits(plain)), name
+
+
+def columns(table: torch.Tensor, count: int) -> torch.Tensor:
+    return (torch.arange(count).unsqueeze(1) + torch.tensor([0, 3, 0, 5, 5])) % table.size(1)
+
+
+WITHIN: dict[str, Case] = {
+    "gather": lambda t, v: t.gather(1, columns(t, COUNT)),
+    "gather of the first rows": lambda t, v: t.gather(-1, columns(t, 300).int().long()),
+    "scatter_": lambda t, v: t.scatter_(1, columns(t, 300)[:, 1:3], v[:300]),
+    "scatter_ value": lambda t, v: t.scatter_(1, columns(t, COUNT), 2.0),
+    "scatter_ multiply": lambda t, v: t.scatter_(1, columns(t, COUNT), v, reduce="multiply"),
+    "scatter_add_": lambda t, v: t.scatter_add_(1, columns(t, COUNT), v),
+    "scatter_reduce_ amax": lambda t, v: t.scatter_reduce_(1, columns(t, COUNT), v, "amax", include_self=False),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.filterwarnings("ignore:The reduce argument")
+def test_elements_within_rows_are_picked_and_written_a_few_rows_at_a_time(name: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        table, others = values(COUNT, 19).to(dtype), values(COUNT, 5).to(dtype)
+        plain, paged = table.clone(), from_tensor(tight(table), table)
+        expected, got = outcome(WITHIN[name], plain, others), outcome(WITHIN[name], paged, others)
+        assert torch.equal(bits(paged), bits(plain))
+        assert (got is None and expected is None) or torch.equal(got, expected)
 
 
 def test_many_rows_are_written_alike() -> None:

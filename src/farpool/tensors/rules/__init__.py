@@ -18,6 +18,7 @@ from farpool.tensors.rules import (
     table_writes,
     values,
     views,
+    within_rows,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "table_writes",
     "values",
     "views",
+    "within_rows",
 ]

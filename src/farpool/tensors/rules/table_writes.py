@@ -17,6 +17,8 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.compact import can_be_compacted, compact, raise_as_torch
 from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain
 
+__all__ = ["passes_by_other_rows"]
+
 _aten = torch.ops.aten
 _REPLACE = frozenset(("index_copy_", "index_fill_"))
 """Operations that write whole rows."""
@@ -53,7 +55,7 @@ def _change(
     return table
 
 
-def _passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
+def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
     """Whether torch changes nothing in the rows that no index names, not even the bits of a NaN.
 
     A mean divides all rows, most of them by one. In half precision ``scatter_*`` is computed in a copy of all rows in
@@ -88,7 +90,7 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     table, dim, indices, *others = args
     if not can_be_compacted(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if _shares_memory(table, (indices, *others)) or not _passes_by_other_rows(func, table, others):
+    if _shares_memory(table, (indices, *others)) or not passes_by_other_rows(func, table, others):
         return NotImplemented
     indices = plain(indices)
     others = [plain(value) for value in others]
