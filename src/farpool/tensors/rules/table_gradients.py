@@ -60,6 +60,7 @@ class _Table:
             and grad.dtype is self._dtype
             and not self.pool.closed
             and not torch.is_grad_enabled()  # else the gradient is to have a history
+            and not torch.is_anomaly_enabled()  # which looks for NaN in the whole gradient
         )
 
     def gradient(self, rows: Compact, values: torch.Tensor) -> PagedTensor:
