@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 import farpool
 from farpool import BudgetError, PagedTensor, Pool
 from farpool.tensors.factories import materialize
+from tests.tensors.evil_pool import EvilPool
 
 SLOW = pytest.mark.slow
 ROWS = 2500
@@ -296,6 +298,44 @@ def test_an_index_out_of_range_raises_the_error_of_torch_and_changes_nothing(mod
         assert not isinstance(got.value, BudgetError)
     assert torch.equal(bits(paged.weight), before)
     farpool.restore(paged)
+
+
+def _random_pass(seed: int, paged: bool) -> list[torch.Tensor]:
+    """Results and gradients of one pass through a table of random geometry; some elements are no numbers."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = draw.choice((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+    width, rows = draw.choice((1, 2, 3, 7, 16, 17, 33, 65, 129, 300)), draw.choice((50, 333, 1000, 4096))
+    bags, length = draw.choice((1, 3, 40)), draw.choice((1, 2, 9, 33))
+    mode = draw.choice(("lookup", "sum", "mean", "max"))
+    options: dict[str, Any] = {"padding_idx": draw.choice((None, 3)), "dtype": dtype}
+    options["scale_grad_by_freq"] = mode != "max" and draw.random() < 0.3
+    chosen = torch.randint(0, draw.choice((5, rows)), (bags, length), generator=generator)
+    table = torch.randn(rows, width, generator=generator).to(dtype)
+    weights = torch.randn(bags, length, generator=generator).to(dtype).requires_grad_()
+    size = (bags, length, width) if mode == "lookup" else (bags, width)
+    gradient = torch.randn(size, generator=generator).to(dtype)
+    if draw.random() < 0.5:
+        table.view(-1)[::13], gradient.view(-1)[::7] = float("nan"), float("nan")
+        table.view(-1)[1::17] = -0.0
+    if mode == "lookup":
+        module: nn.Module = nn.Embedding(rows, width, _weight=table, **options)
+    else:
+        module = nn.EmbeddingBag(rows, width, mode=mode, _weight=table, **options)
+    if paged:
+        row = -(-width * dtype.itemsize // 64) * 64
+        farpool.offload(module, EvilPool(fast=max(4096, 16 * row), largest=max(256, row)))
+    weighted = mode == "sum" and draw.random() < 0.5
+    result = module(chosen, per_sample_weights=weights) if weighted else module(chosen)
+    result.backward(gradient)
+    results = [result, module.weight.grad, *([weights.grad] if weighted else [])]
+    return [bits(tensor.detach()) for tensor in results]
+
+
+@pytest.mark.parametrize("seed", [*range(12), *[pytest.param(seed, marks=SLOW) for seed in range(12, 100)]])
+def test_random_tables_give_the_bits_of_the_plain_program(seed: int) -> None:
+    for got, expected in zip(_random_pass(seed, True), _random_pass(seed, False), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_a_table_of_a_hundred_budgets_trains(pool: Pool) -> None:
