@@ -6,6 +6,7 @@ fit well into the budget, whatever the number of rows.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +57,19 @@ class _Touched(NamedTuple):
         First row of each range.
     ends : list of int
         How many of the rows lie in the ranges up to and including each.
+    blocks : list of int
+        How many blocks these ranges touch; one that two of them share counts twice.
     """
 
     uses: list[Use]
     firsts: torch.Tensor
     ends: list[int]
+    blocks: list[int]
+
+    def group(self, first: int, limit: int) -> int:
+        """End of the group that begins with range `first`: at least one range, and at most `limit` blocks."""
+        before = self.blocks[first - 1] if first else 0
+        return max(first + 1, bisect_right(self.blocks, before + limit))
 
 
 def _touched(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> _Touched:
@@ -70,14 +79,15 @@ def _touched(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> _Touched:
     origin = table.storage_offset() * itemsize
     inner = zip(table.size()[1:], table.stride()[1:], strict=True)
     row_bytes = (1 + sum((size - 1) * stride for size, stride in inner)) * itemsize
-    _, counts = torch.unique_consecutive((rows * step + origin) // storage.block_bytes, return_counts=True)
+    block_bytes = storage.block_bytes
+    found, counts = torch.unique_consecutive((rows * step + origin) // block_bytes, return_counts=True)
     ends = counts.cumsum(0)
     firsts = rows[ends - counts]
-    uses = [
-        Use(storage, origin + first * step, origin + last * step + row_bytes, mode)
-        for first, last in zip(firsts.tolist(), rows[ends - 1].tolist(), strict=True)
-    ]
-    return _Touched(uses, firsts, ends.tolist())
+    starts: torch.Tensor = firsts * step + origin
+    stops: torch.Tensor = rows[ends - 1] * step + origin + row_bytes
+    blocks = ((stops - 1) // block_bytes - found + 1).cumsum(0)
+    uses = [Use(storage, start, stop, mode) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return _Touched(uses, firsts, ends.tolist(), blocks.tolist())
 
 
 def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Tensor:
@@ -104,7 +114,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
     step = table.stride(0)
     index = 0
     while index < len(touched.uses):
-        stop = _group(touched.uses, index, pool.fast // _GROUP)
+        stop = touched.group(index, pool.fast // _GROUP // table._storage.block_bytes)
         first_row = touched.ends[index - 1] if index else 0
         last_row = touched.ends[stop - 1]
         counts = torch.tensor(touched.ends[index:stop]).diff(prepend=torch.tensor([first_row]))
@@ -145,7 +155,7 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
     step = table.stride(0)
     index = first_row = 0
     while index < len(touched.uses):
-        stop = _group(touched.uses, index, pool.fast // _GROUP)
+        stop = touched.group(index, pool.fast // _GROUP // table._storage.block_bytes)
         last_row = touched.ends[stop - 1]
         try:
             access = pool.acquire(touched.uses[index:stop], op, rows=True)
@@ -162,18 +172,6 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
         finally:
             pool.release(access)
         index, first_row = stop, last_row
-
-
-def _group(uses: list[Use], first: int, limit: int) -> int:
-    """End of the group that begins at `first`: at least one use, and the blocks of at most `limit` bytes."""
-    step = uses[first].storage.block_bytes
-    end, nbytes = first, 0
-    for use in uses[first:]:
-        nbytes += (-(-use.stop // step) - use.start // step) * step
-        if nbytes > limit and end > first:
-            break
-        end += 1
-    return end
 
 
 def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
