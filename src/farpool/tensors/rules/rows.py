@@ -76,15 +76,15 @@ def _touched(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> _Touched:
     storage = table._storage
     itemsize = table.itemsize
     step = table.stride(0) * itemsize
-    origin = table.storage_offset() * itemsize
+    origin = int(table.storage_offset()) * itemsize
     inner = zip(table.size()[1:], table.stride()[1:], strict=True)
     row_bytes = (1 + sum((size - 1) * stride for size, stride in inner)) * itemsize
     block_bytes = storage.block_bytes
     found, counts = torch.unique_consecutive((rows * step + origin) // block_bytes, return_counts=True)
     ends = counts.cumsum(0)
     firsts = rows[ends - counts]
-    starts: torch.Tensor = firsts * step + origin
-    stops: torch.Tensor = rows[ends - 1] * step + origin + row_bytes
+    starts = firsts * step + origin
+    stops = rows[ends - 1] * step + origin + row_bytes
     blocks = ((stops - 1) // block_bytes - found + 1).cumsum(0)
     uses = [Use(storage, start, stop, mode) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
     return _Touched(uses, firsts, ends.tolist(), blocks.tolist())
