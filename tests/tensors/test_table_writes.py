@@ -29,6 +29,7 @@ def values(*size: int) -> torch.Tensor:
     tensor.view(-1)[::17] = float("nan")
     tensor.view(-1)[::13] = -0.0
     tensor.view(-1)[::11] = float("inf")
+    tensor[251:254] = 0.0
     return tensor
 
 
@@ -68,6 +69,7 @@ WRITES: dict[str, Case] = {
     "index_add_ alpha": lambda t, v: t.index_add_(0, ROWS, v, alpha=-0.3),
     "index_add_ int32": lambda t, v: t.index_add_(-2, ROWS.int(), v),
     "index_copy_": lambda t, v: t.index_copy_(0, ROWS, v),
+    "index_copy_ by overlapping windows": lambda t, v: t.__setitem__(ROWS.unfold(0, 3, 1), v[0]),
     "index_fill_": lambda t, v: t.index_fill_(0, ROWS, -0.0),
     "index_fill_ from the end": lambda t, v: t.index_fill_(0, ROWS - COUNT, torch.tensor(3.0)),
     "index_reduce_ amax": lambda t, v: t.index_reduce_(0, ROWS, v, "amax"),
@@ -89,6 +91,7 @@ WRITES: dict[str, Case] = {
         for include in (True, False)
     },
     "embedding_renorm_": lambda t, v: torch.embedding_renorm_(t, ROWS, 1.5, 2.0),
+    "embedding_renorm_ to less than nothing": lambda t, v: torch.embedding_renorm_(t, ROWS, -1.0, 2.0),
     "embedding_renorm_ L1": lambda t, v: torch.embedding_renorm_(t, ROWS.view(2, 4), 0.5, 1.0),
     "sparse add_": lambda t, v: t.add_(sparse(t, ROWS, v), alpha=-0.3),
     "sparse add_ coalesced": lambda t, v: t.add_(sparse(t, ROWS, v).coalesce()),
@@ -114,6 +117,7 @@ WRONG: dict[str, Case] = {
     "scatter_ within rows": lambda t, v: t.scatter_(1, torch.tensor([[1], [19]]).expand(2, 3), v),
     "scatter_add_ within rows": lambda t, v: t.scatter_add_(1, torch.tensor([[1], [19]]).repeat(300, 1), v[:, :1]),
     "gather": lambda t, v: t.gather(0, torch.tensor([[1], [COUNT]])),
+    "gather along no dimension": lambda t, v: t.gather(4, torch.tensor([[1], [2]])),
     "gather within rows": lambda t, v: t.gather(1, torch.tensor([[1], [19]])),
     "gather of more columns": lambda t, v: t.gather(0, torch.zeros(1, 100, dtype=torch.int64)),
     "embedding_renorm_": lambda t, v: torch.embedding_renorm_(t, torch.tensor([1, COUNT]), 1.0, 2.0),
@@ -137,8 +141,14 @@ def changes_others(name: str, table: torch.Tensor) -> bool:
     return table.dtype in HALF and ("scatter" in name or ("index_add_" in name and table.size(1) == 1))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        pytest.param(dtype, width, marks=[] if dtype is torch.float32 or width == 19 else pytest.mark.slow)
+        for dtype in DTYPES
+        for width in WIDTHS
+    ],
+)
 @pytest.mark.filterwarnings("ignore:index_reduce", "ignore:The reduce argument")
 def test_rows_are_written_with_the_bits_of_the_whole_operation(dtype: torch.dtype, width: int) -> None:
     table, others = values(COUNT, width).to(dtype), values(len(ROWS), width).to(dtype)

@@ -106,8 +106,7 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     # Rows so many apart are aligned alike.
     period = ALIGNMENT // math.gcd(row_bytes, ALIGNMENT)
     places = torch.cat((rows[:1] % period, (rows.diff() - 1) % period + 1)).cumsum(0)
-    renamed = plain_empty(single.size(), single.stride(), indices.dtype, indices.device)
-    renamed.copy_(places[inverse[: single.numel()]].view(single.size()))
+    renamed = single.clone().copy_(places[inverse[: single.numel()]].view(single.size()))
     return Compact(rows, places, int(places[-1]) + 1, renamed.expand(indices.size()))
 
 

@@ -232,4 +232,4 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows, places = torch.unique(indices.long(), return_inverse=True)
     for inner, size in enumerate(indices.size()[1:], start=1):
         table = table.narrow(inner, 0, size)  # of the other columns nothing is needed
-    return func(gather_rows(table, rows, "aten.gather"), 0, places)
+    return func(gather_rows(table, rows, "aten.gather"), dim, places)

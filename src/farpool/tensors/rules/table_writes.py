@@ -42,14 +42,14 @@ def _change(
     replaces : bool
         Every touched row is overwritten as a whole.
     only_changed : bool
-        Few of the rows change, and only these are written back.
+        Few of the rows, of one dimension each, change, and only these are written back.
     """
     rows = compact(indices, table.stride(0) * table.itemsize)
     values = rows.make(table) if replaces else rows.read(table, op)
     before = rows.chosen(values).clone() if only_changed else None
     function(values, rows.indices)
     if before is not None:
-        changed = (rows.chosen(values) != before).flatten(1).any(1)  # where there is a NaN, too
+        changed = (rows.chosen(values).view(torch.uint8) != before.view(torch.uint8)).any(1)
         rows = rows._replace(rows=rows.rows[changed], places=rows.places[changed])
     rows.write(table, values, op)
     return table
