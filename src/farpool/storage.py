@@ -29,10 +29,12 @@ _SMALL = 8
 """A storage below this fraction of the largest block shares a block."""
 _SHARED = 1 << 20
 """Bytes of a shared block at most: beyond it, a larger transfer is no faster."""
-_ROWS = 4 << 10
-"""Bytes of a block of a table whose rows are picked by data, at least: a miss should bring few rows that nobody asked
-for, so a row that is as large has blocks of its own. With smaller ones than these, the native pager's bookkeeping (some
-160 bytes a block) would take more than a twentieth of the table's bytes."""
+_ROWS = 16 << 10
+"""Bytes of a block of a table whose rows are picked by data, at most, unless a row is larger."""
+_LEAST = 3200
+"""Bytes of such a block at least: the native pager takes some 160 bytes for a block, which is a twentieth."""
+_ROUNDED = 8
+"""Rounding it to pages in a file may take this part of its bytes."""
 _PAGE = 4096
 _SECTOR = 512
 """Direct I/O goes straight to memory that is aligned to it; elsewhere through a copy."""
@@ -109,18 +111,32 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
     page, in which files are read and written.
     """
     limit = sizes.largest
-    if cls == "embedding":
-        # Cut at whole sectors: a row that is no multiple of them reaches into the next block.
-        limit = min(limit, max(_ROWS, -(-row_bytes // _SECTOR) * _SECTOR))
+    if cls == "embedding" and limit >= _PAGE:
+        limit = _table_block_bytes(row_bytes, limit // _PAGE * _PAGE)
+        return -(-min(nbytes, limit) // sizes.alignment) * sizes.alignment
     if nbytes <= limit:
         return -(-nbytes // sizes.alignment) * sizes.alignment
     if row_bytes > 0:
         for unit in (_PAGE, sizes.alignment):
             step = math.lcm(row_bytes, unit)
             if step <= limit:
-                beyond = -(-limit // step) * step
-                return beyond if cls == "embedding" and beyond <= sizes.largest else limit // step * step
+                return limit // step * step
     return limit
+
+
+def _table_block_bytes(row_bytes: int, limit: int) -> int:
+    """Bytes of a block of a table whose rows are picked by data, so that a miss brings few rows that nobody asked for.
+
+    As few whole rows as bookkeeping and the rounding to pages in files allow: one, if it is 4 KiB or a multiple. Rows
+    that fit neither sectors nor pages are cut into single pages, or as many as a row fills; some of them then lie in
+    two blocks, which have to be brought together.
+    """
+    if row_bytes > 0:
+        step = math.lcm(row_bytes, _SECTOR)
+        for nbytes in range(step, min(limit, max(_ROWS, row_bytes)) + 1, step):
+            if nbytes >= _LEAST and -nbytes % _PAGE <= nbytes // _ROUNDED:
+                return nbytes
+    return min(limit, max(_PAGE, row_bytes // _PAGE * _PAGE))
 
 
 class Storage:

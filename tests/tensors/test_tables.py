@@ -381,11 +381,19 @@ def test_few_rows_of_a_table_that_fits_move_few_bytes() -> None:
         farpool.restore(module)
 
 
-def test_blocks_of_a_table_hold_one_row_or_a_page(pool: Pool) -> None:
-    with Pool("4MiB", dram="64MiB") as large:
-        for width, expected in ((1, 4096), (64, 4096), (192, 4608), (1024, 4096), (1100, 4608), (4096, 16384)):
-            module = farpool.offload(nn.Embedding(70_000 // width * 10, width), large)
-            assert module.weight._storage.block_bytes == expected
+BLOCKS = {
+    **{64: 4096, 256: 4096, 512: 4096, 4096: 4096, 16384: 16384, 20480: 20480},
+    **{768: 7680, 1536: 7680, 3072: 12288, 5120: 15360},  # whole rows that nearly fill pages
+    **{76: 4096, 1200: 4096, 4400: 4096, 9000: 8192},  # rows that fit neither sectors nor pages
+}
+"""By the bytes of a row."""
+
+
+def test_blocks_of_a_table_hold_few_rows() -> None:
+    with Pool("4MiB", dram="64MiB") as pool:
+        for row, expected in BLOCKS.items():
+            module = farpool.offload(nn.Embedding(600_000 // row, row // 4), pool)
+            assert module.weight._storage.block_bytes == expected, row
             farpool.restore(module)
 
 
