@@ -97,6 +97,12 @@ WRITES: dict[str, Case] = {
     "sparse add_ coalesced": lambda t, v: t.add_(sparse(t, ROWS, v).coalesce()),
 }
 READS: dict[str, Case] = {
+    "rows by a mask": lambda t, v: t[mask()],
+    "no rows by a mask": lambda t, v: t[torch.zeros(COUNT, dtype=torch.bool)],
+    "elements": lambda t, v: t[ROWS, torch.zeros(8, dtype=torch.int64)],
+    "elements by a mask": lambda t, v: t[mask().unsqueeze(1).expand(t.size())],
+    "elements of rows from the end": lambda t, v: t[-ROWS.view(2, 4) - 1, torch.tensor([0])],
+    "columns of rows": lambda t, v: t[ROWS, :][:, :1],
     "gather": lambda t, v: t.gather(0, ROWS.unsqueeze(1).expand_as(v)),
     "gather of other rows in each column": lambda t, v: t.gather(
         0, (ROWS.unsqueeze(1) + torch.arange(t.size(1))) % COUNT
@@ -108,6 +114,7 @@ READS: dict[str, Case] = {
 WRONG: dict[str, Case] = {
     "rows set": lambda t, v: t.__setitem__([0, COUNT], 1.0),
     "rows set from the end": lambda t, v: t.__setitem__([0, -COUNT - 1], 1.0),
+    "rows set by a mask of another length": lambda t, v: t.__setitem__(torch.ones(COUNT + 1, dtype=torch.bool), v[0]),
     "index_add_": lambda t, v: t.index_add_(0, torch.tensor([1, COUNT]), v[:2]),
     "index_add_ of another shape": lambda t, v: t.index_add_(0, ROWS, v[:2]),
     "index_copy_": lambda t, v: t.index_copy_(0, torch.tensor([1, -1]), v[:2]),
@@ -116,6 +123,9 @@ WRONG: dict[str, Case] = {
     "scatter_add_": lambda t, v: t.scatter_add_(0, torch.tensor([[1], [-1]]), v),
     "scatter_ within rows": lambda t, v: t.scatter_(1, torch.tensor([[1], [19]]).expand(2, 3), v),
     "scatter_add_ within rows": lambda t, v: t.scatter_add_(1, torch.tensor([[1], [19]]).repeat(300, 1), v[:, :1]),
+    "element": lambda t, v: t[[1, COUNT], [0, 0]] * 1,
+    "element of no column": lambda t, v: t[[1, 2], [0, 19]] * 1,
+    "rows by a mask of another length": lambda t, v: t[torch.ones(COUNT + 1, dtype=torch.bool)] * 1,
     "gather": lambda t, v: t.gather(0, torch.tensor([[1], [COUNT]])),
     "gather along no dimension": lambda t, v: t.gather(4, torch.tensor([[1], [2]])),
     "gather within rows": lambda t, v: t.gather(1, torch.tensor([[1], [19]])),
@@ -252,6 +262,8 @@ def test_what_torch_refuses_raises_its_error_and_changes_nothing(name: str) -> N
     with pytest.raises(type(expected.value)) as got:
         WRONG[name](paged, others)
     assert not isinstance(got.value, BudgetError)
+    if "mask" in name:
+        assert str(got.value) == str(expected.value)
     assert torch.equal(bits(paged), bits(table))
 
 

@@ -7,6 +7,7 @@ fit well into the budget, whatever the number of rows.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import spans_blocks
 from farpool.use import Use
 
-__all__ = ["INDEX_TYPES", "gather_rows", "is_table", "out_of_range", "plain", "scatter_rows"]
+__all__ = ["INDEX_TYPES", "gather_rows", "is_table", "out_of_range", "plain", "scatter_rows", "without_masks"]
 
 _aten = torch.ops.aten
 INDEX_TYPES = (torch.int64, torch.int32)
+_MASKS = (torch.bool, torch.uint8)
 # A group of blocks takes at most this part of the budget, so that the next group can be fetched meanwhile.
 _GROUP = 4
 
@@ -179,6 +181,26 @@ def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
     return bool(indices.numel()) and bool(((indices < lowest) | (indices >= rows)).any())
 
 
+def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | None:
+    """Indices with each mask told by the positions where it is true; None where a mask has no dimension."""
+    found: list[Any] = []
+    for index in indices:
+        if not isinstance(index, torch.Tensor) or index.dtype not in _MASKS:
+            found.append(plain(index))
+            continue
+        if index.dim() == 0:
+            return None
+        first = len(found)
+        for dim, extent in enumerate(index.size()):
+            if list(size[first + dim : first + dim + 1]) != [extent]:
+                raise IndexError(
+                    f"The shape of the mask {list(index.size())} at index {dim} does not match "
+                    f"the shape of the indexed tensor {list(size)} at index {first + dim}"
+                )
+        found.extend(plain(index).nonzero(as_tuple=True))
+    return found
+
+
 def _raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operation on a table of the same shape that holds one element, for its error."""
     single = torch.zeros(1, dtype=table.dtype, device=table.device)
@@ -207,17 +229,23 @@ def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @rule(_aten.index.Tensor)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table, indices = args[0], args[1]
-    if not is_table(table) or not indices or indices[0] is None or any(item is not None for item in indices[1:]):
+    table, given = args[0], args[1]
+    if not is_table(table) or not given or given[0] is None:
         return NotImplemented
-    chosen = plain(indices[0])
-    if chosen.dtype not in INDEX_TYPES:
+    indices = without_masks(given, table.size())
+    if indices is None or indices[0].dtype not in INDEX_TYPES:
         return NotImplemented
+    first, *others = indices
     rows = table.size(0)
-    if out_of_range(chosen, rows, -rows):
-        return _raise_as_torch(func, table, ([chosen],), kwargs)
-    wrapped = torch.where(chosen < 0, chosen + rows, chosen).to(table.device)
-    return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
+    if out_of_range(first, rows, -rows):
+        return _raise_as_torch(func, table, (indices,), kwargs)
+    wrapped = torch.where(first < 0, first + rows, first).to(table.device)
+    if all(index is None for index in others):
+        return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
+    if not table.is_contiguous():
+        return NotImplemented  # the order of the result's memory would follow the table's
+    touched, places = torch.unique(wrapped.long(), return_inverse=True)
+    return func(gather_rows(table, touched, "aten.index"), [places, *others])
 
 
 @rule(_aten.gather.default)

@@ -15,7 +15,7 @@ import torch
 from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.compact import can_be_compacted, compact, raise_as_torch
-from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain
+from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, without_masks
 
 __all__ = ["passes_by_other_rows"]
 
@@ -23,7 +23,6 @@ _aten = torch.ops.aten
 _REPLACE = frozenset(("index_copy_", "index_fill_"))
 """Operations that write whole rows."""
 _HALF = (torch.float16, torch.bfloat16)
-_MASKS = (torch.bool, torch.uint8)
 
 
 def _change(
@@ -109,26 +108,12 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     )
 
 
-def _without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | None:
-    """Indices with each mask told by the positions where it is true; None if a mask has another shape."""
-    found: list[Any] = []
-    for index in indices:
-        if isinstance(index, torch.Tensor) and index.dtype in _MASKS:
-            first = len(found)
-            if index.dim() == 0 or index.size() != torch.Size(size[first : first + index.dim()]):
-                return None
-            found.extend(plain(index).nonzero(as_tuple=True))
-        else:
-            found.append(plain(index))
-    return found
-
-
 @rule(_aten.index_put_.default, _aten._index_put_impl_.default)
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, given, values, *options = args
     if not can_be_compacted(table) or not given or given[0] is None or _shares_memory(table, (*given, values)):
         return NotImplemented
-    indices = _without_masks(given, table.size())
+    indices = without_masks(given, table.size())
     if indices is None or indices[0].dtype not in INDEX_TYPES:
         return NotImplemented
     values = plain(values)
