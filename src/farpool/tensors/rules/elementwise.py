@@ -28,6 +28,7 @@ _OF_OPTIMIZERS = ("gradient", "optimizer", "embedding")
     _aten.sub_.Tensor,
     _aten.mul.Tensor,
     _aten.mul_.Tensor,
+    _aten.mul.out,
     _aten.div.Tensor,
     _aten.div_.Tensor,
     _aten.addcmul.default,
