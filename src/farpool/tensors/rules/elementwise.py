@@ -65,7 +65,7 @@ def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def make_result(like: torch.Tensor) -> torch.Tensor:
         for value in args:
             # What an optimizer or autograd makes of gradients and moments is as large as the table they belong to.
-            if type(value) is PagedTensor and value._storage.cls in _OF_OPTIMIZERS:
+            if type(value) is PagedTensor and value._storage.cls in _OF_OPTIMIZERS and not value.requires_grad:
                 pool, cls = value._storage.pool, value._storage.cls
                 return allocate(pool, like.size(), like.stride(), like.dtype, cls=cls, name=value._storage.name)
         device = next(value.device for value in args if isinstance(value, torch.Tensor) and value.dim())
