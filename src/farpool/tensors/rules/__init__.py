@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from farpool.tensors.rules import (
+    bags,
+    compact,
     copying,
     creating,
     elementwise,
@@ -12,11 +14,16 @@ from farpool.tensors.rules import (
     refused,
     rows,
     sparse,
+    table_gradients,
+    table_writes,
     values,
     views,
+    within_rows,
 )
 
 __all__ = [
+    "bags",
+    "compact",
     "copying",
     "creating",
     "elementwise",
@@ -26,6 +33,9 @@ __all__ = [
     "refused",
     "rows",
     "sparse",
+    "table_gradients",
+    "table_writes",
     "values",
     "views",
+    "within_rows",
 ]
