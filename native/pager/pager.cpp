@@ -224,8 +224,10 @@ void Pager::note(const Run& run, double busy, bool first) {
         key = look_ahead_.note_access(run, tape_.record(head.name, run.count, nbytes, created, first ? busy : 0.0), nbytes);
     }
     ++residency.counters.accesses;
+    residency.counters.row_accesses += run.table >= 0 ? 1 : 0;
     if (residency.place_of(run) != nowhere) {
         ++residency.counters.hits;
+        residency.counters.row_hits += run.table >= 0 ? 1 : 0;
     } else {
         bool late = true;
         for (BlockId block = run.first; late && block < run.stop(); ++block) {

@@ -36,6 +36,8 @@ namespace farpool::pager {
 struct Counters {
     std::int64_t accesses = 0;  // runs accessed
     std::int64_t hits = 0;      // runs found whole and in place
+    std::int64_t row_accesses = 0;  // of those, blocks of tables whose rows are picked by data
+    std::int64_t row_hits = 0;
     std::int64_t late = 0;      // runs whose transfer was under way when they were accessed
     std::int64_t demand_fetches = 0;
     std::int64_t prefetches = 0;
