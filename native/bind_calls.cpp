@@ -257,10 +257,10 @@ public:
     }
 
     // Copies rows of a table, whose elements lie side by side, to plain memory or (`write`) from there: the row at
-    // `indices[i]` and row i of `memory`. What is touched of a block is acquired at once, and blocks of at most `limit` bytes
-    // together. Where rows are written each is named once. False, and nothing is done, where it takes Python.
+    // `indices[i]` and row i of `memory`. What is touched of a block is acquired at once, and blocks of at most one of
+    // `groups` parts of the budget together. Where rows are written each is named once. False, and nothing is done, where it takes Python.
     bool copy_rows(nb::handle table, nb::object name, std::uintptr_t indices, std::size_t count, std::uintptr_t memory,
-                   std::int64_t limit, bool write) const {
+                   std::int64_t groups, bool write) const {
         const nb::object held = nb::borrow(table);
         Footprint& it = *nb::inst_ptr<Footprint>(table);
         const std::int64_t row_bytes = it.row_bytes();
@@ -287,6 +287,7 @@ public:
             uses.clear();
             ends.clear();
             std::int64_t total = 0;
+            const std::int64_t limit = nb::cast<std::int64_t>(it.pool.attr("fast")) / groups;  // it may change
             for (; last < count; ++last) {
                 const std::int64_t start = it.start + order[last].index * step;
                 const std::int64_t block_bytes = it.layout->block_bytes;
@@ -371,6 +372,11 @@ private:
         std::vector<Operand> items;
 
         Footprint& first() const { return *items.front(); }
+        bool same_as(const Operands& other) const {
+            return std::ranges::equal(items, other.items, [](const Operand& left, const Operand& right) {
+                return left.tensor.is(right.tensor) && left.footprint.is(right.footprint);
+            });
+        }
         nb::list bound_uses() const {
             nb::list uses;
             for (const Operand& operand : items) {
@@ -579,6 +585,11 @@ private:
         if (pinned == nullptr) {
             return {};
         }
+        // While this waited, another thread may have moved a tensor into the pool or out of it.
+        if (const std::optional<Operands> still = find(known, args, kwargs); !still || !operands->same_as(*still)) {
+            pinned->release();
+            return {};
+        }
         nb::object result;
         try {
             result = run(known, args, kwargs, *operands, *pinned);
@@ -606,7 +617,7 @@ private:
         values.reserve(length);
         auto next = operands.items.begin();
         for (std::size_t position = 0; position < length; ++position) {
-            values.push_back(substituted(PyTuple_GET_ITEM(args.ptr(), position), next));
+            values.push_back(substituted(PyTuple_GET_ITEM(args.ptr(), position), next, operands.items.end()));
         }
         nb::object result;
         {
@@ -628,18 +639,20 @@ private:
         return seen_by_program(std::move(result), operands);
     }
 
-    // An argument with real tensors in the places of paged ones, of which `next` is the first.
-    nb::object substituted(PyObject* value, std::vector<Operand>::iterator& next) const {
-        if (is_paged(value)) {
+    // An argument with real tensors in the places of the operands in it, of which `next` is the first and `end` follows the
+    // last of all. Told by identity: what kind of tensor an object is may change in another thread.
+    static nb::object substituted(PyObject* value, std::vector<Operand>::iterator& next, std::vector<Operand>::iterator end) {
+        const auto is_next = [&](PyObject* item) { return next != end && next->tensor.ptr() == item; };
+        if (is_next(value)) {
             return (next++)->real;
         }
         const std::span<PyObject*> items = tensors_in(value);
-        if (items.data() == &value || std::ranges::none_of(items, [&](PyObject* item) { return is_paged(item); })) {
+        if (items.data() == &value || std::ranges::none_of(items, is_next)) {
             return nb::borrow(value);
         }
         nb::list list;
         for (PyObject* item : items) {
-            list.append(is_paged(item) ? nb::handle((next++)->real) : nb::handle(item));
+            list.append(is_next(item) ? nb::handle((next++)->real) : nb::handle(item));
         }
         return list;
     }
@@ -821,7 +834,7 @@ void bind_calls(nb::module_& m) {
              nb::arg("kwargs").none() = nb::none())
         .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))
         .def("copy_rows", &Calls::copy_rows, nb::arg("table"), nb::arg("op"), nb::arg("indices"), nb::arg("count"),
-             nb::arg("memory"), nb::arg("limit"), nb::arg("write"))
+             nb::arg("memory"), nb::arg("groups"), nb::arg("write"))
         .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"))
         .def("suspend", &Calls::suspend);
 }

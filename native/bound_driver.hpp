@@ -175,12 +175,15 @@ private:
         if (outcome == farpool::pager::Wait::refused) {
             raise_refusal(access->refusal);
         }
+        if (outcome == farpool::pager::Wait::interrupted) {
+            const nb::python_error interrupt;  // takes the error away: what leaves now may run Python code
+            driver_.abandon(access);
+            held.unlock();
+            throw interrupt;
+        }
         if (outcome != farpool::pager::Wait::granted) {
             driver_.abandon(access);
             held.unlock();
-            if (outcome == farpool::pager::Wait::interrupted) {
-                throw nb::python_error();
-            }
             waited_(op, start, -1.0, block, tier);  // raises what this means
             throw std::logic_error("Driver: an access was given up without an error");
         }

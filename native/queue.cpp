@@ -182,6 +182,7 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
     };
     std::vector<Outcome> outcomes;  // a stack: chains of barriers and cancellations may be long
     outcomes.push_back({id, std::move(error), cancelled, start, end});
+    bool failed = false;
     while (!outcomes.empty()) {
         Outcome outcome = std::move(outcomes.back());
         outcomes.pop_back();
@@ -194,6 +195,7 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
         const bool bad = outcome.cancelled || outcome.error.has_value();
         if (bad) {
             unpolled_failures_.insert(outcome.id);
+            failed = true;
         }
         // In reverse, so that the stack takes them in order of submission.
         for (auto dependent = entry->dependents.rbegin(); dependent != entry->dependents.rend(); ++dependent) {
@@ -216,7 +218,8 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
         results_.push_back(
             {outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry->keepalive});
     }
-    if (!targets_.empty() && seen_.results >= *targets_.begin()) {
+    seen_.nudges += failed ? 1 : 0;  // whoever waits for more results need not wait for them any longer
+    if (failed || (!targets_.empty() && seen_.results >= *targets_.begin())) {
         finished_.notify_all();
     }
 }

@@ -155,15 +155,15 @@ void Driver::wait(double seconds, Pause& pause) {
 
 Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause) {
     for (;;) {
+        if (closed_) {  // also where it was granted since: nobody counted that, so the arena may be gone
+            return Wait::closed;
+        }
         if (access.granted) {
             count_grant();
             return Wait::granted;
         }
         if (!std::holds_alternative<std::monostate>(access.refusal)) {
             return Wait::refused;
-        }
-        if (closed_) {
-            return Wait::closed;
         }
         const double remaining = deadline - monotonic_seconds();
         if (remaining <= 0) {

@@ -845,7 +845,7 @@ class Calls:
     def compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation on real tensors; NotImplemented where that takes Python."""
     def copy_rows(
-        self, table: Footprint, op: str, indices: int, count: int, memory: int, limit: int, write: bool
+        self, table: Footprint, op: str, indices: int, count: int, memory: int, groups: int, write: bool
     ) -> bool:
         """Copy rows of a table, whose elements lie side by side, to or from plain memory, block by block.
 
@@ -855,8 +855,8 @@ class Calls:
             Address of `count` row numbers of 64 bits; distinct where rows are written.
         memory : int
             Address of as many rows.
-        limit : int
-            Bytes of blocks that are acquired together.
+        groups : int
+            Blocks of at most one of so many parts of the budget are acquired together.
         write : bool
             Copy into the table.
 

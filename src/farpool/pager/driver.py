@@ -189,7 +189,8 @@ class ExecutorDriver:
         start, timeout = time.monotonic(), self._timeout
         block, tier = self._awaited(access)
         try:
-            while not access.granted and access.error is None:
+            # Also where it was granted since the pool was closed: nobody counted that, so the arena may be gone.
+            while self._closed or (not access.granted and access.error is None):
                 if self._closed or time.monotonic() - start >= timeout:
                     self._waited(op, start, -1.0, *self._awaited(access))
                 self.wait(start + timeout - time.monotonic())

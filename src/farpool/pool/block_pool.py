@@ -194,13 +194,17 @@ class BlockPool:
             Transfers did not end within the pool's timeout. They may still read and write the memory of tiers and arena
             and the files, so these stay as they are until the process ends.
         """
+        self.check_unused()
+        self.shut()
+
+    def check_unused(self) -> None:
+        """Raise `PoolClosedError` if an open pool holds storages that are in use."""
         if not self.closed and self.live:
             held = self.allocation
             raise PoolClosedError(
                 f"the pool still holds {held.storages} live storages ({format_size(sum(held.live.values()))}): "
                 "call farpool.restore(model) and drop the paged tensors first, or close(materialize=True)"
             )
-        self.shut()
 
     def shut(self, patience: float | None = None) -> None:
         """End the pool as `close` does, with the storages that are still in use.

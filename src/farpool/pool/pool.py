@@ -303,8 +303,10 @@ class Pool:
         """
         if materialize and not self.closed and self.live:
             _load_tensors().materialize_all(self._blocks)
-            self._blocks.shut()  # what still lives is held by autograd graphs alone, and nobody can read it
-        self._blocks.close()
+            # What still lives is held by autograd graphs alone, and nobody can read it.
+        else:
+            self._blocks.check_unused()
+        self._blocks.shut()
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from farpool.errors import PoolMixError, UnsupportedError
+from farpool.errors import PoolClosedError, PoolMixError, UnsupportedError
 from farpool.pager import Mode
 from farpool.pager.use import Use
 from farpool.tensors.calls import calls
@@ -107,6 +107,12 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
         check_open(first)
     access = pool.acquire(uses, signature.name)
     try:
+        for tensor, use in zip(used, uses, strict=True):
+            if tensor._storage is not use.storage:
+                raise PoolClosedError(
+                    f"{signature.name}: another thread moved {describe(tensor)} while the operation was under way: "
+                    "repeat the operation"
+                )
         operands.build_all(used, uses, access.offsets)
         result = func(
             *[operands.replace(value) for value in args],

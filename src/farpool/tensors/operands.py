@@ -7,10 +7,11 @@ from typing import Any, Self
 
 import torch
 
+from farpool.errors import PoolClosedError
 from farpool.pager import Mode
 from farpool.pager.use import Use
 from farpool.tensors.geometry import meta_view
-from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.viewing import view_like
 
 __all__ = ["Operands", "paged_arguments"]
@@ -65,11 +66,19 @@ class Operands:
                     self.add(item, mode)
 
     def replace(self, value: Any) -> Any:
-        if type(value) is PagedTensor:
-            return self.reals[id(value)]
         if type(value) is list or type(value) is tuple:
-            return [self.reals[id(item)] if type(item) is PagedTensor else item for item in value]
-        return value
+            return [self._replaced(item) for item in value]
+        return self._replaced(value)
+
+    def _replaced(self, item: Any) -> Any:
+        # By identity: what kind of tensor an object is may have changed in another thread since it was found.
+        real = self.reals.get(id(item))
+        if real is None and type(item) is PagedTensor:
+            raise PoolClosedError(
+                f"another thread moved {describe(item)} into a pool while an operation on it was under way: repeat the "
+                "operation"
+            )
+        return item if real is None else real
 
     def build(self, tensor: PagedTensor, memory: torch.UntypedStorage, origin: int) -> None:
         """Make the real tensor of `tensor` over memory that begins with byte `origin` of its storage."""

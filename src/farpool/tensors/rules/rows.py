@@ -142,9 +142,8 @@ def _copied(table: PagedTensor, rows: torch.Tensor, memory: torch.Tensor, op: st
     if table.device.type != "cpu":
         return False
     rows = rows.long().contiguous()
-    limit = table._storage.pool.fast // _GROUP
     footprint = table._footprint
-    return calls.copy_rows(footprint, op, rows.data_ptr(), rows.numel(), memory.data_ptr(), limit, write)
+    return calls.copy_rows(footprint, op, rows.data_ptr(), rows.numel(), memory.data_ptr(), _GROUP, write)
 
 
 def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, op: str) -> None:
