@@ -100,8 +100,13 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
     """Bytes of the blocks of a large storage (the last may be shorter); a multiple of the alignment.
 
     Cut at whole rows if some number of rows is aligned and no larger than a block; preferably also a multiple of the
-    page, in which files are read and written.
+    page, in which files are read and written. Each expert of stacked experts gets blocks of its own if its bytes can be
+    divided so.
     """
+    if cls == "expert" and row_bytes > 0:
+        step = _part_of_row(row_bytes, sizes)
+        if step > 0:
+            return step
     limit = min(sizes.largest, _ROWS) if cls == "embedding" else sizes.largest
     if nbytes <= limit:
         return -(-nbytes // sizes.alignment) * sizes.alignment
@@ -111,6 +116,17 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
             if step <= limit:
                 return limit // step * step
     return limit
+
+
+def _part_of_row(row_bytes: int, sizes: Cut) -> int:
+    """The largest block of which a whole number makes up a row; 0 if that takes blocks that are small."""
+    fewest = -(-row_bytes // sizes.largest)
+    most = row_bytes // max(sizes.small, sizes.alignment)
+    for unit in (_PAGE, sizes.alignment):
+        for parts in range(fewest, most + 1):
+            if row_bytes % (parts * unit) == 0:
+                return row_bytes // parts
+    return 0
 
 
 class StorageOwner(Protocol):

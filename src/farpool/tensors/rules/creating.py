@@ -15,7 +15,7 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import fill_dense
 
 _aten = torch.ops.aten
-_OPTIMIZED = frozenset(("weights", "embedding", "gradient"))
+_OPTIMIZED = frozenset(("weights", "embedding", "expert", "gradient"))
 
 
 def _class_like(source: PagedTensor) -> str:
