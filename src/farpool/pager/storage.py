@@ -148,6 +148,11 @@ class StorageOwner(Protocol):
         """Budget of the fast tier, in bytes."""
         ...
 
+    @property
+    def small(self) -> int:
+        """Bytes up to which storages share a block."""
+        ...
+
     def allocate(self, nbytes: int, *, cls: str = ..., row_bytes: int = ..., name: str = ...) -> Storage:
         """A new storage."""
         ...

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farpool.pool.block_pool import BlockPool
+from farpool.pager.storage import StorageOwner
 
 __all__ = ["class_of_weight"]
 
 
-def class_of_weight(pool: BlockPool, size: Sequence[int], row_bytes: int) -> str:
+def class_of_weight(pool: StorageOwner, size: Sequence[int], row_bytes: int) -> str:
     """The class of a weight's blocks: ``expert`` for stacked experts, else ``weights``.
 
     Experts are told by their geometry, not by the module that holds them: whoever wrote the model, they are
@@ -22,10 +22,10 @@ def class_of_weight(pool: BlockPool, size: Sequence[int], row_bytes: int) -> str
 
     Parameters
     ----------
-    pool : BlockPool
+    pool : StorageOwner
         Where the weight goes.
     size : sequence of int
     row_bytes : int
         Bytes of each entry along the first dimension; 0 where its elements do not lie side by side.
     """
-    return "expert" if len(size) == 3 and row_bytes > pool.allocation.sizes.small else "weights"
+    return "expert" if len(size) == 3 and row_bytes > pool.small else "weights"
