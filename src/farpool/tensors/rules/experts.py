@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from farpool.pager import Mode
+from farpool.pager.use import Use
 from farpool.tensors.dispatch import fallback, rule
 from farpool.tensors.geometry import element_range, plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.rules.rows import group_end, is_table, touched_rows
+from farpool.tensors.rules.rows import is_table
 
 _aten = torch.ops.aten
+# Experts that are brought in together take at most this part of the budget, so that others stay.
+_TOGETHER = 4
 
 
 def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]] | None:
@@ -73,24 +76,19 @@ def _one_by_one(func: Any, args: tuple[Any, ...], groups: list[tuple[int, int]],
     chosen = [expert for expert, (start, stop) in enumerate(groups) if stop > start]
     if not chosen:
         return result
-    touched = touched_rows(experts, offsets.new_tensor(chosen, dtype=torch.int64), Mode.READ)
-    firsts = touched.firsts.tolist()
-    pool = experts._storage.pool
+    storage = experts._storage
     step = stride[0] * experts.itemsize
     elements = element_range(weightless)[1]
-    index = done = 0
-    while index < len(touched.uses):
-        end = group_end(touched.uses, index)
-        access = pool.acquire(touched.uses[index:end], "aten._grouped_mm", rows=picked)
+    origins = [experts.storage_offset() * experts.itemsize + expert * step for expert in chosen]
+    uses = [Use(storage, origin, origin + elements * experts.itemsize, Mode.READ) for origin in origins]
+    together = max(storage.pool.fast // _TOGETHER // step, 1)
+    for first in range(0, len(uses), together):
+        access = storage.pool.acquire(uses[first : first + together], "aten._grouped_mm", rows=picked)
         try:
-            for use in range(index, end):
-                for expert in chosen[done : touched.ends[use]]:
-                    place = access.offsets[use - index] + (expert - firsts[use]) * step
-                    weight = experts._arena.flat(experts.dtype, elements, place).as_strided(size, stride)
-                    start, stop = groups[expert]
-                    result[start:stop] = func(tokens[start:stop], weight, offsets.new_tensor([stop - start]), *options)
-                done = touched.ends[use]
+            for expert, place in zip(chosen[first : first + together], access.offsets, strict=True):
+                weight = experts._arena.flat(experts.dtype, elements, place).as_strided(size, stride)
+                start, stop = groups[expert]
+                result[start:stop] = func(tokens[start:stop], weight, offsets.new_tensor([stop - start]), *options)
         finally:
-            pool.release(access)
-        index = end
+            storage.pool.release(access)
     return result

@@ -19,7 +19,7 @@ from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import spans_blocks
 
-__all__ = ["Touched", "gather_rows", "group_end", "is_table", "scatter_rows", "touched_rows"]
+__all__ = ["gather_rows", "is_table", "scatter_rows"]
 
 _aten = torch.ops.aten
 _INDEX_TYPES = (torch.int64, torch.int32)
@@ -45,7 +45,7 @@ def _plain(indices: torch.Tensor) -> torch.Tensor:
     return materialize(indices) if type(indices) is PagedTensor else indices
 
 
-class Touched(NamedTuple):
+class _Touched(NamedTuple):
     """The blocks that hold sorted distinct rows, as one byte range for each.
 
     Attributes
@@ -63,8 +63,7 @@ class Touched(NamedTuple):
     ends: list[int]
 
 
-def touched_rows(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> Touched:
-    """The blocks that hold sorted distinct rows of a table, of which at least one is touched."""
+def _touched(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> _Touched:
     storage = table._storage
     itemsize = table.itemsize
     step = table.stride(0) * itemsize
@@ -78,7 +77,7 @@ def touched_rows(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> Touched:
         Use(storage, origin + first * step, origin + last * step + row_bytes, mode)
         for first, last in zip(firsts.tolist(), rows[ends - 1].tolist(), strict=True)
     ]
-    return Touched(uses, firsts, ends.tolist())
+    return _Touched(uses, firsts, ends.tolist())
 
 
 def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Tensor:
@@ -99,13 +98,13 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
         return result
     rows, positions = torch.unique(indices.long(), return_inverse=True)
     host_rows = rows.cpu()
-    touched = touched_rows(table, host_rows, Mode.READ)
+    touched = _touched(table, host_rows, Mode.READ)
 
     pool = table._storage.pool
     step = table.stride(0)
     index = 0
     while index < len(touched.uses):
-        stop = group_end(touched.uses, index)
+        stop = _group(touched.uses, index, pool.fast // _GROUP)
         first_row = touched.ends[index - 1] if index else 0
         last_row = touched.ends[stop - 1]
         counts = torch.tensor(touched.ends[index:stop]).diff(prepend=torch.tensor([first_row]))
@@ -154,12 +153,12 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
         return
     shape = tuple(table.size()[1:])
     host_rows = rows.cpu()
-    touched = touched_rows(table, host_rows, Mode.WRITE)
+    touched = _touched(table, host_rows, Mode.WRITE)
     pool = table._storage.pool
     step = table.stride(0)
     index = first_row = 0
     while index < len(touched.uses):
-        stop = group_end(touched.uses, index)
+        stop = _group(touched.uses, index, pool.fast // _GROUP)
         last_row = touched.ends[stop - 1]
         try:
             access = pool.acquire(touched.uses[index:stop], op, rows=True)
@@ -178,17 +177,10 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
         index, first_row = stop, last_row
 
 
-def group_end(uses: list[Use], first: int) -> int:
-    """End of the group that begins at `first`: at least one use, and blocks of a part of the budget only."""
-    limit = uses[first].storage.pool.fast // _GROUP
-    total = 0
-    for index in range(first, len(uses)):
-        block_bytes = uses[index].storage.block_bytes
-        # A row may span several blocks.
-        total += ((uses[index].stop - 1) // block_bytes - uses[index].start // block_bytes + 1) * block_bytes
-        if total > limit and index > first:
-            return index
-    return len(uses)
+def _group(uses: list[Use], first: int, limit: int) -> int:
+    """End of the group that begins at `first`: at least one use, and at most `limit` bytes."""
+    block_bytes = uses[first].storage.block_bytes
+    return min(len(uses), first + max(1, limit // block_bytes))
 
 
 def _out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
