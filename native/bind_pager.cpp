@@ -181,6 +181,8 @@ void bind_pager(nb::module_& m) {
     nb::class_<Counters>(m, "PagerCounters", "What a pager has done so far.")
         .def_ro("accesses", &Counters::accesses)
         .def_ro("hits", &Counters::hits)
+        .def_ro("row_accesses", &Counters::row_accesses)
+        .def_ro("row_hits", &Counters::row_hits)
         .def_ro("late", &Counters::late)
         .def_ro("demand_fetches", &Counters::demand_fetches)
         .def_ro("prefetches", &Counters::prefetches)
@@ -324,6 +326,7 @@ void bind_pager(nb::module_& m) {
              nb::arg("nbytes"))
         .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
         .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
+        .def_prop_ro("rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); })
         .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });
 
     nb::class_<SimulatedProgram>(m, "SimulatedProgram", "A pager under a program on simulated hardware, to measure it.")

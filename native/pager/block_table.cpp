@@ -10,7 +10,7 @@ namespace farpool::pager {
 namespace {
 
 constexpr std::int64_t first_capacity = 1024;
-constexpr std::int64_t growth = 4;  // a full table grows by this fraction: what is not in use yet takes memory too
+constexpr std::int64_t growth = 8;  // a full table grows by this fraction: what is not in use yet takes memory too
 
 }  // namespace
 

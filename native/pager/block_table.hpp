@@ -35,6 +35,7 @@ struct Block {
     std::int16_t tier = -1;       // tier of the copy below; -1 without one
     std::int8_t cls = 0;
     State state = State::free;
+    std::uint16_t uses = 0;       // accesses as rows of a table since it came into the arena, as far as they are counted
     bool dirty : 1 = false;
     bool sourced : 1 = false;     // parts of its clean copy lie in sources
     bool hollow : 1 = false;      // placed to be overwritten, while its only content is still the copy below

@@ -206,6 +206,7 @@ void LookAhead::advance(const BlockSet& keep) {
 
 void LookAhead::resized() {
     residency_.gate.set_capacity(residency_.arena.capacity());
+    residency_.rows.set_room(residency_.arena.capacity());
     forget_anchors();
     set_largest(largest_);
     restart();
@@ -266,7 +267,9 @@ void LookAhead::rekey() {
         const Block& b = residency_.blocks[block];
         const auto use = upcoming.find(b.name);
         if (use == upcoming.end()) {
-            residency_.set_next_use(block, unknown_use(b.last_use));
+            if (b.next_use < never) {  // else it is known how long it is worth keeping
+                residency_.set_next_use(block, unknown_use(b.last_use));
+            }
         } else if (window_ != 0) {
             residency_.set_next_use(block, key_for(use->second, tape_.pointer(), b.size));
         } else {

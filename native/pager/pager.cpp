@@ -1,6 +1,7 @@
 #include "pager.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -223,8 +224,10 @@ void Pager::note(const Run& run, double busy, bool first) {
         key = look_ahead_.note_access(run, tape_.record(head.name, run.count, nbytes, created, first ? busy : 0.0), nbytes);
     }
     ++residency.counters.accesses;
+    residency.counters.row_accesses += run.table >= 0 ? 1 : 0;
     if (residency.place_of(run) != nowhere) {
         ++residency.counters.hits;
+        residency.counters.row_hits += run.table >= 0 ? 1 : 0;
     } else {
         bool late = true;
         for (BlockId block = run.first; late && block < run.stop(); ++block) {
@@ -239,8 +242,12 @@ void Pager::note(const Run& run, double busy, bool first) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
         residency.blocks[block].last_use = tape_.now();
         // That a row was looked up says nothing about when the whole table is used, where that is known (tied embeddings).
-        if (run.table < 0 || !look_ahead_.kept(block)) {
+        if (run.table < 0) {
             residency.set_next_use(block, key);
+        } else if (!look_ahead_.kept(block)) {
+            Block& b = residency.blocks[block];
+            b.uses += b.uses < std::numeric_limits<std::uint16_t>::max() ? 1 : 0;
+            residency.set_next_use(block, key_until(residency.rows.access(block, b.size, b.uses, tape_.now())));
         }
         residency.use(block);
     }

@@ -19,6 +19,7 @@ Residency::Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> 
       backing(blocks, arena, std::move(spaces), [this](BlockId block) { return may_lose_copy(block); }),
       evictable(blocks),
       gate(capacity),
+      rows(capacity),
       late_(late) {}
 
 // ---- looking ----
@@ -208,6 +209,9 @@ void Residency::evict(BlockId block) {
 bool Residency::try_evict(BlockId block) {
     Block& b = blocks[block];
     lost = std::min(lost, coming_use(b.next_use));
+    if (b.next_use >= never) {
+        rows.left(worth_of(b.next_use));
+    }
     if (b.moving) {  // rescued before, and its write-back still runs: let it leave after all
         write_out(block, moving_.at(block));
         return true;
@@ -260,6 +264,7 @@ void Residency::leave(BlockId block, std::int64_t claimed) {
     arena.drop(b.place, b.size, std::max(b.last_use, claimed));
     b.place = nowhere;
     b.state = State::absent;
+    b.uses = 0;
 }
 
 void Residency::forget(BlockId block) {
@@ -322,6 +327,7 @@ void Residency::completed(TransferId number, double start, double end) {
     if (b.state == State::writing_back) {
         b.state = State::absent;
         b.place = nowhere;
+        b.uses = 0;
         ++counters.evictions;
     }
 }

@@ -28,6 +28,7 @@
 #include "farthest_use.hpp"
 #include "messages.hpp"
 #include "prefetch_gate.hpp"
+#include "row_policy.hpp"
 #include "tape.hpp"
 
 namespace farpool::pager {
@@ -35,6 +36,8 @@ namespace farpool::pager {
 struct Counters {
     std::int64_t accesses = 0;  // runs accessed
     std::int64_t hits = 0;      // runs found whole and in place
+    std::int64_t row_accesses = 0;  // of those, blocks of tables whose rows are picked by data
+    std::int64_t row_hits = 0;
     std::int64_t late = 0;      // runs whose transfer was under way when they were accessed
     std::int64_t demand_fetches = 0;
     std::int64_t prefetches = 0;
@@ -116,6 +119,7 @@ public:
     Backing backing;
     FarthestUse evictable;
     PrefetchGate gate;
+    RowPolicy rows;
     LinkRate rate;        // of fetches
     BusyTimes writing;    // when blocks were written back
     Counters counters;

@@ -10,6 +10,7 @@ namespace {
 constexpr std::size_t first_index = std::size_t{1} << 12;
 constexpr int name_shift = 25;
 constexpr std::int64_t count_mask = 0xFFFFFF;
+constexpr std::size_t growth = 8;  // what is known of names grows by this fraction
 
 }  // namespace
 
@@ -38,7 +39,8 @@ std::int64_t Tape::record(std::int32_t name, std::int32_t count, std::int64_t nb
     append((std::int64_t{name} << name_shift) | (std::int64_t{count} << 1) | (created ? 1 : 0), nbytes, busy);
     const auto slot = static_cast<std::size_t>(name);
     if (slot >= last_.size()) {
-        last_.resize(2 * last_.size() + slot + 1, -1);
+        last_.reserve(slot + 1 + slot / growth);  // exactly: doubling would hold memory that nobody uses
+        last_.resize(last_.capacity(), -1);
     }
     const std::int64_t before = last_[slot];
     if (before >= 0 && before > now_ - length_) {

@@ -26,8 +26,13 @@ inline constexpr std::int64_t never = std::int64_t{1} << 61;
 
 // The position that a key stands for; a key beyond `never` stands for itself.
 constexpr std::int64_t coming_use(std::int64_t key) { return key >= never ? key : key & (spare - 1); }
+// A position as a time: accesses to rows of one table, which share a position, lie between it and the next.
+constexpr std::int64_t moment(std::int64_t position) { return position << 16; }
+// The key of a block that is next used at nobody knows when, and is worth keeping until a time; and back.
+constexpr std::int64_t key_until(std::int64_t worth) { return 2 * never - worth; }
+constexpr std::int64_t worth_of(std::int64_t key) { return 2 * never - key; }
 // The key of a block that is next used at nobody knows when, and was last used at `position`.
-constexpr std::int64_t unknown_use(std::int64_t position) { return 2 * never - position; }
+constexpr std::int64_t unknown_use(std::int64_t position) { return key_until(moment(position)); }
 
 class Tape {
 public:

@@ -438,6 +438,12 @@ class PagerCounters:
     def hits(self) -> int:
         """Runs found whole and in place."""
     @property
+    def row_accesses(self) -> int:
+        """Accesses to blocks of tables whose rows are picked by data."""
+    @property
+    def row_hits(self) -> int:
+        """Those of them that found their block in place."""
+    @property
     def late(self) -> int:
         """Runs whose transfer was under way when they were accessed."""
     @property
@@ -615,6 +621,9 @@ class Pager:
         """How often the program did something else than the tape foretold."""
     @property
     def counters(self) -> PagerCounters: ...
+    @property
+    def rows_by_frequency(self) -> bool:
+        """Whether rows of tables are kept by how often they are used; else by how recently."""
 
 class SimulatedProgram:
     """A pager under a program on simulated hardware, to measure the pager.

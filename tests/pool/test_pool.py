@@ -201,6 +201,20 @@ def test_events_tell_what_moved() -> None:
         assert "stalls" in text
 
 
+def test_the_account_tells_how_many_rows_of_tables_were_in_place() -> None:
+    with block_pool("64KiB", dram="1MiB") as pool:
+        table = pool.allocate(40_960, cls="embedding")
+        assert pool.stats().row_hit_rate == 1
+        assert "rows of tables" not in pool.explain()
+        write(pool, table, bytes(40_960))
+        for _ in range(3):
+            pool.release(pool.acquire([Use(table, 0, 100, READ), Use(table, 8_192, 8_200, READ)], "rows", rows=True))
+        stats = pool.stats()
+        assert stats.row_accesses == 6
+        assert stats.row_hits == 6
+        assert "rows of tables: 6 blocks looked up, 100.0% in place; kept by recency" in pool.explain()
+
+
 WRONG: dict[str, dict[str, object]] = {
     "a budget of 0": {"fast": 0},
     "a negative budget": {"fast": -5},

@@ -56,6 +56,8 @@ SINGLE: dict[str, Callable[..., Any]] = {
     "reciprocal_": lambda a, b, c: a.reciprocal_(),
     "maximum": lambda a, b, c: torch.maximum(a, b),
     "maximum out": lambda a, b, c: torch.maximum(a, b, out=a),
+    "mul out": lambda a, b, c: torch.mul(a, b, out=a),
+    "mul out of a number": lambda a, b, c: torch.mul(a, torch.tensor(0.3), out=torch.empty(a.size(), dtype=a.dtype)),
     "minimum": lambda a, b, c: torch.minimum(a, b),
     "clamp": lambda a, b, c: a.clamp(-0.5, 0.3),
     "clamp_": lambda a, b, c: a.clamp_(min=-0.5),

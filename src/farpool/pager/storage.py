@@ -27,8 +27,11 @@ _SMALL = 8
 _SHARED = 1 << 20
 """Bytes of a shared block at most: beyond it, a larger transfer is no faster."""
 _ROWS = 16 << 10
-"""Bytes of a block of a table whose rows are picked by data: a miss should not bring many rows that nobody asked
-for."""
+"""Bytes of a block of a table whose rows are picked by data, at most, unless a row is larger."""
+_LEAST = 3200
+"""Bytes of such a block at least: the native pager takes some 160 bytes for a block, which is a twentieth."""
+_ROUNDED = 8
+"""Rounding it to pages in a file may take this part of its bytes."""
 _PAGE = 4096
 _SECTOR = 512
 """Direct I/O goes straight to memory that is aligned to it; elsewhere through a copy."""
@@ -107,7 +110,10 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
         step = _part_of_row(row_bytes, sizes)
         if step > 0:
             return step
-    limit = min(sizes.largest, _ROWS) if cls == "embedding" else sizes.largest
+    limit = sizes.largest
+    if cls == "embedding" and limit >= _PAGE:
+        limit = _table_block_bytes(row_bytes, limit // _PAGE * _PAGE)
+        return -(-min(nbytes, limit) // sizes.alignment) * sizes.alignment
     if nbytes <= limit:
         return -(-nbytes // sizes.alignment) * sizes.alignment
     if row_bytes > 0:
@@ -127,6 +133,21 @@ def _part_of_row(row_bytes: int, sizes: Cut) -> int:
             if row_bytes % (parts * unit) == 0:
                 return row_bytes // parts
     return 0
+
+
+def _table_block_bytes(row_bytes: int, limit: int) -> int:
+    """Bytes of a block of a table whose rows are picked by data, so that a miss brings few rows that nobody asked for.
+
+    As few whole rows as bookkeeping and the rounding to pages in files allow: one, if it is 4 KiB or a multiple. Rows
+    that fit neither sectors nor pages are cut into single pages, or as many as a row fills; some of them then lie in
+    two blocks, which have to be brought together.
+    """
+    if row_bytes > 0:
+        step = math.lcm(row_bytes, _SECTOR)
+        for nbytes in range(step, min(limit, max(_ROWS, row_bytes)) + 1, step):
+            if nbytes >= _LEAST and -nbytes % _PAGE <= nbytes // _ROUNDED:
+                return nbytes
+    return min(limit, max(_PAGE, row_bytes // _PAGE * _PAGE))
 
 
 class StorageOwner(Protocol):

@@ -84,6 +84,9 @@ def take(
         links=account.links(driver.links()),
         accesses=counters.accesses,
         hits=counters.hits,
+        row_accesses=counters.row_accesses,
+        row_hits=counters.row_hits,
+        rows_by_frequency=pager.rows_by_frequency,
         late=counters.late,
         demand_fetches=counters.demand_fetches,
         prefetches=counters.prefetches,
@@ -145,6 +148,14 @@ def explain(stats: Stats, ledger: Ledger) -> str:
         "",
         f"accesses: {stats.accesses}, {stats.hit_rate:.1%} in place, {stats.late} on their way, "
         f"{stats.divergences} not foretold",
+        *(
+            [
+                f"rows of tables: {stats.row_accesses} blocks looked up, {stats.row_hit_rate:.1%} in place; "
+                f"kept by {'frequency' if stats.rows_by_frequency else 'recency'}"
+            ]
+            if stats.row_accesses
+            else []
+        ),
         f"prefetched blocks: {stats.prefetches}, accuracy {stats.prefetch_accuracy:.1%}; "
         f"fetched on demand: {stats.demand_fetches}",
         f"stalls: {stats.stalls}, {stats.stall_seconds:.3f} s altogether",

@@ -79,6 +79,11 @@ class Stats:
     accesses: int
     hits: int
     """Accesses that found everything in place."""
+    row_accesses: int
+    """Accesses to blocks of tables whose rows are picked by data."""
+    row_hits: int
+    rows_by_frequency: bool
+    """Whether such blocks are kept by how often they are used; else by how recently."""
     late: int
     """Accesses whose transfer was already under way."""
     demand_fetches: int
@@ -103,6 +108,11 @@ class Stats:
     def hit_rate(self) -> float:
         """Share of the accesses that found everything in place."""
         return self.hits / self.accesses if self.accesses else 1.0
+
+    @property
+    def row_hit_rate(self) -> float:
+        """Share of the accesses to rows of tables that found their block in place."""
+        return self.row_hits / self.row_accesses if self.row_accesses else 1.0
 
     @property
     def prefetch_accuracy(self) -> float:

@@ -16,7 +16,18 @@ from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 if TYPE_CHECKING:
     from farpool.pager.storage import StorageOwner
 
-__all__ = ["allocate", "empty", "from_tensor", "full", "materialize", "ones", "shape_of", "to_cpu", "zeros"]
+__all__ = [
+    "allocate",
+    "class_of_moments",
+    "empty",
+    "from_tensor",
+    "full",
+    "materialize",
+    "ones",
+    "shape_of",
+    "to_cpu",
+    "zeros",
+]
 
 
 def allocate(
@@ -33,6 +44,19 @@ def allocate(
     row_bytes = row_bytes_of(size, stride, dtype.itemsize)
     storage = pool.allocate(elements * dtype.itemsize, cls=cls, row_bytes=row_bytes, name=name)
     return PagedTensor(storage, arena_views(pool), dtype, size, stride)
+
+
+def class_of_moments(parameter: PagedTensor) -> str:
+    """The class of what an optimizer keeps for a parameter (or makes of anything else that is paged).
+
+    Moments of a table are cut like the table, unless its gradients are known to be dense: rows that a sparse gradient
+    names are then changed without the rows beside them.
+    """
+    cls = parameter._storage.cls
+    if cls == "embedding":
+        grad = parameter.grad if parameter.is_leaf else None
+        return "optimizer" if grad is not None and grad.layout is torch.strided else "embedding"
+    return "optimizer" if cls in ("weights", "expert", "gradient") else cls
 
 
 def shape_of(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch.optim.optimizer as _optimizer
 from torch.optim import Optimizer
 
 from farpool.errors import PoolMixError, UnsupportedError
-from farpool.tensors.factories import from_tensor
+from farpool.tensors.factories import class_of_moments, from_tensor
 from farpool.tensors.geometry import is_strided
 from farpool.tensors.identity import swap
 from farpool.tensors.paged_tensor import PagedTensor, describe
@@ -53,7 +53,7 @@ def _is_moment(parameter: PagedTensor, key: object, value: object) -> bool:
 
 def _paged(parameter: PagedTensor, value: torch.Tensor) -> PagedTensor:
     storage = parameter._storage
-    return from_tensor(storage.pool, value, cls="optimizer", name=storage.name)
+    return from_tensor(storage.pool, value, cls=class_of_moments(parameter), name=storage.name)
 
 
 def _plain_moments_of(parameter: torch.Tensor, state: Any) -> Iterator[tuple[PagedTensor, torch.Tensor]]:

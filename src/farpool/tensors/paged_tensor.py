@@ -70,8 +70,9 @@ class PagedTensor(torch.Tensor):
     """A tensor whose bytes live in a pool.
 
     Made by `farpool.offload`, `farpool.load_safetensors`, `farpool.paged` and the factory methods of a pool, never by
-    its constructor. Views share the storage, copies (``clone()``, ``to(dtype)``, ``zeros_like``) are paged, and all
-    other results of computations are plain tensors.
+    its constructor. Views share the storage, copies (``clone()``, ``to(dtype)``, ``zeros_like``) are paged, and so is
+    what arithmetic makes of gradients and moments larger than the budget. All other results of computations are plain
+    tensors.
     """
 
     _footprint: Footprint

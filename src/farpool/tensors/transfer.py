@@ -88,8 +88,8 @@ def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
 
 
 def _steps(tensors: Sequence[PagedTensor]) -> Iterable[tuple[int, int]]:
-    """Element ranges that lie in one block of each tensor."""
-    return pairwise(sorted(block_cuts(tensors) | {0, tensors[0].numel()}))
+    """Element ranges that lie in one block of each tensor, or in a few tiny ones."""
+    return pairwise(sorted(block_cuts(tensors, tensors[0]._storage.pool.fast) | {0, tensors[0].numel()}))
 
 
 def _use(tensor: PagedTensor, first: int, last: int, mode: Mode) -> Use:
@@ -115,7 +115,7 @@ def stream(
     *operands : tuple of torch.Tensor and Mode
         Dense tensors, and what is done with those that are paged.
     steps : iterable of (int, int), optional
-        Element ranges of the pieces, in order; one for each block if left out.
+        Element ranges of the pieces, in order; one for each block, or for a few tiny ones, if left out.
 
     Returns
     -------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from farpool.tensors.rules import (
+    bags,
+    compact,
     copying,
     creating,
     elementwise,
@@ -13,11 +15,16 @@ from farpool.tensors.rules import (
     refused,
     rows,
     sparse,
+    table_gradients,
+    table_writes,
     values,
     views,
+    within_rows,
 )
 
 __all__ = [
+    "bags",
+    "compact",
     "copying",
     "creating",
     "elementwise",
@@ -28,6 +35,9 @@ __all__ = [
     "refused",
     "rows",
     "sparse",
+    "table_gradients",
+    "table_writes",
     "values",
     "views",
+    "within_rows",
 ]

@@ -9,18 +9,12 @@ import torch
 from farpool.errors import UnsupportedError
 from farpool.tensors.arena import is_device
 from farpool.tensors.dispatch import rule
-from farpool.tensors.factories import allocate, from_tensor
+from farpool.tensors.factories import allocate, class_of_moments, from_tensor
 from farpool.tensors.geometry import meta_view, stand_in
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import fill_dense
 
 _aten = torch.ops.aten
-_OPTIMIZED = frozenset(("weights", "embedding", "expert", "gradient"))
-
-
-def _class_like(source: PagedTensor) -> str:
-    cls = source._storage.cls
-    return "optimizer" if cls in _OPTIMIZED else cls
 
 
 def _elsewhere(source: PagedTensor, kwargs: dict[str, Any]) -> bool:
@@ -40,7 +34,7 @@ def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:
         memory_format=kwargs.get("memory_format") or torch.preserve_format,
     )
     storage = source._storage
-    cls = _class_like(source)
+    cls = class_of_moments(source)
     return allocate(storage.pool, shape.size(), shape.stride(), shape.dtype, cls=cls, name=storage.name)
 
 
@@ -76,7 +70,7 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     plain = func(_plain_like(source), *args[1:], **kwargs)
     if _elsewhere(source, kwargs):
         return plain
-    return from_tensor(source._storage.pool, plain, cls=_class_like(source))
+    return from_tensor(source._storage.pool, plain, cls=class_of_moments(source))
 
 
 @rule(

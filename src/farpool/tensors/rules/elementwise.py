@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from farpool.tensors.dispatch import fallback
+from farpool.tensors.factories import allocate
 from farpool.tensors.geometry import plain_empty
+from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.pieces import compute_in_pieces
-from farpool.tensors.rules.sparse import add_sparse
 
 _aten = torch.ops.aten
+_OF_OPTIMIZERS = ("gradient", "optimizer", "embedding")
+"""Classes of gradients, and of moments: those of a table may be of the table's class."""
 
 
 @fallback(
@@ -25,6 +28,7 @@ _aten = torch.ops.aten
     _aten.sub_.Tensor,
     _aten.mul.Tensor,
     _aten.mul_.Tensor,
+    _aten.mul.out,
     _aten.div.Tensor,
     _aten.div_.Tensor,
     _aten.addcmul.default,
@@ -56,9 +60,14 @@ _aten = torch.ops.aten
 )
 def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in args):
-        return add_sparse(func, args, kwargs)
+        return NotImplemented
 
     def make_result(like: torch.Tensor) -> torch.Tensor:
+        for value in args:
+            # What an optimizer or autograd makes of gradients and moments is as large as the table they belong to.
+            if type(value) is PagedTensor and value._storage.cls in _OF_OPTIMIZERS and not value.requires_grad:
+                pool, cls = value._storage.pool, value._storage.cls
+                return allocate(pool, like.size(), like.stride(), like.dtype, cls=cls, name=value._storage.name)
         device = next(value.device for value in args if isinstance(value, torch.Tensor) and value.dim())
         return plain_empty(like.size(), like.stride(), like.dtype, device)
 

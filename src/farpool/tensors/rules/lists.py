@@ -20,6 +20,7 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.pieces import compute_in_pieces
 from farpool.tensors.schema import signature_of
 
+_aten = torch.ops.aten
 _SHARE = 64
 """Elements that take no more than this fraction of the budget together are computed together."""
 _PINNED = 2
@@ -109,12 +110,20 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return [item if type(item) is PagedTensor else from_tensor(storage.pool, item, cls=cls) for item in results]
 
 
+def _add_one_by_one(tensors: Sequence[Any], others: Sequence[Any], alpha: Any = 1) -> None:
+    """Add tensors of which some are sparse, as torch does: each by itself."""
+    for tensor, other in zip(tensors, others, strict=True):
+        _aten.add_.Tensor(tensor, other, alpha=alpha)
+
+
 @family_rule("_foreach_", "_amp_foreach_", "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = next(len(value) for value in args if _is_list(value))
     if any(len(value) not in (0, count) for value in (*args, *kwargs.values()) if _is_list(value)):
         # Lists of different lengths: torch says what is wrong.
         return NotImplemented
+    if func is _aten._foreach_add_.List and any(value.layout is not torch.strided for value in args[1]):
+        return _add_one_by_one(*args, **kwargs)
     names = [argument.name for argument in func._schema.arguments]
     results: list[Any] = []
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and value]

@@ -6,6 +6,8 @@ fit well into the budget, whatever the number of rows.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +21,11 @@ from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import spans_blocks
 
-__all__ = ["gather_rows", "is_table", "scatter_rows"]
+__all__ = ["INDEX_TYPES", "gather_rows", "is_table", "out_of_range", "plain", "scatter_rows", "without_masks"]
 
 _aten = torch.ops.aten
-_INDEX_TYPES = (torch.int64, torch.int32)
+INDEX_TYPES = (torch.int64, torch.int32)
+_MASKS = (torch.bool, torch.uint8)
 # A group of blocks takes at most this part of the budget, so that the next group can be fetched meanwhile.
 _GROUP = 4
 
@@ -41,8 +44,9 @@ def is_table(value: Any) -> bool:
     )
 
 
-def _plain(indices: torch.Tensor) -> torch.Tensor:
-    return materialize(indices) if type(indices) is PagedTensor else indices
+def plain(value: Any) -> Any:
+    """A plain copy of a paged tensor; anything else as it is."""
+    return materialize(value) if type(value) is PagedTensor else value
 
 
 class _Touched(NamedTuple):
@@ -56,28 +60,37 @@ class _Touched(NamedTuple):
         First row of each range.
     ends : list of int
         How many of the rows lie in the ranges up to and including each.
+    blocks : list of int
+        How many blocks these ranges touch; one that two of them share counts twice.
     """
 
     uses: list[Use]
     firsts: torch.Tensor
     ends: list[int]
+    blocks: list[int]
+
+    def group(self, first: int, limit: int) -> int:
+        """End of the group that begins with range `first`: at least one range, and at most `limit` blocks."""
+        before = self.blocks[first - 1] if first else 0
+        return max(first + 1, bisect_right(self.blocks, before + limit))
 
 
 def _touched(table: PagedTensor, rows: torch.Tensor, mode: Mode) -> _Touched:
     storage = table._storage
     itemsize = table.itemsize
     step = table.stride(0) * itemsize
-    origin = table.storage_offset() * itemsize
+    origin = int(table.storage_offset()) * itemsize
     inner = zip(table.size()[1:], table.stride()[1:], strict=True)
     row_bytes = (1 + sum((size - 1) * stride for size, stride in inner)) * itemsize
-    _, counts = torch.unique_consecutive((rows * step + origin) // storage.block_bytes, return_counts=True)
+    block_bytes = storage.block_bytes
+    found, counts = torch.unique_consecutive((rows * step + origin) // block_bytes, return_counts=True)
     ends = counts.cumsum(0)
     firsts = rows[ends - counts]
-    uses = [
-        Use(storage, origin + first * step, origin + last * step + row_bytes, mode)
-        for first, last in zip(firsts.tolist(), rows[ends - 1].tolist(), strict=True)
-    ]
-    return _Touched(uses, firsts, ends.tolist())
+    starts = firsts * step + origin
+    stops = rows[ends - 1] * step + origin + row_bytes
+    blocks = ((stops - 1) // block_bytes - found + 1).cumsum(0)
+    uses = [Use(storage, start, stop, mode) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return _Touched(uses, firsts, ends.tolist(), blocks.tolist())
 
 
 def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Tensor:
@@ -104,7 +117,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
     step = table.stride(0)
     index = 0
     while index < len(touched.uses):
-        stop = _group(touched.uses, index, pool.fast // _GROUP)
+        stop = touched.group(index, pool.fast // _GROUP // table._storage.block_bytes)
         first_row = touched.ends[index - 1] if index else 0
         last_row = touched.ends[stop - 1]
         counts = torch.tensor(touched.ends[index:stop]).diff(prepend=torch.tensor([first_row]))
@@ -158,7 +171,7 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
     step = table.stride(0)
     index = first_row = 0
     while index < len(touched.uses):
-        stop = _group(touched.uses, index, pool.fast // _GROUP)
+        stop = touched.group(index, pool.fast // _GROUP // table._storage.block_bytes)
         last_row = touched.ends[stop - 1]
         try:
             access = pool.acquire(touched.uses[index:stop], op, rows=True)
@@ -177,14 +190,29 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
         index, first_row = stop, last_row
 
 
-def _group(uses: list[Use], first: int, limit: int) -> int:
-    """End of the group that begins at `first`: at least one use, and at most `limit` bytes."""
-    block_bytes = uses[first].storage.block_bytes
-    return min(len(uses), first + max(1, limit // block_bytes))
-
-
-def _out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
+def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
+    """Whether one of the indices is not in ``[lowest, rows)``."""
     return bool(indices.numel()) and bool(((indices < lowest) | (indices >= rows)).any())
+
+
+def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | None:
+    """Indices with each mask told by the positions where it is true; None where a mask has no dimension."""
+    found: list[Any] = []
+    for index in indices:
+        if not isinstance(index, torch.Tensor) or index.dtype not in _MASKS:
+            found.append(plain(index))
+            continue
+        if index.dim() == 0:
+            return None
+        first = len(found)
+        for dim, extent in enumerate(index.size()):
+            if list(size[first + dim : first + dim + 1]) != [extent]:
+                raise IndexError(
+                    f"The shape of the mask {list(index.size())} at index {dim} does not match "
+                    f"the shape of the indexed tensor {list(size)} at index {first + dim}"
+                )
+        found.extend(plain(index).nonzero(as_tuple=True))
+    return found
 
 
 def _raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,34 +223,55 @@ def _raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs
 
 @rule(_aten.embedding.default)
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table, indices = args[0], _plain(args[1])
-    if not is_table(table) or table.dim() != 2 or indices.dtype not in _INDEX_TYPES:
+    table, indices = args[0], plain(args[1])
+    if not is_table(table) or table.dim() != 2 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if _out_of_range(indices, table.size(0)):
+    if out_of_range(indices, table.size(0)):
         return _raise_as_torch(func, table, (indices, *args[2:]), kwargs)
     return gather_rows(table, indices.reshape(-1), "aten.embedding").view(*indices.size(), table.size(1))
 
 
 @rule(_aten.index_select.default)
 def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table, dim, indices = args[0], args[1], _plain(args[2])
-    if not is_table(table) or dim % max(table.dim(), 1) != 0 or indices.dtype not in _INDEX_TYPES:
+    table, dim, indices = args[0], args[1], plain(args[2])
+    if not is_table(table) or dim % max(table.dim(), 1) != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
-    if indices.dim() > 1 or _out_of_range(indices, table.size(0)):
+    if indices.dim() > 1 or out_of_range(indices, table.size(0)):
         return _raise_as_torch(func, table, (dim, indices), kwargs)
     return gather_rows(table, indices.reshape(-1), "aten.index_select")
 
 
 @rule(_aten.index.Tensor)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table, indices = args[0], args[1]
-    if not is_table(table) or not indices or indices[0] is None or any(item is not None for item in indices[1:]):
+    table, given = args[0], args[1]
+    if not is_table(table) or not given or given[0] is None:
         return NotImplemented
-    chosen = _plain(indices[0])
-    if chosen.dtype not in _INDEX_TYPES:
+    indices = without_masks(given, table.size())
+    if indices is None or indices[0].dtype not in INDEX_TYPES:
         return NotImplemented
+    first, *others = indices
     rows = table.size(0)
-    if _out_of_range(chosen, rows, -rows):
-        return _raise_as_torch(func, table, ([chosen],), kwargs)
-    wrapped = torch.where(chosen < 0, chosen + rows, chosen).to(table.device)
-    return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
+    if out_of_range(first, rows, -rows):
+        return _raise_as_torch(func, table, (indices,), kwargs)
+    wrapped = torch.where(first < 0, first + rows, first).to(table.device)
+    if all(index is None for index in others):
+        return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
+    if not table.is_contiguous():
+        return NotImplemented  # the order of the result's memory would follow the table's
+    touched, places = torch.unique(wrapped.long(), return_inverse=True)
+    return func(gather_rows(table, touched, "aten.index"), [places, *others])
+
+
+@rule(_aten.gather.default)
+def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    table, dim, indices = args[0], args[1], plain(args[2])
+    if not is_table(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
+        return NotImplemented
+    if indices.dim() != table.dim() or out_of_range(indices, table.size(0)):
+        return _raise_as_torch(func, table, (dim, indices), kwargs)
+    if any(size > extent for size, extent in zip(indices.size()[1:], table.size()[1:], strict=True)):
+        return _raise_as_torch(func, table, (dim, indices), kwargs)
+    rows, places = torch.unique(indices.long(), return_inverse=True)
+    for inner, size in enumerate(indices.size()[1:], start=1):
+        table = table.narrow(inner, 0, size)  # of the other columns nothing is needed
+    return func(gather_rows(table, rows, "aten.gather"), dim, places)

@@ -1,0 +1,74 @@
+// Which rows of tables stay in the arena, where no tape knows which come next.
+//
+// Blocks of unknown next use leave in the order of a time until which they are worth keeping. By recency that is the time of
+// their latest access. By frequency it lies further off, the more often they were used since they came: a block that was used
+// n times is kept as if its latest access lay n times as far above the floor, which is the time that the latest victim was
+// worth keeping until. So the floor rises as blocks leave, and what was popular long ago goes, too (the idea of dynamic aging:
+// M. Arlitt et al., "Evaluating content management techniques for Web proxy caches", 2000).
+//
+// Which of the two is better is measured: each has a shadow cache, which knows sizes and no bytes, for a spatial sample of the
+// blocks (those whose numbers have a certain hash). The pool follows the one that misses clearly fewer bytes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "messages.hpp"
+
+namespace farpool::pager {
+
+class RowPolicy {
+public:
+    // `room`: bytes that rows may have; the whole arena, as nobody knows what else comes.
+    explicit RowPolicy(std::int64_t room);
+
+    void set_room(std::int64_t room);
+    // A block of `nbytes` bytes is accessed for the `uses`-th time since it came; the tape stands at `position`. Returns until
+    // when it is worth keeping.
+    std::int64_t access(BlockId block, std::int64_t nbytes, std::int64_t uses, std::int64_t position);
+    // A block that was worth keeping until then has left.
+    void left(std::int64_t worth) { floor_ = std::max(floor_, worth); }
+    bool by_frequency() const noexcept { return by_frequency_; }
+
+private:
+    class Shadow {
+    public:
+        explicit Shadow(bool by_frequency) : by_frequency_(by_frequency) {}
+        void clear(std::int64_t room);
+        void access(BlockId block, std::int64_t nbytes, std::int64_t now);
+        double missed() const noexcept { return missed_; }
+        bool full() const noexcept { return floor_ > 0; }
+        void forget(double share) { missed_ *= 1.0 - share; }
+
+    private:
+        struct Row {
+            std::int64_t worth;
+            std::int64_t nbytes;
+            std::int64_t uses;
+        };
+        bool by_frequency_;
+        std::int64_t room_ = 0;
+        std::int64_t used_ = 0;
+        std::int64_t floor_ = 0;
+        double missed_ = 0.0;  // bytes, lately
+        std::unordered_map<BlockId, Row> rows_;
+        std::set<std::pair<std::int64_t, BlockId>> order_;
+    };
+
+    static std::int64_t worth(bool by_frequency, std::int64_t uses, std::int64_t now, std::int64_t floor);
+    void judge();
+
+    std::int64_t room_;
+    std::int64_t one_of_ = 0;  // the sample has one of so many blocks; 0 before the first access
+    std::int64_t now_ = 0;
+    std::int64_t floor_ = 0;
+    bool by_frequency_ = false;
+    int judged_ = 0;  // sampled accesses since the shadows were compared
+    Shadow recency_{false};
+    Shadow frequency_{true};
+};
+
+}  // namespace farpool::pager

@@ -1,0 +1,226 @@
+"""Dense gradients of tables, written into the pool block by block instead of being held whole in plain memory.
+
+The backward pass of a lookup sees plain tensors only, the gradient of its result and the indices, and makes a plain
+gradient as large as the table. So lookups in a table whose gradient is to be paged anyway (a leaf of class "embedding"
+that spans blocks) get a backward of their own. It runs torch's kernel on a small table of the rows that were looked up,
+which keeps the order in which the gradients of a row are added up, and writes each block of the large one once.
+
+What needs more of the graph, or is handled by somebody else, goes torch's way: sparse gradients, gradients of
+gradients, forward-mode derivatives and ``torch.func``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from farpool.pager import Mode
+from farpool.pager.storage import StorageOwner
+from farpool.tensors.factories import allocate
+from farpool.tensors.geometry import contiguous_strides
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.rules.bags import MAX, renamed_padding, rows_of_bags
+from farpool.tensors.rules.compact import Compact, can_be_compacted
+from farpool.tensors.transfer import block_cuts, stream
+
+_aten = torch.ops.aten
+_HOOK = torch._C.DispatchKey.PythonTLSSnapshot
+"""Comes before autograd, and only for tensor subclasses: plain calls do not pass here."""
+
+
+class _Table:
+    """What a gradient is like: the table's geometry, without the table, which a graph is not to hold.
+
+    Attributes
+    ----------
+    pool : StorageOwner
+    size : tuple of int
+        Rows and columns.
+    row_bytes : int
+    """
+
+    __slots__ = ("_dtype", "_name", "pool", "row_bytes", "size")
+
+    def __init__(self, table: PagedTensor) -> None:
+        storage = table._storage
+        self.pool: StorageOwner = storage.pool
+        self.size = tuple(table.size())
+        self.row_bytes = table.stride(0) * table.itemsize
+        self._dtype = table.dtype
+        self._name = f"{storage.name}.grad" if storage.name else ""
+
+    def takes(self, grad: torch.Tensor) -> bool:
+        """Whether the gradient of the table can be computed by rows."""
+        return (
+            type(grad) is torch.Tensor
+            and grad.dtype is self._dtype
+            and not self.pool.closed
+            and not torch.is_grad_enabled()  # else the gradient is to have a history
+            and not torch.is_anomaly_enabled()  # which looks for NaN in the whole gradient
+        )
+
+    def gradient(self, rows: Compact, values: torch.Tensor) -> PagedTensor:
+        """A paged gradient: the rows of a small table, and zeros elsewhere."""
+        stride = contiguous_strides(self.size)
+        grad = allocate(self.pool, self.size, stride, self._dtype, cls="gradient", name=self._name)
+        width = self.size[1]
+        cuts = {cut // width * width for cut in block_cuts([grad], self.pool.fast)}
+        steps = list(pairwise(sorted(cuts | {0, grad.numel()})))
+        bounds = torch.tensor([(first // width, last // width) for first, last in steps])
+        pieces = iter(zip(bounds.tolist(), torch.searchsorted(rows.rows, bounds).tolist(), strict=True))
+
+        def fill(piece: torch.Tensor) -> None:
+            (first, _), (start, stop) = next(pieces)
+            piece.zero_()
+            chosen = values.index_select(0, rows.places[start:stop])
+            piece.view(-1, width).index_copy_(0, rows.rows[start:stop] - first, chosen)
+
+        stream("farpool.gradient", fill, (grad, Mode.OVERWRITE), steps=steps)
+        return grad
+
+
+class _Lookup(torch.autograd.Function):
+    """``embedding`` with a dense gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keys: Any, table: PagedTensor, indices: torch.Tensor, padding: int, scale_grad_by_freq: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        ctx.table, ctx.padding, ctx.scale_grad_by_freq = _Table(table), padding, scale_grad_by_freq
+        result: torch.Tensor = _aten.embedding.default.redispatch(keys, table, indices, padding, scale_grad_by_freq)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        table, padding = ctx.table, ctx.padding
+        if not table.takes(grad):
+            whole = _aten.embedding_backward(grad, indices, table.size[0], padding, ctx.scale_grad_by_freq, False)
+            return None, whole, None, None, None
+        rows = rows_of_bags(indices, table.row_bytes, padding)
+        values = _aten.embedding_dense_backward(
+            grad, rows.indices, rows.size, renamed_padding(rows, padding), ctx.scale_grad_by_freq
+        )
+        return None, table.gradient(rows, values), None, None, None
+
+
+class _Bags(torch.autograd.Function):
+    """``_embedding_bag`` with a dense gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        keys: Any,
+        table: PagedTensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        scale_grad_by_freq: bool,
+        mode: int,
+        weights: torch.Tensor | None,
+        include_last_offset: bool,
+        padding: int,
+    ) -> Any:
+        result = _aten._embedding_bag.default.redispatch(
+            keys, table, indices, offsets, scale_grad_by_freq, mode, False, weights, include_last_offset, padding
+        )
+        ctx.options = scale_grad_by_freq, mode, padding
+        ctx.table = _Table(table)
+        # The gradient of the weights of samples is computed with the rows of the table.
+        ctx.save_for_backward(indices, offsets, *result[1:], weights, table if ctx.needs_input_grad[6] else None)
+        ctx.mark_non_differentiable(*result[1:])
+        ctx.set_materialize_grads(False)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> Any:
+        if grad is None:
+            return (None,) * 9
+        scale_grad_by_freq, mode, padding = ctx.options
+        indices, offsets, offset2bag, bag_size, largest, weights, whole_table = ctx.saved_tensors
+        of_weights = None
+        if whole_table is not None:
+            of_weights = _aten._embedding_bag_per_sample_weights_backward(
+                grad, whole_table, indices, offsets, offset2bag, mode, padding
+            )
+        table = ctx.table
+
+        def backward(indices: torch.Tensor, largest: torch.Tensor, count: int, padding: int) -> Any:
+            return _aten._embedding_bag_backward(
+                *(grad, indices, offsets, offset2bag, bag_size, largest, count),
+                *(scale_grad_by_freq, mode, False, weights, padding),
+            )
+
+        of_table: torch.Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            if table.takes(grad):
+                rows = rows_of_bags(indices, table.row_bytes, padding)
+                renamed = _renamed_largest(rows, largest) if mode == MAX else largest
+                values = backward(rows.indices, renamed, rows.size, renamed_padding(rows, padding))
+                of_table = table.gradient(rows, values)
+            else:
+                of_table = backward(indices, largest, table.size[0], padding)
+        return None, of_table, None, None, None, None, of_weights, None, None
+
+
+def _renamed_largest(rows: Compact, largest: torch.Tensor) -> torch.Tensor:
+    """Rows of the small table instead of those of the large one; any row for bags that have chosen none."""
+    if rows.rows.numel() == 0:
+        return torch.zeros_like(largest)
+    found = torch.searchsorted(rows.rows, largest.long()).clamp_(max=rows.rows.numel() - 1)
+    return rows.places[found].to(largest.dtype)
+
+
+def _wants_paged_gradient(table: Any) -> bool:
+    return (
+        can_be_compacted(table)
+        and table.dim() == 2
+        and table._storage.cls == "embedding"
+        and table.is_leaf
+        and table.requires_grad
+        and torch.is_grad_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def _lookup(
+    keys: Any,
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    keys = keys.remove(_HOOK)
+    if sparse or not _wants_paged_gradient(weight):
+        return _aten.embedding.default.redispatch(keys, weight, indices, padding_idx, scale_grad_by_freq, sparse)
+    return _Lookup.apply(keys, weight, indices, padding_idx, scale_grad_by_freq)  # type: ignore[no-untyped-call]
+
+
+def _bags(
+    keys: Any,
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    keys = keys.remove(_HOOK)
+    options = per_sample_weights, include_last_offset, padding_idx
+    if sparse or not _wants_paged_gradient(weight):
+        return _aten._embedding_bag.default.redispatch(
+            keys, weight, indices, offsets, scale_grad_by_freq, mode, sparse, *options
+        )
+    return _Bags.apply(keys, weight, indices, offsets, scale_grad_by_freq, mode, *options)  # type: ignore[no-untyped-call]
+
+
+_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+_library.impl("embedding", _lookup, _HOOK.name, with_keyset=True)
+_library.impl("_embedding_bag", _bags, _HOOK.name, with_keyset=True)

@@ -1,0 +1,150 @@
+"""Writes to rows of a table that are named by indices: only the blocks of those rows are read and written back.
+
+The rows are brought together in a small plain table (see `farpool.tensors.rules.compact`), torch's own operation runs
+there, and the rows go back. So an operation that fails, because of its shapes or an index out of range, has changed
+nothing. Rows that are replaced as a whole are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from farpool.tensors.dispatch import rule
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.rules.compact import can_be_compacted, compact, raise_as_torch
+from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, without_masks
+
+__all__ = ["passes_by_other_rows"]
+
+_aten = torch.ops.aten
+_REPLACE = frozenset(("index_copy_", "index_fill_"))
+"""Operations that write whole rows."""
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _change(
+    table: PagedTensor,
+    indices: torch.Tensor,
+    op: str,
+    function: Callable[[torch.Tensor, torch.Tensor], object],
+    *,
+    replaces: bool = False,
+    only_changed: bool = False,
+) -> PagedTensor:
+    """Call `function` with a small table of the rows that are touched and with the indices there.
+
+    Parameters
+    ----------
+    replaces : bool
+        Every touched row is overwritten as a whole.
+    only_changed : bool
+        Few of the rows, of one dimension each, change, and only these are written back.
+    """
+    rows = compact(indices, table.stride(0) * table.itemsize)
+    values = rows.make(table) if replaces else rows.read(table, op)
+    before = rows.chosen(values).clone() if only_changed else None
+    function(values, rows.indices)
+    if before is not None:
+        changed = (rows.chosen(values).view(torch.uint8) != before.view(torch.uint8)).any(1)
+        rows = rows._replace(rows=rows.rows[changed], places=rows.places[changed])
+    rows.write(table, values, op)
+    return table
+
+
+def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
+    """Whether torch changes nothing in the rows that no index names, not even the bits of a NaN.
+
+    A mean divides all rows, most of them by one. In half precision ``scatter_*`` is computed in a copy of all rows in
+    single precision, and so is ``index_add_`` of rows of one element.
+    """
+    name = func._opname
+    if any(value == "mean" for value in args if isinstance(value, str)):
+        return False
+    single = name.startswith("scatter_") or (name == "index_add_" and table.numel() == table.size(0))
+    return table.dtype not in _HALF or not single
+
+
+def _shares_memory(table: PagedTensor, others: Sequence[Any]) -> bool:
+    """Whether an operand may view what is written, which torch mostly refuses."""
+    return any(type(other) is PagedTensor and other._storage is table._storage for other in others)
+
+
+@rule(
+    _aten.index_add_.default,
+    _aten.index_copy_.default,
+    _aten.index_reduce_.default,
+    _aten.index_fill_.int_Scalar,
+    _aten.index_fill_.int_Tensor,
+    _aten.scatter_.src,
+    _aten.scatter_.value,
+    _aten.scatter_.reduce,
+    _aten.scatter_.value_reduce,
+    _aten.scatter_add_.default,
+    _aten.scatter_reduce_.two,
+)
+def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    table, dim, indices, *others = args
+    if not can_be_compacted(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
+        return NotImplemented
+    if _shares_memory(table, (indices, *others)) or not passes_by_other_rows(func, table, others):
+        return NotImplemented
+    indices = plain(indices)
+    others = [plain(value) for value in others]
+    kwargs = {name: plain(value) for name, value in kwargs.items()}
+    count = table.size(0)
+    if func._opname == "index_fill_" and not out_of_range(indices, count, -count):
+        indices = torch.where(indices < 0, indices + count, indices)
+    if out_of_range(indices, count):
+        raise_as_torch(func, table, (dim, indices, *others), kwargs)
+    return _change(
+        table,
+        indices,
+        f"aten.{func._opname}",
+        lambda values, places: func(values, dim, places, *others, **kwargs),
+        replaces=func._opname in _REPLACE,
+    )
+
+
+@rule(_aten.index_put_.default, _aten._index_put_impl_.default)
+def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    table, given, values, *options = args
+    if not can_be_compacted(table) or not given or given[0] is None or _shares_memory(table, (*given, values)):
+        return NotImplemented
+    indices = without_masks(given, table.size())
+    if indices is None or indices[0].dtype not in INDEX_TYPES:
+        return NotImplemented
+    values = plain(values)
+    count = table.size(0)
+    first, *others = indices
+    if out_of_range(first, count, -count):
+        raise_as_torch(func, table, (indices, values, *options), kwargs)
+    accumulate = options[0] if options else kwargs.get("accumulate", False)
+    return _change(
+        table,
+        torch.where(first < 0, first + count, first),
+        "aten.index_put_",
+        lambda chosen, places: func(chosen, [places, *others], values, *options, **kwargs),
+        replaces=not accumulate and all(index is None for index in others),
+    )
+
+
+@rule(_aten.embedding_renorm_.default)
+def _renorm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    table, indices, *options = args
+    indices = plain(indices)
+    if not can_be_compacted(table) or table.dim() != 2 or indices.dtype not in INDEX_TYPES:
+        return NotImplemented
+    if out_of_range(indices, table.size(0), -table.size(0)):
+        raise_as_torch(func, table, (indices, *options), kwargs)
+    if out_of_range(indices, table.size(0)):
+        return NotImplemented  # torch takes -1 for another row than the last one, and shortens that twice
+    return _change(
+        table,
+        indices,
+        "aten.embedding_renorm_",
+        lambda values, places: func(values, places, *options, **kwargs),
+        only_changed=True,
+    )
