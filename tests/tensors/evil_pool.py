@@ -95,6 +95,10 @@ class EvilPool(Pool):
         count = -(-nbytes // step) if nbytes else 0
         return Storage(self, nbytes, cls, name, row_bytes, Blocks(number, count, 0, step, False))  # type: ignore[arg-type]
 
+    @property
+    def small(self) -> int:
+        return self.largest // 8
+
     def drop(self, dropped: object) -> None:
         """Homes live as long as the pool."""
 

@@ -103,8 +103,13 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
     """Bytes of the blocks of a large storage (the last may be shorter); a multiple of the alignment.
 
     Cut at whole rows if some number of rows is aligned and no larger than a block; preferably also a multiple of the
-    page, in which files are read and written.
+    page, in which files are read and written. Each expert of stacked experts gets blocks of its own if its bytes can be
+    divided so.
     """
+    if cls == "expert" and row_bytes > 0:
+        step = _part_of_row(row_bytes, sizes)
+        if step > 0:
+            return step
     limit = sizes.largest
     if cls == "embedding" and limit >= _PAGE:
         limit = _table_block_bytes(row_bytes, limit // _PAGE * _PAGE)
@@ -117,6 +122,17 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
             if step <= limit:
                 return limit // step * step
     return limit
+
+
+def _part_of_row(row_bytes: int, sizes: Cut) -> int:
+    """The largest block of which a whole number makes up a row; 0 if that takes blocks that are small."""
+    fewest = -(-row_bytes // sizes.largest)
+    most = row_bytes // max(sizes.small, sizes.alignment)
+    for unit in (_PAGE, sizes.alignment):
+        for parts in range(fewest, most + 1):
+            if row_bytes % (parts * unit) == 0:
+                return row_bytes // parts
+    return 0
 
 
 def _table_block_bytes(row_bytes: int, limit: int) -> int:
@@ -151,6 +167,11 @@ class StorageOwner(Protocol):
     @property
     def fast(self) -> int:
         """Budget of the fast tier, in bytes."""
+        ...
+
+    @property
+    def small(self) -> int:
+        """Bytes up to which storages share a block."""
         ...
 
     def allocate(self, nbytes: int, *, cls: str = ..., row_bytes: int = ..., name: str = ...) -> Storage:

@@ -158,6 +158,11 @@ class BlockPool:
         """The budget of the fast tier, in bytes."""
         return self.pager.capacity
 
+    @property
+    def small(self) -> int:
+        """Bytes up to which storages share a block."""
+        return self.allocation.sizes.small
+
     def __repr__(self) -> str:
         return f"<BlockPool {self.describe()}>"
 

@@ -56,7 +56,7 @@ def class_of_moments(parameter: PagedTensor) -> str:
     if cls == "embedding":
         grad = parameter.grad if parameter.is_leaf else None
         return "optimizer" if grad is not None and grad.layout is torch.strided else "embedding"
-    return "optimizer" if cls in ("weights", "gradient") else cls
+    return "optimizer" if cls in ("weights", "expert", "gradient") else cls
 
 
 def shape_of(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:

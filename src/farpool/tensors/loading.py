@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Collection
 
 import torch
 
@@ -14,6 +14,7 @@ from farpool.tensors.arena import arena_views
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.geometry import contiguous_strides
 from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.stacked import class_of_weight
 from farpool.tiers.safetensors import SafetensorsFile
 
 __all__ = ["load_safetensors", "load_tensors"]
@@ -66,13 +67,11 @@ def load_safetensors(path: str | os.PathLike[str], pool: Pool) -> dict[str, Page
     UnsupportedError
         A tensor has a dtype that torch does not have.
     """
-    return load_tensors(path, inside_of(pool, "load_safetensors"), lambda name: "weights")
+    return load_tensors(path, inside_of(pool, "load_safetensors"), frozenset())
 
 
-def load_tensors(
-    path: str | os.PathLike[str], pool: BlockPool, class_of: Callable[[str], str]
-) -> dict[str, PagedTensor]:
-    """As `load_safetensors`; `class_of` says of which class the blocks of a tensor are."""
+def load_tensors(path: str | os.PathLike[str], pool: BlockPool, tables: Collection[str]) -> dict[str, PagedTensor]:
+    """As `load_safetensors`; `tables` names the tensors that are tables of embeddings."""
     source = SafetensorsFile(path)
     source.open()
     try:
@@ -85,7 +84,8 @@ def load_tensors(
             dtype = _DTYPES[entry.dtype]
             strides = contiguous_strides(entry.shape)
             row_bytes = strides[0] * dtype.itemsize if len(entry.shape) > 1 and entry.extent.nbytes else 0
-            storage = pool.adopt(source, entry.extent, cls=class_of(name), row_bytes=row_bytes, name=name)
+            cls = "embedding" if name in tables else class_of_weight(pool, entry.shape, row_bytes)
+            storage = pool.adopt(source, entry.extent, cls=cls, row_bytes=row_bytes, name=name)
             tensors[name] = PagedTensor(storage, arena, dtype, entry.shape, strides)
     except BaseException:
         source.close()

@@ -26,6 +26,7 @@ from farpool.tensors.geometry import element_range, is_strided, plain_empty, row
 from farpool.tensors.identity import check_swappable, swap
 from farpool.tensors.optimizers import moments_of, note_offload, offload_state
 from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.stacked import class_of_weight
 from farpool.tensors.transfer import copy_dense
 
 __all__ = ["move_out", "offload", "paged_together", "restore"]
@@ -136,12 +137,9 @@ def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
     """Paged copies of the group's tensors, which share a storage as these share memory."""
     start, stop = group.byte_range()
     largest = max(group.tensors, key=lambda tensor: tensor.numel())
-    storage = pool.allocate(
-        stop - start,
-        cls="embedding" if group.embedding else "weights",
-        row_bytes=row_bytes_of(largest.size(), largest.stride(), largest.itemsize),
-        name=group.names[0],
-    )
+    row_bytes = row_bytes_of(largest.size(), largest.stride(), largest.itemsize)
+    cls = "embedding" if group.embedding else class_of_weight(pool, largest.size(), row_bytes)
+    storage = pool.allocate(stop - start, cls=cls, row_bytes=row_bytes, name=group.names[0])
     arena = arena_views(pool)
     memory = largest.untyped_storage()
     source = plain_empty((0,), (1,), torch.uint8, largest.device).set_(memory, start, (stop - start,), (1,))

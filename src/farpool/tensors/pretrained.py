@@ -324,7 +324,7 @@ def _weights_of(model: Any, files: Any, pool: BlockPool) -> dict[str, PagedTenso
     tables = _tables_of(model)
     weights: dict[str, PagedTensor] = {}
     for file in files:
-        weights.update(load_tensors(file, pool, lambda name: "embedding" if name in tables else "weights"))
+        weights.update(load_tensors(file, pool, tables))
     return weights
 
 

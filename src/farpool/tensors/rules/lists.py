@@ -90,7 +90,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if not paged:
         return func(*args, **kwargs)
     storage = paged[0]._storage
-    cls = "optimizer" if storage.cls in ("weights", "embedding", "gradient") else storage.cls
+    cls = "optimizer" if storage.cls in ("weights", "embedding", "expert", "gradient") else storage.cls
     try:
         results = compute(func, args, kwargs)
     except BudgetError:
