@@ -689,7 +689,7 @@ private:
         for (const Operand& operand : operands.items) {
             pairs.append(nb::make_tuple(operand.tensor, operand.real));
         }
-        return wrap_results_(pairs, result);
+        return wrap_results_(pairs, first.arena, result);
     }
 
     bool is_plain(nb::handle result, const Footprint& any) const {

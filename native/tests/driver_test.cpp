@@ -176,4 +176,44 @@ TEST("a wait ends at its deadline, by closing, and by a release of another threa
     closer.join();
 }
 
+TEST("an access that is granted after the pool was closed is not begun") {
+    World world(1024, 0);
+    const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024, 1024}, 0);
+    Pause pause;
+    auto held = world.driver.lock(pause);
+    const auto holder = world.driver.request({{block, 1, Mode::overwrite, -1}});
+    const auto waiting = world.driver.request({{block + 1, 1, Mode::overwrite, -1}});
+    CHECK(!waiting->granted);
+    world.driver.release(*holder);  // grants it, or starts the write-back that it waits for
+    while (!waiting->granted) {
+        world.driver.wait(patience, pause);
+    }
+    CHECK_EQUAL(world.driver.granted(), 0);  // by nobody noticed, so the arena may go
+    world.driver.close();
+    CHECK(world.driver.await(held, *waiting, farpool::monotonic_seconds() + patience, pause) == Wait::closed);
+}
+
+TEST("a wait for several results ends with the first one that failed") {
+    SimulatedPort failing(1024, 1);
+    SimulatedPort stuck(1024, 0);
+    const auto queue = std::make_shared<QueueCore>();
+    const QueueCore::Seen seen = queue->seen();
+    std::vector<std::byte> memory(1024);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+    std::atomic<bool> ended = false;
+    std::thread waiter([&] {
+        queue->wait_past(seen, 1000, patience);
+        ended = true;
+    });
+    queue->submit(1, &stuck, farpool::Direction::read, {{0, address, 8}}, {}, 0, nullptr);
+    while (queue->seen().results == 0) {
+        std::this_thread::yield();
+    }
+    CHECK(!ended);  // one of a thousand
+    queue->submit(2, &failing, farpool::Direction::read, {{0, address, 8}}, {}, 0, nullptr);
+    waiter.join();
+    CHECK_EQUAL(queue->seen().results, std::uint64_t{2});
+    queue->close(patience);
+}
+
 int main() { return farpool::testing::run(); }

@@ -14,8 +14,10 @@ import torch
 from farpool.errors import PoolClosedError, PoolMixError, UnsupportedError
 from farpool.pager import Mode
 from farpool.pager.use import Use
+from farpool.tensors.arena import ArenaViews
 from farpool.tensors.calls import calls
 from farpool.tensors.copies import compute_on_copies
+from farpool.tensors.footprint import Footprint
 from farpool.tensors.lazy import lazy_bits
 from farpool.tensors.operands import Operands, paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor, describe
@@ -55,10 +57,10 @@ def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[s
         ) from error
 
 
-def wrap_results(pairs: Sequence[tuple[PagedTensor, torch.Tensor]], result: Any) -> Any:
+def wrap_results(pairs: Sequence[tuple[PagedTensor, torch.Tensor]], arena: ArenaViews, result: Any) -> Any:
     """Results of an operation as the program may see them; `pairs` are its paged arguments and what stood for them."""
     with lazy_bits():
-        return Operands.of(pairs).wrap_all(result)
+        return Operands.of(pairs, arena).wrap_all(result)
 
 
 def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -87,6 +89,7 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
     pool = first._storage.pool
     uses: list[Use] = []
     used: list[PagedTensor] = []
+    footprints: list[Footprint] = []
     for key, tensor in operands.tensors.items():
         storage = tensor._storage
         if storage.pool is not pool:
@@ -102,6 +105,7 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
             continue
         uses.append(Use(storage, start, stop, operands.modes[key]))
         used.append(tensor)
+        footprints.append(tensor._footprint)
 
     if not uses:
         check_open(first)
@@ -119,12 +123,12 @@ def _compute_any(signature: Signature, func: Any, args: Sequence[Any], kwargs: d
             **{name: operands.replace(value) for name, value in kwargs.items()},
         )
         if writes:
-            for tensor in used:
-                tensor._footprint.check_real(operands.reals[id(tensor)])
+            for tensor, footprint in zip(used, footprints, strict=True):
+                footprint.check_real(operands.reals[id(tensor)])
         return operands.wrap_all(result)
     except BaseException:
-        for tensor in used:
-            tensor._footprint.forget_real()
+        for footprint in footprints:
+            footprint.forget_real()
         raise
     finally:
         pool.release(access)

@@ -10,6 +10,7 @@ import torch
 from farpool.errors import PoolClosedError
 from farpool.pager import Mode
 from farpool.pager.use import Use
+from farpool.tensors.arena import ArenaViews
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.viewing import view_like
@@ -33,7 +34,10 @@ def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTe
 class Operands:
     """The paged arguments of one operation, each once, and what stands for them while it runs."""
 
-    __slots__ = ("modes", "reals", "tensors")
+    __slots__ = ("arena", "modes", "reals", "tensors")
+
+    arena: ArenaViews
+    """Views of their pool's arena; from the beginning, as another thread may take a tensor out of its pool."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, PagedTensor] = {}
@@ -41,9 +45,10 @@ class Operands:
         self.reals: dict[int, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[PagedTensor, torch.Tensor]]) -> Self:
+    def of(cls, pairs: Sequence[tuple[PagedTensor, torch.Tensor]], arena: ArenaViews) -> Self:
         """Operands whose real tensors there are already."""
         operands = cls()
+        operands.arena = arena
         for tensor, real in pairs:
             operands.tensors[id(tensor)] = tensor
             operands.reals[id(tensor)] = real
@@ -52,6 +57,8 @@ class Operands:
     def add(self, tensor: PagedTensor, mode: Mode) -> None:
         key = id(tensor)
         if key not in self.tensors:
+            if not self.tensors:
+                self.arena = tensor._arena
             self.tensors[key] = tensor
             self.modes[key] = mode
         elif mode is Mode.WRITE:
@@ -118,12 +125,11 @@ class Operands:
         if result.layout is not torch.strided:
             # A sparse tensor may have taken one of the operands for its values.
             return result.clone()
-        arena = next(iter(self.tensors.values()))._arena
-        if not arena.aliases(result):
+        if not self.arena.aliases(result):
             return result
         for key, real in self.reals.items():
             tensor = self.tensors[key]
-            if tensor._arena.aliases(real):
+            if type(tensor) is PagedTensor and self.arena.aliases(real):
                 start, stop = tensor.byte_range()
                 origin = real.data_ptr() - tensor.storage_offset() * tensor.itemsize
                 position = result.data_ptr() - origin

@@ -1,0 +1,70 @@
+"""Tensors that enter or leave a pool while another thread waits for operands beside them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from farpool import Pool
+from farpool.errors import FarpoolWarning, PoolClosedError
+from farpool.pool import blocks_of
+from farpool.tiers import Dram, Throttled
+
+NUMBERS = 16 << 10
+PATIENCE = 60.0
+
+
+def await_transfer(pool: Pool) -> None:
+    """Until a thread waits for bytes that are on their way."""
+    blocks = blocks_of(pool)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with blocks.driver:
+            if blocks.pager.under_way and blocks.pager.transfers():
+                return
+        time.sleep(0.001)
+    raise AssertionError("nobody waited")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [torch.sub, lambda left, right: left.sub_(right), lambda left, right: torch._foreach_sub([left], [right])[0]],
+    ids=["result", "in place", "lists"],
+)
+def test_operands_are_not_mixed_up_when_a_pool_is_left_while_an_operation_waits(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    outcome: list[torch.Tensor | PoolClosedError] = []
+
+    def run() -> None:
+        try:
+            outcome.append(compute(near, far).cpu())  # a list's result is made in the pool, which may be closed by now
+        except PoolClosedError as error:
+            outcome.append(error)
+
+    slow = Throttled(Dram("4MiB"), read_bandwidth="1MB/s")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FarpoolWarning)
+        with Pool("512KiB", [slow], prefetch=False) as pool:
+            near, far = pool.full((NUMBERS,), 5.0), pool.full((NUMBERS,), 3.0)
+            others = [pool.full((NUMBERS,), 1.0) for _ in range(12)]
+            for other in others:
+                other.sum()
+            near.sum()
+            del other, others
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            await_transfer(pool)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    (got,) = outcome
+    if isinstance(got, PoolClosedError):
+        assert near[0] == 5  # refused, and nothing has changed
+    else:
+        assert torch.equal(got, torch.full((NUMBERS,), 2.0))
+    assert torch.equal(far, torch.full((NUMBERS,), 3.0))
