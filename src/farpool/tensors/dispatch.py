@@ -95,9 +95,9 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler_of(func)
-    if survivors.in_use:
-        return survivors.without_survivors(handler, func, args, kwargs or {})
     try:
+        if survivors.in_use:
+            return survivors.without_survivors(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
     except AttributeError as error:
         if error.name in _OWN and type(error.obj) is not PagedTensor:
