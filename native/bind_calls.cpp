@@ -192,10 +192,12 @@ public:
 
     // From now on this operator is run here, of which `call` is the callable inside. `writes`: bits of the positions of
     // arguments that it changes. `retried`: Python code knows what to do where the operands do not fit together. `ruled`:
-    // Python code is asked first.
-    void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried, bool ruled) {
+    // Python code is asked first. `strided`: it is asked where an argument is a tensor of another layout.
+    void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried, bool ruled,
+               bool strided) {
         PyObject* key = operation.ptr();
-        known_.insert_or_assign(key, Known{std::move(operation), std::move(call), std::move(name), kind, writes, retried, ruled});
+        known_.insert_or_assign(
+            key, Known{std::move(operation), std::move(call), std::move(name), kind, writes, retried, ruled, strided});
     }
 
     nb::object dispatch(nb::handle func, nb::handle types, nb::handle args, nb::handle kwargs) {
@@ -352,6 +354,7 @@ private:
         std::uint64_t writes;
         bool retried;
         bool ruled;
+        bool strided;
     };
     struct Row {
         std::int64_t index;
@@ -461,6 +464,9 @@ private:
     }
 
     bool is_paged(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == paged_.ptr(); }
+    bool is_of_other_layout(PyObject* object) const {
+        return is_plain_type(object) && !attribute(object, layout_name_).is(strided_);
+    }
     bool is_plain_type(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == plain_type_.ptr(); }
 
     bool all_paged(nb::handle types) const {
@@ -504,7 +510,7 @@ private:
             const bool write = position < 64 && (known.writes >> position & 1) != 0;
             PyObject* given = PyTuple_GET_ITEM(args.ptr(), position);
             for (PyObject* value : tensors_in(given)) {
-                if (is_paged(value) && !add(value, write)) {
+                if (is_paged(value) ? !add(value, write) : known.strided && is_of_other_layout(value)) {
                     return std::nullopt;
                 }
             }
@@ -829,7 +835,8 @@ void bind_calls(nb::module_& m) {
     calls.def(nb::init<>())
         .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"))
         .def("learn", &Calls::learn, nb::arg("operation"), nb::arg("call"), nb::arg("name"), nb::arg("kind"), nb::kw_only(),
-             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false)
+             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false,
+             nb::arg("strided") = false)
         .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
              nb::arg("kwargs").none() = nb::none())
         .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))

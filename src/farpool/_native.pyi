@@ -826,6 +826,7 @@ class Calls:
         writes: int = 0,
         retried: bool = False,
         ruled: bool = False,
+        strided: bool = False,
     ) -> None:
         """Run this operator from now on.
 
@@ -839,6 +840,8 @@ class Calls:
             Leave it to Python where its operands do not fit into the fast tier together.
         ruled : bool
             Leave it to Python, which may ask for it by `compute`.
+        strided : bool
+            Leave it to Python where an argument is a tensor of another layout.
         """
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation of which at least one argument is paged."""

@@ -38,6 +38,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Handles an overload; returns NotImplemented to leave it to the general path."""
 
 _rules: dict[Any, Rule] = {}
+_for_sparse: set[Any] = set()
 _families: dict[str, Rule] = {}
 _fallbacks: dict[Any, Rule] = {}
 _handlers: dict[Any, Rule] = {}
@@ -52,12 +53,21 @@ _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.
 _SetExclude = torch._C._SetExcludeDispatchKeyGuard
 
 
-def rule(*overloads: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for operator overloads."""
+def rule(*overloads: Any, sparse: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for operator overloads.
+
+    Parameters
+    ----------
+    *overloads : torch._ops.OpOverload
+    sparse : bool
+        Only calls with a tensor that is not strided are for it.
+    """
 
     def register(function: Rule) -> Rule:
         for overload in overloads:
             _rules[overload] = function
+            if sparse:
+                _for_sparse.add(overload)
         return function
 
     return register
@@ -117,8 +127,16 @@ def _handler_of(func: Any) -> Rule:
     chosen = rule_of(func)
     if signature.treatment is Treatment.ARENA and signature.simple:
         writes = sum(1 << position for position in signature.writes)
-        ruled, retried = chosen is not None, func in _fallbacks
-        calls.learn(func, func._op, signature.name, Kind.COMPUTE, writes=writes, retried=retried, ruled=ruled)
+        calls.learn(
+            func,
+            func._op,
+            signature.name,
+            Kind.COMPUTE,
+            writes=writes,
+            retried=func in _fallbacks,
+            ruled=chosen is not None and func not in _for_sparse,
+            strided=func in _for_sparse,
+        )
     elif (
         chosen is None
         and signature.treatment is Treatment.VIEW

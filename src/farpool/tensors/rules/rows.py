@@ -191,7 +191,10 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
 
 def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
     """Whether one of the indices is not in ``[lowest, rows)``."""
-    return bool(indices.numel()) and bool(((indices < lowest) | (indices >= rows)).any())
+    if indices.numel() == 0:
+        return False
+    smallest, largest = torch.aminmax(indices)
+    return int(smallest) < lowest or int(largest) >= rows
 
 
 def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | None:

@@ -38,7 +38,7 @@ def _compacted(table: PagedTensor, sparse: torch.Tensor) -> tuple[Compact, torch
     return rows, small
 
 
-@rule(_aten.add_.Tensor)
+@rule(_aten.add_.Tensor, sparse=True)
 def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, sparse = args[0], args[1]
     if not _names_rows(table, sparse):
