@@ -52,9 +52,13 @@ def training() -> list[str]:
 def overhead() -> list[str]:
     outcome = result("overhead")
     linear = outcome["operations"][0]
-    rows = [f"| `F.linear` 64 × 64, for each paged argument | {linear['seconds_per_argument'] * 1e6:.1f} µs |"]
+    rows = [
+        f"| `F.linear` 64 × 64, for each paged argument | {linear['seconds_per_argument'] * 1e6:.1f} µs, "
+        f"{linear['seconds_over_bare'] * 1e6:.1f} µs over a bare subclass |"
+    ]
     return rows + [
-        f"| a transformer layer of {layers['layer_seconds'] * 1e3:.1f} ms | {layers['ratio']:.2f} of its time |"
+        f"| a transformer layer of {layers['layer_seconds'] * 1e3:.1f} ms | {layers['ratio']:.2f} of its time, "
+        f"{layers['ratio_to_bare']:.2f} of a bare subclass's |"
         for layers in outcome["layers"]
     ]
 

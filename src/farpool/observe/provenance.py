@@ -30,6 +30,12 @@ class Provenance:
     """The GPU that the process has used; empty where it has used none."""
 
 
+def _program() -> str:
+    """Name of the command; ``python -m farpool`` is the same as ``farpool``."""
+    name = os.path.basename(sys.argv[0])
+    return "farpool" if name == "__main__.py" else name
+
+
 def provenance() -> Provenance:
     """Of this process, now."""
     versions = {"python": platform.python_version()}
@@ -39,7 +45,7 @@ def provenance() -> Provenance:
         except PackageNotFoundError:
             continue
     return Provenance(
-        command=shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        command=shlex.join([_program(), *sys.argv[1:]]),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         processor=_processor(),
         cores=os.cpu_count() or 1,
