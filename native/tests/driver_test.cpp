@@ -213,6 +213,7 @@ TEST("a wait for several results ends with the first one that failed") {
     queue->submit(2, &failing, farpool::Direction::read, {{0, address, 8}}, {}, 0, nullptr);
     waiter.join();
     CHECK_EQUAL(queue->seen().results, std::uint64_t{2});
+    CHECK_EQUAL(queue->poll().size(), std::size_t{2});
     queue->close(patience);
 }
 
