@@ -264,7 +264,7 @@ def test_a_store_behind_a_wire_that_flips_bits_never_gives_wrong_bytes(seed: int
                 assert unharmed.get(key) in values, f"seed {seed}, {key!r} afterwards"
         flips = sum(proxy.flips for proxy in proxies)
         print(f"seed {seed}: {flips} flips, {reads} values, {errors} errors")
-        assert flips > 10
+        assert flips  # how many depends on when connections broke
         assert reads > 100
 
 

@@ -117,11 +117,15 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if indices is None or indices[0].dtype not in INDEX_TYPES:
         return NotImplemented
     values = plain(values)
+    accumulate = options[0] if options else kwargs.get("accumulate", False)
+    named = [index for index in given if index is not None]
+    if not accumulate and values.numel() == 1 and len(named) == 1 and named[0].dtype is torch.uint8:
+        # There torch fills by mask, and does not take one of this type: its own error.
+        torch.zeros(1).masked_fill_(torch.zeros(1, dtype=torch.uint8), 0)
     count = table.size(0)
     first, *others = indices
     if out_of_range(first, count, -count):
         raise_as_torch(func, table, (indices, values, *options), kwargs)
-    accumulate = options[0] if options else kwargs.get("accumulate", False)
     return _change(
         table,
         torch.where(first < 0, first + count, first),
