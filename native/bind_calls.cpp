@@ -19,6 +19,30 @@ using farpool::pager::Use;
 
 namespace {
 
+nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) {
+    PyObject* result = PyObject_Vectorcall(function.ptr(), std::data(arguments), std::size(arguments), nullptr);
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+nb::object call_method(nb::handle object, const nb::object& name) {
+    PyObject* result = PyObject_CallMethodNoArgs(object.ptr(), name.ptr());
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+nb::object attribute(nb::handle object, const nb::object& name) {
+    PyObject* result = PyObject_GetAttr(object.ptr(), name.ptr());
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
 // What a paged tensor touches of its storage, and what was made of that before. Nothing of it changes but what it remembers.
 struct Footprint {
     nb::object storage;
@@ -51,6 +75,14 @@ struct Footprint {
         return place == at && trained == requires_grad && !real.is_none();
     }
     void forget_real() { real = nb::none(); }
+    // A real tensor whose geometry an operation has changed is not used again.
+    void check_real(nb::handle made) {
+        static const nb::object size_name = nb::steal(PyUnicode_InternFromString("size"));
+        static const nb::object stride_name = nb::steal(PyUnicode_InternFromString("stride"));
+        if (!call_method(made, size_name).equal(size) || !call_method(made, stride_name).equal(stride)) {
+            forget_real();
+        }
+    }
     // Bytes of a row along the first dimension; 0 where its elements do not lie side by side.
     std::int64_t row_bytes() const {
         std::int64_t elements = 1;
@@ -104,7 +136,7 @@ PyType_Slot footprint_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(Footpr
 void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::object dtype, nb::handle size, nb::handle stride,
                     std::int64_t offset, bool conj, bool neg) {
     nb::object pool = storage.attr("pool");
-    nb::object driver = nb::getattr(pool, "driver", nb::none());  // tests have other pools
+    nb::object driver = nb::getattr(pool, "driver", nb::none());  // not every owner of storages has one
     BoundDriver* native = nullptr;
     nb::try_cast(driver, native);
     auto layout = nb::cast<std::shared_ptr<const Layout>>(storage.attr("layout"));
@@ -125,30 +157,6 @@ void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::o
     }
     self->start = offset * itemsize;
     self->stop = (offset + reach + 1) * itemsize;
-}
-
-nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) {
-    PyObject* result = PyObject_Vectorcall(function.ptr(), std::data(arguments), std::size(arguments), nullptr);
-    if (result == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(result);
-}
-
-nb::object call_method(nb::handle object, const nb::object& name) {
-    PyObject* result = PyObject_CallMethodNoArgs(object.ptr(), name.ptr());
-    if (result == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(result);
-}
-
-nb::object attribute(nb::handle object, const nb::object& name) {
-    PyObject* result = PyObject_GetAttr(object.ptr(), name.ptr());
-    if (result == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(result);
 }
 
 class Calls {
@@ -204,9 +212,7 @@ public:
         if (const auto found = known_.find(func.ptr());
             found != known_.end() && !found->second.ruled && !suspended_ && PyTuple_CheckExact(args.ptr()) && all_paged(types) && no_modes()) {
             const Known known = found->second;  // other threads may learn while this one computes
-            nb::object result = known.kind == Kind::compute                               ? compute(known, func, args, kwargs)
-                                : known.kind == Kind::view || known.kind == Kind::alias ? view(known, args, kwargs)
-                                                                                        : decompose(known, args, kwargs);
+            nb::object result = run_known(known, func, args, kwargs);
             if (result.is_valid()) {
                 return result;
             }
@@ -430,7 +436,7 @@ private:
     public:
         Included(const Calls& calls, std::span<const nb::object> keys) : calls_(calls) {
             // All or none of them are left out.
-            keys_ = ::call(calls.is_excluded_, {keys[0].ptr()}).ptr() == Py_True ? keys : std::span<const nb::object>{};
+            keys_ = call(calls.is_excluded_, {keys[0].ptr()}).ptr() == Py_True ? keys : std::span<const nb::object>{};
             exclude(Py_False);
         }
         Included(const Included&) = delete;
@@ -440,7 +446,7 @@ private:
     private:
         void exclude(PyObject* wanted) const {
             for (const nb::object& key : keys_) {
-                ::call(calls_.set_excluded_, {key.ptr(), wanted});
+                call(calls_.set_excluded_, {key.ptr(), wanted});
             }
         }
         const Calls& calls_;
@@ -450,7 +456,7 @@ private:
     // Ends inference mode as long as it lives.
     class Recording {
     public:
-        explicit Recording(const Calls& calls) : mode_(::call(calls.inference_, {Py_False})) { mode_.attr("__enter__")(); }
+        explicit Recording(const Calls& calls) : mode_(call(calls.inference_, {Py_False})) { mode_.attr("__enter__")(); }
         Recording(const Recording&) = delete;
         Recording& operator=(const Recording&) = delete;
         ~Recording() { mode_.attr("__exit__")(nb::none(), nb::none(), nb::none()); }
@@ -459,8 +465,19 @@ private:
         nb::object mode_;
     };
 
-    nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) const {
-        return ::call(function, arguments);
+    // Null where it is not done here.
+    nb::object run_known(const Known& known, nb::handle func, nb::handle args, nb::handle kwargs) const {
+        switch (known.kind) {
+            case Kind::compute:
+                return compute(known, func, args, kwargs);
+            case Kind::view:
+            case Kind::alias:
+                return view(known, args, kwargs);
+            case Kind::composed:
+            case Kind::composed_of_views:
+                return decompose(known, args, kwargs);
+        }
+        return {};
     }
 
     bool is_paged(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == paged_.ptr(); }
@@ -636,10 +653,8 @@ private:
             }
         }
         for (const Operand& operand : operands.items) {
-            // A real tensor whose geometry the operation has changed is not used again.
-            if (operand.write && !(call_method(operand.real, size_name_).equal((*operand).size) &&
-                                   call_method(operand.real, stride_name_).equal((*operand).stride))) {
-                (*operand).forget_real();
+            if (operand.write) {
+                (*operand).check_real(operand.real);
             }
         }
         return seen_by_program(std::move(result), operands);
@@ -783,8 +798,6 @@ private:
     nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
     nb::object wrapper_names_ = nb::make_tuple("strides", "storage_offset", "dtype", "device", "requires_grad");
     nb::object footprint_name_ = nb::steal(PyUnicode_InternFromString("_footprint"));
-    nb::object size_name_ = nb::steal(PyUnicode_InternFromString("size"));
-    nb::object stride_name_ = nb::steal(PyUnicode_InternFromString("stride"));
     nb::object layout_name_ = nb::steal(PyUnicode_InternFromString("layout"));
     nb::object address_name_ = nb::steal(PyUnicode_InternFromString("data_ptr"));
     nb::object closed_name_ = nb::steal(PyUnicode_InternFromString("closed"));
@@ -823,6 +836,7 @@ void bind_calls(nb::module_& m) {
                 self.real = std::move(real);
             },
             nb::arg("place"), nb::arg("requires_grad"), nb::arg("real"))
+        .def("check_real", &Footprint::check_real, nb::arg("real"))
         .def("forget_real", &Footprint::forget_real);
 
     nb::class_<Calls> calls(m, "Calls", "Runs operations on paged tensors.");

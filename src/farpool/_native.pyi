@@ -623,7 +623,7 @@ class Pager:
     def counters(self) -> PagerCounters: ...
     @property
     def rows_by_frequency(self) -> bool:
-        """Whether rows of tables are kept by how often they are used; else by how recently."""
+        """True where rows of tables are kept by how often they are used, False where by how recently."""
 
 class SimulatedProgram:
     """A pager under a program on simulated hardware, to measure the pager.
@@ -794,6 +794,8 @@ class Footprint:
         """The real tensor that was kept, if it lies at `place` in the arena."""
     def keep_real(self, place: int, requires_grad: bool, real: torch.Tensor) -> None:
         """Use this real tensor again."""
+    def check_real(self, real: torch.Tensor) -> None:
+        """Do not use a real tensor again whose geometry an operation has changed."""
     def forget_real(self) -> None:
         """Make a new real tensor next time."""
 

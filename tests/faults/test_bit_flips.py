@@ -244,8 +244,10 @@ def test_a_store_behind_a_wire_that_flips_bits_never_gives_wrong_bytes(seed: int
         allowed: dict[str, set[bytes | None]] = {f"key {number}": {None} for number in range(20)}
         flips_before: dict[str, int] = dict.fromkeys(allowed, 0)
         reads = errors = 0
-        for _ in range(600):
+        for number in range(20 * 600):
             key, flips = rng.choice(sorted(allowed)), sum(proxy.flips for proxy in proxies)
+            if number >= 600 and flips > 10:  # fewer bytes pass by while connections are broken
+                break
             try:
                 if rng.random() < 0.4:
                     value = rng.randbytes(rng.choice([10, 1000, 20_000]))
@@ -264,7 +266,7 @@ def test_a_store_behind_a_wire_that_flips_bits_never_gives_wrong_bytes(seed: int
                 assert unharmed.get(key) in values, f"seed {seed}, {key!r} afterwards"
         flips = sum(proxy.flips for proxy in proxies)
         print(f"seed {seed}: {flips} flips, {reads} values, {errors} errors")
-        assert flips  # how many depends on when connections broke
+        assert flips > 10
         assert reads > 100
 
 

@@ -39,7 +39,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the pool did between two moments; the counters are those of :class:`farpool.pool.stats.Stats`.
+    """Account of a pool between two moments, with counters as in :class:`farpool.pool.stats.Stats`.
 
     Attributes
     ----------

@@ -83,7 +83,7 @@ class Stats:
     """Accesses to blocks of tables whose rows are picked by data."""
     row_hits: int
     rows_by_frequency: bool
-    """Whether such blocks are kept by how often they are used; else by how recently."""
+    """True where such blocks are kept by how often they are used, False where by how recently."""
     late: int
     """Accesses whose transfer was already under way."""
     demand_fetches: int

@@ -69,11 +69,6 @@ class Footprint(_native.Footprint):
             self.keep_real(place, requires_grad, real)
         return real
 
-    def check_real(self, real: torch.Tensor) -> None:
-        """Do not use a real tensor again whose geometry an operation has changed."""
-        if real.size() != self.size or real.stride() != self.stride:
-            self.forget_real()
-
     def remember_view(self, key: Any, view: Footprint | tuple[Footprint, ...]) -> None:
         """Keep what an operation that makes views made of this footprint."""
         if len(self.views) >= _VIEWS:

@@ -1,4 +1,7 @@
-"""What a paged tensor's methods do that takes more than a geometry: a `farpool.tensors.paged_tensor.Methods`."""
+"""Functions behind the methods of a paged tensor: copying, pickling, printing, paging its gradients.
+
+They build on the class, which is handed this module as its `farpool.tensors.paged_tensor.Methods`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["Compact", "can_be_compacted", "compact", "raise_as_torch"]
 
 
 def can_be_compacted(table: Any) -> bool:
-    """Whether a table of some of its rows is computed with as they are."""
+    """Tell if operations may run on a small plain copy of some of a table's rows instead."""
     return (
         is_table(table)
         and table.device.type == "cpu"

@@ -190,7 +190,7 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
 
 
 def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
-    """Whether one of the indices is not in ``[lowest, rows)``."""
+    """Tell if any index lies outside ``[lowest, rows)``."""
     if indices.numel() == 0:
         return False
     smallest, largest = torch.aminmax(indices)

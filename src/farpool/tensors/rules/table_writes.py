@@ -17,9 +17,17 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.compact import can_be_compacted, compact, raise_as_torch
 from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, without_masks
 
-__all__ = ["passes_by_other_rows"]
+__all__ = ["SCATTERS", "passes_by_other_rows"]
 
 _aten = torch.ops.aten
+SCATTERS = (
+    _aten.scatter_.src,
+    _aten.scatter_.value,
+    _aten.scatter_.reduce,
+    _aten.scatter_.value_reduce,
+    _aten.scatter_add_.default,
+    _aten.scatter_reduce_.two,
+)
 _REPLACE = frozenset(("index_copy_", "index_fill_"))
 """Operations that write whole rows."""
 _HALF = (torch.float16, torch.bfloat16)
@@ -78,12 +86,7 @@ def _shares_memory(table: PagedTensor, others: Sequence[Any]) -> bool:
     _aten.index_reduce_.default,
     _aten.index_fill_.int_Scalar,
     _aten.index_fill_.int_Tensor,
-    _aten.scatter_.src,
-    _aten.scatter_.value,
-    _aten.scatter_.reduce,
-    _aten.scatter_.value_reduce,
-    _aten.scatter_add_.default,
-    _aten.scatter_reduce_.two,
+    *SCATTERS,
 )
 def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, dim, indices, *others = args

@@ -16,7 +16,7 @@ from farpool.tensors.geometry import plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.compact import can_be_compacted, raise_as_torch
 from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain
-from farpool.tensors.rules.table_writes import passes_by_other_rows
+from farpool.tensors.rules.table_writes import SCATTERS, passes_by_other_rows
 
 _aten = torch.ops.aten
 # A part takes at most this fraction of the budget.
@@ -52,14 +52,7 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-@fallback(
-    _aten.scatter_.src,
-    _aten.scatter_.value,
-    _aten.scatter_.reduce,
-    _aten.scatter_.value_reduce,
-    _aten.scatter_add_.default,
-    _aten.scatter_reduce_.two,
-)
+@fallback(*SCATTERS)
 def _scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, dim, indices, *others = args
     indices = plain(indices)
