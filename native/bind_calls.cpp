@@ -9,6 +9,7 @@
 // Tensors are known here as Python objects only: the core is built without torch.
 #include <array>
 #include <cstring>
+#include <map>
 #include <unordered_map>
 
 #include "bound_driver.hpp"
@@ -34,6 +35,8 @@ nb::object call_method(nb::handle object, const nb::object& name) {
     }
     return nb::steal(result);
 }
+
+nb::object interned(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
 
 nb::object attribute(nb::handle object, const nb::object& name) {
     PyObject* result = PyObject_GetAttr(object.ptr(), name.ptr());
@@ -74,11 +77,16 @@ struct Footprint {
     bool has_real(std::int64_t at, bool requires_grad) const {
         return place == at && trained == requires_grad && !real.is_none();
     }
+    void keep_real(std::int64_t at, bool requires_grad, nb::object made) {
+        place = at;
+        trained = requires_grad;
+        real = std::move(made);
+    }
     void forget_real() { real = nb::none(); }
     // A real tensor whose geometry an operation has changed is not used again.
     void check_real(nb::handle made) {
-        static const nb::object size_name = nb::steal(PyUnicode_InternFromString("size"));
-        static const nb::object stride_name = nb::steal(PyUnicode_InternFromString("stride"));
+        static const nb::object size_name = interned("size");
+        static const nb::object stride_name = interned("stride");
         if (!call_method(made, size_name).equal(size) || !call_method(made, stride_name).equal(stride)) {
             forget_real();
         }
@@ -177,6 +185,8 @@ public:
         strided_ = torch.attr("strided");
         requires_grad_ = plain_type_.attr("requires_grad");
         make_wrapper_ = plain_type_.attr("_make_wrapper_subclass");
+        set_memory_ = core.attr("TensorBase").attr("set_");
+        part_of_memory_ = core.attr("StorageBase").attr("__getitem__");
         refuse_address_ = core.attr("_set_throw_on_mutable_data_ptr");
         set_conj_ = core.attr("_set_conj");
         set_neg_ = core.attr("_set_neg");
@@ -262,6 +272,117 @@ public:
             throw nb::python_error();
         }
         return tensor;
+    }
+
+    // Replaces the plain gradient of a leaf by a paged copy. `copy(paged, gradient, name)` copies one that spans blocks. False,
+    // and nothing is done, where it takes Python: also where it is to stay plain.
+    bool page_gradient(nb::handle leaf, const nb::object& name, const nb::object& copy) const {
+        const nb::object grad = attribute(leaf, grad_name_);
+        const nb::object parent = footprint_of(leaf.ptr());
+        if (!is_plain_type(grad.ptr()) || !parent.is_valid()) {
+            return false;
+        }
+        Footprint& like = *nb::inst_ptr<Footprint>(parent);
+        if (suspended_ || like.native == nullptr || !attribute(grad, layout_name_).is(strided_) ||
+            !attribute(grad, device_name_).equal(like.device) || attribute(grad, trained_name_).ptr() != Py_False ||
+            call_method(grad, is_contiguous_name_).ptr() != Py_True) {
+            return false;
+        }
+        for (const nb::object& method : lazy_names_) {  // what such a one has of memory are not its values
+            if (call_method(grad, method).ptr() != Py_False) {
+                return false;
+            }
+        }
+        for (const nb::object& kind : other_names_) {
+            if (attribute(grad, kind).ptr() != Py_False) {
+                return false;
+            }
+        }
+        const nb::object dtype = attribute(grad, dtype_name_);
+        const nb::tuple size(call_method(grad, size_name_));
+        const auto itemsize = nb::cast<std::int64_t>(dtype.attr("itemsize"));
+        std::int64_t row = itemsize;
+        for (std::size_t dim = 1; dim < size.size(); ++dim) {
+            row *= nb::cast<std::int64_t>(size[dim]);
+        }
+        const std::int64_t nbytes = size.size() == 0 ? row : row * nb::cast<std::int64_t>(size[0]);
+        if (nbytes == 0) {
+            return false;
+        }
+        const nb::object storage =
+            like.pool.attr("allocate")(nbytes, nb::arg("cls") = "gradient", nb::arg("row_bytes") = size.size() < 2 ? 0 : row,
+                                       nb::arg("name") = gradient_of(like.storage.attr("name")));
+        const nb::object stride = call_method(grad, stride_name_);
+        const nb::object made = call(footprint_type_, {storage.ptr(), like.arena.ptr(), dtype.ptr(), size.ptr(), stride.ptr(), zero_.ptr()});
+        const nb::object paged = wrap(made, false);
+        Footprint& it = *nb::inst_ptr<Footprint>(made);
+        if (it.layout->count > 1) {
+            call(copy, {paged.ptr(), grad.ptr(), name.ptr()});
+        } else {
+            const Use use{it.layout, 0, nbytes, Mode::overwrite};
+            const auto bound_use = [&] {
+                nb::list bound;
+                bound.append(BoundUse{it.storage, use});
+                return bound;
+            };
+            const std::unique_ptr<Pinned> pinned = pin(it, std::span(&use, 1), bound_use, name, false, false);
+            const auto from = nb::cast<std::uintptr_t>(call_method(grad, address_name_));
+            without_lock_if(nbytes >= worth_unlocking, [&] {
+                std::memcpy(reinterpret_cast<void*>(it.arena_start + static_cast<std::uintptr_t>(pinned->offset(0))),
+                            reinterpret_cast<const void*>(from), static_cast<std::size_t>(nbytes));
+            });
+            pinned->release();
+        }
+        if (PyObject_SetAttr(leaf.ptr(), grad_name_.ptr(), paged.ptr()) != 0) {
+            throw nb::python_error();
+        }
+        return true;
+    }
+
+    // Cuts lists of `count` items into stretches. The tensors of one take at most one of `share` parts of the budget, and the
+    // blocks in which they lie at most one of `pinned` parts; or it has one item of each list.
+    nb::list stretches(const nb::list& lists, std::size_t count, std::int64_t share, std::int64_t pinned) const {
+        nb::list cut;
+        std::map<farpool::pager::BlockId, std::int64_t> blocks;  // of the stretch: bytes, by the first of each storage
+        std::size_t start = 0;
+        std::int64_t total = 0;
+        std::int64_t room = 0;
+        for (std::size_t index = 0; index < count; ++index) {
+            std::map<farpool::pager::BlockId, std::int64_t> touched;
+            std::int64_t nbytes = 0;
+            std::int64_t fast = 0;
+            for (const nb::handle list : lists) {
+                const nb::object tensor = list[index];
+                const nb::object footprint = is_paged(tensor.ptr()) ? footprint_of(tensor.ptr()) : nb::object();
+                if (footprint.is_valid()) {
+                    const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
+                    nbytes += it.stop - it.start;
+                    touched.emplace(it.layout->first, it.layout->count * it.layout->block_bytes);
+                    fast = nb::cast<std::int64_t>(it.pool.attr("fast"));
+                }
+            }
+            if (touched.empty()) {
+                continue;
+            }
+            const auto more = [&] {
+                std::int64_t sum = 0;
+                for (const auto& [first, bytes] : touched) {
+                    sum += blocks.contains(first) ? 0 : bytes;
+                }
+                return sum;
+            };
+            if (index > start && (total + nbytes > fast / share || room + more() > fast / pinned)) {
+                cut.append(nb::slice(nb::int_(start), nb::int_(index), nb::none()));
+                start = index;
+                total = room = 0;
+                blocks.clear();
+            }
+            total += nbytes;
+            room += more();
+            blocks.merge(touched);
+        }
+        cut.append(nb::slice(nb::int_(start), nb::int_(count), nb::none()));
+        return cut;
     }
 
     // Copies rows of a table, whose elements lie side by side, to plain memory or (`write`) from there: the row at
@@ -411,6 +532,8 @@ private:
         std::int64_t offset(std::size_t operand) const {
             return driver_ != nullptr ? granted_.offset(operand) : nb::cast<std::int64_t>(offsets_[operand]);
         }
+        // Whether other threads have run since it was asked for.
+        bool paused() const { return driver_ == nullptr || granted_.paused; }
         void release() {
             if (std::exchange(released_, true)) {
                 return;
@@ -552,6 +675,10 @@ private:
         return {&value, 1};
     }
 
+    static nb::object gradient_of(const nb::object& name) {
+        return PyUnicode_GetLength(name.ptr()) == 0 ? name : nb::steal(PyUnicode_FromFormat("%U.grad", name.ptr()));
+    }
+
     static bool all_differ(const Operands& operands) {
         std::vector<PyObject*> storages;
         storages.reserve(operands.items.size());
@@ -608,10 +735,11 @@ private:
         if (pinned == nullptr) {
             return {};
         }
-        // While this waited, another thread may have moved a tensor into the pool or out of it.
-        if (const std::optional<Operands> still = find(known, args, kwargs); !still || !operands->same_as(*still)) {
-            pinned->release();
-            return {};
+        if (pinned->paused()) {  // meanwhile another thread may have moved a tensor into the pool or out of it
+            if (const std::optional<Operands> still = find(known, args, kwargs); !still || !operands->same_as(*still)) {
+                pinned->release();
+                return {};
+            }
         }
         nb::object result;
         try {
@@ -684,10 +812,26 @@ private:
         if (!requires_grad.is_valid()) {
             throw nb::python_error();
         }
-        if ((*operand).has_real(place, requires_grad.ptr() == Py_True)) {
-            return (*operand).real;
+        Footprint& it = *operand;
+        const bool trained = requires_grad.ptr() == Py_True;
+        if (it.has_real(place, trained)) {
+            return it.real;
         }
-        return operand.footprint.attr("real_at")(place, requires_grad);
+        // Made under inference mode it could not be used outside.
+        if (it.conj || it.neg || call(infers_, {}).ptr() == Py_True) {
+            return operand.footprint.attr("real_at")(place, requires_grad);
+        }
+        const nb::object start = nb::steal(PyLong_FromLongLong(place));
+        const nb::object stop = nb::steal(PyLong_FromLongLong(place + it.stop - it.start));
+        const nb::object range = nb::steal(PySlice_New(start.ptr(), stop.ptr(), nullptr));
+        const nb::object memory = call(part_of_memory_, {attribute(it.arena, memory_name_).ptr(), range.ptr()});
+        const nb::object empty = call(attribute(call(attribute(it.arena, typed_name_), {it.dtype.ptr()}), new_empty_name_), {zero_.ptr()});
+        nb::object real = call(set_memory_, {empty.ptr(), memory.ptr(), zero_.ptr(), it.size.ptr(), it.stride.ptr()});
+        if (trained) {  // some kernels look at it, to compute what backward will need
+            call_method(real, train_name_);
+        }
+        it.keep_real(place, trained, real);
+        return real;
     }
 
     // No plain tensor that the program gets aliases the arena.
@@ -792,15 +936,31 @@ private:
     std::unordered_map<PyObject*, Known> known_;
     bool suspended_ = false;
     nb::object plain_type_, paged_, footprint_type_, strided_, requires_grad_;
-    nb::object make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_, set_excluded_;
+    nb::object set_memory_, part_of_memory_, make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_, set_excluded_;
     std::array<nb::object, 3> lazy_;
     nb::object views_, composite_, inference_;
     nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
     nb::object wrapper_names_ = nb::make_tuple("strides", "storage_offset", "dtype", "device", "requires_grad");
-    nb::object footprint_name_ = nb::steal(PyUnicode_InternFromString("_footprint"));
-    nb::object layout_name_ = nb::steal(PyUnicode_InternFromString("layout"));
-    nb::object address_name_ = nb::steal(PyUnicode_InternFromString("data_ptr"));
-    nb::object closed_name_ = nb::steal(PyUnicode_InternFromString("closed"));
+    nb::object footprint_name_ = interned("_footprint");
+    nb::object layout_name_ = interned("layout");
+    nb::object address_name_ = interned("data_ptr");
+    nb::object grad_name_ = interned("grad");
+    nb::object device_name_ = interned("device");
+    nb::object trained_name_ = interned("requires_grad");
+    nb::object is_contiguous_name_ = interned("is_contiguous");
+    nb::object dtype_name_ = interned("dtype");
+    nb::object size_name_ = interned("size");
+    nb::object stride_name_ = interned("stride");
+    nb::object memory_name_ = interned("storage");
+    nb::object typed_name_ = interned("typed");
+    nb::object new_empty_name_ = interned("new_empty");
+    nb::object train_name_ = interned("requires_grad_");
+    std::array<nb::object, 3> lazy_names_ = {interned("is_conj"), interned("is_neg"),
+                                             interned("_is_zerotensor")};
+    std::array<nb::object, 2> other_names_ = {interned("is_nested"),
+                                              interned("is_quantized")};
+    nb::object zero_ = nb::steal(PyLong_FromLong(0));
+    nb::object closed_name_ = interned("closed");
 };
 
 }  // namespace
@@ -828,14 +988,7 @@ void bind_calls(nb::module_& m) {
                 return self.has_real(place, requires_grad) ? self.real : nb::none();
             },
             nb::arg("place"), nb::arg("requires_grad"))
-        .def(
-            "keep_real",
-            [](Footprint& self, std::int64_t place, bool requires_grad, nb::object real) {
-                self.place = place;
-                self.trained = requires_grad;
-                self.real = std::move(real);
-            },
-            nb::arg("place"), nb::arg("requires_grad"), nb::arg("real"))
+        .def("keep_real", &Footprint::keep_real, nb::arg("place"), nb::arg("requires_grad"), nb::arg("real"))
         .def("check_real", &Footprint::check_real, nb::arg("real"))
         .def("forget_real", &Footprint::forget_real);
 
@@ -856,6 +1009,8 @@ void bind_calls(nb::module_& m) {
         .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))
         .def("copy_rows", &Calls::copy_rows, nb::arg("table"), nb::arg("op"), nb::arg("indices"), nb::arg("count"),
              nb::arg("memory"), nb::arg("groups"), nb::arg("write"))
+        .def("page_gradient", &Calls::page_gradient, nb::arg("leaf"), nb::arg("op"), nb::arg("copy"))
+        .def("stretches", &Calls::stretches, nb::arg("lists"), nb::arg("count"), nb::arg("share"), nb::arg("pinned"))
         .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"))
         .def("suspend", &Calls::suspend);
 }

@@ -38,6 +38,7 @@ struct Granted {
     std::shared_ptr<farpool::pager::Access> access;  // null where all uses are empty
     std::vector<farpool::pager::Placed> places;
     double waited;  // seconds
+    bool paused;    // whether the interpreter's lock was given up for it
 
     // Where the first byte of a use lies, from the arena's start.
     std::int64_t offset(std::size_t use) const {
@@ -82,10 +83,13 @@ inline void keep_object(PyObject* owner, bool hold) {
 class InterpreterPause : public farpool::pager::Pause {
 public:
     void run(const std::function<void()>& block) override {
+        ++pauses;
         const nb::gil_scoped_release release;
         block();
     }
     bool interrupted() override { return PyErr_CheckSignals() != 0; }
+
+    std::uint64_t pauses = 0;  // under the interpreter's lock
 };
 
 class BoundDriver {
@@ -128,7 +132,8 @@ public:
             return std::nullopt;
         }
         farpool::pager::Runs runs = farpool::pager::runs_of(uses, rows);
-        Granted granted{nullptr, std::move(runs.places), 0.0};
+        Granted granted{nullptr, std::move(runs.places), 0.0, false};
+        const std::uint64_t pauses = pause_.pauses;
         if (!runs.runs.empty()) {
             auto held = driver_.lock(pause_);
             if (driver_.closed()) {  // since the caller looked
@@ -138,6 +143,7 @@ public:
             if (!granted.access->granted) {
                 granted.waited = await(held, granted.access, op);
             }
+            granted.paused = pause_.pauses != pauses;
         }
         return granted;
     }

@@ -849,6 +849,25 @@ class Calls:
         """Run one operation of which at least one argument is paged."""
     def compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation on real tensors; NotImplemented where that takes Python."""
+    def page_gradient(self, leaf: torch.Tensor, op: str, copy: Callable[[Any, torch.Tensor, str], object]) -> bool:
+        """Replace the plain gradient of a leaf by a paged copy.
+
+        Parameters
+        ----------
+        copy : callable
+            Copies one that spans blocks: paged tensor, gradient, operation.
+
+        Returns
+        -------
+        bool
+            False where it takes Python; then nothing was done.
+        """
+    def stretches(self, lists: list[Sequence[Any]], count: int, share: int, pinned: int) -> list[slice]:
+        """Cut lists of `count` items into stretches.
+
+        The tensors of one take at most one of `share` parts of the budget, and the blocks in which they lie at most one
+        of `pinned` parts; or it has one item of each list.
+        """
     def copy_rows(
         self, table: Footprint, op: str, indices: int, count: int, memory: int, groups: int, write: bool
     ) -> bool:

@@ -293,4 +293,5 @@ class Storage:
 
     def __del__(self) -> None:
         # Runs wherever the last reference dies, perhaps in the middle of a pool's method: it only leaves a note.
-        self.pool.drop(Dropped(self.first, self.count, self.nbytes, self.cls, self.adopted))
+        layout = self.layout
+        self.pool.drop(Dropped(layout.first, layout.count, self.nbytes, self.cls, self.adopted))

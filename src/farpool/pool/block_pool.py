@@ -306,6 +306,8 @@ class BlockPool:
 
     def _check_room(self, nbytes: int, cls: str, name: str) -> None:
         held = self.allocation.written
+        if held + nbytes <= self.fast:
+            return
         if nbytes > self.fast + self._lower.capacity - held:
             raise does_not_fit(name or cls, nbytes, held, self.fast, self._lower.tiers, self.allocation.sizes.largest)
 

@@ -25,13 +25,15 @@ class ArenaViews:
     ----------
     start, stop : int
         Addresses between which the arena lies.
+    storage : torch.UntypedStorage
+        All of its bytes.
     device : torch.device
         The arena's device.
     debug : bool
         Whether nothing made here may be kept: see `farpool.tensors.survivors`.
     """
 
-    __slots__ = ("_bytes", "_storage", "_typed", "debug", "device", "start", "stop")
+    __slots__ = ("_bytes", "_typed", "debug", "device", "start", "stop", "storage")
 
     def __init__(self, pool: StorageOwner) -> None:
         self.debug = pool.debug
@@ -43,7 +45,7 @@ class ArenaViews:
             self._bytes: torch.Tensor = (
                 arena.tensor if pool.device == "cuda" else torch.frombuffer(arena.view(), dtype=torch.uint8)
             )
-        self._storage = self._bytes.untyped_storage()
+        self.storage = self._bytes.untyped_storage()
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.device = self._bytes.device
         self.start = self._bytes.data_ptr()
@@ -61,7 +63,7 @@ class ArenaViews:
 
     def memory(self, start: int, stop: int) -> torch.UntypedStorage:
         """Bytes ``[start, stop)`` of the arena as a storage of their own: it cannot be resized over its neighbours."""
-        memory: torch.UntypedStorage = self._storage[start:stop]
+        memory: torch.UntypedStorage = self.storage[start:stop]
         if self.debug:
             note(memory)
         return memory

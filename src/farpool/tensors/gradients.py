@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from farpool import _native
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.tensors.calls import calls
 from farpool.tensors.factories import from_tensor
-from farpool.tensors.footprint import Footprint
-from farpool.tensors.geometry import is_strided, row_bytes_of
+from farpool.tensors.geometry import is_strided
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense
 
@@ -32,6 +29,8 @@ def forget_gradients_of(tensor: torch.Tensor) -> None:
 
 
 def _page(tensor: torch.Tensor) -> None:
+    if calls.page_gradient(tensor, "farpool.gradient", copy_dense):
+        return
     grad = tensor.grad
     # A gradient with history (create_graph=True) would lose it, and a sparse one has no block to live in.
     if grad is None or type(grad) is not torch.Tensor or grad.requires_grad or not is_strided(grad):
@@ -39,29 +38,4 @@ def _page(tensor: torch.Tensor) -> None:
     if type(tensor) is PagedTensor and grad.device == tensor.device:
         storage = tensor._storage
         name = f"{storage.name}.grad" if storage.name else ""
-        paged = _copied(tensor._footprint, grad, name)
-        tensor.grad = from_tensor(storage.pool, grad, cls="gradient", name=name) if paged is None else paged
-
-
-def _copied(like: Footprint, grad: torch.Tensor, name: str) -> PagedTensor | None:
-    """A paged copy of a small gradient, in a few calls; None where it takes more.
-
-    There is one for each parameter and step, so that what it costs counts where parameters are small.
-    """
-    pool, nbytes = like.storage.pool, grad.nbytes
-    if pool.device != "cpu" or pool.debug or nbytes == 0 or not grad.is_contiguous():
-        return None
-    if grad.is_conj() or grad.is_neg() or grad._is_zerotensor():  # what it has of memory are not its values
-        return None
-    size, stride = grad.size(), grad.stride()
-    storage = pool.allocate(nbytes, cls="gradient", row_bytes=row_bytes_of(size, stride, grad.itemsize), name=name)
-    paged = PagedTensor.over(Footprint(storage, like.arena, grad.dtype, size, stride, 0))
-    if storage.count > 1:
-        copy_dense(paged, grad, "farpool.gradient")
-        return paged
-    grant = pool.acquire([Use(storage, 0, nbytes, Mode.OVERWRITE)], "farpool.gradient")
-    try:
-        _native.memmove(like.arena.start + grant.offsets[0], grad.data_ptr(), nbytes)
-    finally:
-        pool.release(grant)
-    return paged
+        tensor.grad = from_tensor(storage.pool, grad, cls="gradient", name=name)

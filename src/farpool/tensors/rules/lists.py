@@ -6,12 +6,13 @@ model needs the fast tier to hold a few blocks of each list. Small neighbours go
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from farpool.errors import BudgetError
+from farpool.tensors.calls import calls
 from farpool.tensors.compute import compute
 from farpool.tensors.dispatch import family_rule
 from farpool.tensors.factories import allocate, from_tensor
@@ -47,34 +48,6 @@ def _elements(name: str, value: Any, part: slice) -> Any:
     if name == "scalars" and isinstance(value, torch.Tensor):
         return value[part]
     return value
-
-
-def _parts(lists: Sequence[Sequence[Any]], count: int) -> Iterator[slice]:
-    """Stretches of the lists that take little room together, or have one element."""
-    start = total = pinned = 0
-    blocks: set[int] = set()
-    for index in range(count):
-        storages = []
-        nbytes = 0
-        for value in lists:
-            tensor = value[index]
-            if type(tensor) is PagedTensor:
-                footprint = tensor._footprint
-                nbytes += footprint.stop - footprint.start
-                storages.append(footprint.storage)
-        if not storages:
-            continue
-        fast = storages[0].pool.fast
-        touched = {storage.first: storage.count * storage.block_bytes for storage in storages}
-        more = sum(room for first, room in touched.items() if first not in blocks)
-        if index > start and (total + nbytes > fast // _SHARE or pinned + more > fast // _PINNED):
-            yield slice(start, index)
-            start, total, pinned, more = index, 0, 0, sum(touched.values())
-            blocks.clear()
-        total += nbytes
-        pinned += more
-        blocks.update(touched)
-    yield slice(start, count)
 
 
 def _ask_for_the_largest(op: str, lists: Sequence[Sequence[Any]], count: int) -> None:
@@ -127,7 +100,7 @@ def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in func._schema.arguments]
     results: list[Any] = []
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and value]
-    for part in _parts(lists, count):
+    for part in calls.stretches(lists, count, _SHARE, _PINNED):
         try:
             result = _run(
                 func,
