@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from itertools import islice, pairwise
 from pathlib import Path
 
 from farpool import Pool
-from farpool.pager.belady import BlockAccess, Moved, Operand, belady_bytes
+from farpool.pager.belady import BlockAccess, Moved, Operand, belady_moves, total_of
+from farpool.pool.events import Event
 from farpool.tape_file import Content, Create, Free, TapeFile
 
-__all__ = ["fewest_bytes", "recorded_accesses"]
+__all__ = ["fewest_by_phase", "fewest_bytes", "recorded_accesses"]
 
-_STEPS, _LEFT_OUT = 6, 2
-"""Steps that are recorded, and how many of them only lead to the steady state."""
+_STEPS, _LEAD, _TAIL = 7, 2, 1
+"""Steps that are recorded; how many of them only lead to the steady state, and how many only are its future."""
 
 
 def fewest_bytes(pool: Pool, step: Callable[[], object]) -> Moved:
@@ -31,19 +33,44 @@ def fewest_bytes(pool: Pool, step: Callable[[], object]) -> Moved:
     ValueError
         It does not.
     """
+    (fewest,) = fewest_by_phase(pool, lambda between: step())
+    return fewest
+
+
+def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) -> tuple[Moved, ...]:
+    """The same for each phase of a step, which calls its argument between them.
+
+    Raises
+    ------
+    ValueError
+        It does not make the same accesses each time.
+    """
+    events: list[Event] = []
+    ends = [0]
+    """Of phases, in accesses."""
+
+    def note_end() -> None:
+        ends.append(sum(event.kind == "compute" for event in events))
+
+    end_subscription = pool.subscribe(events.append)
     with tempfile.TemporaryDirectory(prefix="farpool-") as folder:
         path = Path(folder, "steps.tape")
         with pool.record(path):
             for _ in range(_STEPS):
-                step()
+                step(note_end)
+                note_end()
         accesses = recorded_accesses(path)
-    count, rest = divmod(len(accesses), _STEPS)
-    if rest:
-        raise ValueError(f"{len(accesses)} accesses in {_STEPS} steps: they are not alike")
-    whole = belady_bytes(accesses, pool.fast)
-    lead = belady_bytes(accesses[: count * _LEFT_OUT], pool.fast)
-    steps = _STEPS - _LEFT_OUT
-    return Moved((whole.fetched - lead.fetched) // steps, (whole.written - lead.written) // steps)
+    end_subscription()
+    lengths = [end - start for start, end in pairwise(ends)]
+    phases = len(lengths) // _STEPS
+    if sum(lengths) != len(accesses) or lengths != lengths[:phases] * _STEPS:
+        raise ValueError(f"{len(accesses)} accesses in {_STEPS} steps, in phases of {lengths}: they are not alike")
+    moves = iter(belady_moves(accesses, pool.fast))
+    moved = [total_of(list(islice(moves, length))) for length in lengths]
+    steady = moved[_LEAD * phases : -_TAIL * phases]
+    steps = len(steady) // phases
+    totals = [total_of(steady[phase::phases]) for phase in range(phases)]
+    return tuple(Moved(total.fetched // steps, total.written // steps) for total in totals)
 
 
 def recorded_accesses(path: Path) -> list[BlockAccess]:

@@ -18,16 +18,17 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave: its loss, and the seconds of its two phases."""
+    """What one step gave: its loss, and the seconds of its phases."""
 
     loss: torch.Tensor
-    gradients: float
+    forward: float
+    backward: float
     optimizer: float
 
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return self.gradients + self.optimizer
+        return self.forward + self.backward + self.optimizer
 
 
 class Trainer:
@@ -65,13 +66,17 @@ class Trainer:
         synchronize(device)
         start = time.perf_counter()
         loss = torch.nn.functional.mse_loss(self.model(self.inputs), self.targets)
+        synchronize(device)
+        forward = time.perf_counter() - start
+        between()
+        start = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         synchronize(device)
-        gradients = time.perf_counter() - start
+        backward = time.perf_counter() - start
         between()
         start = time.perf_counter()
         if self._in_backward is None:
             self.optimizer.step()
             self.optimizer.zero_grad()
         synchronize(device)
-        return Step(loss.detach(), gradients, time.perf_counter() - start)
+        return Step(loss.detach(), forward, backward, time.perf_counter() - start)

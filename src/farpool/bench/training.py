@@ -5,9 +5,10 @@ rate in each direction. The limit of a step is the longest of three times: that 
 resident, and those of the fewest bytes that any pool with this budget could read and write (Belady: what is needed last
 leaves first) at the link's rates. The efficiency is the limit over the measured time, in steady state.
 
-The two phases of a step need the link in different measure: forward and backward compute much and move little, the
-optimizer the other way round. So the limit can only be reached where one of the two times is much the longer, or where
-the budget lets bytes be moved in one phase for the other; the phases are told apart in the result.
+The phases of a step need the link in different measure: forward and backward compute much and move little, the
+optimizer the other way round. So that limit can only be reached where one of the times is much the longer, or where the
+budget lets bytes be moved in one phase for the other. The limit by phases is the sum of the limits of forward,
+backward and optimizer, each with the bytes that it needs moved itself.
 
 The same is measured with `farpool.step_in_backward`, which steps each parameter as soon as its gradient is whole: fewer
 bytes have to move, and they move while gradients are computed.
@@ -55,7 +56,7 @@ class Settings:
 
     device: str = "cpu"
     rate: float = 0.5e9
-    ratios: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 8.0)
+    ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 8.0)
     rounds: int = 5
     layers: int = 8
     width: int = 384
@@ -71,7 +72,8 @@ class Settings:
 class Phase:
     """Part of a step: seconds and bytes, medians over the rounds.
 
-    Bytes count when their transfer has ended, in whichever phase that is.
+    Bytes count when their transfer has ended, in whichever phase that is; the fewest are those of the phase's own
+    accesses.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Phase:
     paged_seconds: float
     read: int
     written: int
+    fewest_read: int
+    fewest_written: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,10 @@ class Case:
         Seconds of a step for which ops waited (median).
     efficiency, first_efficiency : float
         Limit over measured time: median over the rounds, and for the very first step.
+    efficiency_by_phases : float
+        The limit by phases over measured time: median over the rounds.
     phases : tuple of Phase
-        Forward and backward, and the optimizer.
+        Forward, backward, optimizer.
     equal : bool
         Whether all losses were the same, bit for bit.
     strip : Strip
@@ -142,6 +148,7 @@ class Case:
     stall_seconds: float
     efficiency: float
     first_efficiency: float
+    efficiency_by_phases: float
     phases: tuple[Phase, ...]
     equal: bool
     peers: tuple[Peer, ...]
@@ -190,7 +197,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
         told(0, settings.rounds)
         with core_for_link(settings.device) as threads:
-            cases.append(measure_case(settings, rate, (fewest, fewest_in_backward), ratio, told))
+            cases.append(measure_case(settings, rate, fewest, fewest_in_backward, ratio, told))
     return Outcome(settings.device, threads, rate, *shape_of(settings), tuple(cases))
 
 
@@ -204,7 +211,7 @@ def table(outcome: Outcome) -> RenderableType:
 
 def _efficiencies(outcome: Outcome) -> Table:
     result = Table(title=f"Limit over measured time; {rate_text(outcome.rate)} in each direction")
-    for name in ("transfer / compute", "farpool", "in backward", "first step"):
+    for name in ("transfer / compute", "farpool", "of the limit by phases", "in backward", "first step"):
         result.add_column(name, justify="right")
     peers = [number for number, peer in enumerate(outcome.cases[0].peers) if peer.efficiency is not None]
     for number in peers:
@@ -212,7 +219,8 @@ def _efficiencies(outcome: Outcome) -> Table:
         result.add_column("farpool is", justify="right")
     for case in outcome.cases:
         stepped = "" if case.in_backward is None else f"{case.in_backward.efficiency:.0%}"
-        cells = [f"{case.ratio:.2f}", f"{case.efficiency:.0%}", stepped, f"{case.first_efficiency:.0%}"]
+        shares = [f"{case.efficiency:.0%}", f"{case.efficiency_by_phases:.0%}", stepped, f"{case.first_efficiency:.0%}"]
+        cells = [f"{case.ratio:.2f}", *shares]
         for number in peers:
             cells += peer_cells(case.peers[number])
         result.add_row(*cells)
@@ -257,7 +265,7 @@ def _in_backward(outcome: Outcome) -> Table:
 
 def _phases(outcome: Outcome) -> Table:
     result = Table(title="Phases of a step")
-    for name in ("transfer / compute", "phase", "resident", "farpool", "read", "written"):
+    for name in ("transfer / compute", "phase", "resident", "farpool", "read", "needed", "written", "needed"):
         result.add_column(name, justify="right")
     for case in outcome.cases:
         for phase in case.phases:
@@ -267,7 +275,9 @@ def _phases(outcome: Outcome) -> Table:
                 milliseconds([phase.resident_seconds]),
                 milliseconds([phase.paged_seconds]),
                 f"{phase.read / 1e6:.0f} MB",
+                f"{phase.fewest_read / 1e6:.0f} MB",
                 f"{phase.written / 1e6:.0f} MB",
+                f"{phase.fewest_written / 1e6:.0f} MB",
             )
     return result
 

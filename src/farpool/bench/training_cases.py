@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -15,13 +16,13 @@ import torch
 from farpool import Dram, Pool, offload
 from farpool.bench.link import fetched, link_rate, lower_tier, written
 from farpool.bench.measure import median_ratio
-from farpool.bench.sequence import fewest_bytes
+from farpool.bench.sequence import fewest_by_phase
 from farpool.bench.stack import Stack, block_bytes, tokens_for
 from farpool.bench.strip import strip_of
 from farpool.bench.trainer import Step, Trainer
 from farpool.bench.training import Case, InBackward, Phase, Settings
 from farpool.bench.training_peers import open_candidates
-from farpool.pager.belady import Moved
+from farpool.pager.belady import Moved, total_of
 from farpool.pager.storage import cut
 from farpool.pool.events import Event
 from farpool.pool.stats import Stats
@@ -34,6 +35,7 @@ _LOWER = 5
 """Bytes of the lower tier, in bytes of weights."""
 _SETTLE = 3
 """Steps after the first one before anything counts."""
+_PHASES = ("forward", "backward", "optimizer")
 _PROBE_TOKENS = 8
 _GPU_WIDTH = 2048
 """Width of the blocks on a GPU."""
@@ -54,8 +56,8 @@ def link_of(settings: Settings) -> float:
     return link_rate(cut(_budget(Stack(*shape_of(settings)))).largest)
 
 
-def fewest_of(settings: Settings, *, in_backward: bool = False) -> Moved:
-    """Bytes that one step has to move, in steady state; their number does not depend on the tokens."""
+def fewest_of(settings: Settings, *, in_backward: bool = False) -> tuple[Moved, ...]:
+    """Bytes that each phase of a step has to move, in steady state; their number does not depend on the tokens."""
     model = Stack(*shape_of(settings)).to(settings.device)
     inputs = model.inputs(_PROBE_TOKENS)
     with Pool(_budget(model), [Dram(_LOWER * model.nbytes)], device=settings.device, prefetch=False) as pool:
@@ -63,7 +65,7 @@ def fewest_of(settings: Settings, *, in_backward: bool = False) -> Moved:
         trainer = Trainer(model, inputs, in_backward=in_backward)
         for _ in range(2):
             trainer.step()
-        fewest = fewest_bytes(pool, trainer.step)
+        fewest = fewest_by_phase(pool, trainer.step)
         del model, trainer  # nobody needs their tensors when the pool ends
         return fewest
 
@@ -79,12 +81,17 @@ class _Samples:
     resident: list[Step] = field(default_factory=list)
     paged: list[Step] = field(default_factory=list)
     stalled: list[float] = field(default_factory=list)
-    read: list[tuple[int, int]] = field(default_factory=list)
-    written: list[tuple[int, int]] = field(default_factory=list)
+    read: list[list[int]] = field(default_factory=list)
+    written: list[list[int]] = field(default_factory=list)
 
 
 def measure_case(
-    settings: Settings, rate: float, fewest_bytes: tuple[Moved, Moved], ratio: float, told: Callable[[int, int], None]
+    settings: Settings,
+    rate: float,
+    phases: Sequence[Moved],
+    phases_in_backward: Sequence[Moved],
+    ratio: float,
+    told: Callable[[int, int], None],
 ) -> Case:
     """Measure farpool and its peers beside the resident model.
 
@@ -92,15 +99,15 @@ def measure_case(
     ----------
     rate : float
         Bytes per second of the link, in each direction.
-    fewest_bytes : tuple of Moved
-        What one step has to move, after the backward pass and inside it.
+    phases, phases_in_backward : sequence of Moved
+        What each phase of a step has to move, where parameters are stepped after the backward pass and inside it.
     ratio : float
         Time on the link over time to compute.
     told : callable
         Told how many rounds are done, and of how many.
     """
     device = settings.device
-    fewest, fewest_in_backward = fewest_bytes
+    fewest, fewest_in_backward = total_of(phases), total_of(phases_in_backward)
     link_seconds = max(fewest.fetched, fewest.written) / rate
     plain = Stack(*shape_of(settings)).to(device)
     inputs = plain.inputs(_tokens(plain, link_seconds / ratio))
@@ -141,10 +148,11 @@ def measure_case(
             step(paged, paged_losses)
             before = pool.stats()
             samples.paged.append(step(paged, paged_losses, note))
-            middle, after = between_phases[-1], pool.stats()
-            samples.stalled.append(after.stall_seconds - before.stall_seconds)
-            samples.read.append((fetched(middle) - fetched(before), fetched(after) - fetched(middle)))
-            samples.written.append((written(middle) - written(before), written(after) - written(middle)))
+            ends = [before, *between_phases, pool.stats()]
+            between_phases.clear()
+            samples.stalled.append(ends[-1].stall_seconds - before.stall_seconds)
+            samples.read.append([fetched(after) - fetched(start) for start, after in pairwise(ends)])
+            samples.written.append([written(after) - written(start) for start, after in pairwise(ends)])
             in_backward.measure()
             for candidate in candidates:
                 candidate.measure()
@@ -167,6 +175,13 @@ def measure_case(
         limits = [max(one.seconds, link_seconds) for one in samples.resident]
         ours = [one.seconds for one in samples.paged]
         peers = tuple(candidate.result(ours, limits) for candidate in candidates)
+        by_phases = [
+            sum(
+                max(seconds, max(needed.fetched, needed.written) / rate)
+                for seconds, needed in zip(_seconds(one), phases, strict=True)
+            )
+            for one in samples.resident
+        ]
         stepped = in_backward.result([one.seconds for one in samples.resident])
         del paged, paged_model  # nobody needs their tensors when the pool ends
     resident_seconds = [one.seconds for one in samples.resident]
@@ -179,15 +194,16 @@ def measure_case(
         peak_bytes=peak,
         fewest_read=fewest.fetched,
         fewest_written=fewest.written,
-        moved_read=_median([sum(pair) for pair in samples.read]),
-        moved_written=_median([sum(pair) for pair in samples.written]),
+        moved_read=_median([sum(parts) for parts in samples.read]),
+        moved_written=_median([sum(parts) for parts in samples.written]),
         link_seconds=link_seconds,
         resident_seconds=tuple(resident_seconds),
         paged_seconds=tuple(ours),
         stall_seconds=statistics.median(samples.stalled),
         efficiency=median_ratio(limits, ours),
         first_efficiency=max(first[0].seconds, link_seconds) / first[1].seconds,
-        phases=_phases(samples),
+        efficiency_by_phases=median_ratio(by_phases, ours),
+        phases=_phases(samples, phases),
         equal=True,
         peers=peers,
         strip=strip,
@@ -263,22 +279,22 @@ def _tokens(plain: Stack, seconds: float) -> int:
     return tokens_for(seconds_with, seconds)
 
 
-def _phases(samples: _Samples) -> tuple[Phase, ...]:
-    return (
+def _seconds(step: Step) -> tuple[float, float, float]:
+    return step.forward, step.backward, step.optimizer
+
+
+def _phases(samples: _Samples, fewest: Sequence[Moved]) -> tuple[Phase, ...]:
+    return tuple(
         Phase(
-            "forward, backward",
-            statistics.median(one.gradients for one in samples.resident),
-            statistics.median(one.gradients for one in samples.paged),
-            _median([pair[0] for pair in samples.read]),
-            _median([pair[0] for pair in samples.written]),
-        ),
-        Phase(
-            "optimizer",
-            statistics.median(one.optimizer for one in samples.resident),
-            statistics.median(one.optimizer for one in samples.paged),
-            _median([pair[1] for pair in samples.read]),
-            _median([pair[1] for pair in samples.written]),
-        ),
+            name,
+            statistics.median(_seconds(one)[index] for one in samples.resident),
+            statistics.median(_seconds(one)[index] for one in samples.paged),
+            _median([parts[index] for parts in samples.read]),
+            _median([parts[index] for parts in samples.written]),
+            fewest[index].fetched,
+            fewest[index].written,
+        )
+        for index, name in enumerate(_PHASES)
     )
 
 

@@ -8,12 +8,12 @@ block is freed, or overwritten whole before anybody reads it) is dropped at once
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from farpool.pager import Mode
 
-__all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes"]
+__all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes", "belady_moves", "total_of"]
 
 _NEVER = 1 << 62
 """Next use of content that the program keeps but does not use again in these accesses."""
@@ -59,8 +59,18 @@ class Moved(NamedTuple):
         return self.fetched + self.written
 
 
+def total_of(moves: Collection[Moved]) -> Moved:
+    """The sum, direction by direction."""
+    return Moved(sum(moved.fetched for moved in moves), sum(moved.written for moved in moves))
+
+
 def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
-    """Bytes that a cache of `capacity` bytes moves when the block whose next use is farthest is evicted first.
+    """Bytes that a cache moves in all of these accesses; see `belady_moves`."""
+    return total_of(belady_moves(accesses, capacity))
+
+
+def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
+    """Bytes that a cache of `capacity` bytes moves for each access when what is needed farthest is evicted first.
 
     All operands of an access are in the cache at once. A clean block leaves free of charge, a dirty one is written,
     once. A block that is touched first without having been created comes from below. What is dirty at the end stays.
@@ -89,13 +99,15 @@ def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
     """Resident blocks, farthest need first, clean ones first among equals; entries that `needs` contradicts are old."""
     dirty: set[int] = set()
     empty: set[int] = set()
-    used = fetched = written = 0
+    used = 0
+    moves: list[Moved] = []
     for number, (operands, access) in enumerate(merged):
         for block in access.created:
             used -= resident.pop(block, 0)
             needs.pop(block, None)
             dirty.discard(block)
             empty.add(block)
+        fetched = written = 0
         needed = sum(operand.nbytes for operand in operands)
         if needed > capacity:
             raise ValueError(
@@ -131,7 +143,8 @@ def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
             else:
                 needs[block] = need
                 heapq.heappush(queue, (-need, block in dirty, block))
-    return Moved(fetched, written)
+        moves.append(Moved(fetched, written))
+    return moves
 
 
 def _merged(operands: Sequence[Operand]) -> list[Operand]:
