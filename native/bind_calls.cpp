@@ -63,6 +63,7 @@ struct Footprint {
     std::int64_t offset;  // in elements, from the storage's start
     bool conj;
     bool neg;
+    bool lazy;  // whether values may be conjugated or negated without having it in memory
     std::int64_t start = 0;  // bytes of the storage that the elements touch
     std::int64_t stop = 0;
     nb::object reader = nb::none();
@@ -152,9 +153,10 @@ void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::o
     const auto arena_start = nb::cast<std::uintptr_t>(arena.attr("start"));
     const auto arena_stop = nb::cast<std::uintptr_t>(arena.attr("stop"));
     const auto itemsize = nb::cast<std::int64_t>(dtype.attr("itemsize"));
+    const bool lazy = conj || neg || nb::cast<bool>(dtype.attr("is_complex"));
     new (self) Footprint{std::move(storage), std::move(pool),  std::move(driver), native,           std::move(layout),
                          std::move(arena),   std::move(device), arena_start,      arena_stop,       std::move(dtype),
-                         nb::tuple(size),    nb::tuple(stride), offset,           conj,             neg};
+                         nb::tuple(size),    nb::tuple(stride), offset,           conj,             neg,              lazy};
     std::int64_t reach = 0;
     for (std::size_t dim = 0; dim < self->size.size(); ++dim) {
         const auto extent = nb::cast<std::int64_t>(self->size[dim]);
@@ -288,15 +290,8 @@ public:
             call_method(grad, is_contiguous_name_).ptr() != Py_True) {
             return false;
         }
-        for (const nb::object& method : lazy_names_) {  // what such a one has of memory are not its values
-            if (call_method(grad, method).ptr() != Py_False) {
-                return false;
-            }
-        }
-        for (const nb::object& kind : other_names_) {
-            if (attribute(grad, kind).ptr() != Py_False) {
-                return false;
-            }
+        if (!has_values(grad) || std::ranges::any_of(other_names_, [&](const nb::object& kind) { return attribute(grad, kind).ptr() != Py_False; })) {
+            return false;
         }
         const nb::object dtype = attribute(grad, dtype_name_);
         const nb::tuple size(call_method(grad, size_name_));
@@ -773,7 +768,10 @@ private:
         nb::object result;
         {
             // Lazy conjugation and negation: without them the values of a conjugated tensor would be read as if it were none.
-            const Included lazy(*this, lazy_);
+            std::optional<Included> lazy;
+            if (may_be_lazy(operands, args, kwargs)) {
+                lazy.emplace(*this, lazy_);
+            }
             result = nb::steal(PyObject_VectorcallDict(known.call.ptr(), reinterpret_cast<PyObject**>(values.data()), length,
                                                        kwargs.is_none() ? nullptr : kwargs.ptr()));
             if (!result.is_valid()) {
@@ -786,6 +784,38 @@ private:
             }
         }
         return seen_by_program(std::move(result), operands);
+    }
+
+    // Whether an argument may have lazy values, or a kernel make a tensor that has. Where all are real numbers in memory, as
+    // in most calls, torch's dispatcher is left as it is: that saves eight calls.
+    bool may_be_lazy(const Operands& operands, nb::handle args, nb::handle kwargs) const {
+        const auto lazy = [&](PyObject* value) {
+            const std::span<PyObject*> items = tensors_in(value);
+            return !std::ranges::all_of(items, [&](PyObject* item) {
+                return is_paged(item) || item == Py_None || PyLong_Check(item) || PyFloat_Check(item) || (is_plain_type(item) && is_real(item));
+            });
+        };
+        PyObject** first = &PyTuple_GET_ITEM(args.ptr(), 0);
+        if (std::ranges::any_of(operands.items, [](const Operand& operand) { return (*operand).lazy; }) ||
+            std::any_of(first, first + PyTuple_GET_SIZE(args.ptr()), lazy)) {
+            return true;
+        }
+        PyObject* name = nullptr;
+        PyObject* given = nullptr;
+        for (Py_ssize_t at = 0; !kwargs.is_none() && PyDict_Next(kwargs.ptr(), &at, &name, &given) != 0;) {
+            if (lazy(given)) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    // Whether a plain tensor's values are real numbers that lie in memory.
+    bool is_real(PyObject* tensor) const { return call_method(tensor, is_complex_name_).ptr() == Py_False && has_values(tensor); }
+
+    // Whether what a plain tensor has in memory are its values.
+    bool has_values(nb::handle tensor) const {
+        return std::ranges::all_of(lazy_names_, [&](const nb::object& is_lazy) { return call_method(tensor, is_lazy).ptr() == Py_False; });
     }
 
     // An argument with real tensors in the places of the operands in it, of which `next` is the first and `end` follows the
@@ -944,6 +974,7 @@ private:
     nb::object footprint_name_ = interned("_footprint");
     nb::object layout_name_ = interned("layout");
     nb::object address_name_ = interned("data_ptr");
+    nb::object is_complex_name_ = interned("is_complex");
     nb::object grad_name_ = interned("grad");
     nb::object device_name_ = interned("device");
     nb::object trained_name_ = interned("requires_grad");
