@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farpool import _native
+from farpool._native import memmove
 from farpool.pager import Mode
 from farpool.pager.use import Use
 from farpool.tensors.factories import from_tensor
@@ -61,7 +61,7 @@ def _copied(like: Footprint, grad: torch.Tensor, name: str) -> PagedTensor | Non
         return paged
     grant = pool.acquire([Use(storage, 0, nbytes, Mode.OVERWRITE)], "farpool.gradient")
     try:
-        _native.memmove(like.arena.start + grant.offsets[0], grad.data_ptr(), nbytes)
+        memmove(like.arena.start + grant.offsets[0], grad.data_ptr(), nbytes)
     finally:
         pool.release(grant)
     return paged
