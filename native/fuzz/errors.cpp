@@ -1,5 +1,5 @@
 // What the client's end calls when something fails, without the interpreter that it is otherwise part of.
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool {
 

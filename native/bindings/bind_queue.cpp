@@ -5,8 +5,8 @@
 #include <tuple>
 
 #include "bindings.hpp"
-#include "port.hpp"
-#include "queue.hpp"
+#include "core/port.hpp"
+#include "core/queue.hpp"
 
 using farpool::Direction;
 using farpool::Piece;
