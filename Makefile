@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
 
-NATIVE := pyproject.toml CMakeLists.txt $(wildcard native/*.cpp native/*.hpp native/*/*.cpp native/*/*.hpp)
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard native/*/*.cpp native/*/*.hpp)
 # Empty files that say what the environment holds; make compares their times.
 BASE   := $(VENV)/.stamp-base
 DEMO   := $(VENV)/.stamp-demo

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "crc32c.hpp"
+#include "core/crc32c.hpp"
 #include "fuzz/check.hpp"
 
 namespace farpool::fuzz {

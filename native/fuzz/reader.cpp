@@ -10,8 +10,8 @@
 #include <map>
 #include <string>
 
-#include "clock.hpp"
-#include "crc32c.hpp"
+#include "core/clock.hpp"
+#include "core/crc32c.hpp"
 #include "fuzz/check.hpp"
 #include "fuzz/client.hpp"
 #include "fuzz/dice.hpp"

@@ -5,7 +5,7 @@
 #include <iterator>
 #include <utility>
 
-#include "crc32c.hpp"
+#include "core/crc32c.hpp"
 #include "fuzz/check.hpp"
 #include "fuzz/world.hpp"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "clock.hpp"
+#include "core/clock.hpp"
 #include "node/bus_guard.hpp"
 #include "wire/segment.hpp"
 

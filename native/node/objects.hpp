@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "free_space.hpp"
+#include "core/free_space.hpp"
 #include "node/index.hpp"
 #include "node/shelf.hpp"
 #include "policy/sieve.hpp"

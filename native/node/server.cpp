@@ -13,8 +13,8 @@
 #include <filesystem>
 #include <system_error>
 
+#include "core/signals_blocked.hpp"
 #include "node/hold.hpp"
-#include "signals_blocked.hpp"
 #include "wire/loopback.hpp"
 
 namespace farpool {

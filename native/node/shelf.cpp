@@ -13,7 +13,7 @@
 #include <system_error>
 #include <utility>
 
-#include "signals_blocked.hpp"
+#include "core/signals_blocked.hpp"
 
 namespace farpool {
 

@@ -15,8 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "core/free_space.hpp"
 #include "node/files.hpp"
-#include "free_space.hpp"
 
 namespace farpool {
 

@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "crc32c.hpp"
+#include "core/crc32c.hpp"
 #include "node/server.hpp"
 
 namespace farpool {

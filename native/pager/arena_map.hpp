@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "extent_allocator.hpp"
+#include "core/extent_allocator.hpp"
 #include "last_uses.hpp"
 #include "messages.hpp"
 

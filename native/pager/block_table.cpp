@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool::pager {
 

@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "extent_allocator.hpp"
+#include "core/extent_allocator.hpp"
 #include "messages.hpp"
 
 namespace farpool::pager {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <new>
 
-#include "clock.hpp"
+#include "core/clock.hpp"
 
 namespace farpool::pager {
 

@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/queue.hpp"
 #include "pager.hpp"
-#include "queue.hpp"
 #include "uses.hpp"
 
 namespace farpool::pager {

@@ -6,7 +6,7 @@
 #include <variant>
 #include <vector>
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool::pager {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool::pager {
 

@@ -7,7 +7,7 @@
 #include <variant>
 #include <vector>
 
-#include "extent_allocator.hpp"
+#include "core/extent_allocator.hpp"
 
 namespace farpool::pager {
 

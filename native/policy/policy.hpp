@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool::policy {
 

@@ -1,7 +1,7 @@
 // Numbers and names of blocks.
 #include "pager/block_table.hpp"
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "testing.hpp"
 
 using farpool::PortFailure;

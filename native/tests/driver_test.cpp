@@ -6,8 +6,8 @@
 #include <random>
 #include <thread>
 
-#include "clock.hpp"
-#include "extent_allocator.hpp"
+#include "core/clock.hpp"
+#include "core/extent_allocator.hpp"
 #include "testing.hpp"
 
 using namespace farpool::pager;

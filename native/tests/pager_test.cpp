@@ -6,8 +6,8 @@
 #include <random>
 #include <set>
 
-#include "error.hpp"
-#include "extent_allocator.hpp"
+#include "core/error.hpp"
+#include "core/extent_allocator.hpp"
 #include "testing.hpp"
 
 using namespace farpool::pager;

@@ -6,7 +6,7 @@
 #include <set>
 #include <string>
 
-#include "error.hpp"
+#include "core/error.hpp"
 #include "policy/clock.hpp"
 #include "policy/policies.hpp"
 #include "policy/s3_fifo.hpp"

@@ -12,9 +12,9 @@
 #include <cstring>
 #include <utility>
 
-#include "clock.hpp"
-#include "crc32c.hpp"
-#include "relax.hpp"
+#include "core/clock.hpp"
+#include "core/crc32c.hpp"
+#include "core/relax.hpp"
 #include "wire/loopback.hpp"
 #include "wire/payload_sum.hpp"
 

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "crc32c.hpp"
+#include "core/crc32c.hpp"
 
 namespace farpool {
 

@@ -11,9 +11,9 @@
 #include <system_error>
 #include <utility>
 
-#include "clock.hpp"
-#include "crc32c.hpp"
-#include "error.hpp"
+#include "core/clock.hpp"
+#include "core/crc32c.hpp"
+#include "core/error.hpp"
 #include "wire/frame.hpp"
 
 namespace farpool {

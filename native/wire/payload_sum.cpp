@@ -9,9 +9,9 @@
 #include <system_error>
 #include <thread>
 
-#include "crc32c.hpp"
-#include "relax.hpp"
-#include "signals_blocked.hpp"
+#include "core/crc32c.hpp"
+#include "core/relax.hpp"
+#include "core/signals_blocked.hpp"
 
 namespace farpool {
 

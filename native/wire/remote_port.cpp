@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "clock.hpp"
+#include "core/clock.hpp"
 #include "wire/segment.hpp"
 
 namespace farpool {

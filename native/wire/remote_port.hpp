@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "port.hpp"
+#include "core/port.hpp"
 #include "wire/connection.hpp"
 
 namespace farpool {

@@ -6,7 +6,7 @@
 #include <system_error>
 #include <utility>
 
-#include "crc32c.hpp"
+#include "core/crc32c.hpp"
 #include "wire/frame.hpp"
 
 namespace farpool {

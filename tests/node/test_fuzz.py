@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ TRIALS = "200"
 def test_nothing_that_a_client_sends_or_writes_breaks_a_node() -> None:
     done = subprocess.run(
         [ROOT / "scripts/fuzz-protocol", os.environ.get("FARPOOL_FUZZ_TRIALS", TRIALS)],
-        env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=2900,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
+from rich.pretty import pretty_repr
 
 from farpool import ConfigError, Dram, Nvme, Pool, PoolConfig, Remote, Throttled, Traced, Verified
 from farpool.tiers import DramSpec, NvmeSpec, RemoteSpec, ThrottledSpec, TracedSpec
@@ -119,7 +120,7 @@ def test_remote_tiers_in_a_file_equal_those_in_the_program(tmp_path: Path) -> No
     )
     assert file == PoolConfig.make(MIB, [spec])
     assert hash(file) == hash(PoolConfig.make(MIB, [spec]))
-    assert "0123456789abcdef" not in repr(file)
+    assert "0123456789abcdef" not in repr(file) + pretty_repr(file)
     (tier,) = file.make_tiers()
     assert isinstance(tier, Throttled)
     assert isinstance(tier.inner, Remote)
@@ -216,10 +217,11 @@ def test_a_file_tier_without_a_path_gets_a_new_file_each_time() -> None:
 
 def test_a_configuration_cannot_be_changed() -> None:
     config = PoolConfig.make("1MiB", dram="1MiB")
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError, match="immutable"):
         config.fast = 1  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError, match="immutable"):
         config.tiers[0].size = 1  # type: ignore[misc, union-attr]
+    assert config == PoolConfig.make("1MiB", dram="1MiB")
 
 
 WRONG_FILES = {

@@ -15,12 +15,10 @@ client that moves registered memory in one call an object or in calls with 16, o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farpool.bench.race import Race
-from farpool.bench.remote_index import Crowd, Index
-from farpool.bench.remote_races import Bench, Peers, View
+from farpool.bench.remote_outcome import Outcome, Settings
+from farpool.bench.remote_races import Bench
 from farpool.bench.remote_table import table
 
 if TYPE_CHECKING:
@@ -29,99 +27,6 @@ if TYPE_CHECKING:
     from farpool.bench.benchmark import Progress
 
 __all__ = ["Outcome", "Settings", "figures", "run", "table"]
-
-_KIB, _MIB = 1 << 10, 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What to run. Shapes are pairs: bytes of an object, number of objects.
-
-    Attributes
-    ----------
-    device : str
-        Plays no part: nodes lend host memory.
-    rounds : int
-        Samples of each.
-    seconds : float
-        Of a sample.
-    transfers : tuple of pairs
-        Moved many at a time, against sockets.
-    small : pair
-        Moved one at a time, against sockets.
-    mapped : pair
-        Copied from mapped memory, against memcpy.
-    redis, mooncake : tuple of pairs
-        Moved beside these peers.
-    batch : int
-        Objects in a call to Mooncake that moves several.
-    objects : tuple of int
-        Numbers of objects among which one is got.
-    gets : int
-        Of one sample among them.
-    connections : int
-        To one node at once.
-    """
-
-    device: str = "cpu"
-    rounds: int = 7
-    seconds: float = 0.25
-    transfers: tuple[tuple[int, int], ...] = ((_MIB, 64), (4 * _MIB, 16))
-    small: tuple[int, int] = (4 * _KIB, 64)
-    mapped: tuple[int, int] = (_MIB, 16)
-    redis: tuple[tuple[int, int], ...] = ((4 * _KIB, 64), (64 * _KIB, 32), (_MIB, 16), (4 * _MIB, 8))
-    mooncake: tuple[tuple[int, int], ...] = ((_MIB, 16), (4 * _MIB, 16))
-    batch: int = 16
-    objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
-    gets: int = 2_000
-    connections: int = 1_000
-
-    @classmethod
-    def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
-        return cls(
-            rounds=2,
-            seconds=0.01,
-            transfers=((_MIB, 4),),
-            small=(4 * _KIB, 8),
-            mapped=(_MIB, 4),
-            redis=((4 * _KIB, 8),),
-            mooncake=((_MIB, 4),),
-            batch=4,
-            objects=(100, 1_000),
-            gets=50,
-            connections=20,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came out.
-
-    Attributes
-    ----------
-    peers : Peers
-    transfers : tuple of Race
-        Large objects over TCP, many at a time; others: the sockets.
-    latency : tuple of Race
-        Small objects over TCP, one at a time; others: the sockets.
-    mapped : tuple of Race
-        From shared memory; other: memcpy.
-    view : View
-    redis, mooncake : tuple of Race
-    index : Index
-    crowd : Crowd
-    """
-
-    peers: Peers
-    transfers: tuple[Race, ...]
-    latency: tuple[Race, ...]
-    mapped: tuple[Race, ...]
-    view: View
-    redis: tuple[Race, ...]
-    mooncake: tuple[Race, ...]
-    index: Index
-    crowd: Crowd
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:

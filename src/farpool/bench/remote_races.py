@@ -6,7 +6,6 @@ import mmap
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -17,6 +16,7 @@ from farpool.bench.mooncake_peer import MooncakePeer, find_mooncake
 from farpool.bench.race import Entrant, Race, hold
 from farpool.bench.redis_peer import RedisPeer, find_redis
 from farpool.bench.remote_index import Crowd, Index, connect_many, grow
+from farpool.bench.remote_outcome import Peers, Settings, View
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
 from farpool.errors import FarpoolError
@@ -28,44 +28,12 @@ from farpool.transport.channel import SPIN_SECONDS
 
 if TYPE_CHECKING:
     from farpool.bench.benchmark import Progress
-    from farpool.bench.remote import Settings
 
-__all__ = ["Bench", "Peers", "View"]
+__all__ = ["Bench"]
 
 _SMALL_NODE = 16 << 20
 _TCP: Final = "tcp"
 _MAPPED: Final = "mapped"
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """What was compared with, by name and version; None with the reason where it does not run here."""
-
-    sockets: str | None
-    sockets_reason: str
-    redis: str | None
-    redis_reason: str
-    mooncake: str | None
-    mooncake_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Objects looked at where they lie.
-
-    Attributes
-    ----------
-    nbytes : int
-        Of an object.
-    seconds : tuple of float
-        To pin an object, read a byte and let go of it, of each round.
-    sent : int
-        Bytes that the node sent for each of them: two frames, and nothing of the object.
-    """
-
-    nbytes: int
-    seconds: tuple[float, ...]
-    sent: int
 
 
 class Bench:

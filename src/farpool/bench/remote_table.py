@@ -14,7 +14,7 @@ from farpool.bench.race import Race
 from farpool.sizes import format_size
 
 if TYPE_CHECKING:
-    from farpool.bench.remote import Outcome
+    from farpool.bench.remote_outcome import Outcome
 
 __all__ = ["table"]
 

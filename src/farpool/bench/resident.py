@@ -12,7 +12,7 @@ from torch.nn import functional
 from farpool import Pool, offload, restore
 from farpool.bench.bare import BareTensor, wrap_parameters
 from farpool.bench.measure import in_turn, mean_seconds
-from farpool.bench.overhead import Layers, Operation
+from farpool.bench.overhead_outcome import Layers, Operation
 from farpool.bench.stack import Stack, seconds_of, synchronize, tokens_for
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from farpool.bench.measure import median_ratio
 from farpool.bench.peer import measured, missing
 from farpool.bench.sequence import fewest_bytes
 from farpool.bench.stack import Stack, block_bytes, seconds_of, tokens_for
-from farpool.bench.streaming import Case, Settings
+from farpool.bench.streaming_outcome import Case, Settings
 from farpool.bench.strip import Strip, strip_of
 from farpool.pager.storage import cut
 from farpool.pool.events import Event

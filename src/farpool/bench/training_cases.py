@@ -20,7 +20,7 @@ from farpool.bench.sequence import fewest_by_phase
 from farpool.bench.stack import Stack, block_bytes, tokens_for
 from farpool.bench.strip import strip_of
 from farpool.bench.trainer import Step, Trainer
-from farpool.bench.training import Case, InBackward, Phase, Settings
+from farpool.bench.training_outcome import Case, InBackward, Phase, Settings
 from farpool.bench.training_peers import open_candidates
 from farpool.pager.belady import Moved, total_of
 from farpool.pager.storage import cut

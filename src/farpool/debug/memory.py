@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from farpool import _native
+from farpool._native import crc32c
 from farpool.tiers.device import HostArena
 
 __all__ = ["POISON", "DeviceMemory", "HostMemory", "Memory"]
@@ -48,7 +48,7 @@ class HostMemory:
             view[start:stop] = _expected(start, stop)
 
     def checksum(self, place: int, nbytes: int) -> int:
-        return _native.crc32c(self._arena.view()[place : place + nbytes])
+        return crc32c(self._arena.view()[place : place + nbytes])
 
     def first_change(self, place: int, nbytes: int) -> int:
         view = self._arena.view()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from farpool import _native
+from farpool._native import Driver as NativeDriver
 from farpool._native import Grant
 from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
 from farpool.ledger import Ledger
@@ -131,7 +131,7 @@ class BlockPool:
     def _make_driver(self) -> Driver:
         executor, timeout = self._executor, self.config.timeout
         if isinstance(executor, ThreadExecutor):
-            return _native.Driver(self.pager, executor.queue, executor.address, executor.ports, timeout, self._waited)
+            return NativeDriver(self.pager, executor.queue, executor.address, executor.ports, timeout, self._waited)
         return ExecutorDriver(self.pager, executor, timeout, self._waited, self._watch)
 
     def _check_open(self) -> None:

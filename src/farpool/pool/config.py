@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
+
+from msgspec import Struct
+from msgspec.structs import asdict, fields, force_setattr
 
 from farpool.checks import require_type
 from farpool.errors import ConfigError
@@ -19,8 +20,7 @@ __all__ = ["PoolConfig"]
 _DEVICES = ("cpu", "cuda")
 
 
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
+class PoolConfig(Struct, frozen=True):
     """The settings of a pool.
 
     Keyword arguments, a TOML file and the environment give equal configurations, as long as tiers are given as specs:
@@ -55,11 +55,9 @@ class PoolConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        declared = get_type_hints(PoolConfig)
         for field in fields(self):
             if field.name != "tiers":
-                value = require_type(getattr(self, field.name), declared[field.name], field.name)
-                object.__setattr__(self, field.name, value)
+                force_setattr(self, field.name, require_type(getattr(self, field.name), field.type, field.name))
         names = [tier.info.name if isinstance(tier, Tier) else tier.name for tier in self.tiers]
         for name in names:
             if names.count(name) > 1 or name == "fast":
@@ -198,7 +196,7 @@ class PoolConfig:
         ConfigError
             A setting is wrong.
         """
-        return self._of([Layer({field.name: getattr(self, field.name) for field in fields(self)}), _given(settings)])
+        return self._of([Layer(asdict(self)), _given(settings)])
 
     @classmethod
     def _of(cls, layers: Sequence[Layer]) -> PoolConfig:
@@ -221,7 +219,8 @@ class PoolConfig:
 def _declared() -> dict[str, Any]:
     """The settings that there are, with their types."""
     hints = get_type_hints(PoolConfig.make)
-    return {name: hints[name] for name in inspect.signature(PoolConfig.make).parameters}
+    del hints["return"]
+    return hints
 
 
 def _given(settings: dict[str, Any]) -> Layer:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from farpool import _native
+from farpool._native import Port
 from farpool.ledger import Ledger
 from farpool.pager.executor.base import Executor
 from farpool.pager.executor.threads import ThreadExecutor
@@ -47,7 +47,7 @@ class FastTier:
     staging: dict[str, int] = field(default_factory=dict)
 
 
-def open_device(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+def open_device(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
     """Take the memory of the fast tier.
 
     Parameters
@@ -69,7 +69,7 @@ def open_device(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[T
     return _cuda(config, ports, tiers, ledger)
 
 
-def _host(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
+def _host(config: PoolConfig, ports: list[Port]) -> FastTier:
     arena = HostArena(config.fast)
     executor = ThreadExecutor(arena.address, ports)
 
@@ -81,7 +81,7 @@ def _host(config: PoolConfig, ports: list[_native.Port]) -> FastTier:
     return FastTier(arena, executor, arena.release, watch)
 
 
-def _cuda(config: PoolConfig, ports: list[_native.Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+def _cuda(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
     from farpool.pager.executor.cuda import CudaArena, CudaDevice, CudaHost, CudaStaging
     from farpool.pager.executor.page_locks import PageLocks
     from farpool.pager.executor.staged import StagedExecutor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farpool import _native
+from farpool._native import Port, PythonPort
 from farpool.pager import Pager
 from farpool.tiers import HasPort, Tier, Verified, Verifies
 from farpool.tiers.safetensors import SafetensorsFile
@@ -32,7 +32,7 @@ class LowerTiers:
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self.tiers = [_guarded(tier) for tier in tiers]
-        self.ports: list[_native.Port] = []
+        self.ports: list[Port] = []
         self.names = [tier.info.name for tier in self.tiers]
         self._sources: dict[int, int] = {}
         self._held: list[SafetensorsFile] = []
@@ -41,7 +41,7 @@ class LowerTiers:
             for tier in self.tiers:
                 tier.open()
                 opened.append(tier)
-                self.ports.append(tier.port if isinstance(tier, HasPort) else _native.PythonPort(tier))
+                self.ports.append(tier.port if isinstance(tier, HasPort) else PythonPort(tier))
         except BaseException:
             for tier in reversed(opened):
                 tier.close()

@@ -12,9 +12,10 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+
+from msgspec.structs import asdict
 
 from farpool.errors import FarpoolWarning
 from farpool.pager.storage import StorageOwner
@@ -127,18 +128,8 @@ class Pool:
         timeout: float | None = None,
         debug: bool | None = None,
     ) -> None:
-        settings = {
-            "fast": fast,
-            "tiers": tiers,
-            "dram": dram,
-            "remote": remote,
-            "nvme": nvme,
-            "device": device,
-            "prefetch": prefetch,
-            "timeout": timeout,
-            "debug": debug,
-        }
-        given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        # The arguments, by name: nothing else is local yet.
+        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
         if debug is None:
             # It can be switched on from outside, to look into a program that makes its settings itself.
             given |= environment_layer(os.environ, {"debug": bool}).values
@@ -163,7 +154,7 @@ class Pool:
             A setting is wrong; names where it was found, its value and what was expected.
         """
         whole = config.replace(**settings) if isinstance(config, PoolConfig) else PoolConfig.load(config, **settings)
-        return cls(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+        return cls(**asdict(whole))
 
     @property
     def config(self) -> PoolConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from farpool import _native
+from farpool._native import Footprint as NativeFootprint
 
 __all__ = ["Footprint"]
 
@@ -19,7 +19,7 @@ _VIEWS = 64
 _set = torch._C.TensorBase.set_
 
 
-class Footprint(_native.Footprint):
+class Footprint(NativeFootprint):
     """A geometry over a storage. Nothing of it changes but what it remembers.
 
     Attributes

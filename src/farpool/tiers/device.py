@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from farpool import _native
+from farpool._native import Memory
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
 
@@ -31,7 +31,7 @@ class HostArena:
 
     def __init__(self, nbytes: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._memory = _native.Memory(max(nbytes, memory))
+        self._memory = Memory(max(nbytes, memory))
         self._memory.touch(0, nbytes)
         self.nbytes = nbytes
         self.address = self._memory.address

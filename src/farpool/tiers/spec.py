@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import fields, force_setattr
 
 from farpool.checks import require_type
 from farpool.errors import ConfigError
@@ -27,11 +28,10 @@ from farpool.transport.channel import Transport
 
 __all__ = ["DramSpec", "NvmeSpec", "RemoteSpec", "ThrottledSpec", "TierSpec", "TracedSpec", "tier_spec"]
 
-_Spec = TypeVar("_Spec")
+_Spec = TypeVar("_Spec", bound=Struct)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThrottledSpec:
+class ThrottledSpec(Struct, frozen=True, kw_only=True):
     """Settings of `Throttled`, with the same meaning; rates are bytes per second once it is made."""
 
     read_bandwidth: float | str | None = None
@@ -43,29 +43,27 @@ class ThrottledSpec:
         for name in ("read_bandwidth", "write_bandwidth"):
             value = getattr(self, name)
             if value is not None:
-                _normalize(self, name, parse_rate(value, name))
+                force_setattr(self, name, parse_rate(value, name))
 
     def wrap(self, tier: Tier) -> Tier:
         """The tier behind such a link."""
         return Throttled(tier, self.read_bandwidth, self.write_bandwidth, latency=self.latency, shared=self.shared)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TracedSpec:
+class TracedSpec(Struct, frozen=True, kw_only=True):
     """Settings of a `Traced` that writes a file; the path is absolute once it is made."""
 
     path: str
 
     def __post_init__(self) -> None:
-        _normalize(self, "path", os.path.abspath(self.path))
+        force_setattr(self, "path", os.path.abspath(self.path))
 
     def wrap(self, tier: Tier) -> Tier:
         """The tier with a trace of what is done to it."""
         return Traced(tier, path=self.path, keep=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierSpec(ABC):
+class TierSpec(Struct, frozen=True, kw_only=True):
     """What a tier is to be made of. Each kind of tier has one.
 
     Attributes
@@ -97,14 +95,14 @@ class TierSpec(ABC):
 
     def __post_init__(self) -> None:
         name = self.name or self.kind
-        _normalize(self, "name", name)
+        force_setattr(self, "name", name)
         if self.size is not None:
-            _normalize(self, "size", parse_size(self.size, f"size of {name}"))
+            force_setattr(self, "size", parse_size(self.size, f"size of {name}"))
         self.make()  # constructing a tier checks its arguments and nothing else
 
-    @abstractmethod
     def make_bare(self) -> Tier:
         """A new, closed tier without the wrappers."""
+        raise NotImplementedError
 
     def make(self) -> Tier:
         """A new, closed tier."""
@@ -116,8 +114,7 @@ class TierSpec(ABC):
         return Verified(tier) if self.verified else tier
 
 
-@dataclass(frozen=True, kw_only=True)
-class DramSpec(TierSpec):
+class DramSpec(TierSpec, frozen=True, kw_only=True):
     """Host memory: a `Dram`."""
 
     kind: ClassVar[str] = "dram"
@@ -128,8 +125,7 @@ class DramSpec(TierSpec):
         return Dram(self.size, self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NvmeSpec(TierSpec):
+class NvmeSpec(TierSpec, frozen=True, kw_only=True):
     """A file: an `Nvme`.
 
     Attributes
@@ -152,15 +148,14 @@ class NvmeSpec(TierSpec):
 
     def __post_init__(self) -> None:
         if self.path is not None:
-            _normalize(self, "path", os.path.abspath(self.path))
+            force_setattr(self, "path", os.path.abspath(self.path))
         super().__post_init__()
 
     def make_bare(self) -> Tier:
         return Nvme(self.path or _temporary_path(), self.size, self.name, direct=self.direct, ring=self.ring)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteSpec(TierSpec):
+class RemoteSpec(TierSpec, frozen=True, kw_only=True):
     """Memory of other processes and hosts: a `Remote`.
 
     Attributes
@@ -181,14 +176,14 @@ class RemoteSpec(TierSpec):
 
     nodes: Sequence[str] | str
     size: int | str | None = None
-    key: str | None = field(default=None, repr=False)
+    key: str | None = None
     timeout: float = 5.0
     transport: Transport = "auto"
 
     def __post_init__(self) -> None:
         nodes = self.nodes.replace(",", " ").split() if isinstance(self.nodes, str) else self.nodes
         addresses = node_addresses(nodes, self.name or self.kind)
-        _normalize(self, "nodes", tuple(str(address) for address in addresses))
+        force_setattr(self, "nodes", tuple(str(address) for address in addresses))
         super().__post_init__()
 
     def make_bare(self) -> Tier:
@@ -200,6 +195,12 @@ class RemoteSpec(TierSpec):
             timeout=self.timeout,
             transport=self.transport,
         )
+
+    def __repr__(self) -> str:
+        return f"RemoteSpec({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value in super().__rich_repr__() if name != "key"]
 
 
 _KINDS: dict[str, type[TierSpec]] = {spec.kind: spec for spec in (DramSpec, NvmeSpec, RemoteSpec)}
@@ -238,28 +239,23 @@ def tier_spec(table: Mapping[str, object], what: str) -> TierSpec:
 
 def _filled(spec: type[_Spec], settings: Mapping[str, Any], what: str) -> _Spec:
     """The spec with these settings, whose names and types are checked."""
-    declared = get_type_hints(spec)
-    known = fields(spec)  # type: ignore[arg-type]  # specs are dataclasses
+    known = {setting.name: setting for setting in fields(spec)}
     values: dict[str, Any] = {}
     for name, value in settings.items():
-        if name not in {setting.name for setting in known}:
+        if name not in known:
             raise ConfigError(f"{what}.{name} is {value!r}, but there is no such setting; expected {_names(spec)}")
-        values[name] = value if name in _WRAPPERS else require_type(value, declared[name], f"{what}.{name}")
-    for setting in known:
-        if setting.default is MISSING and setting.name not in values:
-            raise ConfigError(f"{what}.{setting.name} is missing, expected {_names(spec)}")
+        values[name] = value if name in _WRAPPERS else require_type(value, known[name].type, f"{what}.{name}")
+    for name, setting in known.items():
+        if setting.required and name not in values:
+            raise ConfigError(f"{what}.{name} is missing, expected {_names(spec)}")
     try:
         return spec(**values)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
 
 
-def _names(spec: type[object]) -> str:
-    return ", ".join(setting.name for setting in fields(spec))  # type: ignore[arg-type]  # specs are dataclasses
-
-
-def _normalize(spec: object, name: str, value: object) -> None:
-    object.__setattr__(spec, name, value)
+def _names(spec: type[Struct]) -> str:
+    return ", ".join(spec.__struct_fields__)
 
 
 def _temporary_path() -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from farpool import _native
+from farpool._native import Memory
 from farpool.errors import ConfigError, UnsupportedError
 from farpool.pager.executor.capture import relax_thread, relaxed
 from farpool.pager.executor.copies import Copy
@@ -173,7 +173,7 @@ class CudaStaging:
 
     def __init__(self, host: CudaHost, nbytes: int) -> None:
         self._host = host
-        self._memory = _native.Memory(nbytes)
+        self._memory = Memory(nbytes)
         self._memory.touch(0, nbytes)
         self.address = self._memory.address
         self.nbytes = nbytes

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from farpool import _native
+from farpool._native import ExtentAllocator, Port, Queue
 from farpool.pager import Kind, Move, Transfer
 from farpool.pager.executor.base import Done, Executor
 from farpool.pager.executor.copies import Copy, Device, WatchesStaging
@@ -89,15 +89,15 @@ class StagedExecutor(Executor):
     """
 
     def __init__(
-        self, device: Device, address: int, nbytes: int, ports: list[_native.Port], locks: PageLocks | None = None
+        self, device: Device, address: int, nbytes: int, ports: list[Port], locks: PageLocks | None = None
     ) -> None:
         self._device = device
         self._watch = device if isinstance(device, WatchesStaging) else None
         self._address = address
         self._ports = ports
         self._locks = locks
-        self._space = _native.ExtentAllocator(nbytes, 64)
-        self._queue = _native.Queue()
+        self._space = ExtentAllocator(nbytes, 64)
+        self._queue = Queue()
         self._jobs: dict[int, _Job] = {}
         self._copying: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
         """Jobs whose copies have been started, in that order, which is the one in which they end."""
@@ -229,7 +229,7 @@ class StagedExecutor(Executor):
             self._start_copies(job)
             return True
         if job.leg == _Leg.COPIED:
-            self._submit(job, _native.Queue.WRITE)
+            self._submit(job, Queue.WRITE)
             return True
         return False
 
@@ -254,7 +254,7 @@ class StagedExecutor(Executor):
         job.start = time.monotonic()
         job.parts = self._layout(job)
         if job.fetch:
-            self._submit(job, _native.Queue.READ)
+            self._submit(job, Queue.READ)
             return True
         job.leg = _Leg.READY
         self._advance(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farpool import _native
+from farpool._native import Port, Queue, memmove
 from farpool.pager import Kind, Move, Transfer
 from farpool.pager.executor.base import Done, Executor
 
@@ -24,20 +24,20 @@ class ThreadExecutor(Executor):
         The tiers' native ends, indexed as the pager indexes tiers. The pool appends to it when it gets another source.
     """
 
-    def __init__(self, address: int, ports: list[_native.Port]) -> None:
+    def __init__(self, address: int, ports: list[Port]) -> None:
         self.address = address
         self.ports = ports
-        self.queue = _native.Queue()
+        self.queue = Queue()
 
     def start(self, commands: Sequence[Transfer | Move]) -> None:
         for command in commands:
             if isinstance(command, Move):
-                _native.memmove(self.address + command.target, self.address + command.source, command.nbytes)
+                memmove(self.address + command.target, self.address + command.source, command.nbytes)
                 continue
             if command.kind == Kind.WRITE_BACK:
-                direction, priority = _native.Queue.WRITE, _WRITE_BACK
+                direction, priority = Queue.WRITE, _WRITE_BACK
             else:
-                direction, priority = _native.Queue.READ, _DEMAND if command.demand else _PREFETCH
+                direction, priority = Queue.READ, _DEMAND if command.demand else _PREFETCH
             self.queue.submit(
                 command.id,
                 self.ports[command.pieces[0].tier] if command.pieces else None,

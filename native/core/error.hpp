@@ -31,9 +31,6 @@ struct PortError {
     std::string tier;
     int code = 0;  // errno, 0 where there is none
     std::shared_ptr<PyObject> exception;
-
-    // The farpool (or builtin) exception object; a new reference. Needs the interpreter lock.
-    PyObject* to_python() const;
 };
 
 class PortFailure : public std::exception {
@@ -51,8 +48,5 @@ private:
 [[noreturn]] void fail_tier(const std::string& tier, const std::string& message, int code = 0);
 [[noreturn]] void fail_checksum(const std::string& tier, const std::string& message);
 [[noreturn]] void fail_node(ErrorKind kind, const std::string& node, const std::string& message, int code = 0);
-
-// Takes the pending Python exception. Needs the interpreter lock; the result may be dropped without it.
-PortError take_python_error();
 
 }  // namespace farpool

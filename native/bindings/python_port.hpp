@@ -1,7 +1,7 @@
 // The native end of a tier that is written in Python.
 #pragma once
 
-#include "port.hpp"
+#include "core/port.hpp"
 
 namespace farpool {
 

@@ -1,6 +1,6 @@
 // Extent allocation.
 #include "bindings.hpp"
-#include "extent_allocator.hpp"
+#include "core/extent_allocator.hpp"
 
 using farpool::ExtentAllocator;
 

@@ -5,8 +5,8 @@
 #include <tuple>
 
 #include "bindings.hpp"
-#include "port.hpp"
-#include "queue.hpp"
+#include "core/port.hpp"
+#include "core/queue.hpp"
 
 using farpool::Direction;
 using farpool::Piece;
@@ -96,7 +96,7 @@ public:
         std::vector<farpool::Result> results = core_->poll();
         nb::list completions;
         for (farpool::Result& result : results) {
-            nb::object error = result.error ? nb::steal(result.error->to_python()) : nb::none();
+            nb::object error = result.error ? nb::steal(farpool::to_python(*result.error)) : nb::none();
             completions.append(Completion{result.id, std::move(error), result.cancelled, result.start, result.end});
         }
         drop(std::move(results));

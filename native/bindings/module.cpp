@@ -10,7 +10,7 @@ NB_MODULE(_native, m) {
         try {
             std::rethrow_exception(thrown);
         } catch (const farpool::PortFailure& failure) {
-            PyObject* error = failure.error().to_python();
+            PyObject* error = farpool::to_python(failure.error());
             PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
             Py_DECREF(error);
         } catch (const std::system_error& failure) {

@@ -6,9 +6,9 @@
 #include <new>
 
 #include "bindings.hpp"
-#include "crc32c.hpp"
-#include "crc32c_folding.hpp"
-#include "memory.hpp"
+#include "core/crc32c.hpp"
+#include "core/crc32c_folding.hpp"
+#include "core/memory.hpp"
 
 using farpool::Folding;
 using farpool::Memory;

@@ -1,4 +1,4 @@
-#include "error.hpp"
+#include "python_error.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -44,42 +44,23 @@ void drop_with_lock(PyObject* object) {
 
 }  // namespace
 
-PyObject* PortError::to_python() const {
-    if (kind == ErrorKind::python) {
-        return Py_NewRef(exception.get());
+PyObject* to_python(const PortError& error) {
+    if (error.kind == ErrorKind::python) {
+        return Py_NewRef(error.exception.get());
     }
-    if (kind == ErrorKind::value) {
-        return nb::handle(PyExc_ValueError)(message).release().ptr();
+    if (error.kind == ErrorKind::value) {
+        return nb::handle(PyExc_ValueError)(error.message).release().ptr();
     }
-    nb::object type = nb::module_::import_("farpool.errors").attr(class_name(kind));
-    if (kind == ErrorKind::closed) {
-        return type(message).release().ptr();
+    nb::object type = nb::module_::import_("farpool.errors").attr(class_name(error.kind));
+    if (error.kind == ErrorKind::closed) {
+        return type(error.message).release().ptr();
     }
-    nb::object made = is_of_node(kind) ? type(message, nb::arg("node") = tier) : type(message, nb::arg("tier") = tier);
-    if (code != 0) {
-        made.attr("errno") = code;
+    nb::object made = is_of_node(error.kind) ? type(error.message, nb::arg("node") = error.tier)
+                                             : type(error.message, nb::arg("tier") = error.tier);
+    if (error.code != 0) {
+        made.attr("errno") = error.code;
     }
     return made.release().ptr();
-}
-
-void fail_value(std::string message) {
-    throw PortFailure({ErrorKind::value, std::move(message), {}, 0, {}});
-}
-
-void fail_closed(std::string message) {
-    throw PortFailure({ErrorKind::closed, std::move(message), {}, 0, {}});
-}
-
-void fail_tier(const std::string& tier, const std::string& message, int code) {
-    throw PortFailure({ErrorKind::tier, tier + ": " + message, tier, code, {}});
-}
-
-void fail_checksum(const std::string& tier, const std::string& message) {
-    throw PortFailure({ErrorKind::checksum, tier + ": " + message, tier, 0, {}});
-}
-
-void fail_node(ErrorKind kind, const std::string& node, const std::string& message, int code) {
-    throw PortFailure({kind, node + ": " + message, node, code, {}});
 }
 
 PortError take_python_error() {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bound_pager.hpp"
-#include "clock.hpp"
+#include "core/clock.hpp"
 #include "pager/driver.hpp"
 #include "pager/uses.hpp"
 

@@ -135,7 +135,7 @@ nb::object to_python(const Refusal& refusal) {
         return names.no_room(no_room->block, no_room->nbytes);
     }
     if (const auto* failure = std::get_if<Failure>(&refusal)) {
-        nb::object error = nb::steal((*failure)->error.to_python());
+        nb::object error = nb::steal(farpool::to_python((*failure)->error));
         return (*failure)->tier < 0 ? error : names.transfer_failed(error, (*failure)->tier, (*failure)->block);
     }
     return nb::none();

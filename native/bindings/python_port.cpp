@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "interpreter_exit.hpp"
+#include "python_error.hpp"
 
 namespace farpool {
 

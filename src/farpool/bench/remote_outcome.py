@@ -1,0 +1,134 @@
+"""Settings and outcome of the benchmark of remote memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farpool.bench.race import Race
+from farpool.bench.remote_index import Crowd, Index
+
+__all__ = ["Outcome", "Peers", "Settings", "View"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to run. Shapes are pairs: bytes of an object, number of objects.
+
+    Attributes
+    ----------
+    device : str
+        Plays no part: nodes lend host memory.
+    rounds : int
+        Samples of each.
+    seconds : float
+        Of a sample.
+    transfers : tuple of pairs
+        Moved many at a time, against sockets.
+    small : pair
+        Moved one at a time, against sockets.
+    mapped : pair
+        Copied from mapped memory, against memcpy.
+    redis, mooncake : tuple of pairs
+        Moved beside these peers.
+    batch : int
+        Objects in a call to Mooncake that moves several.
+    objects : tuple of int
+        Numbers of objects among which one is got.
+    gets : int
+        Of one sample among them.
+    connections : int
+        To one node at once.
+    """
+
+    device: str = "cpu"
+    rounds: int = 7
+    seconds: float = 0.25
+    transfers: tuple[tuple[int, int], ...] = ((_MIB, 64), (4 * _MIB, 16))
+    small: tuple[int, int] = (4 * _KIB, 64)
+    mapped: tuple[int, int] = (_MIB, 16)
+    redis: tuple[tuple[int, int], ...] = ((4 * _KIB, 64), (64 * _KIB, 32), (_MIB, 16), (4 * _MIB, 8))
+    mooncake: tuple[tuple[int, int], ...] = ((_MIB, 16), (4 * _MIB, 16))
+    batch: int = 16
+    objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    gets: int = 2_000
+    connections: int = 1_000
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """Sizes so small that a run takes seconds."""
+        return cls(
+            rounds=2,
+            seconds=0.01,
+            transfers=((_MIB, 4),),
+            small=(4 * _KIB, 8),
+            mapped=(_MIB, 4),
+            redis=((4 * _KIB, 8),),
+            mooncake=((_MIB, 4),),
+            batch=4,
+            objects=(100, 1_000),
+            gets=50,
+            connections=20,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What was compared with, by name and version; None with the reason where it does not run here."""
+
+    sockets: str | None
+    sockets_reason: str
+    redis: str | None
+    redis_reason: str
+    mooncake: str | None
+    mooncake_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Objects looked at where they lie.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of an object.
+    seconds : tuple of float
+        To pin an object, read a byte and let go of it, of each round.
+    sent : int
+        Bytes that the node sent for each of them: two frames, and nothing of the object.
+    """
+
+    nbytes: int
+    seconds: tuple[float, ...]
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came out.
+
+    Attributes
+    ----------
+    peers : Peers
+    transfers : tuple of Race
+        Large objects over TCP, many at a time; others: the sockets.
+    latency : tuple of Race
+        Small objects over TCP, one at a time; others: the sockets.
+    mapped : tuple of Race
+        From shared memory; other: memcpy.
+    view : View
+    redis, mooncake : tuple of Race
+    index : Index
+    crowd : Crowd
+    """
+
+    peers: Peers
+    transfers: tuple[Race, ...]
+    latency: tuple[Race, ...]
+    mapped: tuple[Race, ...]
+    view: View
+    redis: tuple[Race, ...]
+    mooncake: tuple[Race, ...]
+    index: Index
+    crowd: Crowd
