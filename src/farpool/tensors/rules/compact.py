@@ -9,16 +9,16 @@ not whole cache lines, rows that nobody touches are left between them.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from farpool.pager import ALIGNMENT
 from farpool.tensors.geometry import plain_empty
-from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.rows import gather_rows, is_table, scatter_rows
 
-__all__ = ["Compact", "can_be_compacted", "compact", "raise_as_torch"]
+__all__ = ["Compact", "can_be_compacted", "compact"]
 
 
 def can_be_compacted(table: Any) -> bool:
@@ -108,16 +108,3 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     places = torch.cat((rows[:1] % period, (rows.diff() - 1) % period + 1)).cumsum(0)
     renamed = single.clone().copy_(places[inverse[: single.numel()]].view(single.size()))
     return Compact(rows, places, int(places[-1]) + 1, renamed.expand(indices.size()))
-
-
-def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """Run an operation with an index out of range on plain memory of the table's shape, for its error.
-
-    Nobody writes to that memory but the operation before it fails, and the system backs no more than that.
-    """
-    try:
-        memory = plain_empty(table.size(), table.stride(), table.dtype, table.device)
-    except RuntimeError:  # the system does not promise memory that it could not back
-        memory = torch.zeros(1, dtype=table.dtype, device=table.device).expand(table.size())
-    func(memory, *args, **kwargs)
-    raise IndexError(f"{func}: index out of range for {describe(table)}")
