@@ -18,7 +18,7 @@ from farpool.tensors.geometry import plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.rows import gather_rows, is_table, scatter_rows
 
-__all__ = ["Compact", "can_be_compacted", "compact"]
+__all__ = ["Compact", "can_be_compacted", "compact", "from_the_front"]
 
 
 def can_be_compacted(table: Any) -> bool:
@@ -80,6 +80,20 @@ class Compact(NamedTuple):
         return values if self.size == self.rows.numel() else values.index_select(0, self.places)
 
 
+def _named_once(indices: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor. What is made of them is expanded again: torch picks a kernel by that."""
+    for dim, stride in enumerate(indices.stride()):
+        if stride == 0 and indices.size(dim) > 1:
+            indices = indices.narrow(dim, 0, 1)
+    return indices
+
+
+def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """The same rows of `count`, with those that were counted from the end counted from the front."""
+    single = _named_once(indices)
+    return torch.where(single < 0, single + count, single).expand(indices.size())
+
+
 def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     """The rows that an operation touches.
 
@@ -92,11 +106,7 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     *extra : int
         Rows beside those of the indices.
     """
-    # An expanded index is named once, and stays expanded: torch picks a kernel by that.
-    single = indices
-    for dim, stride in enumerate(indices.stride()):
-        if stride == 0 and indices.size(dim) > 1:
-            single = single.narrow(dim, 0, 1)
+    single = _named_once(indices)
     flat = single.reshape(-1).long()
     if extra:
         flat = torch.cat((flat, flat.new_tensor(extra)))

@@ -16,7 +16,7 @@ import torch
 from farpool.pager import Mode
 from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.rules.compact import can_be_compacted, compact
+from farpool.tensors.rules.compact import can_be_compacted, compact, from_the_front
 from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, raise_as_torch, without_masks
 from farpool.tensors.transfer import block_cuts, flat, same_layout, stream
 
@@ -102,7 +102,7 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     kwargs = {name: plain(value) for name, value in kwargs.items()}
     count = table.size(0)
     if func._opname == "index_fill_" and not out_of_range(indices, count, -count):
-        indices = torch.where(indices < 0, indices + count, indices)
+        indices = from_the_front(indices, count)
     if out_of_range(indices, count):
         raise_as_torch(func, table, (dim, indices, *others), kwargs)
     return _change(
@@ -163,7 +163,7 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise_as_torch(func, table, (indices, values, *options), kwargs)
     return _change(
         table,
-        torch.where(first < 0, first + count, first),
+        from_the_front(first, count),
         "aten.index_put_",
         lambda chosen, places: func(chosen, [places, *others], values, *options, **kwargs),
         replaces=not accumulate and all(index is None for index in others),
