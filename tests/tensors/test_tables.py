@@ -529,6 +529,21 @@ def test_blocks_of_a_table_hold_few_rows() -> None:
             farpool.restore(module)
 
 
+def test_a_tensor_is_cut_like_a_table_where_the_program_says_that_it_is_one() -> None:
+    with Pool("4MiB", dram="64MiB") as pool:
+        plain = torch.randn(20_000, 64)
+        for table, cls, expected in ((True, "embedding", 4096), (False, "weights", 262_144)):
+            paged = pool.from_tensor(plain, table=table)
+            assert paged._storage.cls == cls  # type: ignore[attr-defined]
+            assert paged._storage.block_bytes == expected  # type: ignore[attr-defined]
+            rows = torch.arange(50) * 300
+            filler = pool.zeros(int(3.9 * 2**20) // 4)
+            before = moved(pool)
+            assert torch.equal(paged[rows], plain[rows])
+            assert (moved(pool) - before < 50 * 3 * 4096) == table
+            del paged, filler
+
+
 def test_moments_are_cut_as_the_gradients_ask_for(pool: Pool) -> None:
     for sparse, cls in ((True, "embedding"), (False, "optimizer")):
         module = farpool.offload(nn.Embedding(ROWS, 32, sparse=sparse), pool)
