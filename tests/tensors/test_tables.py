@@ -320,6 +320,26 @@ def test_optimizers_that_take_tables_whole_are_refused_before_anything_changes(
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_such_optimizers_are_refused_before_a_backward_pass_in_which_they_step(name: str, pool: Pool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if "fused" in name else torch.float32
+    first, table = nn.Embedding(40, 16, dtype=dtype), nn.Embedding(ROWS, 19, dtype=dtype)
+    farpool.offload(nn.ModuleList([first, table]), pool)
+    optimizer = WHOLE[name]([first.weight, table.weight])
+    before = [bits(tensor.detach()) for tensor in (first.weight, table.weight)]
+    stepper = farpool.step_in_backward(optimizer)
+    loss = first(torch.tensor([3, 1])).square().sum() + table(torch.tensor([5, 2])).square().sum()
+    with pytest.raises(BudgetError, match=rf"^optim\.{name.split()[0]}: "):
+        loss.backward()
+    assert not optimizer.state
+    assert first.weight.grad is None
+    assert table.weight.grad is None
+    after = [bits(tensor.detach()) for tensor in (first.weight, table.weight)]
+    assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+    stepper.remove()
+
+
 CLIPS: dict[str, Callable[[Any], object]] = {
     "by value": lambda p: nn.utils.clip_grad_value_(p, 0.1, foreach=True),
     "by value one by one": lambda p: nn.utils.clip_grad_value_(p, 0.1, foreach=False),

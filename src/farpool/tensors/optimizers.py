@@ -24,7 +24,7 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 if TYPE_CHECKING:
     from farpool.pager.storage import StorageOwner
 
-__all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of"]
+__all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of", "require_room"]
 
 _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _TAKE_NORMS = (torch.optim.Adafactor, torch.optim.Muon)
@@ -130,11 +130,14 @@ def page_moments_of(optimizer: Optimizer) -> None:
 
 
 def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> list[tuple[Any, ...]]:
-    """The tensors that operations of a step take whole, whatever their size, one tuple for each operation."""
+    """The tensors that operations of a step take whole, whatever their size, one tuple for each operation.
+
+    Of an optimizer that takes norms, or of fused SGD.
+    """
     grad = parameter.grad
     if isinstance(optimizer, _TAKE_NORMS):
         return [(parameter,), (grad,)]
-    if isinstance(optimizer, torch.optim.SGD) and group["fused"] and parameter.itemsize == 2:
+    if parameter.itemsize == 2:
         operands = [grad]
         if group["momentum"]:
             operands.append(optimizer.state.get(parameter, {}).get("momentum_buffer"))
@@ -143,8 +146,14 @@ def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
     return []
 
 
-def _require_room(optimizer: Optimizer, *, closure: bool) -> None:
+def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
     """Raise before a step what would be raised in the middle of it, where some tensors are changed already.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+    gradients_follow : bool
+        Parameters without a gradient will get one before they are stepped.
 
     Raises
     ------
@@ -154,8 +163,12 @@ def _require_room(optimizer: Optimizer, *, closure: bool) -> None:
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
+        if not isinstance(optimizer, _TAKE_NORMS) and not (isinstance(optimizer, torch.optim.SGD) and group["fused"]):
+            continue
         for parameter in group["params"]:
-            if type(parameter) is not PagedTensor or (parameter.grad is None and not closure):
+            if type(parameter) is not PagedTensor or not (
+                parameter.grad is not None or (gradients_follow and parameter.requires_grad)
+            ):
                 continue
             for operands in _used_whole(optimizer, group, parameter):
                 paged = [tensor for tensor in operands if type(tensor) is PagedTensor]
@@ -175,7 +188,7 @@ def _require_room(optimizer: Optimizer, *, closure: bool) -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     page_moments_of(optimizer)
-    _require_room(optimizer, closure=len(args) > 1 or kwargs.get("closure") is not None)
+    require_room(optimizer, gradients_follow=len(args) > 1 or kwargs.get("closure") is not None)
 
 
 def _process_loaded(parameter: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
