@@ -327,6 +327,14 @@ void bind_pager(nb::module_& m) {
         .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
         .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
         .def_prop_ro("rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); })
+        .def_prop_ro("row_counts",
+                     [](BoundPager& self) {
+                         nb::dict counts;
+                         for (const auto& [table, rows] : self->row_counts()) {
+                             counts[nb::cast(table)] = nb::make_tuple(rows.accesses, rows.hits);
+                         }
+                         return counts;
+                     })
         .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });
 
     nb::class_<SimulatedProgram>(m, "SimulatedProgram", "A pager under a program on simulated hardware, to measure it.")

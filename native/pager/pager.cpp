@@ -83,6 +83,8 @@ bool Pager::forget(BlockId first, std::int32_t count) {
         residency_.forget(block);
     }
     residency_.blocks.forget(first, count);
+    row_counts_.erase(first);
+    counted_table_ = -1;
     return true;
 }
 
@@ -224,10 +226,14 @@ void Pager::note(const Run& run, double busy, bool first) {
         key = look_ahead_.note_access(run, tape_.record(head.name, run.count, nbytes, created, first ? busy : 0.0), nbytes);
     }
     ++residency.counters.accesses;
-    residency.counters.row_accesses += run.table >= 0 ? 1 : 0;
-    if (residency.place_of(run) != nowhere) {
+    const bool in_place = residency.place_of(run) != nowhere;
+    if (run.table >= 0) {
+        ++residency.counters.row_accesses;
+        residency.counters.row_hits += in_place ? 1 : 0;
+        count_row(run.table, in_place);
+    }
+    if (in_place) {
         ++residency.counters.hits;
-        residency.counters.row_hits += run.table >= 0 ? 1 : 0;
     } else {
         bool late = true;
         for (BlockId block = run.first; late && block < run.stop(); ++block) {
@@ -251,6 +257,15 @@ void Pager::note(const Run& run, double busy, bool first) {
         }
         residency.use(block);
     }
+}
+
+void Pager::count_row(BlockId table, bool in_place) {
+    if (counted_table_ != table) {
+        counted_table_ = table;
+        counted_ = &row_counts_[table];
+    }
+    ++counted_->accesses;
+    counted_->hits += in_place ? 1 : 0;
 }
 
 void Pager::ran(std::int64_t ordinal, double start, double end) {

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,12 @@ struct Access {
 // Thrown where a call cannot be carried out; what it was to change is as it was.
 struct Refused {
     Refusal why;
+};
+
+// Accesses to blocks of one table whose rows are picked by data, and how many found their block in place.
+struct RowCounts {
+    std::int64_t accesses = 0;
+    std::int64_t hits = 0;
 };
 
 class Pager {
@@ -105,6 +112,8 @@ public:
     const Residency& residency() const noexcept { return residency_; }
     Residency& residency() noexcept { return residency_; }
     const Tape& tape() const noexcept { return tape_; }
+    // By the first block of each table that is there.
+    const std::unordered_map<BlockId, RowCounts>& row_counts() const noexcept { return row_counts_; }
     const std::vector<std::shared_ptr<Access>>& waiting() const noexcept { return waiting_; }
     // Throws PortFailure (a ValueError in Python) unless these are blocks in use.
     void require_blocks(BlockId first, std::int32_t count) const { residency_.blocks.require_used(first, count); }
@@ -115,6 +124,7 @@ private:
     void claim(Access& access);
     void pin_at_once(Access& access, double busy);
     void note(const Run& run, double busy, bool first);
+    void count_row(BlockId table, bool in_place);
     bool make_ready(Access& access);
     bool lies_ready(Access& access) const;
     bool serve_line();
@@ -127,6 +137,9 @@ private:
     Residency residency_;
     LookAhead look_ahead_;
     std::vector<std::shared_ptr<Access>> waiting_;  // in the order of asking
+    std::unordered_map<BlockId, RowCounts> row_counts_;
+    BlockId counted_table_ = -1;  // whose counts these are, as rows of a table mostly come together
+    RowCounts* counted_ = nullptr;
     double now_ = 0.0;
     double granted_at_ = 0.0;  // when an access was last granted: since then the program computes
     bool late_;                // times of computing are told by `ran`

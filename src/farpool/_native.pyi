@@ -622,6 +622,9 @@ class Pager:
     @property
     def counters(self) -> PagerCounters: ...
     @property
+    def row_counts(self) -> dict[int, tuple[int, int]]:
+        """Accesses to blocks of each table whose rows are picked by data, and hits, by the table's first block."""
+    @property
     def rows_by_frequency(self) -> bool:
         """True where rows of tables are kept by how often they are used, False where by how recently."""
 

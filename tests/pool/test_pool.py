@@ -215,6 +215,38 @@ def test_the_account_tells_how_many_rows_of_tables_were_in_place() -> None:
         assert "rows of tables: 6 blocks looked up, 100.0% in place; kept by recency" in pool.explain()
 
 
+def test_the_account_tells_rows_of_several_tables_apart() -> None:
+    with block_pool("64KiB", dram="1MiB") as pool:
+        users, moments, items = (
+            pool.allocate(81_920, cls="embedding", name=name) for name in ("users", "users", "items")
+        )
+        for table in (users, moments, items):
+            for start in range(0, 81_920, 8_192):
+                pool.release(pool.acquire([Use(table, start, start + 8_192, OVERWRITE)]))
+
+        def look_up(table: Storage, *rows: int) -> None:
+            for row in rows:
+                use = Use(table, row * 4_096, row * 4_096 + 8, READ)
+                pool.release(pool.acquire([use], "rows", rows=True))
+
+        look_up(users, 0, 0, 0)  # the first is fetched
+        look_up(items, 19)  # written last, so it is there
+        look_up(moments, 1)
+        look_up(users, 0)
+        tables = [(table.name, table.row_accesses, table.row_hits) for table in pool.stats().tables]
+        assert tables == [("items", 1, 1), ("users", 5, 3)]
+        text = pool.explain()
+        assert "rows of tables: 6 blocks looked up, 66.7% in place" in text
+        assert "\n  items: 1, 100.0% in place\n  users: 5, 60.0% in place\n" in text
+        del items, table
+        assert [table.name for table in pool.stats().tables] == ["users"]
+        assert "\n  users:" not in pool.explain()  # the line above says it all
+        again = pool.allocate(81_920, cls="embedding", name="again")  # in the place of what was dropped
+        assert [table.name for table in pool.stats().tables] == ["users"]
+        assert pool.stats().row_accesses == 6
+        del again
+
+
 WRONG: dict[str, dict[str, object]] = {
     "a budget of 0": {"fast": 0},
     "a negative budget": {"fast": -5},

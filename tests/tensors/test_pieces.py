@@ -62,6 +62,15 @@ SINGLE: dict[str, Callable[..., Any]] = {
     "clamp": lambda a, b, c: a.clamp(-0.5, 0.3),
     "clamp_": lambda a, b, c: a.clamp_(min=-0.5),
     "clamp_max_": lambda a, b, c: a.clamp_max_(0.5),
+    "sign": lambda a, b, c: a.sign(),
+    "sign_": lambda a, b, c: a.sign_(),
+    "gt": lambda a, b, c: a.gt(0),
+    "lt": lambda a, b, c: a < 0.3,
+    "eq": lambda a, b, c: a.eq(-0.0),
+    "where": lambda a, b, c: torch.where(a.lt(0), b, c),
+    "where of a number": lambda a, b, c: torch.where(a.eq(0), 0.3, b),
+    "filled by a mask": lambda a, b, c: a.__setitem__(a.lt(0), 0.3),
+    "filled by a mask of few": lambda a, b, c: a.__setitem__(torch.arange(len(a)) % 7 == 0, -0.0),
 }
 LISTS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b, c: torch._foreach_add([a], [b], alpha=0.3),
@@ -79,6 +88,7 @@ LISTS: dict[str, Callable[..., Any]] = {
     "lerp": lambda a, b, c: torch._foreach_lerp([a], [b], [c]),
     "sqrt": lambda a, b, c: torch._foreach_sqrt([a]),
     "neg_": lambda a, b, c: torch._foreach_neg_([a]),
+    "sign_": lambda a, b, c: torch._foreach_sign_([a]),
     "abs_": lambda a, b, c: torch._foreach_abs_([a]),
     "reciprocal": lambda a, b, c: torch._foreach_reciprocal([a]),
     "maximum_": lambda a, b, c: torch._foreach_maximum_([a], [b]),
@@ -206,7 +216,7 @@ def bits(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [bits(item) for item in value]
     plain = materialize(value)
-    return plain.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.itemsize])
+    return plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.itemsize])
 
 
 def tight(count: int, dtype: torch.dtype) -> EvilPool:

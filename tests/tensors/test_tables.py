@@ -198,7 +198,7 @@ def test_sparse_gradients_train_to_the_bits_of_the_plain_program(name: str, mode
 def _forms(kind: Any, forms: str = "for foreach", **options: Any) -> Iterator[Any]:
     for form in forms.split():
         chosen = options | {"foreach": form == "foreach"} | ({"fused": True} if form == "fused" else {})
-        quick = kind in (optim.SGD, optim.AdamW)
+        quick = kind in (optim.SGD, optim.AdamW, optim.Rprop)
         yield pytest.param(
             lambda p, chosen=chosen: kind(p, lr=0.1, **chosen),
             id=" ".join((kind.__name__, form, *options)),
@@ -217,12 +217,162 @@ DENSE = [
     *_forms(optim.NAdam),
     *_forms(optim.RAdam),
     *_forms(optim.ASGD),
+    *_forms(optim.Rprop),
+    *_forms(optim.Rprop, maximize=True),
 ]
+OTHERS = {optim.SparseAdam, optim.LBFGS, optim.Adafactor, optim.Muon}
+"""Tested by themselves."""
 
 
 @pytest.mark.parametrize("make_optimizer", DENSE)
 def test_dense_gradients_train_to_the_bits_of_the_plain_program(make_optimizer: Any, pool: Pool) -> None:
     assert_trains_alike(lambda: nn.EmbeddingBag(ROWS, 19), bags_with_offsets, make_optimizer, pool)
+
+
+def test_every_optimizer_of_torch_is_tested_on_tables() -> None:
+    known = {getattr(optim, name) for name in optim.__all__}
+    kinds = {kind for kind in known if isinstance(kind, type) and issubclass(kind, optim.Optimizer)}
+    table = torch.nn.Parameter(torch.zeros(2, 2))
+    dense = {type(case.values[0]([table])) for case in DENSE}
+    assert kinds - {optim.Optimizer} == dense | OTHERS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=SLOW)])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_rprop_trains_tables_of_other_precisions_alike(foreach: bool, dtype: torch.dtype, pool: Pool) -> None:
+    make = lambda: nn.EmbeddingBag(ROWS, 37, dtype=dtype)  # noqa: E731
+    assert_trains_alike(make, bags_with_offsets, lambda p: optim.Rprop(p, lr=0.1, foreach=foreach), pool)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_trains_tables_alike(search: str | None, pool: Pool) -> None:
+    results = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        module = nn.EmbeddingBag(ROWS, 19)
+        if paged:
+            farpool.offload(module, pool)
+        rows = indices(torch.Generator().manual_seed(1), 4, 10)
+        optimizer = optim.LBFGS(module.parameters(), lr=0.1, max_iter=4, history_size=3, line_search_fn=search)
+        losses = []
+
+        def closure(module: Any = module, optimizer: Any = optimizer, losses: Any = losses, rows: Any = rows) -> Any:
+            optimizer.zero_grad()
+            loss = (module(rows) - 1).square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        assert module.weight.grad is not None
+        results.append([bits(value.detach()) for value in (*losses, module.weight, module.weight.grad)])
+        del optimizer, closure
+    assert len(results[0]) > 8
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1, foreach=False),
+    "Adafactor foreach": lambda p: optim.Adafactor(p, lr=0.1, foreach=True),
+    "Muon": lambda p: optim.Muon(p, lr=0.1),
+    "SGD fused": lambda p: optim.SGD(p, lr=0.1, fused=True),
+    "SGD fused with momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_take_tables_whole_are_refused_before_anything_changes(
+    name: str, closure: bool, pool: Pool
+) -> None:
+    results = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if "fused" in name else torch.float32
+        first, module = nn.Embedding(40, 16), nn.Embedding(ROWS, 19, dtype=dtype)
+        if paged:
+            farpool.offload(nn.ModuleList([first, module]), pool)
+        optimizer = WHOLE[name]([first.weight, module.weight])
+
+        def loss(first: Any = first, module: Any = module, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            (first(torch.tensor([3, 1, 3])).square().sum() + module(torch.tensor([5, 2, 5])).square().sum()).backward()
+            return 0.0
+
+        if not closure:
+            loss()
+        step = (lambda o=optimizer, f=loss: o.step(f)) if closure else optimizer.step
+        if paged:
+            before = [bits(tensor.detach()) for tensor in (first.weight, module.weight)]
+            with pytest.raises(
+                BudgetError, match=rf"^optim\.{name.split()[0]}: .* the smallest that works is"
+            ) as caught:
+                step()
+            assert "has changed nothing" in caught.value.__notes__[0]
+            assert not optimizer.state
+            after = [bits(tensor.detach()) for tensor in (first.weight, module.weight)]
+            assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+            pool.resize(caught.value.needed)
+        step()  # as if the first try had not been
+        results.append([bits(tensor.detach()) for tensor in (first.weight, module.weight)])
+        del optimizer, loss, step
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_such_optimizers_are_refused_before_a_backward_pass_in_which_they_step(name: str, pool: Pool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if "fused" in name else torch.float32
+    first, table = nn.Embedding(40, 16, dtype=dtype), nn.Embedding(ROWS, 19, dtype=dtype)
+    farpool.offload(nn.ModuleList([first, table]), pool)
+    optimizer = WHOLE[name]([first.weight, table.weight])
+    before = [bits(tensor.detach()) for tensor in (first.weight, table.weight)]
+    stepper = farpool.step_in_backward(optimizer)
+    loss = first(torch.tensor([3, 1])).square().sum() + table(torch.tensor([5, 2])).square().sum()
+    with pytest.raises(BudgetError, match=rf"^optim\.{name.split()[0]}: "):
+        loss.backward()
+    assert not optimizer.state
+    assert first.weight.grad is None
+    assert table.weight.grad is None
+    after = [bits(tensor.detach()) for tensor in (first.weight, table.weight)]
+    assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+    stepper.remove()
+
+
+CLIPS: dict[str, Callable[[Any], object]] = {
+    "by value": lambda p: nn.utils.clip_grad_value_(p, 0.1, foreach=True),
+    "by value one by one": lambda p: nn.utils.clip_grad_value_(p, 0.1, foreach=False),
+    "by a norm that is given": lambda p: nn.utils.clip_grads_with_norm_(p, 0.1, torch.tensor(3.0)),
+    "by norm": lambda p: nn.utils.clip_grad_norm_(p, 0.1),
+    "by norm one by one": lambda p: nn.utils.clip_grad_norm_(p, 0.1, foreach=False),
+    "by the largest": lambda p: nn.utils.clip_grad_norm_(p, 0.1, norm_type=float("inf")),
+    "not": lambda p: nn.utils.get_total_norm([parameter.grad for parameter in p]),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_gradients_are_clipped_alike_or_not_at_all(name: str, pool: Pool) -> None:
+    results = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        module = nn.Embedding(ROWS, 19)
+        if paged:
+            farpool.offload(module, pool)
+        module(indices(torch.Generator().manual_seed(1), 4, 6)).square().sum().backward()
+        grad = module.weight.grad
+        assert grad is not None
+        before = bits(grad).clone()
+        if paged and ("norm" in name or name in ("by the largest", "not")) and "given" not in name:
+            with pytest.raises(BudgetError, match=r"weight\.grad") as caught:
+                CLIPS[name](list(module.parameters()))
+            assert "clip_grad_value_" in caught.value.__notes__[0]
+            assert torch.equal(bits(grad), before)
+            pool.resize(caught.value.needed)
+        CLIPS[name](list(module.parameters()))
+        assert torch.equal(bits(grad), before) == (name == "not")
+        results.append(bits(grad))
+    assert torch.equal(*results)
 
 
 def test_gradients_are_summed_over_lookups_and_passes(pool: Pool) -> None:
@@ -397,6 +547,21 @@ def test_blocks_of_a_table_hold_few_rows() -> None:
             module = farpool.offload(nn.Embedding(600_000 // row, row // 4), pool)
             assert module.weight._storage.block_bytes == expected, row
             farpool.restore(module)
+
+
+def test_a_tensor_is_cut_like_a_table_where_the_program_says_that_it_is_one() -> None:
+    with Pool("4MiB", dram="64MiB") as pool:
+        plain = torch.randn(20_000, 64)
+        for table, cls, expected in ((True, "embedding", 4096), (False, "weights", 262_144)):
+            paged = pool.from_tensor(plain, table=table)
+            assert paged._storage.cls == cls  # type: ignore[attr-defined]
+            assert paged._storage.block_bytes == expected  # type: ignore[attr-defined]
+            rows = torch.arange(50) * 300
+            filler = pool.zeros(int(3.9 * 2**20) // 4)
+            before = moved(pool)
+            assert torch.equal(paged[rows], plain[rows])
+            assert (moved(pool) - before < 50 * 3 * 4096) == table
+            del paged, filler
 
 
 def test_moments_are_cut_as_the_gradients_ask_for(pool: Pool) -> None:

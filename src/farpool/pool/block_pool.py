@@ -497,7 +497,14 @@ class BlockPool:
             self._collect_dropped()
             self.driver.note_ends()
             return census.take(
-                self.pager, self.arena.kind, self.spaces, self.ledger, self.driver, self.allocation.live, self.account
+                self.pager,
+                self.arena.kind,
+                self.spaces,
+                self.ledger,
+                self.driver,
+                self.allocation.live,
+                self._storages,
+                self.account,
             )
 
     def explain(self) -> str:

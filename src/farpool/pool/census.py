@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from farpool.ledger import Ledger
 from farpool.pager import Pager, State
 from farpool.pager.driver import Driver
+from farpool.pager.storage import Storage
 from farpool.pool.account import Account
 from farpool.pool.space import TierSpace
-from farpool.pool.stats import ClassStats, Stats, TierStats
+from farpool.pool.stats import ClassStats, Stats, TableStats, TierStats
 from farpool.sizes import format_size
 from farpool.tiers import HoldsMemory, Tier
 from farpool.tiers.port_wrapper import PortWrapper
@@ -26,6 +27,7 @@ def take(
     ledger: Ledger,
     driver: Driver,
     live: Mapping[str, int],
+    storages: Iterable[Storage],
     account: Account,
 ) -> Stats:
     """Count all bytes of a pool, whose lock the caller holds.
@@ -38,6 +40,8 @@ def take(
         Those of the lower tiers.
     live : mapping of str to int
         Bytes of the storages in use, by class.
+    storages : iterable of Storage
+        Those in use.
     """
     resident: dict[str, int] = {}
     dirty: dict[str, int] = {}
@@ -81,6 +85,7 @@ def take(
         classes=tuple(
             ClassStats(cls, nbytes, resident.get(cls, 0), dirty.get(cls, 0)) for cls, nbytes in sorted(live.items())
         ),
+        tables=_tables(pager, storages),
         links=account.links(driver.links()),
         accesses=counters.accesses,
         hits=counters.hits,
@@ -102,6 +107,18 @@ def take(
         last_stalls=tuple(account.last_stalls),
         unpaged_peak=_unpaged_peak(held),
     )
+
+
+def _tables(pager: Pager, storages: Iterable[Storage]) -> tuple[TableStats, ...]:
+    """Accesses to rows, by the names of tables; moments of a table have its name."""
+    counts = pager.row_counts
+    named: dict[str, tuple[int, int]] = {}
+    for storage in storages:
+        accesses, hits = counts.get(storage.first, (0, 0))
+        if accesses:
+            before = named.get(storage.name, (0, 0))
+            named[storage.name] = before[0] + accesses, before[1] + hits
+    return tuple(TableStats(name, *counted) for name, counted in sorted(named.items()))
 
 
 def _touched(tier: Tier) -> int:
@@ -155,6 +172,11 @@ def explain(stats: Stats, ledger: Ledger) -> str:
             ]
             if stats.row_accesses
             else []
+        ),
+        *(
+            f"  {table.name or 'without a name'}: {table.row_accesses}, {table.row_hit_rate:.1%} in place"
+            for table in stats.tables
+            if len(stats.tables) > 1
         ),
         f"prefetched blocks: {stats.prefetches}, accuracy {stats.prefetch_accuracy:.1%}; "
         f"fetched on demand: {stats.demand_fetches}",

@@ -52,7 +52,7 @@ class TensorLibrary(Protocol):
         value: bool | int | float | complex,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor: ...
-    def from_tensor(self, pool: StorageOwner, tensor: torch.Tensor) -> torch.Tensor: ...
+    def from_tensor(self, pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights") -> torch.Tensor: ...
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def materialize_all(self, pool: StorageOwner) -> None:
         """Make every tensor that lives in a pool plain, in place, unless an autograd graph needs one."""
@@ -210,9 +210,17 @@ class Pool:
         """A paged tensor filled with `value`."""
         return _load_tensors().full(self._blocks, shape, value, dtype=dtype)
 
-    def from_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A paged copy of a tensor."""
-        return _load_tensors().from_tensor(self._blocks, tensor)
+    def from_tensor(self, tensor: torch.Tensor, *, table: bool = False) -> torch.Tensor:
+        """A paged copy of a tensor.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+        table : bool
+            Whether it is a table whose rows are picked by data, as an `Embedding`'s weight is. It is cut into blocks of
+            few rows then, so that a row that is not there brings few others.
+        """
+        return _load_tensors().from_tensor(self._blocks, tensor, cls="embedding" if table else "weights")
 
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain copy of a paged tensor, for what needs raw memory (numpy, DLPack, data_ptr)."""

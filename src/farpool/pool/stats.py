@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["VERSION", "ClassStats", "LinkStats", "Stall", "Stats", "TierStats"]
+__all__ = ["VERSION", "ClassStats", "LinkStats", "Stall", "Stats", "TableStats", "TierStats"]
 
 VERSION = 1
 
@@ -48,6 +48,20 @@ class ClassStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TableStats:
+    """Accesses to blocks of a table that is in use (with its moments), and those that found their block in place."""
+
+    name: str
+    row_accesses: int
+    row_hits: int
+
+    @property
+    def row_hit_rate(self) -> float:
+        """Share of the accesses that found their block in place."""
+        return self.row_hits / self.row_accesses if self.row_accesses else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LinkStats:
     """Transfers from one tier to another; `seconds` adds up their own times."""
 
@@ -75,6 +89,8 @@ class Stats:
     fast: TierStats
     tiers: tuple[TierStats, ...]
     classes: tuple[ClassStats, ...]
+    tables: tuple[TableStats, ...]
+    """Those whose rows were picked by data, by name."""
     links: tuple[LinkStats, ...]
     accesses: int
     hits: int

@@ -15,7 +15,7 @@ import torch
 import torch.optim.optimizer as _optimizer
 from torch.optim import Optimizer
 
-from farpool.errors import PoolMixError, UnsupportedError
+from farpool.errors import BudgetError, PoolMixError, UnsupportedError
 from farpool.tensors.factories import class_of_moments, from_tensor
 from farpool.tensors.geometry import is_strided
 from farpool.tensors.identity import swap
@@ -24,9 +24,10 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 if TYPE_CHECKING:
     from farpool.pager.storage import StorageOwner
 
-__all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of"]
+__all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of", "require_room"]
 
 _native_policy: Any = Optimizer._process_value_according_to_param_policy
+_TAKE_NORMS = (torch.optim.Adafactor, torch.optim.Muon)
 _MARK = "_farpool_offloads"
 _offloads = 0
 """Number of moves of tensors into pools. An optimizer that stepped since the last one has all its state there."""
@@ -128,8 +129,66 @@ def page_moments_of(optimizer: Optimizer) -> None:
     optimizer.__dict__[_MARK] = _offloads
 
 
+def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> list[tuple[Any, ...]]:
+    """The tensors that operations of a step take whole, whatever their size, one tuple for each operation.
+
+    Of an optimizer that takes norms, or of fused SGD.
+    """
+    grad = parameter.grad
+    if isinstance(optimizer, _TAKE_NORMS):
+        return [(parameter,), (grad,)]
+    if parameter.itemsize == 2:
+        operands = [grad]
+        if group["momentum"]:
+            operands.append(optimizer.state.get(parameter, {}).get("momentum_buffer"))
+        like = parameter.detach()  # what is not there yet is made like it
+        return [(parameter, *(torch.empty_like(like) if tensor is None else tensor for tensor in operands))]
+    return []
+
+
+def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
+    """Raise before a step what would be raised in the middle of it, where some tensors are changed already.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+    gradients_follow : bool
+        Parameters without a gradient will get one before they are stepped.
+
+    Raises
+    ------
+    BudgetError
+        The optimizer takes tensors whole that do not fit into the fast tier.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if not isinstance(optimizer, _TAKE_NORMS) and not (isinstance(optimizer, torch.optim.SGD) and group["fused"]):
+            continue
+        for parameter in group["params"]:
+            if type(parameter) is not PagedTensor or not (
+                parameter.grad is not None or (gradients_follow and parameter.requires_grad)
+            ):
+                continue
+            for operands in _used_whole(optimizer, group, parameter):
+                paged = [tensor for tensor in operands if type(tensor) is PagedTensor]
+                pool = parameter._storage.pool
+                if sum(tensor.nbytes for tensor in paged) <= pool.fast // 2:
+                    continue  # it fits in any case, and need not be fetched for that
+                kind = f"optim.{type(optimizer).__name__}"
+                try:
+                    pool.release(pool.acquire([tensor._footprint.reader() for tensor in paged], kind))
+                except BudgetError as error:
+                    error.add_note(
+                        f"{kind} takes these tensors whole, and the step has changed nothing; docs/tables.md names the "
+                        "optimizers that work block by block"
+                    )
+                    raise
+
+
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     page_moments_of(optimizer)
+    require_room(optimizer, gradients_follow=len(args) > 1 or kwargs.get("closure") is not None)
 
 
 def _process_loaded(parameter: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

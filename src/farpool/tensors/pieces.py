@@ -41,8 +41,11 @@ _ROUND_ONCE = frozenset(
     (
         *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal"),
         *("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "copy", "zero"),
+        *("sign", "where", "gt", "lt", "eq"),
     )
 )
+_OF_TRUTH = frozenset(("where", "gt", "lt", "eq"))
+"""Operations that take or give truth values beside numbers, and round nothing at all."""
 _EXACT = (torch.float32, torch.float64)
 """Others are computed in float32 and rounded again."""
 
@@ -88,14 +91,14 @@ def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int
     return operands
 
 
-def _alike(operands: Sequence[_Operand]) -> bool:
+def _alike(operands: Sequence[_Operand], dtypes: Sequence[torch.dtype]) -> bool:
     """Whether all hold as many elements in the same order, and writing to one changes no other."""
     first = operands[0].tensor
     pool = next(operand.tensor for operand in operands if type(operand.tensor) is PagedTensor)._storage.pool
     starts: dict[int, int] = {}
     for operand in operands:
         tensor = operand.tensor
-        if tensor.dtype is not first.dtype or tensor.device != first.device or not same_layout(first, tensor):
+        if tensor.dtype not in dtypes or tensor.device != first.device or not same_layout(first, tensor):
             return False
         if type(tensor) is PagedTensor and tensor._storage.pool is not pool:
             return False
@@ -175,7 +178,11 @@ def compute_in_pieces(
     """
     operands = _collect(func, args, kwargs)
     paged = [operand.tensor for operand in operands.values() if type(operand.tensor) is PagedTensor]
-    if not paged or not _proven(func, paged[0], kwargs) or not _alike(list(operands.values())):
+    if not paged:
+        return NotImplemented
+    number = next((tensor for tensor in paged if tensor.dtype is not torch.bool), paged[0])
+    dtypes = (number.dtype, torch.bool) if func._opname in _OF_TRUTH else (number.dtype,)
+    if not _proven(func, number, kwargs) or not _alike(list(operands.values()), dtypes):
         return NotImplemented
     # What has no dimension (the learning rate, the count of steps) is the same for each piece.
     constants = {
@@ -189,7 +196,7 @@ def compute_in_pieces(
     if all(operand.mode is Mode.READ for operand in used):
         on_meta = {key: meta_view(operand.tensor) for key, operand in operands.items()}
         described = _call(func, args, kwargs, on_meta | constants)
-        if described.dtype is not paged[0].dtype or not same_layout(paged[0], described):
+        if described.dtype not in dtypes or not same_layout(number, described):
             return NotImplemented
         result = make_result(described)
         if type(result) is PagedTensor:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from farpool.errors import ArgumentError, FarpoolWarning, UnsupportedError
 from farpool.tensors.gradients import forget_gradients_of, page_gradients_of
 from farpool.tensors.imports import replace
-from farpool.tensors.optimizers import page_moments, page_moments_of
+from farpool.tensors.optimizers import page_moments, page_moments_of, require_room
 from farpool.tensors.paged_tensor import PagedTensor
 
 __all__ = ["StepInBackward", "step_in_backward"]
@@ -233,6 +233,7 @@ class StepInBackward:
         _check_hooks(self.optimizer)
         for parameter in self._parameters():
             self._check_order(parameter)
+        require_room(self.optimizer, gradients_follow=True)
 
     def _check_order(self, parameter: torch.Tensor) -> None:
         """Refuse a hook that would find its gradient used up."""

@@ -8,8 +8,8 @@ import torch
 
 from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.rules.compact import Compact, can_be_compacted, compact, raise_as_torch
-from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain
+from farpool.tensors.rules.compact import Compact, can_be_compacted, compact
+from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, raise_as_torch
 
 __all__ = ["MAX", "renamed_padding", "rows_of_bags"]
 

@@ -9,16 +9,16 @@ not whole cache lines, rows that nobody touches are left between them.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from farpool.pager import ALIGNMENT
 from farpool.tensors.geometry import plain_empty
-from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.rows import gather_rows, is_table, scatter_rows
 
-__all__ = ["Compact", "can_be_compacted", "compact", "raise_as_torch"]
+__all__ = ["Compact", "can_be_compacted", "compact", "from_the_front"]
 
 
 def can_be_compacted(table: Any) -> bool:
@@ -80,6 +80,20 @@ class Compact(NamedTuple):
         return values if self.size == self.rows.numel() else values.index_select(0, self.places)
 
 
+def _named_once(indices: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor. What is made of them is expanded again: torch picks a kernel by that."""
+    for dim, stride in enumerate(indices.stride()):
+        if stride == 0 and indices.size(dim) > 1:
+            indices = indices.narrow(dim, 0, 1)
+    return indices
+
+
+def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """The same rows of `count`, with those that were counted from the end counted from the front."""
+    single = _named_once(indices)
+    return torch.where(single < 0, single + count, single).expand(indices.size())
+
+
 def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     """The rows that an operation touches.
 
@@ -92,11 +106,7 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     *extra : int
         Rows beside those of the indices.
     """
-    # An expanded index is named once, and stays expanded: torch picks a kernel by that.
-    single = indices
-    for dim, stride in enumerate(indices.stride()):
-        if stride == 0 and indices.size(dim) > 1:
-            single = single.narrow(dim, 0, 1)
+    single = _named_once(indices)
     flat = single.reshape(-1).long()
     if extra:
         flat = torch.cat((flat, flat.new_tensor(extra)))
@@ -108,16 +118,3 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     places = torch.cat((rows[:1] % period, (rows.diff() - 1) % period + 1)).cumsum(0)
     renamed = single.clone().copy_(places[inverse[: single.numel()]].view(single.size()))
     return Compact(rows, places, int(places[-1]) + 1, renamed.expand(indices.size()))
-
-
-def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """Run an operation with an index out of range on plain memory of the table's shape, for its error.
-
-    Nobody writes to that memory but the operation before it fails, and the system backs no more than that.
-    """
-    try:
-        memory = plain_empty(table.size(), table.stride(), table.dtype, table.device)
-    except RuntimeError:  # the system does not promise memory that it could not back
-        memory = torch.zeros(1, dtype=table.dtype, device=table.device).expand(table.size())
-    func(memory, *args, **kwargs)
-    raise IndexError(f"{func}: index out of range for {describe(table)}")

@@ -43,6 +43,8 @@ _OF_OPTIMIZERS = ("gradient", "optimizer", "embedding")
     _aten.sqrt_.default,
     _aten.neg.default,
     _aten.neg_.default,
+    _aten.sign.default,
+    _aten.sign_.default,
     _aten.abs.default,
     _aten.abs_.default,
     _aten.reciprocal.default,
@@ -57,6 +59,10 @@ _OF_OPTIMIZERS = ("gradient", "optimizer", "embedding")
     _aten.maximum.out,
     _aten.minimum.default,
     _aten.minimum.out,
+    _aten.gt.Scalar,
+    _aten.lt.Scalar,
+    _aten.eq.Scalar,
+    _aten.where.self,
 )
 def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in args):

@@ -15,10 +15,11 @@ from farpool.errors import BudgetError
 from farpool.tensors.calls import calls
 from farpool.tensors.compute import compute
 from farpool.tensors.dispatch import family_rule
-from farpool.tensors.factories import allocate, from_tensor
+from farpool.tensors.factories import allocate, class_of_moments, from_tensor
 from farpool.tensors.operands import paged_arguments
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.pieces import compute_in_pieces
+from farpool.tensors.rules.norms import ADVICE
 from farpool.tensors.schema import signature_of
 
 _aten = torch.ops.aten
@@ -31,7 +32,7 @@ _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
 _FUSED = frozenset(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"))
 _NAMES = (
     *("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp"),
-    *("sqrt", "neg", "abs", "reciprocal", "maximum", "minimum", "clamp_min", "clamp_max", "copy", "zero"),
+    *("sqrt", "neg", "sign", "abs", "reciprocal", "maximum", "minimum", "clamp_min", "clamp_max", "copy", "zero"),
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _ELEMENTWISE = _FUSED | {f"_foreach_{name}{ending}" for name in _NAMES for ending in ("", "_")} | {_UNSCALE}
@@ -63,7 +64,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if not paged:
         return func(*args, **kwargs)
     storage = paged[0]._storage
-    cls = "optimizer" if storage.cls in ("weights", "embedding", "expert", "gradient") else storage.cls
+    cls = class_of_moments(paged[0])
     try:
         results = compute(func, args, kwargs)
     except BudgetError:
@@ -108,7 +109,12 @@ def _streamed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 {name: _elements(name, value, part) for name, value in kwargs.items()},
             )
         except BudgetError:
-            _ask_for_the_largest(signature_of(func).name, lists, count)
+            try:
+                _ask_for_the_largest(signature_of(func).name, lists, count)
+            except BudgetError as error:
+                if func._opname == "_foreach_norm":
+                    error.add_note(ADVICE)
+                raise
             raise
         if result is not None:
             results.extend(result)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,10 +18,20 @@ from farpool.pager.use import Use
 from farpool.tensors.calls import calls
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize
-from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.geometry import plain_empty
+from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import spans_blocks
 
-__all__ = ["INDEX_TYPES", "gather_rows", "is_table", "out_of_range", "plain", "scatter_rows", "without_masks"]
+__all__ = [
+    "INDEX_TYPES",
+    "gather_rows",
+    "is_table",
+    "out_of_range",
+    "plain",
+    "raise_as_torch",
+    "scatter_rows",
+    "without_masks",
+]
 
 _aten = torch.ops.aten
 INDEX_TYPES = (torch.int64, torch.int32)
@@ -217,10 +227,17 @@ def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | No
     return found
 
 
-def _raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the operation on a table of the same shape that holds one element, for its error."""
-    single = torch.zeros(1, dtype=table.dtype, device=table.device)
-    return func(single.expand(table.size()), *args, **kwargs)
+def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Run an operation with an index out of range on plain memory of the table's shape, for its error.
+
+    Nobody writes to that memory but the operation before it fails, and the system backs no more than that.
+    """
+    try:
+        memory = plain_empty(table.size(), table.stride(), table.dtype, table.device)
+    except RuntimeError:  # the system does not promise memory that it could not back
+        memory = torch.zeros(1, dtype=table.dtype, device=table.device).expand(table.size())
+    func(memory, *args, **kwargs)
+    raise IndexError(f"{func}: index out of range for {describe(table)}")
 
 
 @rule(_aten.embedding.default)
@@ -229,7 +246,7 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_table(table) or table.dim() != 2 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
     if out_of_range(indices, table.size(0)):
-        return _raise_as_torch(func, table, (indices, *args[2:]), kwargs)
+        raise_as_torch(func, table, (indices, *args[2:]), kwargs)
     return gather_rows(table, indices.reshape(-1), "aten.embedding").view(*indices.size(), table.size(1))
 
 
@@ -239,7 +256,7 @@ def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not is_table(table) or dim % max(table.dim(), 1) != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
     if indices.dim() > 1 or out_of_range(indices, table.size(0)):
-        return _raise_as_torch(func, table, (dim, indices), kwargs)
+        raise_as_torch(func, table, (dim, indices), kwargs)
     return gather_rows(table, indices.reshape(-1), "aten.index_select")
 
 
@@ -254,7 +271,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, *others = indices
     rows = table.size(0)
     if out_of_range(first, rows, -rows):
-        return _raise_as_torch(func, table, (indices,), kwargs)
+        raise_as_torch(func, table, (indices,), kwargs)
     wrapped = torch.where(first < 0, first + rows, first).to(table.device)
     if all(index is None for index in others):
         return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
@@ -270,9 +287,9 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_table(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
     if indices.dim() != table.dim() or out_of_range(indices, table.size(0)):
-        return _raise_as_torch(func, table, (dim, indices), kwargs)
+        raise_as_torch(func, table, (dim, indices), kwargs)
     if any(size > extent for size, extent in zip(indices.size()[1:], table.size()[1:], strict=True)):
-        return _raise_as_torch(func, table, (dim, indices), kwargs)
+        raise_as_torch(func, table, (dim, indices), kwargs)
     rows, places = torch.unique(indices.long(), return_inverse=True)
     for inner, size in enumerate(indices.size()[1:], start=1):
         table = table.narrow(inner, 0, size)  # of the other columns nothing is needed

@@ -1,9 +1,10 @@
 """Dense gradients of tables, written into the pool block by block instead of being held whole in plain memory.
 
 The backward pass of a lookup sees plain tensors only, the gradient of its result and the indices, and makes a plain
-gradient as large as the table. So lookups in a table whose gradient is to be paged anyway (a leaf of class "embedding"
-that spans blocks) get a backward of their own. It runs torch's kernel on a small table of the rows that were looked up,
-which keeps the order in which the gradients of a row are added up, and writes each block of the large one once.
+gradient as large as the table. So lookups in a table whose gradient is to be paged anyway (a leaf that spans blocks, of
+class "embedding" or larger than the fast tier) get a backward of their own. It runs torch's kernel on a small table of
+the rows that were looked up, which keeps the order in which the gradients of a row are added up, and writes each block
+of the large one once.
 
 What needs more of the graph, or is handled by somebody else, goes torch's way: sparse gradients, gradients of
 gradients, forward-mode derivatives and ``torch.func``.
@@ -11,6 +12,8 @@ gradients, forward-mode derivatives and ``torch.func``.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +25,16 @@ from farpool.tensors.factories import allocate
 from farpool.tensors.geometry import contiguous_strides
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.bags import MAX, renamed_padding, rows_of_bags
-from farpool.tensors.rules.compact import Compact, can_be_compacted
+from farpool.tensors.rules.compact import Compact, can_be_compacted, compact, from_the_front
+from farpool.tensors.rules.rows import INDEX_TYPES, without_masks
 from farpool.tensors.transfer import block_cuts, stream
 
 _aten = torch.ops.aten
 _HOOK = torch._C.DispatchKey.PythonTLSSnapshot
 """Comes before autograd, and only for tensor subclasses: plain calls do not pass here."""
+
+Add = Callable[[torch.Tensor, list[Any], torch.Tensor], torch.Tensor]
+"""Takes zeros of a table's size, indices and a gradient, and adds that to them as the backward pass of torch does."""
 
 
 class _Table:
@@ -37,7 +44,7 @@ class _Table:
     ----------
     pool : StorageOwner
     size : tuple of int
-        Rows and columns.
+        Rows, and the size of each.
     row_bytes : int
     """
 
@@ -65,7 +72,8 @@ class _Table:
         """A paged gradient: the rows of a small table, and zeros elsewhere."""
         stride = contiguous_strides(self.size)
         grad = allocate(self.pool, self.size, stride, self._dtype, cls="gradient", name=self._name)
-        width = self.size[1]
+        width = math.prod(self.size[1:])
+        values = values.view(rows.size, width)
         cuts = {cut // width * width for cut in block_cuts([grad], self.pool.fast)}
         steps = list(pairwise(sorted(cuts | {0, grad.numel()})))
         bounds = torch.tensor([(first // width, last // width) for first, last in steps])
@@ -165,6 +173,29 @@ class _Bags(torch.autograd.Function):
         return None, of_table, None, None, None, None, of_weights, None, None
 
 
+class _Picked(torch.autograd.Function):
+    """``index_select``, ``index`` or ``gather`` along the rows: whose gradients are added into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, func: Any, add: Add, table: PagedTensor, *indices: torch.Tensor | None) -> Any:
+        ctx.save_for_backward(*indices)
+        ctx.table, ctx.add = _Table(table), add
+        return func(keys, table, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        indices = ctx.saved_tensors
+        table = ctx.table
+        nothing = (None,) * len(indices)
+        named = without_masks(indices, table.size) if table.takes(grad) else None
+        if named is None or named[0].dtype not in INDEX_TYPES:
+            return None, None, None, ctx.add(grad.new_zeros(table.size), list(indices), grad), *nothing
+        first, *others = named
+        rows = compact(from_the_front(first, table.size[0]), table.row_bytes)
+        values = ctx.add(grad.new_zeros((rows.size, *table.size[1:])), [rows.indices, *others], grad)
+        return None, None, None, table.gradient(rows, values), *nothing
+
+
 def _renamed_largest(rows: Compact, largest: torch.Tensor) -> torch.Tensor:
     """Rows of the small table instead of those of the large one; any row for bags that have chosen none."""
     if rows.rows.numel() == 0:
@@ -176,8 +207,7 @@ def _renamed_largest(rows: Compact, largest: torch.Tensor) -> torch.Tensor:
 def _wants_paged_gradient(table: Any) -> bool:
     return (
         can_be_compacted(table)
-        and table.dim() == 2
-        and table._storage.cls == "embedding"
+        and (table._storage.cls == "embedding" or table.nbytes > table._storage.pool.fast)
         and table.is_leaf
         and table.requires_grad
         and torch.is_grad_enabled()
@@ -195,7 +225,7 @@ def _lookup(
     sparse: bool = False,
 ) -> Any:
     keys = keys.remove(_HOOK)
-    if sparse or not _wants_paged_gradient(weight):
+    if sparse or weight.dim() != 2 or not _wants_paged_gradient(weight):
         return _aten.embedding.default.redispatch(keys, weight, indices, padding_idx, scale_grad_by_freq, sparse)
     return _Lookup.apply(keys, weight, indices, padding_idx, scale_grad_by_freq)  # type: ignore[no-untyped-call]
 
@@ -214,13 +244,42 @@ def _bags(
 ) -> Any:
     keys = keys.remove(_HOOK)
     options = per_sample_weights, include_last_offset, padding_idx
-    if sparse or not _wants_paged_gradient(weight):
+    if sparse or weight.dim() != 2 or not _wants_paged_gradient(weight):
         return _aten._embedding_bag.default.redispatch(
             keys, weight, indices, offsets, scale_grad_by_freq, mode, sparse, *options
         )
     return _Bags.apply(keys, weight, indices, offsets, scale_grad_by_freq, mode, *options)  # type: ignore[no-untyped-call]
 
 
+def _index_select(keys: Any, table: Any, dim: int, indices: Any) -> Any:
+    keys = keys.remove(_HOOK)
+    if not _wants_paged_gradient(table) or dim % table.dim() != 0:
+        return _aten.index_select.default.redispatch(keys, table, dim, indices)
+    select = lambda keys, table, indices: _aten.index_select.default.redispatch(keys, table, 0, *indices)  # noqa: E731
+    add = lambda zeros, indices, grad: zeros.index_add_(0, *indices, grad)  # noqa: E731
+    return _Picked.apply(keys, select, add, table, indices)  # type: ignore[no-untyped-call]
+
+
+def _index(keys: Any, table: Any, indices: Any) -> Any:
+    keys = keys.remove(_HOOK)
+    if not indices or indices[0] is None or not _wants_paged_gradient(table):
+        return _aten.index.Tensor.redispatch(keys, table, indices)
+    add = lambda zeros, indices, grad: zeros.index_put_(indices, grad, accumulate=True)  # noqa: E731
+    return _Picked.apply(keys, _aten.index.Tensor.redispatch, add, table, *indices)  # type: ignore[no-untyped-call]
+
+
+def _gather(keys: Any, table: Any, dim: int, indices: Any, *, sparse_grad: bool = False) -> Any:
+    keys = keys.remove(_HOOK)
+    if sparse_grad or not _wants_paged_gradient(table) or dim % table.dim() != 0:
+        return _aten.gather.default.redispatch(keys, table, dim, indices, sparse_grad=sparse_grad)
+    gather = lambda keys, table, indices: _aten.gather.default.redispatch(keys, table, 0, *indices)  # noqa: E731
+    add = lambda zeros, indices, grad: zeros.scatter_add_(0, *indices, grad)  # noqa: E731
+    return _Picked.apply(keys, gather, add, table, indices)  # type: ignore[no-untyped-call]
+
+
 _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 _library.impl("embedding", _lookup, _HOOK.name, with_keyset=True)
 _library.impl("_embedding_bag", _bags, _HOOK.name, with_keyset=True)
+_library.impl("index_select", _index_select, _HOOK.name, with_keyset=True)
+_library.impl("index.Tensor", _index, _HOOK.name, with_keyset=True)
+_library.impl("gather", _gather, _HOOK.name, with_keyset=True)

@@ -8,14 +8,17 @@ nothing. Rows that are replaced as a whole are not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
+from farpool.pager import Mode
 from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.rules.compact import can_be_compacted, compact, raise_as_torch
-from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, without_masks
+from farpool.tensors.rules.compact import can_be_compacted, compact, from_the_front
+from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, raise_as_torch, without_masks
+from farpool.tensors.transfer import block_cuts, flat, same_layout, stream
 
 __all__ = ["SCATTERS", "passes_by_other_rows"]
 
@@ -99,7 +102,7 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     kwargs = {name: plain(value) for name, value in kwargs.items()}
     count = table.size(0)
     if func._opname == "index_fill_" and not out_of_range(indices, count, -count):
-        indices = torch.where(indices < 0, indices + count, indices)
+        indices = from_the_front(indices, count)
     if out_of_range(indices, count):
         raise_as_torch(func, table, (dim, indices, *others), kwargs)
     return _change(
@@ -111,16 +114,45 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     )
 
 
+def _fills_by_mask(table: PagedTensor, given: Sequence[Any], values: torch.Tensor) -> bool:
+    """Whether each element of the table has a truth value of its own, and those that are true get the same number."""
+    mask = given[0]
+    return (
+        len(given) == 1
+        and mask.dtype is torch.bool
+        and same_layout(table, mask)
+        and values.numel() == 1
+        and values.dtype is table.dtype
+        and not (type(mask) is PagedTensor and mask._storage.pool is not table._storage.pool)
+    )
+
+
+def _fill_by_mask(func: Any, table: PagedTensor, mask: torch.Tensor, value: torch.Tensor) -> None:
+    """Fill block by block: the positions of what is true would take 16 bytes for an element."""
+    steps = list(pairwise(sorted(block_cuts([table], table._storage.pool.fast) | {0, table.numel()})))
+    if type(mask) is not PagedTensor:
+        truths = flat(mask)
+        steps = [(first, last) for first, last in steps if truths[first:last].any()]
+
+    def fill(piece: torch.Tensor, truths: torch.Tensor) -> None:
+        func(piece, [truths], value)
+
+    stream("aten.index_put_", fill, (table, Mode.WRITE), (mask, Mode.READ), steps=steps)
+
+
 @rule(_aten.index_put_.default, _aten._index_put_impl_.default)
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, given, values, *options = args
     if not can_be_compacted(table) or not given or given[0] is None or _shares_memory(table, (*given, values)):
         return NotImplemented
+    values = plain(values)
+    accumulate = options[0] if options else kwargs.get("accumulate", False)
+    if not accumulate and _fills_by_mask(table, given, values):
+        _fill_by_mask(func, table, given[0], values)
+        return table
     indices = without_masks(given, table.size())
     if indices is None or indices[0].dtype not in INDEX_TYPES:
         return NotImplemented
-    values = plain(values)
-    accumulate = options[0] if options else kwargs.get("accumulate", False)
     named = [index for index in given if index is not None]
     if not accumulate and values.numel() == 1 and len(named) == 1 and named[0].dtype is torch.uint8:
         # There torch fills by mask, and does not take one of this type: its own error.
@@ -131,7 +163,7 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise_as_torch(func, table, (indices, values, *options), kwargs)
     return _change(
         table,
-        torch.where(first < 0, first + count, first),
+        from_the_front(first, count),
         "aten.index_put_",
         lambda chosen, places: func(chosen, [places, *others], values, *options, **kwargs),
         replaces=not accumulate and all(index is None for index in others),

@@ -14,8 +14,8 @@ from farpool.errors import FarpoolError
 from farpool.tensors.dispatch import fallback
 from farpool.tensors.geometry import plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.rules.compact import can_be_compacted, raise_as_torch
-from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain
+from farpool.tensors.rules.compact import can_be_compacted
+from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, raise_as_torch
 from farpool.tensors.rules.table_writes import SCATTERS, passes_by_other_rows
 
 _aten = torch.ops.aten
