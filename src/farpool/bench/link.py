@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 
 from farpool import Dram, Throttled
 from farpool.pool.stats import Stats
+from farpool.tiers import Extent
 
-__all__ = ["core_for_link", "fetched", "link_rate", "lower_tier", "written"]
+__all__ = ["Copier", "core_for_link", "fetched", "link_rate", "lower_tier", "written"]
 
 
 @contextmanager
@@ -35,6 +38,53 @@ def lower_tier(nbytes: int, rate: float | None) -> Dram | Throttled:
     """Host memory of `nbytes` bytes behind a link of `rate` bytes per second each way; None sets no limit."""
     memory = Dram(nbytes)
     return memory if rate is None else Throttled(memory, read_bandwidth=rate, write_bandwidth=rate)
+
+
+class Copier:
+    """Copies bytes over a link of its own while something computes, as a pool does, but for nobody.
+
+    On the CPU copies take memory bandwidth and cache from what computes; this tells how much.
+    """
+
+    _PIECE, _PIECES = 4 << 20, 32
+    """Bytes of one copy, and how many of them the link's far side holds: more than a cache."""
+
+    def __init__(self, rate: float) -> None:
+        self._tier = lower_tier(self._PIECES * self._PIECE, rate)
+        self._memory = bytearray(self._PIECES * self._PIECE)
+        self._extents: list[Extent] = []
+
+    def __enter__(self) -> Self:
+        self._tier.open()
+        pieces = memoryview(self._memory)
+        for start in range(0, len(pieces), self._PIECE):
+            extent = self._tier.reserve(self._PIECE)
+            self._tier.write_from(extent, pieces[start : start + self._PIECE])  # untouched memory would be read faster
+            self._extents.append(extent)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tier.close()
+
+    def beside(self, work: Callable[[], float], nbytes: int) -> float:
+        """The result of `work`; meanwhile at most `nbytes` bytes are copied."""
+        ended = threading.Event()
+
+        def copy() -> None:
+            view = memoryview(self._memory)
+            for number in range(-(-nbytes // self._PIECE)):
+                if ended.is_set():
+                    return
+                piece = number % self._PIECES
+                self._tier.read_into(self._extents[piece], view[piece * self._PIECE : (piece + 1) * self._PIECE])
+
+        thread = threading.Thread(target=copy, name="farpool-copier")
+        thread.start()
+        try:
+            return work()
+        finally:
+            ended.set()
+            thread.join()
 
 
 def link_rate(nbytes: int) -> float:

@@ -1,9 +1,10 @@
 """Streaming: a model four times as large as the fast tier.
 
 A stack of transformer blocks runs forward with a quarter of its weights resident; the rest lies behind a link of a
-known rate. The limit of a pass is the longer of two times: that of the same pass with everything resident, and that of
-the fewest bytes that any pool with this budget could move (Belady: what is needed last leaves first) at the
-link's rate. The efficiency is the limit over the measured time, in steady state.
+known rate. The limit of a pass is the longer of two times: that of the same pass with everything resident (on the CPU,
+where copies take memory bandwidth from what computes, beside as many copies for nobody), and that of the fewest bytes
+that any pool with this budget could move (Belady: what is needed last leaves first) at the link's rate. The efficiency
+is the limit over the measured time, in steady state.
 
 Passes run in turn: everything resident, in the pool, and with what one would use otherwise. In the pool each timed pass
 follows an untimed one at once, because while the others run the pool could fetch for nothing. All outputs

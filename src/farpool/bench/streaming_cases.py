@@ -7,6 +7,7 @@ import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +15,7 @@ import torch
 
 from farpool import Dram, Pool, offload
 from farpool.bench.accelerated import accelerated
-from farpool.bench.link import fetched, link_rate, lower_tier
+from farpool.bench.link import Copier, fetched, link_rate, lower_tier
 from farpool.bench.measure import median_ratio
 from farpool.bench.peer import measured, missing
 from farpool.bench.sequence import fewest_bytes
@@ -66,6 +67,7 @@ class _Samples:
     """Of each round."""
 
     resident: list[float] = field(default_factory=list)
+    beside_copies: list[float] = field(default_factory=list)
     paged: list[float] = field(default_factory=list)
     stalled: list[float] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
@@ -107,6 +109,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
     peer, reason = _accelerated(plain, device, rate)
     samples = _Samples()
     with (
+        nullcontext() if rate is None else Copier(rate) as copier,
         Pool(budget, [lower_tier(capacity, rate)], device=device) as pool,
         Pool(budget, [lower_tier(capacity, rate)], device=device, prefetch=False) as demand_pool,
     ):
@@ -121,6 +124,8 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
         for done in range(settings.rounds):
             told(done, settings.rounds)
             samples.resident.append(run(plain, "resident"))
+            if copier is not None:
+                samples.beside_copies.append(copier.beside(lambda: run(plain, "resident"), fewest))
             run(paged, "farpool")
             before = pool.stats()
             samples.paged.append(run(paged, "farpool"))
@@ -135,7 +140,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
         strip = _strip(pool, lambda: run(paged, "farpool"))
         stats = pool.stats()
         paged = demand = plain  # nobody needs the copies' weights when the pools end
-    limits = [max(seconds, transfer) for seconds in samples.resident]
+    limits = [max(seconds, transfer) for seconds in samples.beside_copies or samples.resident]
     peers = [measured("demand fetching", samples.demand, samples.paged, limits)]
     if peer is None:
         peers.append(missing("accelerate", reason))
@@ -165,6 +170,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
         strip=strip,
         prefetches_used=stats.prefetches_used,
         prefetches_wasted=stats.prefetches_wasted,
+        beside_copies_seconds=tuple(samples.beside_copies) or None,
     )
 
 

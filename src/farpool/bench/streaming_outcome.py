@@ -37,10 +37,10 @@ class Settings:
     device: str = "cpu"
     rates: tuple[float, ...] = (0.5e9, 2e9)
     ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
-    rounds: int = 7
+    rounds: int = 15
     layers: int = 32
     layer_seconds: float = 0.010
-    weight_bytes: int = 640_000_000
+    weight_bytes: int = 1_600_000_000
     gpu_share: int = 8
 
     @classmethod
@@ -70,12 +70,15 @@ class Case:
     stall_seconds : float
         Seconds of a pass for which ops waited (median).
     efficiency, first_efficiency : float
-        Limit over measured time: median over the rounds, and for the very first pass.
+        Limit over measured time: median over the rounds, and for the very first pass (whose limit has no copies).
     strip : Strip
         Two passes in a row.
     prefetches_used, prefetches_wasted : int
         Blocks fetched ahead since the pool was made that were accessed, and that left without; None in results from
         before this was counted.
+    beside_copies_seconds : tuple of float, optional
+        Of each round, everything resident, while the fewest bytes are copied over a link of the same rate for nobody:
+        what the limit is taken from. None on a GPU, where copies cost no computing, and in results from before.
     """
 
     rate: float
@@ -100,6 +103,7 @@ class Case:
     strip: Strip
     prefetches_used: int | None = None
     prefetches_wasted: int | None = None
+    beside_copies_seconds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
