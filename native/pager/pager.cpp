@@ -246,7 +246,7 @@ void Pager::note(const Run& run, double busy, bool first) {
             residency.set_next_use(block, key);
         } else if (!look_ahead_.kept(block)) {
             Block& b = residency.blocks[block];
-            b.uses += b.uses < std::numeric_limits<std::uint16_t>::max() ? 1 : 0;
+            b.uses += b.uses < std::numeric_limits<std::uint8_t>::max() ? 1 : 0;
             residency.set_next_use(block, key_until(residency.rows.access(block, b.size, b.uses, tape_.now())));
         }
         residency.use(block);
