@@ -97,7 +97,7 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
     }
     auto access = std::make_shared<Access>();
     access->runs = std::move(runs);
-    // An access to rows goes through the line, which puts them beside each other.
+    // An access to rows goes through the line, which makes room for all of them at once.
     const bool of_rows = std::ranges::any_of(access->runs, [](const Run& run) { return run.table >= 0; });
     access->granted = !of_rows && waiting_.empty() && !residency_.has_stuck() && lies_ready(*access);
     std::int64_t beside_kept = 0;
