@@ -199,10 +199,10 @@ void bind_pager(nb::module_& m) {
         .def_ro("copy", &Block::copy)
         .def_ro("next_use", &Block::next_use)
         .def_ro("last_use", &Block::last_use)
-        .def_ro("pins", &Block::pins)
+        .def_prop_ro("pins", [](const Block& self) { return self.pins; })
         .def_ro("name", &Block::name)
         .def_ro("tier", &Block::tier)
-        .def_ro("state", &Block::state)
+        .def_prop_ro("state", [](const Block& self) { return self.state; })
         .def_prop_ro("dirty", [](const Block& self) { return self.dirty; })
         .def_prop_ro("prefetched", [](const Block& self) { return self.prefetched; });
 

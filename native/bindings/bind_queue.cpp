@@ -81,7 +81,14 @@ public:
         for (const auto& [offset, address, nbytes] : pieces) {
             copied.push_back({offset, address, nbytes});
         }
-        core_->submit(id, target, static_cast<Direction>(direction), std::move(copied), after, priority, port.ptr());
+        farpool::Submission submission{.id = id,
+                                       .port = target,
+                                       .direction = static_cast<Direction>(direction),
+                                       .pieces = copied,
+                                       .after = after,
+                                       .priority = priority,
+                                       .keepalive = port.ptr()};
+        core_->submit({&submission, 1});
         // The lock is held since the submission, so nobody can have given back this reference before it is taken.
         port.inc_ref();
     }

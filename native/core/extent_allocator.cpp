@@ -30,7 +30,7 @@ std::int64_t ExtentAllocator::rounded(std::int64_t nbytes) const {
 
 std::int64_t ExtentAllocator::note(std::int64_t offset, std::int64_t nbytes, std::int64_t tag) {
     if (offset >= 0) {
-        taken_.emplace(offset, Taken{nbytes, tag});
+        taken_.insert({offset, nbytes, tag});
         used_ += nbytes;
     }
     return offset;
@@ -70,13 +70,13 @@ bool ExtentAllocator::alloc_at(std::int64_t offset, std::int64_t nbytes, std::in
 }
 
 std::int64_t ExtentAllocator::free(std::int64_t offset) {
-    const auto found = taken_.find(offset);
-    if (found == taken_.end()) {
+    const TakenRange* found = taken_.find(offset);
+    if (found == nullptr) {
         fail_value("ExtentAllocator: no allocated range begins at offset " + std::to_string(offset));
     }
-    const std::int64_t nbytes = found->second.nbytes;
+    const std::int64_t nbytes = found->nbytes;
     space_.free(offset, nbytes);
-    taken_.erase(found);
+    taken_.erase(offset);
     used_ -= nbytes;
     return nbytes;
 }
@@ -105,23 +105,25 @@ bool ExtentAllocator::shrink(std::int64_t capacity) {
 std::vector<std::pair<std::int64_t, std::int64_t>> ExtentAllocator::ranges() const {
     std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
     ranges.reserve(taken_.size());
-    for (const auto& [offset, taken] : taken_) {
-        ranges.emplace_back(offset, taken.nbytes);
-    }
+    taken_.each([&](const TakenRange& range) {
+        ranges.emplace_back(range.offset, range.nbytes);
+        return true;
+    });
     return ranges;
 }
 
 std::optional<std::int64_t> ExtentAllocator::tag(std::int64_t offset) const {
-    const auto found = taken_.find(offset);
-    return found == taken_.end() ? std::nullopt : std::optional(found->second.tag);
+    const TakenRange* found = taken_.find(offset);
+    return found == nullptr ? std::nullopt : std::optional(found->tag);
 }
 
 std::vector<std::int64_t> ExtentAllocator::tags() const {
     std::vector<std::int64_t> tags;
     tags.reserve(taken_.size());
-    for (const auto& [offset, taken] : taken_) {
-        tags.push_back(taken.tag);
-    }
+    taken_.each([&](const TakenRange& range) {
+        tags.push_back(range.tag);
+        return true;
+    });
     return tags;
 }
 

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "extent_table.hpp"
 #include "free_space.hpp"
 
 namespace farpool {
@@ -15,7 +15,7 @@ class ExtentAllocator {
 public:
     ExtentAllocator(std::int64_t capacity, std::int64_t alignment);
 
-    // The tag is the caller's, kept with the range: no memory more, as the node has room for it.
+    // The tag is the caller's, kept with the range.
     std::int64_t alloc(std::int64_t nbytes, std::int64_t tag = 0);
     std::int64_t alloc_lowest(std::int64_t nbytes);
     bool alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag = 0);
@@ -37,19 +37,10 @@ public:
     // Calls `visit(offset, nbytes, tag)` for each range in order of offset, until it returns false.
     template <typename Visit>
     void each(Visit visit) const {
-        for (const auto& [offset, taken] : taken_) {
-            if (!visit(offset, taken.nbytes, taken.tag)) {
-                break;
-            }
-        }
+        taken_.each([&](const TakenRange& range) { return visit(range.offset, range.nbytes, range.tag); });
     }
 
 private:
-    struct Taken {
-        std::int64_t nbytes;  // rounded
-        std::int64_t tag;
-    };
-
     std::int64_t rounded(std::int64_t nbytes) const;  // -1 where it cannot fit anyway
     std::int64_t note(std::int64_t offset, std::int64_t nbytes, std::int64_t tag);
 
@@ -57,7 +48,7 @@ private:
     std::int64_t alignment_;
     std::int64_t used_ = 0;
     FreeSpace space_;
-    std::map<std::int64_t, Taken> taken_;  // by offset
+    ExtentTable taken_;  // with sizes as rounded
 };
 
 }  // namespace farpool

@@ -11,6 +11,7 @@ public:
     explicit MemoryPort(Memory& memory) : memory_(memory) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
+    bool copies() const noexcept override { return true; }
 
 private:
     std::byte* at(std::uint64_t offset, std::size_t nbytes) const;

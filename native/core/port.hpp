@@ -16,6 +16,9 @@ public:
     virtual void write(std::uint64_t offset, const void* from, std::size_t nbytes) = 0;
     // How many transfers in one direction are worth having under way at once.
     virtual unsigned concurrency() const noexcept { return 1; }
+    // Whether a transfer is nothing but a copy in memory, which never waits: a small one is made sooner than handed to another
+    // thread, so the thread that waits for it may make it itself.
+    virtual bool copies() const noexcept { return false; }
 };
 
 }  // namespace farpool

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <string>
 #include <tuple>
@@ -14,6 +15,9 @@
 namespace farpool {
 
 namespace {
+
+constexpr std::size_t small_copy = 64 << 10;  // bytes that are copied in less time than a thread takes to wake up
+constexpr std::size_t most_at_once = 16;      // small copies: a few tens of microseconds
 
 std::chrono::steady_clock::time_point deadline_after(double seconds) {
     // A century stands for "for ever": larger values would overflow the clock.
@@ -30,12 +34,21 @@ struct QueueCore::Entry {
     Lane* lane;  // null for a barrier
     std::vector<std::int64_t> after;
     std::vector<std::int64_t> dependents;
-    std::size_t waiting_for = 0;
+    std::size_t waiting_for;
     std::int64_t priority;
     std::uint64_t order;
-    bool ready = false;
-    bool running = false;
+    bool small;  // a copy in memory that is made sooner than handed over
+    bool ready;
+    bool running;
     Keepalive keepalive;
+};
+
+struct QueueCore::Outcome {
+    std::int64_t id;
+    std::optional<PortError> error;
+    bool cancelled;
+    double start;
+    double end;
 };
 
 struct QueueCore::Worker {
@@ -48,15 +61,41 @@ struct QueueCore::Lane {
     struct Next {
         std::int64_t priority;
         std::uint64_t order;
-        std::int64_t id;
+        Entry* entry;
+        // Whether it comes after the other, as a heap wants to know.
         bool operator<(const Next& other) const {
-            return std::tie(other.priority, order) < std::tie(priority, other.order);
+            return std::tie(priority, other.order) < std::tie(other.priority, order);
         }
+        // Not if the entry has got another priority since. Entries are used again, but never with the same order.
+        bool holds() const { return entry->ready && entry->order == order && entry->priority == priority; }
     };
+
+    void push(Entry& entry) {
+        ready.push_back({entry.priority, entry.order, &entry});
+        std::push_heap(ready.begin(), ready.end());
+    }
+    // The entry that is next; null if there is none.
+    Entry* next() {
+        while (!ready.empty() && !ready.front().holds()) {
+            drop_front();
+        }
+        return ready.empty() ? nullptr : ready.front().entry;
+    }
+    void take(Entry& entry) {  // the next one
+        entry.ready = false;
+        entry.running = true;
+        --waiting;
+        drop_front();
+    }
+    void drop_front() {
+        std::pop_heap(ready.begin(), ready.end());
+        ready.pop_back();
+    }
 
     Port* port;
     Direction direction;
-    std::set<Next> ready;
+    std::vector<Next> ready;  // a heap
+    std::size_t waiting = 0;  // entries that are ready
     std::condition_variable wake;
     std::vector<std::unique_ptr<Worker>> workers;
     std::size_t idle = 0;  // workers that will look for an entry
@@ -101,53 +140,92 @@ void QueueCore::start_worker(Lane& lane) {
     ++lane.idle;
 }
 
-void QueueCore::submit(std::int64_t id, Port* port, Direction direction, std::vector<Piece> pieces,
-                       const std::vector<std::int64_t>& after, std::int64_t priority, Keepalive keepalive) {
+void QueueCore::submit(std::span<Submission> batch, bool waits) {
     const std::lock_guard lock(mutex_);
-    require_open();
+    if (!batch.empty()) {
+        require_open();
+    }
+    try {
+        for (Submission& submission : batch) {
+            add(submission);
+            submission.keepalive = nullptr;
+        }
+    } catch (...) {
+        wake_all_workers(false);
+        throw;
+    }
+    wake_all_workers(waits);
+}
+
+QueueCore::Lane& QueueCore::lane_of(Port* port, Direction direction) {
+    auto& slot = lanes_[{port, direction}];
+    if (slot == nullptr) {
+        auto made = std::make_unique<Lane>();
+        made->port = port;
+        made->direction = direction;
+        try {
+            start_worker(*made);
+        } catch (...) {
+            lanes_.erase({port, direction});
+            throw;
+        }
+        slot = std::move(made);
+    }
+    return *slot;
+}
+
+QueueCore::Entry& QueueCore::new_entry() {
+    if (spare_.empty()) {
+        made_.push_back(std::make_unique<Entry>());
+        spare_.reserve(made_.capacity());  // so that giving one back never fails
+        spare_.push_back(made_.back().get());
+    }
+    Entry& entry = *spare_.back();
+    spare_.pop_back();
+    return entry;
+}
+
+void QueueCore::add(Submission& submission) {
+    const std::int64_t id = submission.id;
     if (entries_.contains(id)) {
         fail_value("Queue.submit: entry " + std::to_string(id) + " is still pending; use a new id");
     }
     Lane* lane = nullptr;
-    if (port != nullptr && !pieces.empty()) {
-        auto& slot = lanes_[{port, direction}];
-        if (slot == nullptr) {
-            auto made = std::make_unique<Lane>();
-            made->port = port;
-            made->direction = direction;
-            try {
-                start_worker(*made);
-            } catch (...) {
-                lanes_.erase({port, direction});
-                throw;
-            }
-            slot = std::move(made);
-        }
-        lane = slot.get();
+    if (submission.port != nullptr && !submission.pieces.empty()) {
+        lane = &lane_of(submission.port, submission.direction);
     }
-    auto made = std::make_unique<Entry>();
-    Entry& entry = *made;
+    Entry& entry = new_entry();
     entry.id = id;
-    entry.pieces = std::move(pieces);
+    entry.pieces.assign(submission.pieces.begin(), submission.pieces.end());
+    entry.after.clear();
+    entry.dependents.clear();
     entry.lane = lane;
-    entry.priority = priority;
+    entry.waiting_for = 0;
+    entry.priority = submission.priority;
     entry.order = submitted_++;
-    entry.keepalive = keepalive;
+    entry.ready = entry.running = false;
+    entry.keepalive = submission.keepalive;
+    std::size_t nbytes = 0;
+    for (const Piece& piece : entry.pieces) {
+        nbytes += piece.nbytes;
+    }
+    entry.small = lane != nullptr && nbytes <= small_copy && lane->port->copies();
     bool doomed = false;
-    for (const std::int64_t other : after) {
-        doomed = doomed || (unpolled_failures_.contains(other) && !entries_.contains(other));
+    for (const std::int64_t other : submission.after) {
         const auto found = entries_.find(other);
-        if (found != entries_.end()) {
+        if (found == entries_.end()) {
+            doomed = doomed || unpolled_failures_.contains(other);
+        } else {
             entry.after.push_back(other);
             found->second->dependents.push_back(id);
             ++entry.waiting_for;
         }
     }
-    entries_.emplace(id, std::move(made));
+    entries_.emplace(id, &entry);
     unpolled_failures_.erase(id);
     if (doomed) {
         const double now = monotonic_seconds();
-        complete(id, std::nullopt, true, now, now);
+        complete({id, std::nullopt, true, now, now});
     } else if (entry.waiting_for == 0) {
         set_ready(entry);
     }
@@ -156,59 +234,67 @@ void QueueCore::submit(std::int64_t id, Port* port, Direction direction, std::ve
 void QueueCore::set_ready(Entry& entry) {
     if (entry.lane == nullptr) {
         const double now = monotonic_seconds();
-        complete(entry.id, std::nullopt, false, now, now);
+        complete({entry.id, std::nullopt, false, now, now});
         return;
     }
     entry.ready = true;
-    Lane& lane = *entry.lane;
-    lane.ready.insert({entry.priority, entry.order, entry.id});
-    lane.wake.notify_one();
-    if (lane.ready.size() > lane.idle && lane.workers.size() < lane.port->concurrency()) {
-        try {
+    entry.lane->push(entry);
+    ++entry.lane->waiting;
+}
+
+void QueueCore::wake_workers(Lane& lane) {
+    for (std::size_t count = std::min(lane.waiting, lane.idle); count > 0; --count) {
+        lane.wake.notify_one();
+    }
+    try {
+        while (lane.waiting > lane.idle && lane.workers.size() < lane.port->concurrency()) {
             start_worker(lane);
-        } catch (const std::exception&) {
-            // Those that there are do it.
+        }
+    } catch (const std::exception&) {
+        // Those that there are do it.
+    }
+}
+
+// `but_small`: not for the small copies, which the caller makes.
+void QueueCore::wake_all_workers(bool but_small) {
+    for (const auto& [key, lane] : lanes_) {
+        if (lane->waiting > 0 && !(but_small && lane->next()->small)) {
+            wake_workers(*lane);
         }
     }
 }
 
-void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool cancelled, double start, double end) {
-    struct Outcome {
-        std::int64_t id;
-        std::optional<PortError> error;
-        bool cancelled;
-        double start;
-        double end;
-    };
-    std::vector<Outcome> outcomes;  // a stack: chains of barriers and cancellations may be long
-    outcomes.push_back({id, std::move(error), cancelled, start, end});
+// Leaves waking to the caller.
+void QueueCore::complete(Outcome ended) {
+    outcomes_.push_back(std::move(ended));  // a stack: chains of barriers and cancellations may be long
     bool failed = false;
-    while (!outcomes.empty()) {
-        Outcome outcome = std::move(outcomes.back());
-        outcomes.pop_back();
+    while (!outcomes_.empty()) {
+        Outcome outcome = std::move(outcomes_.back());
+        outcomes_.pop_back();
         const auto found = entries_.find(outcome.id);
         if (found == entries_.end()) {
             continue;  // cancelled already, through another of those it waited for
         }
-        const std::unique_ptr<Entry> entry = std::move(found->second);
+        Entry& entry = *found->second;
         entries_.erase(found);
+        spare_.push_back(&entry);  // and not used again before this returns
         const bool bad = outcome.cancelled || outcome.error.has_value();
         if (bad) {
             unpolled_failures_.insert(outcome.id);
             failed = true;
         }
         // In reverse, so that the stack takes them in order of submission.
-        for (auto dependent = entry->dependents.rbegin(); dependent != entry->dependents.rend(); ++dependent) {
+        for (auto dependent = entry.dependents.rbegin(); dependent != entry.dependents.rend(); ++dependent) {
             const auto waiting = entries_.find(*dependent);
             if (waiting == entries_.end()) {
                 continue;
             }
             Entry& next = *waiting->second;
             if (bad) {
-                outcomes.push_back({next.id, std::nullopt, true, outcome.end, outcome.end});
+                outcomes_.push_back({next.id, std::nullopt, true, outcome.end, outcome.end});
             } else if (--next.waiting_for == 0) {
                 if (next.lane == nullptr) {
-                    outcomes.push_back({next.id, std::nullopt, false, outcome.end, outcome.end});
+                    outcomes_.push_back({next.id, std::nullopt, false, outcome.end, outcome.end});
                 } else {
                     set_ready(next);
                 }
@@ -216,7 +302,7 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
         }
         ++seen_.results;
         results_.push_back(
-            {outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry->keepalive});
+            {outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry.keepalive});
     }
     seen_.nudges += failed ? 1 : 0;  // whoever waits for more results need not wait for them any longer
     if (failed || (!targets_.empty() && seen_.results >= *targets_.begin())) {
@@ -227,21 +313,38 @@ void QueueCore::complete(std::int64_t id, std::optional<PortError> error, bool c
 void QueueCore::work(Lane& lane, Worker& worker) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        lane.wake.wait(lock, [&] { return closing_ || !lane.ready.empty(); });
+        lane.wake.wait(lock, [&] { return closing_ || lane.waiting > 0; });
         --lane.idle;
         if (closing_) {
             break;
         }
-        const std::int64_t id = lane.ready.begin()->id;
-        lane.ready.erase(lane.ready.begin());
-        Entry& entry = *entries_.at(id);
-        entry.ready = false;
-        entry.running = true;
-        lock.unlock();
-        std::optional<PortError> error;
-        const double start = monotonic_seconds();
+        run_next(lock, lane);
+        ++lane.idle;
+    }
+    worker.ended = true;
+    finished_.notify_all();
+}
+
+// Carries out the next entry of a lane, which has one, or the next few small copies, with the lock given up meanwhile.
+void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
+    std::array<Entry*, most_at_once> taken;
+    std::array<Outcome, most_at_once> outcomes;
+    std::size_t count = 0;
+    for (Entry* next = lane.next(); next != nullptr; next = lane.next()) {
+        lane.take(*next);
+        taken[count++] = next;
+        const Entry* following = lane.next();
+        if (count == most_at_once || !next->small || following == nullptr || !following->small) {
+            break;
+        }
+    }
+    wake_workers(lane);  // for those that are left
+    lock.unlock();
+    double time = monotonic_seconds();
+    for (std::size_t index = 0; index < count; ++index) {
+        Outcome& outcome = outcomes[index] = {taken[index]->id, std::nullopt, false, time, time};
         try {
-            for (const Piece& piece : entry.pieces) {
+            for (const Piece& piece : taken[index]->pieces) {
                 if (lane.direction == Direction::read) {
                     lane.port->read(piece.offset, reinterpret_cast<void*>(piece.address), piece.nbytes);
                 } else {
@@ -249,27 +352,47 @@ void QueueCore::work(Lane& lane, Worker& worker) {
                 }
             }
         } catch (const PortFailure& failure) {
-            error = failure.error();
+            outcome.error = failure.error();
         } catch (const std::exception& failure) {
-            error = PortError{ErrorKind::tier, std::string("a transfer failed: ") + failure.what(), {}, 0, {}};
+            outcome.error = PortError{ErrorKind::tier, std::string("a transfer failed: ") + failure.what(), {}, 0, {}};
         }
-        const double end = monotonic_seconds();
-        lock.lock();
-        complete(id, std::move(error), false, start, end);
-        ++lane.idle;
+        outcome.end = time = monotonic_seconds();
     }
-    worker.ended = true;
-    finished_.notify_all();
+    lock.lock();
+    for (std::size_t index = 0; index < count; ++index) {
+        complete(std::move(outcomes[index]));
+    }
+    wake_all_workers(false);  // for those that waited for these
+}
+
+// Makes small copies that are ready, a few of the most urgent lane; false if there are none.
+bool QueueCore::help(std::unique_lock<std::mutex>& lock) {
+    Lane* best = nullptr;
+    for (const auto& [key, lane] : lanes_) {
+        const Entry* next = lane->next();
+        if (next != nullptr && next->small && (best == nullptr || best->ready.front() < lane->ready.front())) {
+            best = lane.get();
+        }
+    }
+    if (best == nullptr) {
+        return false;
+    }
+    ++helping_;
+    run_next(lock, *best);
+    --helping_;
+    if (closing_) {
+        finished_.notify_all();
+    }
+    return true;
 }
 
 void QueueCore::reprioritize(std::int64_t id, std::int64_t priority) {
     const std::lock_guard lock(mutex_);
     const auto set = [](Entry& entry, std::int64_t value) {
-        if (entry.ready) {
-            entry.lane->ready.erase({entry.priority, entry.order, entry.id});
-            entry.lane->ready.insert({value, entry.order, entry.id});
-        }
         entry.priority = value;
+        if (entry.ready) {
+            entry.lane->push(entry);  // what is there with the other priority does not hold any more
+        }
     };
     const auto found = entries_.find(id);
     if (found == entries_.end() || found->second->running) {
@@ -321,7 +444,12 @@ QueueCore::Seen QueueCore::seen() const {
 void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double seconds) {
     std::unique_lock lock(mutex_);
     const std::uint64_t target = seen.results + results;
-    wait_for(lock, target, seconds, [&] { return seen_.results >= target || seen_.nudges != seen.nudges; });
+    const auto ready = [&] { return seen_.results >= target || seen_.nudges != seen.nudges; };
+    const double deadline = monotonic_seconds() + seconds;
+    while (!ready() && !closing_ && monotonic_seconds() < deadline && help(lock)) {
+    }
+    wake_all_workers(false);  // for what was left to this thread and is not needed for its end
+    wait_for(lock, target, deadline - monotonic_seconds(), ready);
 }
 
 void QueueCore::nudge() {
@@ -345,7 +473,7 @@ bool QueueCore::close(double seconds) {
         std::vector<Entry*> dropped;
         for (const auto& [id, entry] : entries_) {
             if (!entry->running) {
-                dropped.push_back(entry.get());
+                dropped.push_back(entry);
             }
         }
         std::sort(dropped.begin(), dropped.end(), [](const Entry* a, const Entry* b) { return a->order < b->order; });
@@ -355,6 +483,7 @@ bool QueueCore::close(double seconds) {
         }
         for (auto& [key, lane] : lanes_) {
             lane->ready.clear();
+            lane->waiting = 0;
             lane->wake.notify_all();
         }
         std::erase_if(entries_, [](const auto& item) { return !item.second->running; });
@@ -367,7 +496,7 @@ bool QueueCore::close(double seconds) {
         }
     }
     const auto all_ended = [&] {
-        return std::all_of(workers.begin(), workers.end(), [](const Worker* worker) { return worker->ended; });
+        return helping_ == 0 && std::all_of(workers.begin(), workers.end(), [](const Worker* worker) { return worker->ended; });
     };
     const bool ended = finished_.wait_until(lock, deadline_after(seconds), all_ended);
     for (Worker* worker : workers) {

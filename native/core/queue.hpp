@@ -1,5 +1,9 @@
 // The ordered queue of transfers and the threads that work it off: for each port and direction as many as it has use for.
 // Knows nothing of Python but opaque references.
+//
+// To wake a thread costs more than to copy a few kilobytes, and so does a lock that two threads want. So entries are submitted
+// many at once, small copies in memory (`Port::copies`) are taken and ended a few at once, and a thread that waits makes such
+// copies itself instead of sleeping. All other ports are called on the queue's own threads only, one entry at a time.
 #pragma once
 
 #include <sys/types.h>
@@ -11,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -32,6 +37,17 @@ struct Piece {
 // A reference that the submitter holds for as long as the entry lives; given back with the result.
 using Keepalive = PyObject*;
 
+// What the queue is to do. `port` null or no pieces: a barrier.
+struct Submission {
+    std::int64_t id = 0;
+    Port* port = nullptr;
+    Direction direction = Direction::read;
+    std::span<const Piece> pieces = {};
+    std::span<const std::int64_t> after = {};
+    std::int64_t priority = 0;
+    Keepalive keepalive = nullptr;
+};
+
 struct Result {
     std::int64_t id = 0;
     std::optional<PortError> error;
@@ -48,9 +64,10 @@ public:
     QueueCore(const QueueCore&) = delete;
     QueueCore& operator=(const QueueCore&) = delete;
 
-    // `port` null or no pieces: a barrier. On failure nothing was submitted and the keepalive stays the caller's.
-    void submit(std::int64_t id, Port* port, Direction direction, std::vector<Piece> pieces,
-                const std::vector<std::int64_t>& after, std::int64_t priority, Keepalive keepalive);
+    // Submits these in order, and takes the keepalive out of each. On failure those that still have theirs were not
+    // submitted. `waits`: the caller goes on to `wait_past` or to another submission; until then small copies may
+    // lie there. Without, they are begun, also those that lie there already.
+    void submit(std::span<Submission> batch, bool waits = false);
     void reprioritize(std::int64_t id, std::int64_t priority);
     std::vector<Result> poll();
     // Whether there is something to poll; waits at most `seconds` for it.
@@ -62,7 +79,7 @@ public:
         std::uint64_t nudges;
     };
     Seen seen() const;
-    // Waits until there were `results` more results, or a nudge, for so many seconds at most.
+    // Waits until there were `results` more results, or a nudge, for so many seconds at most. Makes small copies meanwhile.
     void wait_past(const Seen& seen, std::uint64_t results, double seconds);
     void nudge();
     std::size_t pending() const;
@@ -75,9 +92,17 @@ private:
     struct Entry;
     struct Lane;
     struct Worker;
+    struct Outcome;
+    void add(Submission& submission);
+    Lane& lane_of(Port* port, Direction direction);
+    Entry& new_entry();
     void work(Lane& lane, Worker& worker);
+    void run_next(std::unique_lock<std::mutex>& lock, Lane& lane);
+    bool help(std::unique_lock<std::mutex>& lock);
     void set_ready(Entry& entry);
-    void complete(std::int64_t id, std::optional<PortError> error, bool cancelled, double start, double end);
+    void complete(Outcome ended);
+    void wake_workers(Lane& lane);
+    void wake_all_workers(bool but_small);
     void start_worker(Lane& lane);
     void require_open() const;
     template <typename Ready>
@@ -86,13 +111,18 @@ private:
     pid_t owner_;
     mutable std::mutex mutex_;
     std::condition_variable finished_;  // as many results came as somebody waits for, or a nudge, or a thread ended
-    std::unordered_map<std::int64_t, std::unique_ptr<Entry>> entries_;
+    std::unordered_map<std::int64_t, Entry*> entries_;
+    // As many as there ever were at once; those not in use are spare, with the memory for their parts.
+    std::vector<std::unique_ptr<Entry>> made_;
+    std::vector<Entry*> spare_;
+    std::vector<Outcome> outcomes_;  // of one `complete`
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
     std::vector<Result> results_;
     Seen seen_{0, 0};
     std::multiset<std::uint64_t> targets_;  // counts of results that somebody waits for
     std::unordered_set<std::int64_t> unpolled_failures_;  // the submitter does not know of them yet
     std::uint64_t submitted_ = 0;
+    std::size_t helping_ = 0;  // threads, not the queue's own, that make a copy
     bool closing_ = false;
 };
 

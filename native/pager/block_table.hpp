@@ -15,7 +15,7 @@
 
 namespace farpool::pager {
 
-enum class State : std::int8_t {
+enum class State : std::uint8_t {
     free = 0,  // the number is not in use
     absent = 1,
     fetching = 2,
@@ -23,19 +23,19 @@ enum class State : std::int8_t {
     writing_back = 4,  // leaving: its arena range may already be promised to another block, which waits for the write
 };
 
+// There may be millions: what is small shares a word.
 struct Block {
     std::int64_t size = 0;
     std::int64_t place = nowhere;  // offset in the arena while fetching, resident or writing back
     std::int64_t copy = nowhere;   // offset of the copy in its tier; valid while the block is not dirty
     std::int64_t next_use = 0;     // key for eviction: the farther, the sooner it goes
     std::int64_t last_use = -1;    // position on the tape of the latest access
-    std::int32_t pins = 0;
     std::int32_t name = -1;
     std::int32_t heap_slot = -1;  // where the eviction order keeps it; -1 while it may not be evicted
     std::int16_t tier = -1;       // tier of the copy below; -1 without one
     std::int8_t cls = 0;
-    State state = State::free;
-    std::uint16_t uses = 0;       // accesses as rows of a table since it came into the arena, as far as they are counted
+    std::uint8_t uses = 0;        // accesses as rows of a table since it came into the arena, as far as they are counted
+    State state : 3 = State::free;
     bool dirty : 1 = false;
     bool sourced : 1 = false;     // parts of its clean copy lie in sources
     bool hollow : 1 = false;      // placed to be overwritten, while its only content is still the copy below
@@ -43,7 +43,9 @@ struct Block {
     bool shunned : 1 = false;     // its last prefetch failed: left alone until it is accessed
     bool stuck : 1 = false;       // no tier takes its bytes: not a victim until the next access tries again
     bool moving : 1 = false;      // a transfer is under way on it
+    std::int32_t pins : 22 = 0;
 };
+static_assert(sizeof(Block) == 56);
 
 class BlockTable {
 public:

@@ -25,45 +25,72 @@ std::unique_lock<std::mutex> Driver::lock(Pause& pause) {
     return held;
 }
 
-void Driver::start() {
-    for (const Command& command : pager_->take_commands()) {
+void Driver::start(bool waits) {
+    commands_.clear();
+    batch_.clear();  // what an error has left
+    pager_->take_commands(commands_);
+    std::size_t count = 0;
+    for (const Command& command : commands_) {
+        const auto* transfer = std::get_if<std::shared_ptr<const Transfer>>(&command);
+        count += transfer != nullptr ? (*transfer)->pieces.size() : 0;
+    }
+    pieces_.clear();
+    pieces_.reserve(count);  // the batch points into it
+    for (const Command& command : commands_) {
         if (const auto* move = std::get_if<Move>(&command)) {
+            submit(false);  // what comes before it need not wait for it
             std::memmove(reinterpret_cast<void*>(arena_ + static_cast<std::uintptr_t>(move->target)),
                          reinterpret_cast<const void*>(arena_ + static_cast<std::uintptr_t>(move->source)),
                          static_cast<std::size_t>(move->nbytes));
         } else {
-            submit(*std::get<std::shared_ptr<const Transfer>>(command));
+            add(*std::get<std::shared_ptr<const Transfer>>(command));
         }
     }
+    submit(waits);
     for (const TransferId raised : pager_->take_raised()) {
         queue_->reprioritize(raised, demand_priority);
     }
 }
 
-void Driver::submit(const Transfer& transfer) {
-    std::vector<farpool::Piece> pieces;
-    pieces.reserve(transfer.pieces.size());
+void Driver::add(const Transfer& transfer) {
+    const std::size_t first = pieces_.size();
     for (const Piece& piece : transfer.pieces) {
-        pieces.push_back({static_cast<std::uint64_t>(piece.offset), arena_ + static_cast<std::uintptr_t>(piece.place),
-                          static_cast<std::size_t>(piece.nbytes)});
+        pieces_.push_back({static_cast<std::uint64_t>(piece.offset), arena_ + static_cast<std::uintptr_t>(piece.place),
+                           static_cast<std::size_t>(piece.nbytes)});
     }
     const auto [port, owner] = transfer.pieces.empty() ? std::pair<Port*, PyObject*>{}
                                                        : ports_.at(static_cast<std::size_t>(transfer.pieces.front().tier));
     const bool fetch = transfer.kind == Kind::fetch;
-    const std::int64_t priority = !fetch ? write_back_priority : transfer.demand ? demand_priority : prefetch_priority;
-    PyObject* kept = keep_ == nullptr ? nullptr : owner;
-    if (kept != nullptr) {
-        keep_(kept, true);
+    batch_.push_back({.id = transfer.id,
+                      .port = port,
+                      .direction = fetch ? Direction::read : Direction::write,
+                      .pieces = {pieces_.data() + first, transfer.pieces.size()},
+                      .after = transfer.after,
+                      .priority = !fetch ? write_back_priority : transfer.demand ? demand_priority : prefetch_priority,
+                      .keepalive = keep_ == nullptr ? nullptr : owner});
+}
+
+void Driver::submit(bool waits) {
+    if (batch_.empty() && !left_) {
+        return;
     }
+    for (const Submission& submission : batch_) {
+        if (submission.keepalive != nullptr) {
+            keep_(submission.keepalive, true);
+        }
+    }
+    left_ = waits;
     try {
-        queue_->submit(transfer.id, port, fetch ? Direction::read : Direction::write, std::move(pieces), transfer.after,
-                       priority, kept);
+        queue_->submit(batch_, waits);
     } catch (...) {
-        if (kept != nullptr) {
-            keep_(kept, false);
+        for (const Submission& submission : std::exchange(batch_, {})) {
+            if (submission.keepalive != nullptr) {
+                keep_(submission.keepalive, false);
+            }
         }
         throw;
     }
+    batch_.clear();
 }
 
 bool Driver::note_ends() {
@@ -120,7 +147,8 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
     const bool others = !pager_->waiting().empty();
     std::shared_ptr<Access> access = pager_->request(std::move(runs), monotonic_seconds());
     try {
-        start();
+        // Whoever asks goes on to wait for what is not granted, or refused.
+        start(!access->granted && std::holds_alternative<std::monostate>(access->refusal));
     } catch (...) {  // nobody is left to wait for it
         pager_->abandon(access);
         throw;

@@ -67,8 +67,8 @@ public:
     Pager& pager() noexcept { return *pager_; }
     // Makes known the native end of the next tier or source.
     void add_port(Port* port, PyObject* owner = nullptr) { ports_.emplace_back(port, owner); }
-    // Gives the queue what the pager wants done.
-    void start();
+    // Gives the queue what the pager wants done. `waits`: the caller goes on to `await` or `abandon`.
+    void start(bool waits = false);
     // Tells the pager what has ended, and starts what follows; false if nothing has.
     bool note_ends();
     // Asks for the ranges of one operation and starts what they need. Throws Refused where they do not fit together.
@@ -103,7 +103,8 @@ public:
     std::int64_t granted() const noexcept { return granted_; }
 
 private:
-    void submit(const Transfer& transfer);
+    void add(const Transfer& transfer);
+    void submit(bool waits);
     void account(const std::shared_ptr<const Transfer>& transfer, double start, double end);
     void count_grant();
 
@@ -115,6 +116,11 @@ private:
     std::vector<std::pair<Port*, PyObject*>> ports_;  // with the owner of each
     std::map<std::pair<std::int32_t, Kind>, LinkTotal> links_;
     std::vector<Ended> ended_;
+    // What `start` is about to submit: kept for its memory.
+    std::vector<Command> commands_;
+    std::vector<farpool::Piece> pieces_;
+    std::vector<Submission> batch_;
+    bool left_ = false;  // small copies were left to a thread that was about to wait
     std::int64_t peak_ = 0;
     std::int64_t granted_ = 0;  // accesses that have not been released
     int waiting_ = 0;           // threads that wait for other things than their own access

@@ -99,7 +99,7 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
     }
     auto access = std::make_shared<Access>();
     access->runs = std::move(runs);
-    // An access to rows goes through the line, which puts them beside each other.
+    // An access to rows goes through the line, which makes room for all of them at once.
     const bool of_rows = std::ranges::any_of(access->runs, [](const Run& run) { return run.table >= 0; });
     access->granted = !of_rows && waiting_.empty() && !residency_.has_stuck() && lies_ready(*access);
     std::int64_t beside_kept = 0;
@@ -252,7 +252,7 @@ void Pager::note(const Run& run, double busy, bool first) {
             residency.set_next_use(block, key);
         } else if (!look_ahead_.kept(block)) {
             Block& b = residency.blocks[block];
-            b.uses += b.uses < std::numeric_limits<std::uint16_t>::max() ? 1 : 0;
+            b.uses += b.uses < std::numeric_limits<std::uint8_t>::max() ? 1 : 0;
             residency.set_next_use(block, key_until(residency.rows.access(block, b.size, b.uses, tape_.now())));
         }
         residency.use(block);

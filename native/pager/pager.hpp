@@ -90,6 +90,8 @@ public:
 
     // What to start now, in this order. A move is to be made before any transfer that follows it is started.
     std::vector<Command> take_commands() { return std::exchange(residency_.commands, {}); }
+    // The same, into an empty vector, whose memory the pager goes on with.
+    void take_commands(std::vector<Command>& commands) { residency_.commands.swap(commands); }
     // Transfers, started before, for which somebody waits by now.
     std::vector<TransferId> take_raised() { return std::exchange(residency_.raised, {}); }
     // How many transfers have to end, at least, before this access can be granted; 1 where that is not known.

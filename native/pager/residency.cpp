@@ -480,16 +480,37 @@ void Residency::bring_rows(std::span<const Run> runs, const BlockSet& keep) {
             nbytes += run_bytes(run);
         }
     }
-    std::int64_t base = missing.size() > 1 ? make_room(nbytes, keep, {}) : -1;
-    if (base < 0) {
+    if (missing.size() < 2) {
         return;
     }
-    for (const Run& run : missing) {
-        settle_at(run, base);
-        base += run_bytes(run);
-        for (BlockId block = run.first; block < run.stop(); ++block) {
-            fill(block, run.mode, {});
+    std::int64_t base = make_room(nbytes, keep, {}, false);
+    if (base < 0) {
+        // Rows are as large as those that left for them, so their holes fit. To slide what lies between these together would
+        // copy several times the bytes that are fetched.
+        std::vector<Run> rest;
+        nbytes = 0;
+        for (const Run& run : missing) {
+            const std::int64_t place = arena.find(run_bytes(run));
+            if (place >= 0) {
+                place_and_fill(run, place);
+            } else {
+                rest.push_back(run);
+                nbytes += run_bytes(run);
+            }
         }
+        missing = std::move(rest);
+        base = missing.size() > 1 ? make_room(nbytes, keep, {}) : -1;
+    }
+    for (std::size_t index = 0; base >= 0 && index < missing.size(); ++index) {
+        place_and_fill(missing[index], base);
+        base += run_bytes(missing[index]);
+    }
+}
+
+void Residency::place_and_fill(const Run& run, std::int64_t base) {
+    settle_at(run, base);
+    for (BlockId block = run.first; block < run.stop(); ++block) {
+        fill(block, run.mode, {});
     }
 }
 
@@ -585,8 +606,8 @@ bool Residency::relocate(const Run& run, const BlockSet& keep) {
 }
 
 // Offset of a hole of `nbytes` bytes, made if need be; -1 if that has to wait. Throws NoRoom where only blocks that no lower
-// tier takes are left to evict.
-std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std::optional<std::int64_t> use) {
+// tier takes are left to evict. Without `in_one` nothing is moved: -1 also where so many bytes are free, but not side by side.
+std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std::optional<std::int64_t> use, bool in_one) {
     // Blocks out of the order of eviction for as long as this goes on; a tier's bookkeeping may throw in the middle of it.
     struct Spared {
         explicit Spared(Residency& owner) : residency(owner) {}
@@ -610,6 +631,9 @@ std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std
             return place;
         }
         if (arena.free() >= enough) {
+            if (!in_one) {
+                return -1;
+            }
             if (slide_together(nbytes, use ? nbytes : arena.capacity())) {
                 continue;
             }

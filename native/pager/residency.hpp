@@ -88,8 +88,8 @@ public:
     // must not be evicted for it. `use`, ahead of time, is the position of the coming use: only blocks needed later than
     // that make room. Throws NoRoom.
     bool bring(const Run& run, const BlockSet& keep, std::optional<std::int64_t> use = {});
-    // Gives the missing ones of many small runs one place beside each other, as far as there is one. They come and go
-    // together, so they leave one large hole behind instead of many small ones.
+    // Makes room for the missing ones of many small runs at once and gives them places: beside each other where there is such
+    // a hole, else each in a hole of its own. Only those that fit into none make others move together.
     void bring_rows(std::span<const Run> runs, const BlockSet& keep);
     // Makes a resident, unpinned block leave: at once if it is clean, else by writing it back. Throws NoRoom where no lower
     // tier takes it; it stays.
@@ -163,7 +163,8 @@ private:
     void settle_at(const Run& run, std::int64_t base);
     bool fill_in(const Run& run, std::int64_t base);
     bool relocate(const Run& run, const BlockSet& keep);
-    std::int64_t make_room(std::int64_t nbytes, const BlockSet& keep, std::optional<std::int64_t> use);
+    std::int64_t make_room(std::int64_t nbytes, const BlockSet& keep, std::optional<std::int64_t> use, bool in_one = true);
+    void place_and_fill(const Run& run, std::int64_t base);
     bool slide_together(std::int64_t nbytes, std::int64_t most);
 
     std::unordered_map<BlockId, TransferId> moving_;  // the transfer under way for a block

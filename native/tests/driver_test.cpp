@@ -31,7 +31,8 @@ private:
 // Bytes in memory, of which a transfer in so many fails.
 class SimulatedPort : public farpool::Port {
 public:
-    SimulatedPort(std::size_t nbytes, unsigned one_in) : bytes_(nbytes), one_in_(one_in) {}
+    SimulatedPort(std::size_t nbytes, unsigned one_in, bool copies = false)
+        : bytes_(nbytes), one_in_(one_in), copies_(copies) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override {
         fail_sometimes();
         std::memcpy(into, bytes_.data() + offset, nbytes);
@@ -40,6 +41,8 @@ public:
         fail_sometimes();
         std::memcpy(bytes_.data() + offset, from, nbytes);
     }
+
+    bool copies() const noexcept override { return copies_; }
 
 private:
     void fail_sometimes() {
@@ -50,13 +53,14 @@ private:
 
     std::vector<std::byte> bytes_;
     unsigned one_in_;
+    bool copies_;
     std::atomic<unsigned> calls_ = 0;
 };
 
 struct World {
-    World(std::int64_t capacity, unsigned one_in)
+    World(std::int64_t capacity, unsigned one_in, bool copies = false)
         : arena(static_cast<std::size_t>(capacity)),
-          port(1 << 20, one_in),
+          port(1 << 20, one_in, copies),
           queue(std::make_shared<QueueCore>()),
           driver(std::make_unique<Pager>(capacity, std::vector<std::shared_ptr<Space>>{std::make_shared<SimulatedSpace>(1 << 20)},
                                          1, 64, 1 << 12, true, false),
@@ -91,10 +95,10 @@ struct World {
 };
 
 // Each thread has blocks of its own, writes them with its count and finds it again.
-void run_threads(unsigned one_in, int steps) {
-    constexpr int blocks = 12;
+void run_threads(unsigned one_in, int steps, bool copies) {
+    constexpr int blocks = 24;  // of one thread more than there is room for
     constexpr std::int64_t nbytes = 1024;
-    World world(16 * nbytes, one_in);
+    World world(16 * nbytes, one_in, copies);
     std::vector<BlockId> first;
     for (int thread = 0; thread < 4; ++thread) {
         first.push_back(world.driver.pager().create(std::vector<std::int64_t>(blocks, nbytes), 0));
@@ -139,9 +143,17 @@ void run_threads(unsigned one_in, int steps) {
 
 }  // namespace
 
-TEST("threads that share an arena see their own bytes") { run_threads(0, 3000); }
+TEST("threads that share an arena see their own bytes") {
+    for (const bool copies : {false, true}) {
+        run_threads(0, 2000, copies);
+    }
+}
 
-TEST("a transfer that fails refuses the access that waits, and loses nothing") { run_threads(40, 3000); }
+TEST("a transfer that fails refuses the access that waits, and loses nothing") {
+    for (const bool copies : {false, true}) {
+        run_threads(41, 2000, copies);
+    }
+}
 
 TEST("a wait ends at its deadline, by closing, and by a release of another thread") {
     World world(1024, 0);
@@ -205,12 +217,15 @@ TEST("a wait for several results ends with the first one that failed") {
         queue->wait_past(seen, 1000, patience);
         ended = true;
     });
-    queue->submit(1, &stuck, farpool::Direction::read, {{0, address, 8}}, {}, 0, nullptr);
+    const farpool::Piece piece{0, address, 8};
+    farpool::Submission submission{.id = 1, .port = &stuck, .pieces = {&piece, 1}};
+    queue->submit({&submission, 1});
     while (queue->seen().results == 0) {
         std::this_thread::yield();
     }
     CHECK(!ended);  // one of a thousand
-    queue->submit(2, &failing, farpool::Direction::read, {{0, address, 8}}, {}, 0, nullptr);
+    submission = {.id = 2, .port = &failing, .pieces = {&piece, 1}};
+    queue->submit({&submission, 1});
     waiter.join();
     CHECK_EQUAL(queue->seen().results, std::uint64_t{2});
     CHECK_EQUAL(queue->poll().size(), std::size_t{2});

@@ -271,4 +271,27 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
     }
 }
 
+TEST("rows that come in the place of rows make no others move") {
+    World world(16 << 10);
+    const BlockId table = world.pager.create(std::vector<std::int64_t>(100, 1024), 0);
+    std::mt19937 random(0);
+    for (int step = 0; step < 300; ++step) {
+        std::set<BlockId> rows;
+        while (rows.size() < 4) {
+            rows.insert(static_cast<BlockId>(random() % 100));
+        }
+        std::vector<Run> runs;
+        for (const BlockId row : rows) {
+            runs.push_back({table + row, 1, Mode::write, table});
+        }
+        const auto access = world.pager.request(std::move(runs), world.now += 1e-4);
+        world.end_all();
+        CHECK(access->granted);
+        world.pager.release(*access, true);
+        world.end_all();
+    }
+    CHECK(world.pager.residency().counters.evictions > 500);
+    CHECK_EQUAL(world.pager.residency().counters.moves, std::int64_t{0});
+}
+
 int main() { return farpool::testing::run(); }
