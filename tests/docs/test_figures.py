@@ -46,7 +46,11 @@ def streaming() -> list[str]:
 
 
 def training() -> list[str]:
-    return [f"| {case['ratio']:.2f} | {case['efficiency']:.2f} |" for case in result("training")["cases"]]
+    return [
+        f"| {case['ratio']:.2f} | {case['efficiency']:.2f} | {case['efficiency_by_phases']:.2f} | "
+        f"{case['in_backward']['efficiency']:.2f} |"
+        for case in result("training")["cases"]
+    ]
 
 
 def overhead() -> list[str]:
@@ -56,10 +60,18 @@ def overhead() -> list[str]:
         f"| `F.linear` 64 × 64, for each paged argument | {linear['seconds_per_argument'] * 1e6:.1f} µs, "
         f"{linear['seconds_over_bare'] * 1e6:.1f} µs over a bare subclass |"
     ]
-    return rows + [
+    rows += [
         f"| a transformer layer of {layers['layer_seconds'] * 1e3:.1f} ms | {layers['ratio']:.2f} of its time, "
         f"{layers['ratio_to_bare']:.2f} of a bare subclass's |"
         for layers in outcome["layers"]
+    ]
+    more = outcome["training"]["seconds_per_parameter"]
+    rows.append(f"| a training step of 24 × Linear(64), fused AdamW, for each parameter | {more * 1e6:.0f} µs |")
+    return rows + [
+        f"| {picked['picked']:,} random rows of 16 KiB a call, table ten times the budget | "
+        f"{picked['bytes_per_second'] / 1e9:.1f} GB/s, "
+        f"{picked['thread_seconds_per_row'] * 1e6:.1f} µs of the thread a row |"
+        for picked in outcome["rows"]
     ]
 
 

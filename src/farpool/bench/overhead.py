@@ -1,4 +1,4 @@
-"""What paged tensors cost when everything is resident.
+"""What paged tensors cost beside plain ones, with everything resident, and what small rows of a large table cost.
 
 Operations: the same call in turn with plain weights, with weights in a bare wrapper subclass that only unwraps them
 (torch's own way into Python), and with paged ones. Inputs are plain. A difference over the number of paged arguments is
@@ -6,6 +6,11 @@ what one of them costs.
 
 Layers: stacks of transformer layers (pre-norm attention and MLP), plain, in bare wrappers and offloaded to a pool that
 holds them whole, pass by pass in turn. The number of tokens sets how long a layer computes.
+
+Training: steps of small linear layers with fused AdamW, plain and in such a pool, in turn.
+
+Rows: rows of 16 KiB of a table ten times as large as the fast tier, picked at random, behind a DRAM tier; beside
+``index_select`` from a plain table, which has nothing to move.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from farpool.bench.overhead_outcome import Layers, Operation, Outcome, Settings
+from farpool.bench.overhead_outcome import Layers, Operation, Outcome, Rows, Settings, Training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from farpool.bench.benchmark import Progress
 
-__all__ = ["Layers", "Operation", "Outcome", "Settings", "figures", "run", "table"]
+__all__ = ["Layers", "Operation", "Outcome", "Rows", "Settings", "Training", "figures", "run", "table"]
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
@@ -37,14 +42,17 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     """
     import torch
 
-    from farpool.bench.resident import measure_layers, measure_operations
+    from farpool.bench.random_rows import measure_rows
+    from farpool.bench.resident import measure_layers, measure_operations, measure_training
 
     operations = measure_operations(settings.device, settings.calls, settings.rounds, progress)
     layers = tuple(
         measure_layers(settings.device, seconds, settings.layers, settings.width, settings.rounds, progress)
         for seconds in settings.layer_seconds
     )
-    return Outcome(settings.device, torch.get_num_threads(), operations, layers)
+    training = measure_training(settings.device, settings.rounds, progress)
+    rows = tuple(measure_rows(settings.device, settings.table_rows, picked, progress) for picked in settings.picked)
+    return Outcome(settings.device, torch.get_num_threads(), operations, layers, training, rows)
 
 
 def table(outcome: Outcome) -> Group:
@@ -86,7 +94,42 @@ def table(outcome: Outcome) -> Group:
             str(stack.tokens),
             "yes" if stack.equal else "NO",
         )
-    return Group(operations, layers, Text(f"{outcome.device}, torch with {outcome.threads} threads"))
+    parts: list[Table | Text] = [operations, layers]
+    if outcome.training is not None:
+        parts.append(_training(outcome.training))
+    if outcome.rows:
+        parts.append(_rows(outcome.rows))
+    return Group(*parts, Text(f"{outcome.device}, torch with {outcome.threads} threads"))
+
+
+def _training(training: Training) -> Table:
+    result = Table(title="A training step of small linear layers, fused AdamW, everything resident: medians")
+    for name in ("parameters", "plain, ms", "paged, ms", "µs more for each parameter", "same bits"):
+        result.add_column(name, justify="right")
+    result.add_row(
+        str(training.parameters),
+        f"{statistics.median(training.plain) * 1e3:.2f}",
+        f"{statistics.median(training.paged) * 1e3:.2f}",
+        f"{training.seconds_per_parameter * 1e6:.0f}",
+        "yes" if training.equal else "NO",
+    )
+    return result
+
+
+def _rows(rows: tuple[Rows, ...]) -> Table:
+    result = Table(title="Random rows of a table ten times as large as the budget: medians")
+    for name in ("rows a call", "KiB a row", "GB/s", "µs of the thread a row", "index_select, GB/s", "same bits"):
+        result.add_column(name, justify="right")
+    for one in rows:
+        result.add_row(
+            str(one.picked),
+            str(one.row_bytes >> 10),
+            f"{one.bytes_per_second / 1e9:.2f}",
+            f"{one.thread_seconds_per_row * 1e6:.1f}",
+            f"{one.picked * one.row_bytes / statistics.median(one.index_select) / 1e9:.2f}",
+            "yes" if one.equal else "NO",
+        )
+    return result
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:

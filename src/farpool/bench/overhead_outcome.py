@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from farpool.bench.measure import median_ratio
 
-__all__ = ["Layers", "Operation", "Outcome", "Settings"]
+__all__ = ["Layers", "Operation", "Outcome", "Rows", "Settings", "Training"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class Settings:
         How long a layer is to take with plain weights.
     layers, width : int
         Of the stack.
+    table_rows : int
+        Of the table whose rows are picked at random, 16 KiB each.
+    picked : tuple of int
+        Rows of a call.
     """
 
     device: str = "cpu"
@@ -34,11 +38,13 @@ class Settings:
     layer_seconds: tuple[float, ...] = (0.001, 0.002, 0.005, 0.010)
     layers: int = 8
     width: int = 256
+    table_rows: int = 32_768
+    picked: tuple[int, ...] = (256, 1024)
 
     @classmethod
     def quick(cls) -> Settings:
         """Sizes so small that a run takes seconds."""
-        return cls(calls=5, rounds=3, layer_seconds=(0.0005,), layers=2, width=64)
+        return cls(calls=5, rounds=3, layer_seconds=(0.0005,), layers=2, width=64, table_rows=512, picked=(16,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,57 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a table ten times as large as the budget, picked at random. One sample of each kind for each call.
+
+    Attributes
+    ----------
+    row_bytes, table_bytes, budget_bytes, picked : int
+        Of a row, of the table, of the fast tier; rows of a call.
+    seconds : tuple of float
+        Of a call of ``embedding`` on the paged table.
+    thread_seconds : tuple of float
+        Processor time of the calling thread in these calls.
+    index_select : tuple of float
+        Seconds of ``index_select`` from a plain table into a buffer.
+    bytes_per_second, thread_seconds_per_row : float
+        Medians over the calls.
+    equal : bool
+        Whether both gave the same bits.
+    """
+
+    row_bytes: int
+    table_bytes: int
+    budget_bytes: int
+    picked: int
+    seconds: tuple[float, ...]
+    thread_seconds: tuple[float, ...]
+    index_select: tuple[float, ...]
+    bytes_per_second: float
+    thread_seconds_per_row: float
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Training steps with fused AdamW of a stack of small linear layers. Seconds of a step, one for each round.
+
+    Attributes
+    ----------
+    seconds_per_parameter : float
+        Median over the rounds of paged less plain, over the number of parameters.
+    equal : bool
+        Whether all losses were the same bits.
+    """
+
+    parameters: int
+    plain: tuple[float, ...]
+    paged: tuple[float, ...]
+    seconds_per_parameter: float
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """Results of a run.
 
@@ -135,3 +192,6 @@ class Outcome:
     threads: int
     operations: tuple[Operation, ...]
     layers: tuple[Layers, ...]
+    training: Training | None = None
+    """None in results from before it was measured, as `rows`."""
+    rows: tuple[Rows, ...] = ()

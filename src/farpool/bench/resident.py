@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,17 +15,19 @@ from torch.nn import functional
 from farpool import Pool, offload, restore
 from farpool.bench.bare import BareTensor, wrap_parameters
 from farpool.bench.measure import in_turn, mean_seconds
-from farpool.bench.overhead_outcome import Layers, Operation
+from farpool.bench.overhead_outcome import Layers, Operation, Training
 from farpool.bench.stack import Stack, seconds_of, synchronize, tokens_for
 
 if TYPE_CHECKING:
     from farpool.bench.benchmark import Progress
 
-__all__ = ["measure_layers", "measure_operations"]
+__all__ = ["measure_layers", "measure_operations", "measure_training"]
 
 _WIDTH = 64
 _ROWS = 8
 _VOCABULARY = 1024
+_LINEAR = 24
+"""Linear layers that are trained."""
 _WARM = 8
 """Passes before the first sample."""
 
@@ -129,3 +134,39 @@ def measure_layers(device: str, seconds: float, layers: int, width: int, rounds:
 
 def _pass(model: torch.nn.Module, inputs: torch.Tensor, device: str) -> float:
     return seconds_of(model, inputs, device)[0]
+
+
+def measure_training(device: str, rounds: int, progress: Progress) -> Training:
+    """Training steps of small linear layers with fused AdamW: plain and paged in turn, with everything resident."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LINEAR))).to(device)
+        inputs = torch.randn(_ROWS, _WIDTH).to(device)
+    paged = copy.deepcopy(plain)
+    losses: dict[int, list[torch.Tensor]] = {id(plain): [], id(paged): []}
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        seconds = time.perf_counter() - start
+        losses[id(model)].append(loss.detach())
+        return seconds
+
+    with Pool(fast="64MiB", dram="64MiB", device=device) as pool:
+        offload(paged, pool)
+        works = [partial(step, model, torch.optim.AdamW(model.parameters(), fused=True)) for model in (plain, paged)]
+        for work in works * _WARM:
+            work()
+        samples = in_turn(works, rounds, "Training steps", progress)
+        restore(paged)
+        equal = all(map(torch.equal, *losses.values()))
+        del work, works  # nobody needs the optimizer's state when the pool ends
+    parameters = len(list(plain.parameters()))
+    more = statistics.median(theirs - ours for ours, theirs in zip(*samples, strict=True))
+    on_plain, on_paged = samples
+    return Training(parameters, on_plain, on_paged, more / parameters, equal)

@@ -29,7 +29,7 @@ _SHARED = 1 << 20
 _ROWS = 16 << 10
 """Bytes of a block of a table whose rows are picked by data, at most, unless a row is larger."""
 _LEAST = 3200
-"""Bytes of such a block at least: the native pager takes some 160 bytes for a block, which is a twentieth."""
+"""Bytes of such a block at least: the native pager takes some 110 bytes for a block, which is a thirtieth."""
 _ROUNDED = 8
 """Rounding it to pages in a file may take this part of its bytes."""
 _PAGE = 4096
