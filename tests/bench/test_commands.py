@@ -76,8 +76,14 @@ def test_overhead_counts_arguments_and_keeps_bits(tmp_path: Path) -> None:
     }
     assert all(stack.equal for stack in outcome.layers)
     assert all(len(stack.plain) == len(stack.paged) == 3 for stack in outcome.layers)
+    assert outcome.training is not None
+    assert outcome.training.equal
+    assert outcome.training.parameters == 48
+    assert len(outcome.rows) == 1
+    assert outcome.rows[0].equal
+    assert outcome.rows[0].table_bytes // 10 == outcome.rows[0].budget_bytes
     page = check_page(report.read_text())
-    assert page.counts["table"] == 2
+    assert page.counts["table"] == 4
     assert page.counts["figure"] == 2
 
 
