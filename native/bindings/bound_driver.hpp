@@ -38,7 +38,7 @@ struct Granted {
     std::shared_ptr<farpool::pager::Access> access;  // null where all uses are empty
     std::vector<farpool::pager::Placed> places;
     double waited;  // seconds
-    bool paused;    // whether the interpreter's lock was given up for it
+    bool paused;    // whether other threads may have run Python code meanwhile
 
     // Where the first byte of a use lies, from the arena's start.
     std::int64_t offset(std::size_t use) const {
@@ -133,7 +133,7 @@ public:
         }
         farpool::pager::Runs runs = farpool::pager::runs_of(uses, rows);
         Granted granted{nullptr, std::move(runs.places), 0.0, false};
-        const std::uint64_t pauses = pause_.pauses;
+        const std::uint64_t pauses = pause_.pauses + PythonSpace::calls;
         if (!runs.runs.empty()) {
             auto held = driver_.lock(pause_);
             if (driver_.closed()) {  // since the caller looked
@@ -143,7 +143,7 @@ public:
             if (!granted.access->granted) {
                 granted.waited = await(held, granted.access, op);
             }
-            granted.paused = pause_.pauses != pauses;
+            granted.paused = pause_.pauses + PythonSpace::calls != pauses;
         }
         return granted;
     }

@@ -12,11 +12,16 @@
 class PythonSpace : public farpool::pager::Space {
 public:
     PythonSpace(nb::object space, nb::tuple classes) : space_(std::move(space)), classes_(std::move(classes)) {}
+    // Calls of all spaces so far: while they run, other threads may. Under the interpreter's lock.
+    static inline std::uint64_t calls = 0;
+
     std::int64_t reserve(std::int64_t nbytes, int cls) override {
+        ++calls;
         const nb::object offset = space_.attr("reserve")(nbytes, classes_[cls]);
         return offset.is_none() ? farpool::pager::nowhere : nb::cast<std::int64_t>(offset);
     }
     void free(std::int64_t offset, std::int64_t nbytes, int cls) override {
+        ++calls;
         space_.attr("free")(offset, nbytes, classes_[cls]);
     }
     nb::handle object() const { return space_; }

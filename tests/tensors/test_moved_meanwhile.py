@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 import warnings
@@ -10,11 +11,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import farpool
 from farpool import Pool
 from farpool.errors import FarpoolWarning, PoolClosedError
 from farpool.pool import blocks_of
+from farpool.pool.space import TierSpace
 from farpool.tiers import Dram, Throttled
 
+offloading = importlib.import_module("farpool.tensors.offload")  # its name in the package is that of the function
 NUMBERS = 16 << 10
 PATIENCE = 60.0
 
@@ -68,3 +72,42 @@ def test_operands_are_not_mixed_up_when_a_pool_is_left_while_an_operation_waits(
     else:
         assert torch.equal(got, torch.full((NUMBERS,), 2.0))
     assert torch.equal(far, torch.full((NUMBERS,), 3.0))
+
+
+def test_no_write_is_lost_when_a_tensor_leaves_while_a_tier_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bookkeeping of a tier is Python code, in which another thread gets its turn."""
+    copied, found_room, left = (threading.Event() for _ in range(3))
+    swap = offloading.swap
+
+    def swap_later(target: torch.Tensor, value: torch.Tensor) -> None:
+        copied.set()
+        assert found_room.wait(PATIENCE)
+        swap(target, value)
+        left.set()
+
+    with Pool("64KiB", dram="4MiB") as pool:
+        layer = farpool.offload(torch.nn.Linear(64, 64, bias=False), pool)
+        weight = layer.weight
+        before = weight.detach().cpu()
+        monkeypatch.setattr(offloading, "swap", swap_later)
+        thread = threading.Thread(target=farpool.restore, args=(layer,), daemon=True)
+        thread.start()
+        assert copied.wait(PATIENCE)  # only the swap is left to do
+        others = [pool.ones(64, 64) for _ in range(4)]  # they have no place below yet, and leave the weight no room
+        others[0].sum()  # after this there is nothing for which the next access would have to go through Python
+        reserve = TierSpace.reserve
+
+        def let_it_leave(space: TierSpace, nbytes: int, cls: str) -> int | None:
+            offset = reserve(space, nbytes, cls)
+            found_room.set()
+            assert left.wait(PATIENCE)
+            return offset
+
+        monkeypatch.setattr(TierSpace, "reserve", let_it_leave)
+        with torch.no_grad():
+            weight.add_(100.0)
+        monkeypatch.undo()
+        thread.join(PATIENCE)
+        assert type(weight) is torch.nn.Parameter
+        assert torch.equal(weight.detach(), before + 100.0)
+        del others

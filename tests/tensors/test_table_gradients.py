@@ -193,3 +193,31 @@ def test_the_gradient_of_picked_rows_is_never_whole_in_plain_memory() -> None:
             assert 0 < largest < 1 << 20
             assert table.grad[4200, 0] == (0 if pick is ELEMENTS["elements"] else 1)
         del table, picked
+
+
+@pytest.mark.parametrize("name", ["index_select", "rows", "elements", "gather"])
+def test_several_gradients_at_once_have_the_plain_bits(name: str) -> None:
+    pick = (ROWS | ELEMENTS)[name]
+    plain = torch.randn(COUNT, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rows = torch.tensor([1, 5, 5, COUNT - 1])
+    with Pool("16KiB", dram="4MiB") as pool:
+        table = pool.from_tensor(plain.detach(), table=True).requires_grad_()
+        found = []
+        for leaf in (plain, table):
+            picked = pick(leaf, rows)
+            several = torch.randn(2, *picked.shape, generator=torch.Generator().manual_seed(2))
+            found += torch.autograd.grad(picked, leaf, several, is_grads_batched=True)
+        assert torch.equal(*found)
+        del table, leaf, picked
+
+
+@pytest.mark.parametrize("dim", [2, -4])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "not trained"])
+def test_a_dimension_that_is_not_there_is_an_error_as_in_torch(dim: int, trained: bool) -> None:
+    with Pool("256KiB", dram="4MiB") as pool:
+        table = pool.from_tensor(torch.randn(COUNT, 16), table=True).requires_grad_(trained)
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            table.index_select(dim, torch.tensor([1, 2]))
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            table.gather(dim, torch.zeros(2, 16, dtype=torch.long))
+        del table

@@ -128,8 +128,8 @@ class Pool:
         timeout: float | None = None,
         debug: bool | None = None,
     ) -> None:
-        # The arguments, by name: nothing else is local yet.
-        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        # The arguments, by name: nothing else is local yet. (A copy: a debugger may add to it meanwhile.)
+        given = {name: value for name, value in dict(locals()).items() if name != "self" and value is not None}
         if debug is None:
             # It can be switched on from outside, to look into a program that makes its settings itself.
             given |= environment_layer(os.environ, {"debug": bool}).values

@@ -94,6 +94,8 @@ class TierSpec(Struct, frozen=True, kw_only=True):
     verified: bool = False
 
     def __post_init__(self) -> None:
+        if type(self) is TierSpec:
+            raise TypeError("a TierSpec is of some kind of tier: make a DramSpec, RemoteSpec or NvmeSpec")
         name = self.name or self.kind
         force_setattr(self, "name", name)
         if self.size is not None:

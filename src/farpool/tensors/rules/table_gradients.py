@@ -66,6 +66,7 @@ class _Table:
             and not self.pool.closed
             and not torch.is_grad_enabled()  # else the gradient is to have a history
             and not torch.is_anomaly_enabled()  # which looks for NaN in the whole gradient
+            and not torch._C._functorch.is_legacy_batchedtensor(grad)  # several gradients at once
         )
 
     def gradient(self, rows: Compact, values: torch.Tensor) -> PagedTensor:
@@ -253,7 +254,7 @@ def _bags(
 
 def _index_select(keys: Any, table: Any, dim: int, indices: Any) -> Any:
     keys = keys.remove(_HOOK)
-    if not _wants_paged_gradient(table) or dim % table.dim() != 0:
+    if not _wants_paged_gradient(table) or dim not in (0, -table.dim()):
         return _aten.index_select.default.redispatch(keys, table, dim, indices)
     select = lambda keys, table, indices: _aten.index_select.default.redispatch(keys, table, 0, *indices)  # noqa: E731
     add = lambda zeros, indices, grad: zeros.index_add_(0, *indices, grad)  # noqa: E731
@@ -270,7 +271,7 @@ def _index(keys: Any, table: Any, indices: Any) -> Any:
 
 def _gather(keys: Any, table: Any, dim: int, indices: Any, *, sparse_grad: bool = False) -> Any:
     keys = keys.remove(_HOOK)
-    if sparse_grad or not _wants_paged_gradient(table) or dim % table.dim() != 0:
+    if sparse_grad or not _wants_paged_gradient(table) or dim not in (0, -table.dim()):
         return _aten.gather.default.redispatch(keys, table, dim, indices, sparse_grad=sparse_grad)
     gather = lambda keys, table, indices: _aten.gather.default.redispatch(keys, table, 0, *indices)  # noqa: E731
     add = lambda zeros, indices, grad: zeros.scatter_add_(0, *indices, grad)  # noqa: E731
