@@ -105,7 +105,10 @@ def test_no_write_is_lost_when_a_tensor_leaves_while_a_tier_finds_room(monkeypat
 
         monkeypatch.setattr(TierSpace, "reserve", let_it_leave)
         with torch.no_grad():
-            weight.add_(100.0)
+            try:
+                weight.add_(100.0)
+            except PoolClosedError:  # it says to repeat the operation
+                weight.add_(100.0)
         monkeypatch.undo()
         thread.join(PATIENCE)
         assert type(weight) is torch.nn.Parameter

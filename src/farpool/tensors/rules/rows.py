@@ -284,7 +284,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule(_aten.gather.default)
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, dim, indices = args[0], args[1], plain(args[2])
-    if not is_table(table) or dim not in (0, -table.dim()) or indices.dtype not in INDEX_TYPES:
+    if not is_table(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
     if indices.dim() != table.dim() or out_of_range(indices, table.size(0)):
         raise_as_torch(func, table, (dim, indices), kwargs)
