@@ -15,6 +15,7 @@ export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
 
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard native/*/*.cpp native/*/*.hpp)
+PLUGINS := plugins/farpool-nixl
 # Empty files that say what the environment holds; make compares their times.
 BASE   := $(VENV)/.stamp-base
 DEMO   := $(VENV)/.stamp-demo
@@ -85,7 +86,8 @@ $(DEMO): $(BASE) $(NATIVE)
 	@$(PIP) install -c requirements/torch.txt --no-build-isolation -e '.[demo]'
 	@touch $@
 
-$(DEV): $(BASE) $(NATIVE)
+$(DEV): $(BASE) $(NATIVE) $(PLUGINS:=/pyproject.toml)
 	@echo "Building farpool, with what development needs"
 	@$(PIP) install -c requirements/torch.txt --no-build-isolation -C cmake.define.FARPOOL_WERROR=ON -e '.[dev]'
+	@$(PIP) install --no-build-isolation --no-deps $(PLUGINS:%=-e ./%)
 	@touch $(DEMO) $@

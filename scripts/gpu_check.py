@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / "wheels"
 PACKAGES = (
-    *("msgspec", "prometheus-client", "rich", "typer", "safetensors"),
+    *("cryptography", "msgspec", "prometheus-client", "rich", "typer", "safetensors"),
     *("scikit-build-core", "nanobind", "cmake", "ninja"),
     *("pytest", "pytest-timeout", "hypothesis"),
 )

@@ -212,7 +212,7 @@ def streaming(device: str) -> dict[str, Any]:
     """A model four times as large as the pool, where transfers take 0.5, 1 and 2 times as long as computing."""
     from farpool.bench.streaming import Settings
 
-    settings = Settings.quick() if device == "cpu" else Settings(rounds=3, layers=16, layer_seconds=0.002, gpu_share=64)
+    settings = Settings.quick() if device == "cpu" else Settings(rounds=9, layers=16, layer_seconds=0.002, gpu_share=64)
     names = "wanted ratio efficiency first_efficiency weight_bytes budget_bytes fewest_bytes moved_bytes stall_seconds"
     return _measure("streaming", replace(settings, device=device), f"{names} prefetches_used prefetches_wasted equal")
 
@@ -221,7 +221,7 @@ def training(device: str) -> dict[str, Any]:
     """AdamW with a sixth of its state resident."""
     from farpool.bench.training import Settings
 
-    settings = Settings.quick() if device == "cpu" else Settings(ratios=(0.5, 2.0), rounds=2, gpu_share=256)
+    settings = Settings.quick() if device == "cpu" else Settings(ratios=(0.5, 2.0), rounds=5, gpu_share=256)
     names = "wanted ratio efficiency first_efficiency state_bytes budget_bytes moved_read moved_written stall_seconds"
     return _measure("training", replace(settings, device=device), f"{names} equal")
 
@@ -239,8 +239,9 @@ def _measure(name: str, settings: Any, names: str) -> dict[str, Any]:
         print(f"{what}: {done} of {total}")
 
     outcome = benchmark.run(settings, told)
+    made = replace(provenance(), command=f"scripts/gpu-check {name}")
     whole = Path(sys.argv[3]).with_name(f"{name}-{settings.device}.json")
-    whole.write_text(results.encode(Section(name, benchmark, outcome, provenance())) + "\n")
+    whole.write_text(results.encode(Section(name, benchmark, outcome, made)) + "\n")
     cases = [
         {**{key: getattr(case, key) for key in names.split()}, "peers": {p.name: p.efficiency for p in case.peers}}
         for case in outcome.cases  # type: ignore[attr-defined]

@@ -11,15 +11,13 @@ import sys
 
 import farpool
 
-# Import names of what other extras bring: bench, rdma, testing.
+# Import names of what other extras bring: bench, testing.
 OTHER_EXTRAS = {
     "accelerate",
     "deepspeed",
     "hiredis",
     "hypothesis",
     "mooncake",
-    "nixl",
-    "nixl_cu13",
     "pytest",
     "redis",
 }

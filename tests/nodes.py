@@ -11,8 +11,8 @@ PATIENCE = 30.0
 
 def stats(address: str) -> dict[str, Any]:
     """A node's counters."""
-    from farpool.transport.address import parse_address
-    from farpool.transport.channel import Channel
+    from farpool.net.address import parse_address
+    from farpool.net.channel import Channel
 
     channel = Channel(parse_address(address), transport="tcp")
     try:

@@ -12,162 +12,12 @@
 #include <map>
 #include <unordered_map>
 
-#include "bound_driver.hpp"
+#include "footprint.hpp"
 
-using farpool::pager::Layout;
 using farpool::pager::Mode;
 using farpool::pager::Use;
 
 namespace {
-
-nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) {
-    PyObject* result = PyObject_Vectorcall(function.ptr(), std::data(arguments), std::size(arguments), nullptr);
-    if (result == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(result);
-}
-
-nb::object call_method(nb::handle object, const nb::object& name) {
-    PyObject* result = PyObject_CallMethodNoArgs(object.ptr(), name.ptr());
-    if (result == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(result);
-}
-
-nb::object interned(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
-
-nb::object attribute(nb::handle object, const nb::object& name) {
-    PyObject* result = PyObject_GetAttr(object.ptr(), name.ptr());
-    if (result == nullptr) {
-        throw nb::python_error();
-    }
-    return nb::steal(result);
-}
-
-// What a paged tensor touches of its storage, and what was made of that before. Nothing of it changes but what it remembers.
-struct Footprint {
-    nb::object storage;
-    nb::object pool;
-    nb::object driver;
-    BoundDriver* native;  // null where the driver is a Python object
-    std::shared_ptr<const Layout> layout;
-    nb::object arena;  // its views
-    nb::object device;
-    std::uintptr_t arena_start;
-    std::uintptr_t arena_stop;
-    nb::object dtype;
-    nb::tuple size;
-    nb::tuple stride;
-    std::int64_t offset;  // in elements, from the storage's start
-    bool conj;
-    bool neg;
-    bool lazy;  // whether values may be conjugated or negated without having it in memory
-    std::int64_t start = 0;  // bytes of the storage that the elements touch
-    std::int64_t stop = 0;
-    nb::object reader = nb::none();
-    nb::object writer = nb::none();
-    // The real tensor made last, whether it requires a gradient, and where in the arena it lies.
-    nb::object real = nb::none();
-    bool trained = false;
-    std::int64_t place = farpool::pager::nowhere;
-    nb::dict views = nb::dict();
-
-    Use use(bool write) const { return {layout, start, stop, write ? Mode::write : Mode::read}; }
-    bool has_real(std::int64_t at, bool requires_grad) const {
-        return place == at && trained == requires_grad && !real.is_none();
-    }
-    void keep_real(std::int64_t at, bool requires_grad, nb::object made) {
-        place = at;
-        trained = requires_grad;
-        real = std::move(made);
-    }
-    void forget_real() { real = nb::none(); }
-    // A real tensor whose geometry an operation has changed is not used again.
-    void check_real(nb::handle made) {
-        static const nb::object size_name = interned("size");
-        static const nb::object stride_name = interned("stride");
-        if (!call_method(made, size_name).equal(size) || !call_method(made, stride_name).equal(stride)) {
-            forget_real();
-        }
-    }
-    // Bytes of a row along the first dimension; 0 where its elements do not lie side by side.
-    std::int64_t row_bytes() const {
-        std::int64_t elements = 1;
-        for (std::size_t dim = size.size(); dim-- > 1;) {
-            const auto extent = nb::cast<std::int64_t>(size[dim]);
-            if (extent != 1 && nb::cast<std::int64_t>(stride[dim]) != elements) {
-                return 0;
-            }
-            elements *= extent;
-        }
-        const bool rows = size.size() != 0 && nb::cast<std::int64_t>(stride[0]) >= elements && !conj && !neg;
-        return rows ? elements * nb::cast<std::int64_t>(dtype.attr("itemsize")) : 0;
-    }
-    // The same bytes as an object that Python code passes on.
-    const nb::object& bound_use(bool write) {
-        nb::object& bound = write ? writer : reader;
-        if (bound.is_none()) {
-            bound = nb::cast(BoundUse{storage, use(write)});
-        }
-        return bound;
-    }
-
-    static int traverse(PyObject* self, visitproc visit, void* arg) {
-        Py_VISIT(Py_TYPE(self));
-        if (nb::inst_ready(self)) {
-            const Footprint& it = *nb::inst_ptr<Footprint>(self);
-            for (const nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real,
-                                           static_cast<const nb::object*>(&it.views)}) {
-                Py_VISIT(held->ptr());
-            }
-        }
-        return 0;
-    }
-    static int clear(PyObject* self) {
-        if (nb::inst_ready(self)) {
-            Footprint& it = *nb::inst_ptr<Footprint>(self);
-            it.native = nullptr;
-            for (nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real}) {
-                *held = nb::none();
-            }
-            it.views.clear();
-        }
-        return 0;
-    }
-};
-
-PyType_Slot footprint_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(Footprint::traverse)},
-                                 {Py_tp_clear, reinterpret_cast<void*>(Footprint::clear)},
-                                 {0, nullptr}};
-
-void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::object dtype, nb::handle size, nb::handle stride,
-                    std::int64_t offset, bool conj, bool neg) {
-    nb::object pool = storage.attr("pool");
-    nb::object driver = nb::getattr(pool, "driver", nb::none());  // not every owner of storages has one
-    BoundDriver* native = nullptr;
-    nb::try_cast(driver, native);
-    auto layout = nb::cast<std::shared_ptr<const Layout>>(storage.attr("layout"));
-    nb::object device = arena.attr("device");
-    const auto arena_start = nb::cast<std::uintptr_t>(arena.attr("start"));
-    const auto arena_stop = nb::cast<std::uintptr_t>(arena.attr("stop"));
-    const auto itemsize = nb::cast<std::int64_t>(dtype.attr("itemsize"));
-    const bool lazy = conj || neg || nb::cast<bool>(dtype.attr("is_complex"));
-    new (self) Footprint{std::move(storage), std::move(pool),  std::move(driver), native,           std::move(layout),
-                         std::move(arena),   std::move(device), arena_start,      arena_stop,       std::move(dtype),
-                         nb::tuple(size),    nb::tuple(stride), offset,           conj,             neg,              lazy};
-    std::int64_t reach = 0;
-    for (std::size_t dim = 0; dim < self->size.size(); ++dim) {
-        const auto extent = nb::cast<std::int64_t>(self->size[dim]);
-        if (extent == 0) {
-            return;
-        }
-        reach += (extent - 1) * nb::cast<std::int64_t>(self->stride[dim]);
-    }
-    self->start = offset * itemsize;
-    self->stop = (offset + reach + 1) * itemsize;
-}
 
 class Calls {
 public:
@@ -306,7 +156,7 @@ public:
         }
         const nb::object storage =
             like.pool.attr("allocate")(nbytes, nb::arg("cls") = "gradient", nb::arg("row_bytes") = size.size() < 2 ? 0 : row,
-                                       nb::arg("name") = gradient_of(like.storage.attr("name")));
+                                       nb::arg("name") = like.storage.attr("gradient_name"));
         const nb::object stride = call_method(grad, stride_name_);
         const nb::object made = call(footprint_type_, {storage.ptr(), like.arena.ptr(), dtype.ptr(), size.ptr(), stride.ptr(), zero_.ptr()});
         const nb::object paged = wrap(made, false);
@@ -670,10 +520,6 @@ private:
         return {&value, 1};
     }
 
-    static nb::object gradient_of(const nb::object& name) {
-        return PyUnicode_GetLength(name.ptr()) == 0 ? name : nb::steal(PyUnicode_FromFormat("%U.grad", name.ptr()));
-    }
-
     static bool all_differ(const Operands& operands) {
         std::vector<PyObject*> storages;
         storages.reserve(operands.items.size());
@@ -997,32 +843,6 @@ private:
 }  // namespace
 
 void bind_calls(nb::module_& m) {
-    nb::class_<Footprint>(m, "Footprint", "A geometry over a storage.", nb::type_slots(footprint_slots), nb::is_weak_referenceable())
-        .def("__init__", make_footprint, nb::arg("storage"), nb::arg("arena"), nb::arg("dtype"), nb::arg("size"), nb::arg("stride"),
-             nb::arg("offset"), nb::kw_only(), nb::arg("conj") = false, nb::arg("neg") = false)
-        .def_ro("storage", &Footprint::storage)
-        .def_ro("arena", &Footprint::arena)
-        .def_ro("dtype", &Footprint::dtype)
-        .def_ro("size", &Footprint::size)
-        .def_ro("stride", &Footprint::stride)
-        .def_ro("offset", &Footprint::offset)
-        .def_ro("conj", &Footprint::conj)
-        .def_ro("neg", &Footprint::neg)
-        .def_ro("start", &Footprint::start)
-        .def_ro("stop", &Footprint::stop)
-        .def_ro("views", &Footprint::views)
-        .def("reader", [](Footprint& self) { return self.bound_use(false); })
-        .def("writer", [](Footprint& self) { return self.bound_use(true); })
-        .def(
-            "kept_real",
-            [](Footprint& self, std::int64_t place, bool requires_grad) {
-                return self.has_real(place, requires_grad) ? self.real : nb::none();
-            },
-            nb::arg("place"), nb::arg("requires_grad"))
-        .def("keep_real", &Footprint::keep_real, nb::arg("place"), nb::arg("requires_grad"), nb::arg("real"))
-        .def("check_real", &Footprint::check_real, nb::arg("real"))
-        .def("forget_real", &Footprint::forget_real);
-
     nb::class_<Calls> calls(m, "Calls", "Runs operations on paged tensors.");
     nb::enum_<Calls::Kind>(calls, "Kind", "What an operator does.", nb::is_arithmetic())
         .value("COMPUTE", Calls::Kind::compute)

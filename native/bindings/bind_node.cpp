@@ -1,4 +1,8 @@
 // NodeServer: the data loop of a node, for the Python that controls it.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/set.h>
+
 #include "bindings.hpp"
 #include "node/server.hpp"
 
@@ -11,23 +15,16 @@ nb::bytes as_bytes(const std::string& text) { return nb::bytes(text.data(), text
 
 std::string_view as_view(const nb::bytes& data) { return {data.c_str(), data.size()}; }
 
-std::vector<Listed> listed(Server& server, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix,
-                           std::size_t limit, bool tombstones) {
-    const std::string_view from = as_view(after);
-    const std::string_view with = as_view(prefix);
-    nb::gil_scoped_release release;
-    return server.list(tenant, from, with, limit, tombstones);
-}
-
 nb::dict as_dict(const Server::Stats& stats) {
     nb::dict made;
     made["capacity"] = stats.capacity;
     made["used"] = stats.used;
+    made["backed"] = stats.backed;
+    made["taken"] = stats.taken;
     made["lent"] = stats.lent;
     made["leases"] = stats.leases;
     made["objects"] = stats.objects;
     made["object_bytes"] = stats.object_bytes;
-    made["tombstones"] = stats.tombstones;
     made["index_bytes"] = stats.index_bytes;
     made["nvme_capacity"] = stats.shelf_capacity;
     made["nvme_used"] = stats.shelf_used;
@@ -39,7 +36,7 @@ nb::dict as_dict(const Server::Stats& stats) {
     made["gets"] = stats.gets;
     made["hits"] = stats.hits;
     made["puts"] = stats.puts;
-    made["deletes"] = stats.deletes;
+    made["drops"] = stats.drops;
     made["evictions"] = stats.evictions;
     made["expired"] = stats.expired;
     made["adopted"] = stats.adopted;
@@ -52,6 +49,29 @@ nb::dict as_dict(const Server::Stats& stats) {
 
 [[noreturn]] void fail_lease(const std::string& message) { throw nb::key_error(message.c_str()); }
 
+[[noreturn]] void fail_as(const char* error, const std::string& message) {
+    PyErr_SetString(nb::module_::import_("farpool.errors").attr(error).ptr(), message.c_str());
+    throw nb::python_error();
+}
+
+// Without the interpreter's lock; what the server refuses is the error of that name.
+template <typename Work>
+auto refusing(Work work) {
+    std::string denied;
+    std::string busy;
+    {
+        nb::gil_scoped_release release;
+        try {
+            return work();
+        } catch (const Server::Denied& error) {
+            denied = error.what();
+        } catch (const Server::Busy& error) {
+            busy = error.what();
+        }
+    }
+    denied.empty() ? fail_as("QuotaExceededError", busy) : fail_as("AccessDeniedError", denied);
+}
+
 }  // namespace
 
 void bind_node(nb::module_& m) {
@@ -60,36 +80,42 @@ void bind_node(nb::module_& m) {
         .def(
             "__init__",
             [](Server* self, std::string directory, std::uint64_t capacity, bool ephemeral, double grace, double stall,
-               double spin, std::string nvme, std::uint64_t nvme_capacity) {
+               double spin, std::string nvme, std::uint64_t nvme_capacity, farpool::Budget::Shares shares) {
                 nb::gil_scoped_release release;
-                new (self) Server({std::move(directory), capacity, ephemeral, grace, stall, spin, std::move(nvme), nvme_capacity});
+                new (self) Server({std::move(directory), capacity, ephemeral, grace, stall, spin, std::move(nvme), nvme_capacity,
+                                   std::move(shares)});
             },
             nb::arg("directory"), nb::arg("capacity"), nb::kw_only(), nb::arg("ephemeral") = false, nb::arg("grace") = 10.0,
-            nb::arg("stall") = 30.0, nb::arg("spin") = 50e-6, nb::arg("nvme") = "", nb::arg("nvme_capacity") = 0)
+            nb::arg("stall") = 30.0, nb::arg("spin") = 50e-6, nb::arg("nvme") = "", nb::arg("nvme_capacity") = 0,
+            nb::arg("shares") = farpool::Budget::Shares())
         .def("start", &Server::start, Released())
         .def("stop", &Server::stop, Released())
-        .def("adopt", &Server::adopt, nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), Released())
-        .def("hold", &Server::hold, nb::arg("session"), Released())
+        .def(
+            "adopt",
+            [](Server& self, nb::object fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, const std::string& key) {
+                farpool::Stream stream = taken_stream(fd);
+                refusing([&] { self.adopt(std::move(stream), session, tenant, rights, key); });
+            },
+            nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), nb::arg("key"))
+        .def("expect_tenants", &Server::expect_tenants, nb::arg("tenants"), Released())
+        .def(
+            "end_key", [](Server& self, const std::string& key) { self.end_key(key); }, nb::arg("key"), Released())
+        .def(
+            "hold",
+            [](Server& self, std::uint64_t session, std::uint32_t tenant, const std::string& key) {
+                refusing([&] { self.hold(session, tenant, key); });
+            },
+            nb::arg("session"), nb::arg("tenant"), nb::arg("key"))
         .def("drop", &Server::drop, nb::arg("session"), Released())
         .def(
             "lend",
             [](Server& self, std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) {
-                std::uint64_t lease = 0;
-                Server::Stats stats;
-                {
-                    nb::gil_scoped_release release;
-                    lease = self.lend(session, tenant, nbytes);
-                    if (lease == 0) {
-                        stats = self.stats();
-                    }
-                }
+                const std::uint64_t lease = refusing([&] { return self.lend(session, tenant, nbytes); });
                 if (lease == 0) {
-                    const nb::object error = nb::module_::import_("farpool.errors").attr("NodeFullError");
-                    PyErr_SetString(error.ptr(), ("the node cannot lend " + std::to_string(nbytes) + " bytes: it has " +
-                                                  std::to_string(stats.capacity) + ", of which " +
-                                                  std::to_string(stats.lent) + " are lent and the rest may be pinned")
-                                                     .c_str());
-                    throw nb::python_error();
+                    const Server::Stats stats = refusing([&] { return self.stats(); });
+                    fail_as("NodeFullError", "the node cannot lend " + std::to_string(nbytes) + " bytes: it has " +
+                                                 std::to_string(stats.capacity) + ", of which " + std::to_string(stats.lent) +
+                                                 " are lent, and the rest may be pinned, kept or within other tenants' shares");
                 }
                 return lease;
             },
@@ -123,6 +149,17 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("session"), nb::arg("lease"))
         .def(
+            "lease_file",
+            [](Server& self, std::uint64_t session, std::uint64_t lease) {
+                const int file = refusing([&] { return self.lease_file(session, lease); });
+                if (file < 0) {
+                    fail_lease("the session has no lease " + std::to_string(lease));
+                }
+                return file;
+            },
+            nb::arg("session"), nb::arg("lease"))
+        .def("objects_files", &Server::objects_files, nb::arg("tenant"), nb::arg("writable"), Released())
+        .def(
             "objects_paths",
             [](Server& self, std::uint32_t tenant) {
                 farpool::Objects::Paths paths;
@@ -133,27 +170,24 @@ void bind_node(nb::module_& m) {
                 return nb::make_tuple(paths.index, paths.data);
             },
             nb::arg("tenant"))
-        .def("objects_visited", &Server::objects_visited, nb::arg("tenant"), Released())
+        .def(
+            "objects_visited",
+            [](Server& self, std::uint64_t session, std::uint32_t tenant) {
+                return refusing([&] { return self.objects_visited(session, tenant); });
+            },
+            nb::arg("session"), nb::arg("tenant"))
         .def(
             "list",
             [](Server& self, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix, std::size_t limit) {
+                const std::string_view from = as_view(after);
+                const std::string_view with = as_view(prefix);
                 nb::list found;
-                for (const Listed& one : listed(self, tenant, after, prefix, limit, false)) {
-                    found.append(nb::make_tuple(as_bytes(one.key), one.generation, one.nbytes, one.expiry, one.pins));
+                for (const Listed& one : refusing([&] { return self.list(tenant, from, with, limit); })) {
+                    found.append(nb::make_tuple(as_bytes(one.key), one.serial, one.nbytes, one.ttl_ms, one.pins, one.copies, one.kept));
                 }
                 return found;
             },
             nb::arg("tenant"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"))
-        .def(
-            "tombstones",
-            [](Server& self, std::uint32_t tenant, const nb::bytes& after, std::size_t limit) {
-                nb::list found;
-                for (const Listed& one : listed(self, tenant, after, nb::bytes("", 0), limit, true)) {
-                    found.append(nb::make_tuple(as_bytes(one.key), one.generation));
-                }
-                return found;
-            },
-            nb::arg("tenant"), nb::arg("after"), nb::arg("limit"))
         .def("stats",
              [](Server& self) {
                  Server::Stats stats;
@@ -162,6 +196,21 @@ void bind_node(nb::module_& m) {
                      stats = self.stats();
                  }
                  return as_dict(stats);
+             })
+        .def("tenants",
+             [](Server& self) {
+                 nb::dict found;
+                 for (const auto& [tenant, stats] : refusing([&] { return self.tenants(); })) {
+                     nb::dict made;
+                     made["objects"] = stats.objects;
+                     made["used"] = stats.used;
+                     made["backed"] = stats.backed;
+                     made["taken"] = stats.taken;
+                     made["lent"] = stats.lent;
+                     made["share"] = stats.share;
+                     found[nb::int_(tenant)] = made;
+                 }
+                 return found;
              })
         .def("events", [](Server& self) {
             std::vector<Server::Event> events;

@@ -1,5 +1,9 @@
 // The client's side of the wire: connections, objects in shared memory, the order of nodes for a key.
+#include <nanobind/stl/shared_ptr.h>
+
 #include <algorithm>
+#include <cstring>
+#include <deque>
 #include <numeric>
 #include <optional>
 #include <string_view>
@@ -7,9 +11,12 @@
 #include "bindings.hpp"
 #include "interpreter_exit.hpp"
 #include "wire/connection.hpp"
+#include "wire/exchange.hpp"
 #include "wire/hash.hpp"
+#include "wire/looked_up.hpp"
 #include "wire/object_reader.hpp"
 #include "wire/remote_port.hpp"
+#include "wire/stream.hpp"
 
 using farpool::Connection;
 using farpool::ObjectReader;
@@ -17,12 +24,13 @@ using farpool::Op;
 using farpool::Port;
 using farpool::RemotePort;
 using farpool::ReplyHead;
+using farpool::TenantEpoch;
 
 namespace {
 
 struct Reply {
     int status;
-    std::uint64_t generation;
+    std::uint64_t serial;
     nb::bytes meta;
     nb::object payload;
     std::size_t nbytes;
@@ -48,99 +56,230 @@ nb::bytes new_bytes(std::size_t nbytes) {
 
 void* contents(const nb::bytes& bytes) { return PyBytes_AS_STRING(bytes.ptr()); }
 
-// Holds what the caller gave while the request goes out.
-class Outgoing {
+// The memory of a buffer, or of a tuple of buffers one after the other, for as long as this lives.
+class Pieces {
 public:
-    Outgoing(int op, const nb::bytes& meta, std::uint64_t generation, std::uint64_t lease, nb::handle payload)
-        : request_{static_cast<Op>(op), text(meta), generation, lease, nullptr, 0} {
+    Pieces(nb::handle given, int flags) {
+        if (PyTuple_Check(given.ptr()) == 0) {
+            view_.emplace(given, flags);
+            part_ = part_of(*view_);
+            nbytes_ = part_.iov_len;
+            return;
+        }
+        several_.emplace();
+        for (const nb::handle one : nb::borrow<nb::tuple>(given)) {
+            several_->parts.push_back(part_of(several_->views.emplace_back(one, flags)));
+            nbytes_ += several_->parts.back().iov_len;
+        }
+    }
+    farpool::Parts parts() const { return several_ ? farpool::Parts(several_->parts) : farpool::Parts(&part_, 1); }
+    std::size_t nbytes() const { return nbytes_; }
+
+private:
+    struct Several {
+        std::deque<BufferView> views;
+        std::vector<iovec> parts;
+    };
+    static iovec part_of(const BufferView& view) { return {view->buf, static_cast<std::size_t>(view->len)}; }
+
+    // A single buffer, as it mostly is, needs no memory beside this object.
+    std::optional<BufferView> view_;
+    iovec part_{};
+    std::optional<Several> several_;
+    std::size_t nbytes_ = 0;
+};
+
+// The requests of a call and what its caller gave for them, which is held until the call ends.
+class Asks {
+public:
+    // Each is a tuple: connection, operation, meta, serial, payload or None, buffer for the reply's payload or None.
+    explicit Asks(const nb::list& given) {
+        asks_.reserve(given.size());
+        targets_.reserve(given.size());
+        for (const nb::handle one : given) {
+            const nb::tuple fields = nb::cast<nb::tuple>(one);
+            add(nb::cast<Connection&>(fields[0]), nb::cast<int>(fields[1]), nb::cast<nb::bytes>(fields[2]),
+                nb::cast<std::uint64_t>(fields[3]), 0, fields[4], fields[5]);
+        }
+    }
+    Asks(Connection& connection, int op, const nb::bytes& meta, std::uint64_t serial, std::uint64_t lease, nb::handle payload,
+         nb::handle into) {
+        add(connection, op, meta, serial, lease, payload, into);
+    }
+
+    void exchange(double deadline) {
+        made_.resize(asks_.size());
+        made_parts_.resize(asks_.size());
+        const nb::gil_scoped_release release;
+        farpool::exchange(asks_, [this](std::size_t ask, const ReplyHead& head) { return place(ask, head); }, deadline);
+    }
+
+    std::size_t size() const { return asks_.size(); }
+    const std::optional<farpool::PortError>& error(std::size_t number) const { return asks_[number].error; }
+    Reply reply(std::size_t number) {
+        const ReplyHead& head = asks_[number].head;
+        const bool allocated = made_[number] != nullptr;
+        nb::object payload = allocated ? nb::steal<nb::object>(std::exchange(made_[number], nullptr)) : nb::none();
+        return {head.status, head.serial, nb::bytes(head.meta.data(), head.meta.size()), std::move(payload), head.nbytes};
+    }
+
+    ~Asks() {
+        for (PyObject* made : made_) {
+            Py_XDECREF(made);
+        }
+    }
+    Asks(const Asks&) = delete;
+    Asks& operator=(const Asks&) = delete;
+
+private:
+    void add(Connection& connection, int op, const nb::bytes& meta, std::uint64_t serial, std::uint64_t lease,
+             nb::handle payload, nb::handle into) {
+        farpool::Request request{static_cast<Op>(op), text(meta), serial, lease, {}, 0};
+        farpool::require_meta(connection.node(), request.meta.size());
         if (!payload.is_none()) {
-            view_.emplace(payload, PyBUF_C_CONTIGUOUS);
-            request_.payload = (*view_)->buf;
-            request_.nbytes = static_cast<std::size_t>((*view_)->len);
+            // Copies of one object follow each other: they are told to be of the same memory by having the same pieces.
+            if (payload.ptr() != last_payload_) {
+                pieces_.emplace_back(payload, PyBUF_C_CONTIGUOUS);
+                last_payload_ = payload.ptr();
+                last_pieces_ = &pieces_.back();
+            }
+            request.payload = last_pieces_->parts();
+            request.nbytes = last_pieces_->nbytes();
         }
+        targets_.push_back(into.is_none() ? nullptr : &pieces_.emplace_back(into, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE));
+        asks_.push_back({&connection, request});
     }
-    const farpool::Request& operator*() const { return request_; }
 
-private:
-    farpool::Request request_;
-    std::optional<BufferView> view_;
+    // Called without the interpreter lock.
+    farpool::Parts place(std::size_t number, const ReplyHead& head) {
+        if (const Pieces* target = targets_[number]; target != nullptr) {
+            if (head.nbytes > target->nbytes()) {
+                farpool::fail_value(asks_[number].connection->node() + ": the payload has " + std::to_string(head.nbytes) +
+                                    " bytes, the buffer " + std::to_string(target->nbytes()) + "; give a larger one");
+            }
+            return target->parts();
+        }
+        const nb::gil_scoped_acquire lock;
+        PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head.nbytes));
+        if (made == nullptr) {
+            throw farpool::PortFailure(farpool::take_python_error());
+        }
+        made_[number] = made;
+        made_parts_[number] = {PyBytes_AS_STRING(made), head.nbytes};
+        return {&made_parts_[number], 1};
+    }
+
+    std::vector<farpool::Ask> asks_;
+    std::deque<Pieces> pieces_;
+    const Pieces* last_pieces_ = nullptr;
+    PyObject* last_payload_ = nullptr;
+    std::vector<const Pieces*> targets_;
+    std::vector<PyObject*> made_;
+    std::vector<iovec> made_parts_;
 };
 
-// Where the caller wants the payload, if it has a place for it.
-class Incoming {
+// A request's reply, or the error that is in its place.
+nb::object answer(Asks& asks, std::size_t number) {
+    if (const auto& error = asks.error(number)) {
+        return nb::steal<nb::object>(farpool::to_python(*error));
+    }
+    return nb::cast(asks.reply(number));
+}
+
+nb::list exchange(const nb::list& given, double deadline) {
+    Asks asks(given);
+    asks.exchange(deadline);
+    nb::list answers;
+    for (std::size_t number = 0; number < asks.size(); ++number) {
+        answers.append(answer(asks, number));
+    }
+    return answers;
+}
+
+Reply exchange_one(Connection& self, int op, const nb::bytes& meta, double deadline, std::uint64_t serial, std::uint64_t lease,
+                   nb::handle payload, nb::handle into) {
+    Asks asks(self, op, meta, serial, lease, payload, into);
+    asks.exchange(deadline);
+    if (const auto& error = asks.error(0)) {
+        throw farpool::PortFailure(*error);
+    }
+    return asks.reply(0);
+}
+
+// A program's connections to one node: those that lie ready, and those that are lent, which end when the pool is closed. Called
+// with the interpreter's lock held, which is its lock.
+class ConnectionPool {
 public:
-    explicit Incoming(nb::handle into) {
-        if (!into.is_none()) {
-            view_.emplace(into, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
+    // One that lies ready; none where there is none.
+    nb::object take() {
+        while (!idle_.empty()) {
+            nb::object found = std::move(idle_.back());
+            idle_.pop_back();
+            Connection& connection = nb::cast<Connection&>(found);
+            if (!connection.stale()) {
+                lent_.push_back(found);
+                return found;
+            }
+            connection.close();
+        }
+        return nb::none();
+    }
+
+    // Counts a new connection among those that are lent.
+    nb::object lend(nb::object connection) {
+        if (closed_) {
+            nb::cast<Connection&>(connection).shut_down();
+        }
+        lent_.push_back(connection);
+        return connection;
+    }
+
+    // Takes one back, whatever state it is in.
+    void give(const nb::object& lent) {
+        std::erase_if(lent_, [&](const nb::object& one) { return one.is(lent); });
+        Connection& connection = nb::cast<Connection&>(lent);
+        if (closed_ || connection.broken() || connection.unanswered() > 0) {
+            connection.close();
+        } else {
+            idle_.push_back(lent);
         }
     }
-    bool given() const { return view_.has_value(); }
-    void* data() const { return (*view_)->buf; }
-    std::size_t room() const { return static_cast<std::size_t>((*view_)->len); }
+
+    // One request over a connection that lies ready: its reply, or the error that is in its place; none where there is no such
+    // connection, and nothing was asked.
+    nb::object ask(int op, const nb::bytes& meta, std::uint64_t serial, nb::handle payload, nb::handle into, double deadline) {
+        const nb::object lent = take();
+        if (lent.is_none()) {
+            return nb::none();
+        }
+        const Returned returned{*this, lent};
+        Asks asks(nb::cast<Connection&>(lent), op, meta, serial, 0, payload, into);
+        asks.exchange(deadline);
+        return answer(asks, 0);
+    }
+
+    void close() {
+        closed_ = true;
+        for (const nb::object& one : idle_) {
+            nb::cast<Connection&>(one).close();
+        }
+        idle_.clear();
+        for (const nb::object& one : lent_) {
+            nb::cast<Connection&>(one).shut_down();
+        }
+    }
 
 private:
-    std::optional<BufferView> view_;
+    struct Returned {
+        ConnectionPool& pool;
+        const nb::object& lent;
+        ~Returned() { pool.give(lent); }
+    };
+
+    std::vector<nb::object> idle_;
+    std::vector<nb::object> lent_;
+    bool closed_ = false;
 };
-
-Reply finish(Connection& self, const ReplyHead& head, bool taken, double deadline) {
-    Reply reply{head.status, head.generation, nb::bytes(head.meta.data(), head.meta.size()), nb::none(), head.nbytes};
-    if (!taken && head.nbytes > 0) {
-        nb::bytes payload;
-        try {
-            payload = new_bytes(head.nbytes);
-        } catch (...) {
-            self.give_up();  // its bytes have nowhere to go
-            throw;
-        }
-        without_lock_if(!self.payload_is_here(), [&] { self.receive_payload(contents(payload), deadline); });
-        reply.payload = std::move(payload);
-    }
-    return reply;
-}
-
-// The header, and the payload where the caller has a buffer for it. Without the interpreter lock.
-ReplyHead receive_without_lock(Connection& self, double deadline, const Incoming& incoming) {
-    ReplyHead head = self.receive_head(deadline);
-    if (incoming.given()) {
-        if (head.nbytes > incoming.room()) {
-            self.drop_payload(deadline);
-            farpool::fail_value(self.node() + ": the payload has " + std::to_string(head.nbytes) +
-                                " bytes, the buffer " + std::to_string(incoming.room()) + "; give a larger one");
-        }
-        self.receive_payload(incoming.data(), deadline);
-    }
-    return head;
-}
-
-Reply receive(Connection& self, double deadline, nb::handle into) {
-    const Incoming incoming(into);
-    ReplyHead head;
-    {
-        const nb::gil_scoped_release release;
-        head = receive_without_lock(self, deadline, incoming);
-    }
-    return finish(self, head, incoming.given(), deadline);
-}
-
-void send(Connection& self, int op, const nb::bytes& meta, double deadline, std::uint64_t generation, std::uint64_t lease,
-          nb::handle payload) {
-    const Outgoing outgoing(op, meta, generation, lease, payload);
-    const nb::gil_scoped_release release;
-    self.send(*outgoing, deadline);
-}
-
-Reply exchange(Connection& self, int op, const nb::bytes& meta, double deadline, std::uint64_t generation,
-               std::uint64_t lease, nb::handle payload, nb::handle into) {
-    const Outgoing outgoing(op, meta, generation, lease, payload);
-    const Incoming incoming(into);
-    ReplyHead head;
-    {
-        const nb::gil_scoped_release release;
-        self.send(*outgoing, deadline);
-        head = receive_without_lock(self, deadline, incoming);
-    }
-    return finish(self, head, incoming.given(), deadline);
-}
 
 nb::object get(const ObjectReader& self, const nb::bytes& key) {
     const auto found = self.find(text(key));
@@ -149,24 +288,49 @@ nb::object get(const ObjectReader& self, const nb::bytes& key) {
     }
     nb::bytes payload = new_bytes(found->nbytes);
     bool copied = false;
-    without_lock_if(found->nbytes > large_bytes, [&] { copied = self.copy(*found, contents(payload)); });
-    return copied ? nb::object(nb::make_tuple(std::move(payload), found->generation)) : nb::none();
+    const iovec whole{contents(payload), found->nbytes};
+    without_lock_if(found->nbytes > large_bytes, [&] { copied = self.copy(*found, {&whole, 1}); });
+    return copied ? nb::object(nb::make_tuple(std::move(payload), found->serial)) : nb::none();
 }
 
 nb::object get_into(const ObjectReader& self, const nb::bytes& key, nb::handle into) {
-    const BufferView view(into, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
+    const Pieces target(into, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
     const auto found = self.find(text(key));
     if (!found) {
         return nb::none();
     }
-    const auto room = static_cast<std::size_t>(view->len);
-    if (found->nbytes > room) {
+    if (found->nbytes > target.nbytes()) {
         farpool::fail_value("the object has " + std::to_string(found->nbytes) + " bytes, the buffer " +
-                            std::to_string(room) + "; give a larger one");
+                            std::to_string(target.nbytes()) + "; give a larger one");
     }
     bool copied = false;
-    without_lock_if(found->nbytes > large_bytes, [&] { copied = self.copy(*found, view->buf); });
-    return copied ? nb::object(nb::make_tuple(found->nbytes, found->generation)) : nb::none();
+    without_lock_if(found->nbytes > large_bytes, [&] { copied = self.copy(*found, target.parts()); });
+    return copied ? nb::object(nb::make_tuple(found->nbytes, found->serial)) : nb::none();
+}
+
+std::string_view key_at(const nb::list& keys, std::size_t number) {
+    PyObject* const key = PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(number));
+    if (PyBytes_Check(key) == 0) {
+        farpool::fail_value("key " + std::to_string(number) + " of a list of keys is not bytes");
+    }
+    return {PyBytes_AS_STRING(key), static_cast<std::size_t>(PyBytes_GET_SIZE(key))};
+}
+
+// Bytes of each value and None where there is none, and the numbers of those.
+nb::tuple lookup(const ObjectReader& self, const nb::list& keys, bool visit) {
+    const bool serves = self.in_service();
+    nb::list sizes;
+    nb::list missing;
+    for (std::size_t number = 0; number < keys.size(); ++number) {
+        const std::string_view key = key_at(keys, number);
+        if (const auto nbytes = serves ? self.size_of(key, visit) : std::nullopt) {
+            sizes.append(*nbytes);
+        } else {
+            sizes.append(nb::none());
+            missing.append(number);
+        }
+    }
+    return nb::make_tuple(std::move(sizes), std::move(missing));
 }
 
 // The whole data file, read-only; slices of it keep the reader, and so the mapping, alive.
@@ -191,7 +355,7 @@ class End {
 public:
     End(std::string node, std::uint64_t lease, std::uint64_t nbytes, nb::handle memory, nb::object dial, std::uint32_t tenant,
         std::uint8_t credential, double spin)
-        : dial_(std::move(dial)), native_{std::move(node), lease, nbytes, nullptr, {}, {tenant, credential, spin, check_signals}} {
+        : dial_(std::move(dial)), native_{std::move(node), lease, nbytes, nullptr, {}, {tenant, credential, spin, check_signals, nullptr}} {
         if (!memory.is_none()) {
             view_.emplace(memory, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
             const auto room = static_cast<std::uint64_t>((*view_)->len);
@@ -208,14 +372,20 @@ public:
 
 private:
     // Without the interpreter lock, on any thread; takes it for this call.
-    static int call_dial(PyObject* dial) {
-        int fd = -1;
+    static farpool::Stream call_dial(PyObject* dial) {
+        farpool::Stream stream;
         farpool::PortError* error = nullptr;  // no owner: nothing may be destroyed by a forced unwind without the lock
         farpool::survive_interpreter_exit([&] {
             const PyGILState_STATE state = PyGILState_Ensure();
             PyObject* result = PyObject_CallNoArgs(dial);
             if (result != nullptr) {
-                fd = static_cast<int>(PyLong_AsLong(result));
+                try {
+                    stream = taken_stream(result);
+                } catch (nb::python_error& failure) {
+                    failure.restore();
+                } catch (const std::exception& failure) {
+                    PyErr_SetString(PyExc_RuntimeError, failure.what());
+                }
                 Py_DECREF(result);
             }
             if (PyErr_Occurred() != nullptr) {
@@ -228,7 +398,7 @@ private:
             delete error;
             throw farpool::PortFailure(std::move(failure));
         }
-        return fd;
+        return stream;
     }
 
     nb::object dial_;
@@ -252,6 +422,101 @@ struct HeldRemotePort final : RemotePort {
     nb::list held;
 };
 
+// The numbers of the keys whose first rank is each of the nodes.
+std::vector<std::vector<std::size_t>> by_first(const nb::list& keys, const std::vector<std::uint64_t>& seeds) {
+    std::vector<std::vector<std::size_t>> groups(seeds.size());
+    for (std::size_t number = 0; number < keys.size(); ++number) {
+        const std::string_view key = key_at(keys, number);
+        std::size_t first = 0;
+        std::uint64_t most = 0;
+        for (std::size_t node = 0; node < seeds.size(); ++node) {
+            const std::uint64_t weight = farpool::hash64(key.data(), key.size(), seeds[node]);
+            if (node == 0 || weight > most) {
+                first = node;
+                most = weight;
+            }
+        }
+        groups[first].push_back(number);
+    }
+    return groups;
+}
+
+// Keys as bytes; none where one of them cannot be a key.
+std::optional<nb::list> as_keys(const nb::list& given) {
+    nb::list keys;
+    for (const nb::handle one : given) {
+        nb::object key = nb::borrow(one);
+        if (PyUnicode_Check(one.ptr()) != 0) {
+            Py_ssize_t nbytes = 0;
+            const char* const utf8 = PyUnicode_AsUTF8AndSize(one.ptr(), &nbytes);
+            if (utf8 == nullptr) {
+                PyErr_Clear();
+                return std::nullopt;
+            }
+            key = nb::bytes(utf8, static_cast<std::size_t>(nbytes));
+        }
+        if (PyBytes_Check(key.ptr()) == 0 || PyBytes_GET_SIZE(key.ptr()) == 0 ||
+            PyBytes_GET_SIZE(key.ptr()) > static_cast<Py_ssize_t>(farpool::largest_key)) {
+            return std::nullopt;
+        }
+        keys.append(std::move(key));
+    }
+    return keys;
+}
+
+// The arguments of lookups for the keys at these places, as few as have room, each with its places.
+nb::list lookup_requests(const nb::list& keys, const nb::list& places, bool use) {
+    constexpr std::size_t most_keys = 4096;  // the reply has 8 bytes for each, and some more
+    constexpr std::size_t most_bytes = 60'000;
+    nb::list requests;
+    std::string page;
+    std::size_t begin = 0;
+    const auto end_page = [&](std::size_t end) {
+        const std::uint32_t head[2] = {use ? 1u : 0u, static_cast<std::uint32_t>(end - begin)};
+        std::memcpy(page.data(), head, sizeof head);
+        nb::object own = nb::steal(PyList_GetSlice(places.ptr(), static_cast<Py_ssize_t>(begin), static_cast<Py_ssize_t>(end)));
+        if (!own.is_valid()) {
+            throw nb::python_error();
+        }
+        requests.append(nb::make_tuple(nb::bytes(page.data(), page.size()), std::move(own)));
+        begin = end;
+    };
+    for (std::size_t number = 0; number < places.size(); ++number) {
+        const std::string_view key = key_at(keys, nb::cast<std::size_t>(places[number]));
+        if (number > begin && (number - begin == most_keys || page.size() + key.size() > most_bytes)) {
+            end_page(number);
+        }
+        if (number == begin) {
+            page.assign(2 * sizeof(std::uint32_t), '\0');
+        }
+        const auto nbytes = static_cast<std::uint16_t>(key.size());
+        page.append(reinterpret_cast<const char*>(&nbytes), sizeof nbytes);
+        page.append(key);
+    }
+    if (begin < places.size()) {
+        end_page(places.size());
+    }
+    return requests;
+}
+
+// Enters what a node has answered to a lookup; the places that are still without a size.
+nb::list looked_up(const nb::bytes& meta, const nb::list& places, nb::list& sizes, const std::string& node) {
+    const farpool::LookupReply reply(text(meta), places.size());
+    if (!reply.whole()) {
+        farpool::fail_node(farpool::ErrorKind::protocol, node,
+                           "the answer to a lookup of " + std::to_string(places.size()) + " keys is one to another request");
+    }
+    nb::list missing;
+    for (std::size_t number = 0; number < places.size(); ++number) {
+        if (const auto nbytes = reply.nbytes_of(number)) {
+            sizes[nb::cast<std::size_t>(places[number])] = *nbytes;
+        } else {
+            missing.append(places[number]);
+        }
+    }
+    return missing;
+}
+
 std::vector<std::size_t> rank(const nb::bytes& key, const std::vector<std::uint64_t>& seeds) {
     std::vector<std::uint64_t> weights(seeds.size());
     std::transform(seeds.begin(), seeds.end(), weights.begin(),
@@ -267,43 +532,59 @@ std::vector<std::size_t> rank(const nb::bytes& key, const std::vector<std::uint6
 void bind_wire(nb::module_& m) {
     nb::class_<Reply>(m, "Reply", "What a node answered.")
         .def_ro("status", &Reply::status)
-        .def_ro("generation", &Reply::generation)
+        .def_ro("serial", &Reply::serial)
         .def_ro("meta", &Reply::meta)
         .def_ro("payload", &Reply::payload)
         .def_ro("nbytes", &Reply::nbytes);
 
+    nb::class_<TenantEpoch>(m, "TenantEpoch", "The highest epoch of a tenant that a program knows.")
+        .def(nb::init<>())
+        .def_prop_ro("value", &TenantEpoch::get)
+        .def("meet", &TenantEpoch::meet, nb::arg("value"));
+
     nb::class_<Connection>(m, "Connection", "The client's end of an authenticated stream; owns the descriptor.")
         .def(
             "__init__",
-            [](Connection* self, int fd, std::string node, std::uint32_t tenant, std::uint8_t credential, double spin) {
-                new (self) Connection(fd, std::move(node), {tenant, credential, spin, check_signals});
+            [](Connection* self, nb::object fd, std::string node, std::uint32_t tenant, std::uint8_t credential, double spin,
+               std::shared_ptr<TenantEpoch> epoch) {
+                new (self) Connection(taken_stream(fd), std::move(node), {tenant, credential, spin, check_signals, std::move(epoch)});
             },
-            nb::arg("fd"), nb::arg("node"), nb::kw_only(), nb::arg("tenant"), nb::arg("credential"), nb::arg("spin"))
+            nb::arg("fd"), nb::arg("node"), nb::kw_only(), nb::arg("tenant"), nb::arg("credential"), nb::arg("spin"),
+            nb::arg("epoch").none() = nb::none())
         .def_prop_ro("broken", &Connection::broken)
         .def_prop_ro("unanswered", &Connection::unanswered)
         .def("stale", &Connection::stale)
-        .def("send", send, nb::arg("op"), nb::arg("meta"), nb::arg("deadline"), nb::kw_only(), nb::arg("generation") = 0,
-             nb::arg("lease") = 0, nb::arg("payload") = nb::none())
-        .def("receive", receive, nb::arg("deadline"), nb::arg("into") = nb::none())
-        .def("exchange", exchange, nb::arg("op"), nb::arg("meta"), nb::arg("deadline"), nb::kw_only(),
-             nb::arg("generation") = 0, nb::arg("lease") = 0, nb::arg("payload") = nb::none(), nb::arg("into") = nb::none())
+        .def("exchange", exchange_one, nb::arg("op"), nb::arg("meta"), nb::arg("deadline"), nb::kw_only(),
+             nb::arg("serial") = 0, nb::arg("lease") = 0, nb::arg("payload") = nb::none(), nb::arg("into") = nb::none())
         // Both hold the interpreter's lock all the time, so that neither meets a descriptor that the other has closed.
         .def("shut_down", &Connection::shut_down)
         .def("close", &Connection::close);
 
+    nb::class_<ConnectionPool>(m, "ConnectionPool", "A program's connections to one node.")
+        .def(nb::init<>())
+        .def("take", &ConnectionPool::take)
+        .def("lend", &ConnectionPool::lend, nb::arg("connection"))
+        .def("give", &ConnectionPool::give, nb::arg("connection"))
+        .def("ask", &ConnectionPool::ask, nb::arg("op"), nb::arg("meta"), nb::arg("serial"), nb::arg("payload").none(),
+             nb::arg("into").none(), nb::arg("deadline"))
+        .def("close", &ConnectionPool::close);
+
     nb::class_<ObjectReader>(m, "ObjectReader", nb::type_slots(reader_slots), "A tenant's objects in shared memory.")
-        .def(nb::init<int, int, int, std::string, bool, int>(), nb::arg("index_fd"), nb::arg("data_fd"), nb::arg("visited_fd"),
-             nb::arg("node"), nb::kw_only(), nb::arg("writable"), nb::arg("lifeline") = -1)
+        .def(nb::init<int, int, int, std::string, bool, int, std::shared_ptr<TenantEpoch>>(), nb::arg("index_fd"), nb::arg("data_fd"),
+             nb::arg("visited_fd"), nb::arg("node"), nb::kw_only(), nb::arg("writable"), nb::arg("lifeline") = -1,
+             nb::arg("epoch").none() = nb::none())
         .def("get", get, nb::arg("key"))
         .def("get_into", get_into, nb::arg("key"), nb::arg("into"))
+        .def("expect_copies", &ObjectReader::expect_copies, nb::arg("copies"))
+        .def("lookup", lookup, nb::arg("keys"), nb::kw_only(), nb::arg("visit") = false)
         .def("view", view, nb::arg("offset"), nb::arg("nbytes"))
+        .def_prop_ro("writable", &ObjectReader::writable)
         .def(
             "write",
             [](ObjectReader& self, std::uint64_t offset, nb::handle payload) {
-                const BufferView view(payload, PyBUF_C_CONTIGUOUS);
-                const auto nbytes = static_cast<std::size_t>(view->len);
+                const Pieces from(payload, PyBUF_C_CONTIGUOUS);
                 std::uint32_t crc = 0;
-                without_lock_if(nbytes > large_bytes, [&] { crc = self.write(offset, view->buf, nbytes); });
+                without_lock_if(from.nbytes() > large_bytes, [&] { crc = self.write(offset, from.parts()); });
                 return crc;
             },
             nb::arg("offset"), nb::arg("payload"));
@@ -321,5 +602,12 @@ void bind_wire(nb::module_& m) {
             },
             nb::arg("name"), nb::arg("ends"), nb::kw_only(), nb::arg("stripe"), nb::arg("timeout"));
 
+    m.attr("WINDOW") = farpool::window;
+    m.attr("WINDOW_BYTES") = farpool::window_nbytes;
+    m.def("exchange", exchange, nb::arg("asks"), nb::arg("deadline"));
+    m.def("by_first", by_first, nb::arg("keys"), nb::arg("seeds"));
+    m.def("as_keys", as_keys, nb::arg("keys"));
+    m.def("lookup_requests", lookup_requests, nb::arg("keys"), nb::arg("places"), nb::arg("use"));
+    m.def("looked_up", looked_up, nb::arg("meta"), nb::arg("places"), nb::arg("sizes"), nb::arg("node"));
     m.def("rank", rank, nb::arg("key"), nb::arg("seeds"));
 }

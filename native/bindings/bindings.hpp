@@ -18,17 +18,23 @@ void bind_allocator(nb::module_& m);
 void bind_ports(nb::module_& m);
 void bind_queue(nb::module_& m);
 void bind_node(nb::module_& m);
+void bind_stream(nb::module_& m);
 void bind_wire(nb::module_& m);
 void bind_pager(nb::module_& m);
 void bind_policy(nb::module_& m);
 void bind_driver(nb::module_& m);
 void bind_calls(nb::module_& m);
+void bind_footprint(nb::module_& m);
 
 namespace farpool {
 class QueueCore;
+class Stream;
 }
 // What is behind a Queue of Python's.
 std::shared_ptr<farpool::QueueCore> queue_core(nb::handle queue);
+
+// Takes over a connected socket: a descriptor as an int, or a Stream of Python's, which has none from now on.
+farpool::Stream taken_stream(nb::handle stream);
 
 // The bytes of an object that has the buffer protocol, for as long as this lives.
 class BufferView {

@@ -23,9 +23,11 @@ NB_MODULE(_native, m) {
     bind_ports(m);
     bind_queue(m);
     bind_node(m);
+    bind_stream(m);
     bind_wire(m);
     bind_pager(m);
     bind_driver(m);
+    bind_footprint(m);
     bind_calls(m);
     bind_policy(m);
 }

@@ -6,47 +6,61 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 
 namespace farpool::fuzz {
 
-// A tenant's objects as its publishers know them. Only what was offered may be found, and nothing older than what was
-// confirmed before the question was asked.
+// A tenant's objects as its publishers know them. Only what was offered under a key may be found there, one serial means one
+// object for ever, and what was there when a drop was asked for is not found once that has been confirmed.
 class Book {
 public:
-    struct Object {
-        std::uint32_t crc;
-        std::uint64_t nbytes;
-    };
+    using Object = std::pair<std::uint64_t, std::uint32_t>;  // bytes, CRC32C
 
-    void offer(const std::string& key, std::uint64_t generation, Object object) {
-        offered_[key].insert_or_assign(generation, object);
-    }
-    void offer_deletion(const std::string& key, std::uint64_t generation) { deletions_[key].insert(generation); }
-    void confirm(const std::string& key, std::uint64_t generation) {
-        std::uint64_t& newest = confirmed_[key];
-        newest = std::max(newest, generation);
-    }
-    std::uint64_t confirmed(const std::string& key) const {
-        const auto found = confirmed_.find(key);
-        return found == confirmed_.end() ? 0 : found->second;
-    }
-    const Object* find(const std::string& key, std::uint64_t generation) const {
+    void offer(const std::string& key, Object object) { offered_[key].insert(object); }
+    bool was_offered(const std::string& key, Object object) const {
         const auto found = offered_.find(key);
-        if (found == offered_.end()) {
-            return nullptr;
+        return found != offered_.end() && found->second.contains(object);
+    }
+    bool has_size(const std::string& key, std::uint64_t nbytes) const {
+        const auto found = offered_.find(key);
+        return found != offered_.end() && std::any_of(found->second.begin(), found->second.end(),
+                                                      [&](const Object& object) { return object.first == nbytes; });
+    }
+    // Remembers what a serial is; false where that is not what it was.
+    bool agrees(const std::string& key, std::uint64_t serial, Object object) {
+        const auto [known, is_new] = serials_.emplace(serial, Known{key, object, 0});
+        if (is_new) {
+            known->second.place = ++known_[key];
         }
-        const auto object = found->second.find(generation);
-        return object == found->second.end() ? nullptr : &object->second;
+        return known->second.key == key && known->second.object == object;
     }
-    bool was_deleted(const std::string& key, std::uint64_t generation) const {
-        const auto found = deletions_.find(key);
-        return found != deletions_.end() && found->second.contains(generation);
+    // How many objects of this key are known, and when a serial became known among them.
+    std::uint64_t known(const std::string& key) const { return at(known_, key); }
+    std::uint64_t place(std::uint64_t serial) const { return serials_.at(serial).place; }
+    // The first so many have been dropped.
+    void bury(const std::string& key, std::uint64_t count) {
+        std::uint64_t& buried = buried_[key];
+        buried = std::max(buried, count);
     }
+    std::uint64_t buried(const std::string& key) const { return at(buried_, key); }
 
 private:
-    std::map<std::string, std::map<std::uint64_t, Object>> offered_;
-    std::map<std::string, std::set<std::uint64_t>> deletions_;
-    std::map<std::string, std::uint64_t> confirmed_;
+    using Numbers = std::map<std::string, std::uint64_t>;
+    struct Known {
+        std::string key;
+        Object object;
+        std::uint64_t place;
+    };
+
+    static std::uint64_t at(const Numbers& numbers, const std::string& key) {
+        const auto found = numbers.find(key);
+        return found == numbers.end() ? 0 : found->second;
+    }
+
+    std::map<std::string, std::set<Object>> offered_;
+    std::map<std::uint64_t, Known> serials_;
+    Numbers known_;
+    Numbers buried_;
 };
 
 }  // namespace farpool::fuzz

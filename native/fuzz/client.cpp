@@ -16,16 +16,18 @@ namespace {
 
 std::string told(const Client::Asked& asked, const char* what) {
     return std::string(what) + ": operation " + std::to_string(static_cast<unsigned>(asked.op)) + ", request " +
-           std::to_string(asked.request) + ", key of " + std::to_string(asked.key.size()) + " bytes, generation " +
-           std::to_string(asked.generation);
+           std::to_string(asked.request) + ", key of " + std::to_string(asked.key.size()) + " bytes";
 }
 
-bool on_key(Op op) {
-    return op == Op::get || op == Op::stat || op == Op::put || op == Op::remove || op == Op::touch || op == Op::pin ||
-           op == Op::prepare || op == Op::commit || op == Op::forget;
-}
+bool finds(Op op) { return op == Op::get || op == Op::stat || op == Op::pin; }
 
-bool finds(Op op) { return op == Op::get || op == Op::stat || op == Op::touch || op == Op::pin; }
+template <typename T>
+T number_at(const std::string& meta, std::size_t offset) {
+    T value{};
+    require(offset + sizeof value <= meta.size(), "a reply is too short");
+    std::memcpy(&value, meta.data() + offset, sizeof value);
+    return value;
+}
 
 }  // namespace
 
@@ -109,20 +111,16 @@ void Client::check(const Frame& reply) {
                 reply.header.tenant == tenant,
             told(asked, "the reply belongs to another request"));
     const auto status = static_cast<Status>(reply.header.status);
-    require(reply.header.status <= static_cast<std::uint16_t>(Status::unknown), told(asked, "an unknown status"));
+    require(reply.header.status <= static_cast<std::uint16_t>(Status::busy), told(asked, "an unknown status"));
     require(status != Status::bad_request, told(asked, "a good request was refused"));
     require(status != Status::checksum || asked.damaged, told(asked, "good bytes were refused"));
     require(!asked.damaged || status != Status::done, told(asked, "damaged bytes were taken"));
     if (status == Status::denied) {
         return require(rights != 15, told(asked, "denied without a reason"));
     }
-    if (on_key(asked.op) && (status == Status::missing || status == Status::stale) && asked.op != Op::forget) {
-        require(reply.header.generation >= asked.confirmed, told(asked, "the node has forgotten a generation"));
-    }
-    if (status == Status::deleted) {
-        require(finds(asked.op) && reply.header.generation >= asked.confirmed &&
-                    book_->was_deleted(asked.key, reply.header.generation),
-                told(asked, "a deletion that never was"));
+    if (status == Status::present) {
+        require(asked.op == Op::put || asked.op == Op::prepare || asked.op == Op::commit, told(asked, "nothing was put"));
+        return check_found(reply, asked);
     }
     if (status != Status::done) {
         return require(reply.payload.empty(), told(asked, "a failure with a payload"));
@@ -130,41 +128,51 @@ void Client::check(const Frame& reply) {
     if (finds(asked.op)) {
         check_found(reply, asked);
     } else if (asked.op == Op::put || asked.op == Op::commit) {
-        require(reply.header.generation == asked.generation, told(asked, "another generation was published"));
-        book_->confirm(asked.key, asked.generation);
-    } else if (asked.op == Op::remove) {
-        book_->confirm(asked.key, asked.generation);
+        require(book_->agrees(asked.key, reply.header.serial, asked.object), told(asked, "a serial means two objects"));
+        require(book_->place(reply.header.serial) > asked.buried, told(asked, "a serial was used again"));
+    } else if (asked.op == Op::drop) {
+        book_->bury(asked.key, asked.known);
     } else if (asked.op == Op::prepare) {
-        std::uint64_t offset = 0;
-        require(reply.meta.size() == sizeof offset, told(asked, "no place for a payload"));
-        std::memcpy(&offset, reply.meta.data(), sizeof offset);
-        prepared.push_back({asked.key, offset, asked.generation, book_->find(asked.key, asked.generation)->nbytes});
+        prepared.push_back({asked.key, number_at<std::uint64_t>(reply.meta, 0), reply.header.serial, asked.object});
+    } else if (asked.op == Op::lookup) {
+        check_looked_up(reply, asked);
     } else if (asked.op == Op::read) {
         require(reply.payload == asked.expected, told(asked, "private memory has other bytes"));
     }
 }
 
+// What the reply says of an object that is there.
 void Client::check_found(const Frame& reply, const Asked& asked) {
-    const std::uint64_t generation = reply.header.generation;
-    const Book::Object* object = book_->find(asked.key, generation);
-    require(object != nullptr && generation >= asked.confirmed, told(asked, "an object that was never published or is too old"));
-    std::uint64_t nbytes = object->nbytes;
-    std::uint32_t crc = object->crc;
+    const std::uint64_t serial = reply.header.serial;
+    Book::Object object;
     if (asked.op == Op::get) {
-        nbytes = reply.payload.size();
-        crc = reply.header.payload_crc;
-        require(memory_is_damaged_ || crc32c(reply.payload.data(), nbytes) == crc, told(asked, "other bytes than published"));
-    } else if (asked.op == Op::stat) {
-        std::memcpy(&nbytes, reply.meta.data(), sizeof nbytes);
-        std::memcpy(&crc, reply.meta.data() + 16, sizeof crc);
+        object = {reply.payload.size(), reply.header.payload_crc};
+        require(crc32c(reply.payload.data(), reply.payload.size()) == object.second, told(asked, "other bytes than published"));
     } else if (asked.op == Op::pin) {
-        std::uint64_t offset = 0;
-        std::memcpy(&offset, reply.meta.data(), sizeof offset);
-        std::memcpy(&nbytes, reply.meta.data() + 8, sizeof nbytes);
-        std::memcpy(&crc, reply.meta.data() + 16, sizeof crc);
-        pinned.push_back({asked.key, offset, generation, nbytes});
+        object = {number_at<std::uint64_t>(reply.meta, 8), number_at<std::uint32_t>(reply.meta, 16)};
+        pinned.push_back({asked.key, number_at<std::uint64_t>(reply.meta, 0), serial, object, asked.lasting,
+                          number_at<std::uint32_t>(reply.meta, 20)});
+    } else {
+        object = {number_at<std::uint64_t>(reply.meta, 0), number_at<std::uint32_t>(reply.meta, 8)};
     }
-    require(memory_is_damaged_ || (nbytes == object->nbytes && crc == object->crc), told(asked, "another object than published"));
+    require(book_->was_offered(asked.key, object), told(asked, "an object that was never published"));
+    require(book_->agrees(asked.key, serial, object), told(asked, "a serial means two objects"));
+    require(book_->place(serial) > asked.buried, told(asked, "an object that was dropped"));
+}
+
+void Client::check_looked_up(const Frame& reply, const Asked& asked) {
+    const std::size_t count = asked.keys.size();
+    const std::size_t sizes_at = 8 + (count + 63) / 64 * 8;
+    require(number_at<std::uint32_t>(reply.meta, 0) == count && reply.meta.size() == sizes_at + 8 * count,
+            told(asked, "a lookup of other keys"));
+    std::size_t leading = 0;
+    for (std::size_t key = 0; key < count; ++key) {
+        const auto nbytes = number_at<std::uint64_t>(reply.meta, sizes_at + 8 * key);
+        const bool there = (number_at<std::uint8_t>(reply.meta, 8 + key / 8) >> key % 8 & 1) != 0;
+        require(there ? book_->has_size(asked.keys[key], nbytes) : nbytes == 0, told(asked, "a size that nothing has"));
+        leading += there && leading == key ? 1 : 0;
+    }
+    require(number_at<std::uint32_t>(reply.meta, 4) == leading, told(asked, "another leading run"));
 }
 
 }  // namespace farpool::fuzz

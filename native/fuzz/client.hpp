@@ -26,16 +26,21 @@ public:
         Op op;
         std::uint64_t request;
         std::string key;
-        std::uint64_t generation;
-        std::uint64_t confirmed;  // of the key when the question was asked
+        std::uint64_t known;      // objects of the key, when the question was asked
+        std::uint64_t buried;     // of them
+        Book::Object object{};    // that is offered
         std::string expected;     // what a read has to bring
+        std::vector<std::string> keys;  // that are looked up
+        bool lasting = false;  // a pin that does not run out
         bool damaged = false;
     };
     struct Place {
         std::string key;
         std::uint64_t offset;
-        std::uint64_t generation;
-        std::uint64_t nbytes;
+        std::uint64_t serial;
+        Book::Object object;
+        bool lasting = false;
+        std::uint64_t number = 0;  // of the pin: without it, an unpin ends any of the session's there
     };
 
     // `theirs` gets the node's end. A client that is not `honest` is not checked, only read.
@@ -50,9 +55,6 @@ public:
     bool closed() const noexcept { return closed_; }
     bool idle() const noexcept { return closed_ || (outgoing_.empty() && unanswered_.empty()); }
     void expect_close() noexcept { may_close_ = true; }
-    // Payloads in memory may have been overwritten by a third party.
-    void distrust_memory() noexcept { memory_is_damaged_ = true; }
-
     const std::uint64_t session;
     const std::uint32_t tenant;
     const std::uint32_t rights;
@@ -65,6 +67,7 @@ public:
 private:
     void check(const Frame& reply);
     void check_found(const Frame& reply, const Asked& asked);
+    void check_looked_up(const Frame& reply, const Asked& asked);
 
     Book* book_;
     File socket_;
@@ -74,7 +77,6 @@ private:
     std::uint64_t requests_ = 0;
     bool closed_ = false;
     bool may_close_ = false;
-    bool memory_is_damaged_ = false;
 };
 
 template <typename... T>

@@ -36,7 +36,7 @@ Replies random_replies(Dice& dice, std::uint64_t count, const std::vector<Op>& o
         FrameHeader header = make_header(ops[request - 1]);
         header.request = request;
         header.status = static_cast<std::uint16_t>(dice.one_in(3) ? dice.any() : 0);
-        header.generation = dice.any();
+        header.serial = dice.any();
         std::string meta = dice.bytes(dice.one_in(3) ? dice.below(400) : 0);
         std::string payload = dice.bytes(dice.one_in(2) ? dice.below(dice.one_in(6) ? 100000 : 300) : 0);
         header.payload_nbytes = payload.size();
@@ -71,7 +71,7 @@ void try_connection(Dice& dice) {
     require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
     const int room = 4 << 20;
     setsockopt(ends[1], SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
-    Connection connection(ends[0], "node", {0, 0, 0, nullptr});
+    Connection connection(Stream(ends[0]), "node", {0, 0, 0, nullptr});
     const std::vector<Op> known{Op::get, Op::stat, Op::put, Op::pin, Op::ping};
     std::vector<Op> ops;
     const double deadline = monotonic_seconds() + 5;
@@ -108,7 +108,8 @@ void damage(Dice& dice, Objects& objects) {
     const Objects::Paths& paths = objects.paths();
     if (dice.one_in(16)) {
         const std::string marks = dice.bytes(64);
-        require(pwrite(objects.visited().fd(), marks.data(), marks.size(), segment_header_nbytes) == 64, "no marks were made");
+        const File visits(objects.visits().open(1));
+        require(pwrite(visits.fd(), marks.data(), marks.size(), segment_header_nbytes) == 64, "no marks were made");
         return;
     }
     const std::string& path = dice.one_in(2) ? paths.data : paths.index;
@@ -134,21 +135,21 @@ void try_segment(Dice& dice, const std::string& folder) {
     std::filesystem::create_directories(folder);
     Budget budget{1 << 18};
     std::string note;
-    Objects objects(folder, 1, budget, nullptr, true, note);
+    Objects objects(folder, 1, budget, nullptr, false, note);
     std::map<std::string, std::string> published;
-    std::uint64_t generation = now_generation() + (std::uint64_t{2'000'000} << 12);
     for (int number = 0; number < 60; ++number) {
         const std::string key = "key-" + std::to_string(number);
         const std::string payload = dice.bytes(dice.below(2000));
-        const Prepared place = objects.prepare(key, payload.size(), 0, ++generation);
+        const Found place = objects.prepare(key, payload.size(), {});
         require(place.status == Status::done, "no room for a publish");
         payload.copy(reinterpret_cast<char*>(objects.at(place.payload)), payload.size());
-        objects.commit(place.offset, generation, crc32c(payload.data(), payload.size()));
+        objects.commit(place.offset, place.serial, crc32c(payload.data(), payload.size()));
         published.insert_or_assign(key, payload);
     }
     const File index(open(objects.paths().index.c_str(), O_RDONLY | O_CLOEXEC));
     const File data(open(objects.paths().data.c_str(), O_RDONLY | O_CLOEXEC));
-    const ObjectReader reader(index.fd(), data.fd(), objects.visited().fd(), "node", false);
+    const File visits(objects.visits().open(1));
+    const ObjectReader reader(index.fd(), data.fd(), visits.fd(), "node", false);
     for (int round = 0; round < 30; ++round) {
         for (const auto& [key, payload] : published) {
             try {
@@ -156,7 +157,8 @@ void try_segment(Dice& dice, const std::string& folder) {
                 require(found || round > 0, "a published object was not found");
                 if (found) {
                     std::string copy(found->nbytes, '\0');
-                    require(!reader.copy(*found, copy.data()) || copy == payload, "other bytes than were published");
+                    const iovec into{copy.data(), copy.size()};
+                    require(!reader.copy(*found, {&into, 1}) || copy == payload, "other bytes than were published");
                 }
             } catch (const PortFailure& failure) {
                 require(round > 0 && failure.error().kind == ErrorKind::checksum, failure.what());

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,7 +21,6 @@ namespace {
 constexpr int acts = 6000;
 constexpr std::size_t most_clients = 10;
 constexpr std::uint64_t absurd = std::uint64_t{1} << 40;  // a counter that fell below zero is beyond this
-constexpr std::uint64_t two_seconds = std::uint64_t{2'000'000} << 12;
 
 }  // namespace
 
@@ -29,8 +29,7 @@ World::World(std::string folder, std::uint64_t seed)
       dice_(seed),
       capacity_((std::uint64_t{16} << 10) + dice_.below(dice_.one_in(4) ? 1 << 20 : 1 << 17)),
       with_shelf_(dice_.one_in(4)),
-      ephemeral_(dice_.one_in(8)),
-      newest_(now_generation() + two_seconds) {
+      ephemeral_(dice_.one_in(8)) {
     fs::remove_all(folder_);
     fs::create_directories(folder_);
     open_server();
@@ -95,7 +94,7 @@ void World::connect() {
         const int narrow = 4096;
         setsockopt(theirs, SOL_SOCKET, SO_SNDBUF, &narrow, sizeof narrow);
     }
-    server_->adopt(theirs, session, tenant, rights);
+    server_->adopt(Stream(theirs), session, tenant, rights, "key");
 }
 
 std::string World::key() {
@@ -104,30 +103,24 @@ std::string World::key() {
     return number % 8 == 0 ? made + std::string(250 - number, 'k') : made;
 }
 
-std::uint64_t World::generation(const std::string& key) {
-    if (dice_.one_in(12)) {
-        return newest_ - dice_.below(1000) * 8;  // of some other publish, or of this very key
-    }
-    newest_ += 8;
-    return newest_ + hash64(key.data(), key.size(), 0) % 8;
+std::string World::random_payload() {
+    const std::uint64_t most = dice_.one_in(30) ? capacity_ : dice_.one_in(4) ? capacity_ / 8 : 2000;
+    return dice_.bytes(dice_.one_in(10) ? 0 : dice_.below(most));
 }
 
-// A function of key and generation, so that a generation that is used twice means the same object.
-std::string World::payload_of(const std::string& key, std::uint64_t generation) const {
-    Dice dice(hash64(key.data(), key.size(), generation));
-    const std::uint64_t most = dice.one_in(30) ? capacity_ : dice.one_in(4) ? capacity_ / 8 : 2000;
-    return dice.bytes(dice.one_in(10) ? 0 : dice.below(most));
-}
-
-std::uint64_t World::expiry() {
-    return !dice_.one_in(8) ? 0 : dice_.one_in(2) ? dice_.any() : now_milliseconds() + dice_.below(50);
+std::uint64_t World::ttl() {
+    return !dice_.one_in(8) ? 0 : dice_.one_in(2) ? dice_.any() : dice_.below(50);
 }
 
 Mapping& World::memory_of(std::uint32_t tenant) {
     auto found = memory_.find(tenant);
     if (found == memory_.end()) {
-        const File file(open(server_->objects_paths(tenant).data.c_str(), O_RDWR | O_CLOEXEC));
-        found = memory_.emplace(tenant, Mapping(file.fd(), fs::file_size(server_->objects_paths(tenant).data), true)).first;
+        const auto [index, data] = server_->objects_files(tenant, true);
+        const File unused(index);
+        const File file(data);
+        struct stat status {};
+        require(fstat(file.fd(), &status) == 0, "a file of objects that cannot be looked at");
+        found = memory_.emplace(tenant, Mapping(file.fd(), static_cast<std::size_t>(status.st_size), true)).first;
     }
     return found->second;
 }
@@ -136,7 +129,13 @@ Mapping& World::memory_of(std::uint32_t tenant) {
 void World::scribble() {
     const std::uint32_t tenant = 1 + static_cast<std::uint32_t>(dice_.below(3));
     if (tenant != chaos) {
-        const File file(server_->objects_visited(tenant));
+        int visits = -1;
+        try {
+            visits = server_->objects_visited(1000 + tenant, tenant);
+        } catch (const Server::Busy&) {
+            return;
+        }
+        const File file(visits);
         require(ftruncate(file.fd(), static_cast<off_t>(dice_.below(1 << 20))) != 0, "the marks of visits were cut off");
         const std::string marks = dice_.bytes(64);
         static_cast<void>(!pwrite(file.fd(), marks.data(), marks.size(),
@@ -150,7 +149,7 @@ void World::scribble() {
         switch (dice_.below(6)) {
             case 0: header->key_nbytes = static_cast<std::uint16_t>(dice_.any()); break;
             case 1: header->nbytes = dice_.any(); break;
-            case 2: header->flags ^= static_cast<std::uint16_t>(1u << dice_.below(3)); break;
+            case 2: header->copies = static_cast<std::uint8_t>(dice_.any()); break;
             case 3: header->slot = static_cast<std::uint32_t>(dice_.below(200)); break;
             case 4: header->units = static_cast<std::uint32_t>(dice_.any()); break;
             default: dice_.flip(header, sizeof *header, 3);
@@ -167,7 +166,7 @@ void World::look() {
     const std::string prefix = dice_.one_in(2) ? std::string() : std::string("key-1");
     std::map<std::string, int> seen;
     for (std::string after;;) {
-        const auto listed = server_->list(tenant, after, prefix, 1 + dice_.below(20), dice_.one_in(4));
+        const auto listed = server_->list(tenant, after, prefix, 1 + dice_.below(20));
         for (const Listed& one : listed) {
             require(one.key.starts_with(prefix) && (tenant == chaos || ++seen[one.key] == 1), "a wrong listing");
         }
@@ -178,7 +177,7 @@ void World::look() {
     }
     const Server::Stats stats = server_->stats();
     require(stats.used <= stats.capacity, "more is in use than the node has");
-    require(stats.objects < absurd && stats.tombstones < absurd && stats.object_bytes < absurd && stats.index_bytes < absurd &&
+    require(stats.objects < absurd && stats.object_bytes < absurd && stats.index_bytes < absurd &&
                 stats.shelved < absurd,
             "a counter fell below zero");
     std::uint64_t lent = 0;
@@ -192,7 +191,7 @@ void World::look() {
 
 // A clean stop, or a kill: the files as they are at this moment, under a node that knows nothing of before.
 void World::restart() {
-    const bool killed = !with_shelf_ && dice_.one_in(2);
+    const bool killed = dice_.one_in(2);
     const std::string copy = folder_ + ".copy";
     if (killed) {
         fs::copy(folder_, copy);
@@ -212,12 +211,11 @@ void World::restart() {
     if (damaged || ephemeral_) {
         books_ = {};
         lent_.clear();
-        newest_ = std::max(newest_, now_generation() + two_seconds);
     }
     if (damaged) {  // nothing that is in there can be vouched for
         for (const std::uint32_t tenant : {1u, 2u, 3u}) {
             for (std::string after;;) {
-                const auto listed = server_->list(tenant, after, {}, 50, false);
+                const auto listed = server_->list(tenant, after, {}, 50);
                 if (listed.empty()) {
                     break;
                 }
@@ -228,7 +226,6 @@ void World::restart() {
         fs::remove_all(folder_);
         fs::create_directories(folder_);
         open_server();
-        newest_ = std::max(newest_, now_generation() + two_seconds);
     }
 }
 
@@ -278,6 +275,21 @@ void World::settle() {
     require(false, "a request was never answered");
 }
 
+// Also what is kept, and would not be evicted.
+void World::drop_all(std::uint32_t tenant) {
+    int theirs = -1;
+    clients_.push_back(std::make_unique<Client>(theirs, 100 + tenant, tenant, 15, &books_[tenant], false));
+    server_->adopt(Stream(theirs), 100 + tenant, tenant, 15, "");
+    for (auto listed = server_->list(tenant, {}, {}, 1000); !listed.empty(); listed = server_->list(tenant, {}, {}, 1000)) {
+        for (const Listed& one : listed) {
+            clients_.back()->ask({make_header(Op::drop), one.key, {}}, {});
+            clients_.back()->push(1 << 20);
+            server_->step(1);
+        }
+    }
+    clients_.pop_back();
+}
+
 // Everything goes: what is left behind then is a leak.
 void World::finish() {
     settle();
@@ -288,16 +300,21 @@ void World::finish() {
     }
     Server::Stats stats = server_->stats();
     require(stats.sessions == 0 && stats.connections == 0 && stats.leases == 0 && stats.lent == 0, "a session was not freed");
+    drop_all(1);
+    drop_all(2);
     std::uint64_t lease = 0;
     for (int round = 0; round < 2000 && lease == 0; ++round) {
-        lease = server_->lend(1, 1, capacity_);
+        try {
+            lease = server_->lend(1, chaos, capacity_);  // what is left goes
+        } catch (const Server::Busy&) {
+        }
         if (lease == 0) {
             server_->step(1);  // what is on its way to the file comes to its end
         }
     }
     stats = server_->stats();
     require(lease != 0 && stats.used == capacity_, "memory is held by nobody");
-    require(stats.objects == 0 && stats.tombstones == 0 && stats.object_bytes == 0 && stats.shelved == 0,
+    require(stats.objects == 0 && stats.object_bytes == 0 && stats.shelved == 0,
             "objects were counted that are not there");
     require(server_->release(1, lease) && server_->stats().used == 0, "the budget does not add up");
     server_->stop();

@@ -44,12 +44,12 @@ private:
     void damage_files();
     void open_server();
     void settle();
+    void drop_all(std::uint32_t tenant);
     void finish();
 
     std::string key();
-    std::uint64_t generation(const std::string& key);
-    std::string payload_of(const std::string& key, std::uint64_t generation) const;
-    std::uint64_t expiry();
+    std::string random_payload();
+    std::uint64_t ttl();
     Mapping& memory_of(std::uint32_t tenant);
 
     const std::string folder_;
@@ -62,7 +62,7 @@ private:
     std::array<Book, 4> books_;
     std::map<std::uint32_t, Mapping> memory_;  // the data segments, as publishers have them
     std::map<std::uint64_t, std::uint64_t> lent_;
-    std::uint64_t newest_;
+    std::map<Book::Object, std::string> payloads_;  // that were prepared
 };
 
 }  // namespace farpool::fuzz

@@ -27,33 +27,35 @@ void World::request_on_key(Client& client) {
     Book& book = books_[client.tenant];
     Client::Asked asked{};
     asked.key = key();
-    asked.confirmed = book.confirmed(asked.key);
-    static const std::vector<Op> ops{Op::get,   Op::get, Op::get,   Op::stat,    Op::put,    Op::put,   Op::put,    Op::remove,
-                                     Op::touch, Op::pin, Op::unpin, Op::prepare, Op::commit, Op::abort, Op::forget, Op::ping};
+    static const std::vector<Op> ops{Op::get,   Op::get,   Op::get, Op::stat,  Op::put,     Op::put,    Op::put,   Op::drop,
+                                     Op::touch, Op::touch, Op::pin, Op::unpin, Op::prepare, Op::commit, Op::abort, Op::lookup};
     asked.op = dice_.of(ops);
     Frame frame{make_header(asked.op), asked.key, {}};
     bool repair = true;
     if (asked.op == Op::touch) {
-        frame.meta = packed(expiry()) + asked.key;
-    } else if (asked.op == Op::put || asked.op == Op::prepare || asked.op == Op::remove) {
-        asked.generation = frame.header.generation = generation(asked.key);
-        if (asked.op == Op::remove) {
-            book.offer_deletion(asked.key, asked.generation);
+        frame.meta = packed(ttl(), client.honest && dice_.one_in(3) ? dice_.below(3) : 0) + asked.key;
+    } else if (asked.op == Op::pin) {
+        asked.lasting = !dice_.one_in(4);
+        frame.meta = packed(asked.lasting ? 0 : 1 + dice_.below(20)) + asked.key;
+    } else if (asked.op == Op::put || asked.op == Op::prepare) {
+        const std::string payload = random_payload();
+        const std::uint32_t crc = crc32c(payload.data(), payload.size());
+        asked.object = {payload.size(), crc};
+        book.offer(asked.key, asked.object);
+        ObjectHead head{};
+        dice_.flip(&head, sizeof head, dice_.below(9));
+        head.ttl_ms = ttl();
+        frame.meta = packed(head) + asked.key;
+        if (asked.op == Op::prepare) {
+            frame.meta = packed(payload.size()) + frame.meta;
+            payloads_.emplace(asked.object, payload);
         } else {
-            const std::string payload = payload_of(asked.key, asked.generation);
-            const std::uint32_t crc = crc32c(payload.data(), payload.size());
-            book.offer(asked.key, asked.generation, {crc, payload.size()});
-            frame.meta = packed(expiry()) + asked.key;
-            if (asked.op == Op::prepare) {
-                frame.meta = packed(payload.size()) + frame.meta;
-            } else {
-                frame.payload = payload;
-                frame.header.payload_crc = crc;
-                if (dice_.one_in(20) && !payload.empty()) {
-                    dice_.flip(frame.payload.data(), payload.size(), 1);
-                    asked.damaged = true;
-                    repair = false;
-                }
+            frame.payload = payload;
+            frame.header.payload_crc = crc;
+            if (dice_.one_in(20) && !payload.empty()) {
+                dice_.flip(frame.payload.data(), payload.size(), 1);
+                asked.damaged = true;
+                repair = false;
             }
         }
     } else if (asked.op == Op::unpin) {
@@ -62,11 +64,11 @@ void World::request_on_key(Client& client) {
         }
         const Client::Place place = client.pinned.front();
         client.pinned.pop_front();
-        const Book::Object* object = book.find(place.key, place.generation);
-        require(!client.honest || crc32c(memory_of(client.tenant).data() + place.offset, place.nbytes) == object->crc,
+        require(!client.honest || !place.lasting ||
+                    crc32c(memory_of(client.tenant).data() + place.offset, place.object.first) == place.object.second,
                 "pinned memory has changed");
-        frame.meta = packed(place.offset);
-        frame.header.generation = place.generation;
+        frame.meta = packed(place.offset, place.number);
+        frame.header.serial = place.serial;
     } else if (asked.op == Op::commit || asked.op == Op::abort) {
         if (client.prepared.empty()) {
             return;
@@ -74,26 +76,34 @@ void World::request_on_key(Client& client) {
         const Client::Place place = client.prepared.front();
         client.prepared.pop_front();
         asked.key = place.key;
-        asked.confirmed = book.confirmed(asked.key);
-        asked.generation = frame.header.generation = place.generation;
-        const std::string payload = payload_of(place.key, place.generation);
-        payload.copy(memory_of(client.tenant).at<char>(place.offset), payload.size());
+        asked.object = place.object;
+        frame.header.serial = place.serial;
         frame.meta = packed(place.offset);
-        if (asked.op == Op::commit) {
-            frame.meta += packed(crc32c(payload.data(), payload.size()), std::uint32_t{0});
+        if (asked.op == Op::commit && client.honest) {
+            const std::string& payload = payloads_.at(place.object);
+            payload.copy(memory_of(client.tenant).at<char>(place.offset), payload.size());
+            frame.meta += packed(place.object.second, std::uint32_t{0});
+        } else if (asked.op == Op::commit) {
+            frame.meta += packed(dice_.word());
         }
-    } else if (asked.op == Op::forget) {
-        frame.header.generation = book.confirmed(asked.key);
-    } else if (asked.op == Op::ping) {
-        frame.meta.clear();
+    } else if (asked.op == Op::lookup) {
+        asked.keys.resize(dice_.one_in(20) ? dice_.below(200) : dice_.below(20));
+        frame.meta = packed(static_cast<std::uint32_t>(dice_.below(2)), static_cast<std::uint32_t>(asked.keys.size()));
+        for (std::string& one : asked.keys) {
+            one = key();
+            frame.meta += packed(static_cast<std::uint16_t>(one.size())) + one;
+        }
     }
+    asked.known = book.known(asked.key);
+    asked.buried = book.buried(asked.key);
     client.ask(std::move(frame), std::move(asked), repair);
 }
 
 // Any operation, with lengths and numbers that may be right.
 Frame World::random_frame() {
-    const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(11);
-    Frame frame{make_header(static_cast<Op>(op)), {}, {}};
+    const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(13);
+    // Nothing is kept: what nobody can name any more could not be let go.
+    Frame frame{make_header(static_cast<Op>(op) == Op::touch ? Op::pin : static_cast<Op>(op)), {}, {}};
     const std::uint64_t numbers = dice_.below(4);
     for (std::uint64_t number = 0; number < numbers; ++number) {
         frame.meta += packed(dice_.one_in(2) ? dice_.below(capacity_) / 64 * 64 : dice_.any());
@@ -101,7 +111,7 @@ Frame World::random_frame() {
     frame.meta += dice_.one_in(4) ? dice_.bytes(dice_.below(dice_.one_in(10) ? largest_meta + 1 : 300)) : key();
     frame.meta.resize(std::min<std::size_t>(frame.meta.size(), largest_meta));
     frame.payload = dice_.one_in(3) ? dice_.bytes(dice_.below(2000)) : std::string();
-    frame.header.generation = dice_.one_in(20) ? dice_.any() : newest_++;
+    frame.header.serial = dice_.one_in(4) ? dice_.any() : dice_.below(3000);
     if (!lent_.empty() && dice_.one_in(2)) {
         frame.header.lease = std::next(lent_.begin(), static_cast<std::ptrdiff_t>(dice_.below(lent_.size())))->first;
     }
@@ -113,7 +123,7 @@ void World::spoil(Client& client, Frame frame) {
     frame.header.payload_nbytes = frame.payload.size();
     frame.header.payload_crc = crc32c(frame.payload.data(), frame.payload.size());
     if (dice_.one_in(4)) {
-        const std::vector<std::uint64_t*> fields{&frame.header.payload_nbytes, &frame.header.generation, &frame.header.lease};
+        const std::vector<std::uint64_t*> fields{&frame.header.payload_nbytes, &frame.header.serial, &frame.header.lease};
         *dice_.of(fields) = dice_.any();
     }
     if (dice_.one_in(8)) {
@@ -134,11 +144,15 @@ void World::spoil(Client& client, Frame frame) {
 
 void World::lend(Client& client) {
     const std::uint64_t nbytes = dice_.one_in(10) ? dice_.any() : dice_.below(capacity_ / 3);
-    client.lease = server_->lend(client.session, client.tenant, nbytes);
+    try {
+        client.lease = server_->lend(client.session, client.tenant, nbytes);
+    } catch (const Server::Busy&) {
+        return;
+    }
     if (client.lease != 0) {
         lent_.emplace(client.lease, nbytes);
         client.shadow.assign(nbytes, '\0');
-        const File file(open(server_->lease_path(client.session, client.lease).c_str(), O_RDWR | O_CLOEXEC));
+        const File file(server_->lease_file(client.session, client.lease));
         const Mapping memory(file.fd(), segment_header_nbytes + nbytes, true);
         require(std::all_of(memory.data() + segment_header_nbytes, memory.data() + memory.nbytes(),
                             [](std::byte byte) { return byte == std::byte{0}; }),

@@ -28,7 +28,7 @@ inline Head copy_head(const std::byte* extent, std::uint64_t nbytes) {
 // Bytes that an object's payload has room for.
 inline std::uint64_t payload_room(const Index::Entry& entry, std::size_t key_nbytes) {
     return entry.blocks == 0 ? std::uint64_t{entry.units} * unit_nbytes - payload_at(key_nbytes)
-                             : (entry.blocks & ~unwritten) * shelf_block;
+                             : entry.blocks * shelf_block;
 }
 
 }  // namespace farpool

@@ -1,4 +1,5 @@
 // Replies whose payload lies in the file: they keep their place in the order of a connection and are completed when it has been read.
+#include "node/hold.hpp"
 #include "node/server.hpp"
 
 namespace farpool {
@@ -10,30 +11,24 @@ constexpr std::uint64_t most_fetched = std::uint64_t{16} << 20;
 
 }  // namespace
 
-void Server::fetch(Peer& peer, const Found& found, std::string_view key) {
-    reply(peer, Status::done, found.generation);
-    Reply& answer = peer.replies.back();
-    const Fetch fetch = expect(peer, answer, found, key);
-    if (found.aside != nullptr) {
-        answer.aside = found.aside;
-        complete(peer, answer, fetch, true);
-        return;
-    }
-    peer.waiting.push_back(fetch);
+void Server::fetch(Peer& peer, const Found& found, std::string_view key, std::uint64_t ttl_ms) {
+    peer.waiting.push_back(expect(peer, peer.replies.back(), found, key, ttl_ms));
     start_fetches(peer);
 }
 
 // The payload of this reply is to come from the file.
-Fetch Server::expect(Peer& peer, Reply& answer, const Found& found, std::string_view key) {
+Fetch Server::expect(Peer& peer, Reply& answer, const Found& found, std::string_view key, std::uint64_t ttl_ms) {
     peer.objects->hold(found);
     answer.held_object = found.offset;
-    answer.header.generation = found.generation;
+    answer.header.serial = found.serial;
     answer.header.payload_nbytes = found.nbytes;
     answer.header.payload_crc = found.crc;
     answer.ticket = ++tickets_;
+    seal(answer.header, answer.meta.data(), static_cast<std::uint32_t>(answer.meta.size()));
     // What is asked for a second time comes back into memory; a pin needs it there.
     const bool promote = found.visited || static_cast<Op>(answer.header.op) == Op::pin;
-    return {peer.socket.fd(), peer.serial, answer.ticket, std::string(key), found.offset, found.nbytes, found.block, promote};
+    return {peer.socket.fd(), peer.number,  answer.ticket, std::string(key), found.offset,
+            found.nbytes,     found.block, promote,       ttl_ms};
 }
 
 void Server::start_fetches(Peer& peer) {
@@ -56,7 +51,7 @@ void Server::start_fetch(Peer& peer, Reply& answer, const Fetch& fetch) {
     auto reading = readings_.find(place);
     if (reading == readings_.end()) {
         auto into = std::make_shared<Aside>(fetch.nbytes);
-        reading = readings_.emplace(place, Reading{answer.header.generation, into, {}}).first;
+        reading = readings_.emplace(place, Reading{into, {}}).first;
         Found found{};
         found.offset = fetch.offset;
         peer.objects->hold(found);  // its blocks stay its own until they have been read, also if the connection is closed
@@ -94,12 +89,12 @@ void Server::fetched(std::uint64_t job, bool ok) {
     const Reading reading = std::move(readings_.extract(place).mapped());
     Objects& objects = *objects_.at(place.first);
     if (!ok) {
-        objects.lose(place.second, reading.generation);
+        objects.lose(place.second);
     }
     objects.drop(place.second);
     for (const Fetch& fetch : reading.waiting) {
         const auto found = peers_.find(fetch.fd);
-        if (found == peers_.end() || found->second->serial != fetch.serial || found->second->dead) {
+        if (found == peers_.end() || found->second->number != fetch.peer || found->second->dead) {
             continue;
         }
         Peer& peer = *found->second;
@@ -130,45 +125,38 @@ void Server::deliver(Peer& peer, const Fetch& fetch, bool ok) {
 
 void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
     answer.ticket = 0;
+    if (&answer == &peer.replies.front()) {
+        peer.receiving.begin(seconds(settings_.stall));
+    }
     const bool pins = static_cast<Op>(answer.header.op) == Op::pin;
     const std::optional<Found> promoted =
-        ok && fetch.promote ? peer.objects->promote(fetch.offset, answer.header.generation, *answer.aside) : std::nullopt;
+        ok && fetch.promote ? peer.objects->promote(fetch.offset, *answer.aside) : std::nullopt;
     if (ok && !pins) {
         answer.payload = answer.aside->data();
-        seal(answer.header, nullptr, 0);
         return;
     }
     answer.header.payload_nbytes = 0;
-    answer.header.payload_crc = 0;
     answer.aside = nullptr;
     let_go(peer, answer);
     if (promoted) {
-        pin(peer, *promoted, answer);
+        pin(peer, *promoted, answer, fetch.ttl_ms);
     } else if (pins) {
         pin_again(peer, answer, fetch);
     } else {
-        answer.header.status = static_cast<std::uint16_t>(Status::missing);
-        seal(answer.header, nullptr, 0);
+        refuse(answer, Status::missing);
     }
 }
 
 // The object did not come back into memory for this pin. Another request may have brought it there, or changed it.
 void Server::pin_again(Peer& peer, Reply& answer, const Fetch& fetch) {
     const Found found = peer.objects->find(fetch.key, true);
-    answer.header.generation = found.generation;
     if (found.status == Status::done && !found.shelved) {
-        pin(peer, found, answer);
+        pin(peer, found, answer, fetch.ttl_ms);
     } else if (found.status == Status::done && found.offset != fetch.offset) {
-        const Fetch again = expect(peer, answer, found, fetch.key);
-        if (found.aside != nullptr) {
-            answer.aside = found.aside;
-            complete(peer, answer, again, true);
-        } else {
-            start_fetch(peer, answer, again);  // not behind others: theirs may be the replies that wait for this one to go
-        }
+        // Not behind others: theirs may be the replies that wait for this one to go.
+        start_fetch(peer, answer, expect(peer, answer, found, fetch.key, fetch.ttl_ms));
     } else {
-        answer.header.status = static_cast<std::uint16_t>(found.status == Status::done ? Status::full : found.status);
-        seal(answer.header, nullptr, 0);
+        refuse(answer, found.status == Status::done ? Status::full : found.status);
     }
 }
 

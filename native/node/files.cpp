@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -59,6 +58,19 @@ int File::duplicate() const {
     return copy;
 }
 
+int File::read_only() const {
+    const int fresh = open(("/proc/self/fd/" + std::to_string(fd_)).c_str(), O_RDONLY | O_CLOEXEC);
+    if (fresh < 0) {
+        fail("passing a file on");
+    }
+    return fresh;
+}
+
+std::uint64_t File::taken() const noexcept {
+    struct stat status {};
+    return fstat(fd_, &status) == 0 ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0;
+}
+
 Segment draft_segment(const std::string& path, const SegmentHeader& settings) {
     const std::string fresh = path + unfinished_suffix;
     File file(open(fresh.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
@@ -94,9 +106,9 @@ Segment make_segment(const std::string& path, const SegmentHeader& settings) {
     return segment;
 }
 
-Segment make_shared_segment(const std::string& name, const SegmentHeader& settings) {
+Segment make_nameless_segment(const std::string& name, const SegmentHeader& settings) {
     File file(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (file.fd() < 0 || ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0 ||
+    if (file.fd() < 0 || fchmod(file.fd(), 0600) != 0 || ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0 ||
         fcntl(file.fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
         fail(name);
     }
@@ -146,11 +158,6 @@ std::uint64_t random_word() {
         fail("getrandom");
     }
     return word;
-}
-
-std::uint64_t now_generation() {
-    using namespace std::chrono;
-    return static_cast<std::uint64_t>(duration_cast<microseconds>(system_clock::now().time_since_epoch()).count()) << 12;
 }
 
 }  // namespace farpool

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "core/clock.hpp"
 #include "node/bus_guard.hpp"
@@ -19,8 +20,13 @@ public:
     File& operator=(File&& other) noexcept;
     ~File();
     int fd() const noexcept { return fd_; }
+    int release() noexcept { return std::exchange(fd_, -1); }
     // Another descriptor of the same file, the caller's. Throws std::system_error.
     int duplicate() const;
+    // The same opened anew for reading only, so that whoever gets it has no right to write. Throws std::system_error.
+    int read_only() const;
+    // Bytes that it takes, by what the system says; 0 where that does not say.
+    std::uint64_t taken() const noexcept;
 
 private:
     int fd_ = -1;
@@ -47,8 +53,9 @@ Segment make_segment(const std::string& path, const SegmentHeader& settings);
 Segment draft_segment(const std::string& path, const SegmentHeader& settings);
 void put_in_place(const Segment& draft);
 // One that no file system knows: it lives as long as somebody has it open or mapped, and nobody can change its length, so that
-// it can be given to programs that do not trust each other. `name` is what the system shows for it. Throws std::system_error.
-Segment make_shared_segment(const std::string& name, const SegmentHeader& settings);
+// it can be given to programs that do not trust each other. Like a file it is its user's alone: who else has a descriptor can do
+// what that allows, and open it no second time. `name` is what the system shows for it. Throws std::system_error.
+Segment make_nameless_segment(const std::string& name, const SegmentHeader& settings);
 // An existing one; throws std::runtime_error, which says what is wrong with it, or std::system_error.
 Segment open_segment(const std::string& path, SegmentKind kind);
 // Has the system back the range with memory, so that no later access to it can fail; false, and errno says why, where it cannot.
@@ -58,6 +65,5 @@ void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes)
 void remove_file(const std::string& path) noexcept;
 
 std::uint64_t random_word();
-std::uint64_t now_generation();  // what a clock of now would choose
 
 }  // namespace farpool

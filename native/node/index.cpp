@@ -11,9 +11,8 @@ namespace farpool {
 namespace {
 
 constexpr std::uint64_t first_level = 10;
+constexpr std::size_t most_in_bucket = 64;
 constexpr std::uint64_t backing_nbytes = 65536;  // the table is backed by memory in steps of this
-// A clock that runs ahead of this one by less than this cannot have chosen a generation that the floor does not cover.
-constexpr std::uint64_t clock_difference = std::uint64_t{1'000'000} << 12;
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t step) { return (value + step - 1) / step * step; }
 
@@ -22,12 +21,10 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t step) { retu
 void Index::lay_out(SegmentHeader& header, std::uint64_t capacity) {
     header.kind = static_cast<std::uint32_t>(SegmentKind::index);
     header.hash_seed = random_word();
-    header.base_floor = now_generation() + clock_difference;
     // One for each unit, the one that rests, and the one that is filled before another goes.
     header.slot_limit = std::min<std::uint64_t>(capacity / unit_nbytes + 2, Index::none - 1);
     const std::uint64_t bucket_limit = std::max(std::bit_ceil(header.slot_limit), std::uint64_t{1} << first_level);
-    header.floors_at = segment_header_nbytes;
-    header.buckets_at = header.floors_at + floor_count * sizeof(std::uint64_t);
+    header.buckets_at = segment_header_nbytes;
     header.slots_at = round_up(header.buckets_at + bucket_limit * sizeof(std::uint32_t), backing_nbytes);
     header.capacity = header.slots_at + round_up(header.slot_limit * sizeof(IndexSlot), backing_nbytes) - segment_header_nbytes;
 }
@@ -37,12 +34,10 @@ Index::Index(Segment segment)
       header_(segment_.header()),
       buckets_(segment_.memory.at<std::atomic<std::uint32_t>>(header_.buckets_at)),
       slots_(segment_.memory.at<IndexSlot>(header_.slots_at)),
-      floors_(segment_.memory.at<std::atomic<std::uint64_t>>(header_.floors_at)),
       buckets_backed_(header_.buckets_at),
       slots_backed_(header_.slots_at) {
     set_retired(true);
-    if (!back(segment_, header_.floors_at, header_.buckets_at - header_.floors_at) ||
-        !back_to(buckets_backed_, header_.buckets_at + (sizeof(std::uint32_t) << first_level))) {
+    if (!back_to(buckets_backed_, header_.buckets_at + (sizeof(std::uint32_t) << first_level))) {
         throw std::bad_alloc();
     }
     header_.level_and_split.store(first_level << 32, std::memory_order_release);
@@ -101,15 +96,35 @@ bool Index::back_to(std::uint64_t& backed, std::uint64_t end) {
     return true;
 }
 
+bool Index::is_crowded(std::uint64_t hash) const noexcept {
+    std::size_t found = 0;
+    for (std::uint32_t next = buckets_[bucket_of_hash(hash)].load(std::memory_order_relaxed); next != 0 && found < most_in_bucket;
+         ++found) {
+        next = slot(next - 1).next.load(std::memory_order_relaxed);
+    }
+    return found == most_in_bucket;
+}
+
+std::uint64_t Index::buckets_end() const noexcept { return header_.buckets_at + (buckets() + 1) * sizeof(std::uint32_t); }
+
+std::uint64_t Index::slots_end() const noexcept {
+    return header_.slots_at + (std::uint64_t{slots_used()} + (spare_.empty() ? 1 : 0)) * sizeof(IndexSlot);
+}
+
 bool Index::reserve() {
-    if (!back_to(buckets_backed_, header_.buckets_at + (buckets() + 1) * sizeof(std::uint32_t))) {
-        return false;
-    }
-    if (spare_.empty()) {
-        const std::uint64_t used = slots_used();
-        return used < header_.slot_limit && back_to(slots_backed_, header_.slots_at + (used + 1) * sizeof(IndexSlot));
-    }
-    return true;
+    return back_to(buckets_backed_, buckets_end()) && (!spare_.empty() || slots_used() < header_.slot_limit) &&
+           back_to(slots_backed_, slots_end());
+}
+
+std::uint64_t Index::growth() const noexcept {
+    const bool slots_grow = slots_end() > slots_backed_ && slots_backed_ > header_.slots_at;
+    return (buckets_end() > buckets_backed_ ? backing_nbytes : 0) + (slots_grow ? backing_nbytes : 0);
+}
+
+std::uint64_t Index::grown() const noexcept {
+    const std::uint64_t slots = slots_backed_ - header_.slots_at;
+    return buckets_backed_ - header_.buckets_at - std::min(buckets_backed_ - header_.buckets_at, backing_nbytes) + slots -
+           std::min(slots, backing_nbytes);
 }
 
 std::uint32_t Index::add(const Entry& entry) {
@@ -126,7 +141,7 @@ std::uint32_t Index::add(const Entry& entry) {
     fresh.units.store(entry.units, std::memory_order_relaxed);
     fresh.block.store(entry.block, std::memory_order_relaxed);
     fresh.blocks.store(entry.blocks, std::memory_order_relaxed);
-    fresh.generation.store(entry.generation, std::memory_order_release);
+    fresh.serial.store(entry.serial, std::memory_order_release);
     link(number, bucket_of_hash(entry.hash));
     ++size_;
     if (size_ > buckets()) {
@@ -142,7 +157,7 @@ void Index::link(std::uint32_t number, std::uint64_t bucket) {
 
 void Index::remove(std::uint32_t number) {
     IndexSlot& gone = slot(number);
-    gone.generation.store(0, std::memory_order_relaxed);
+    gone.serial.store(0, std::memory_order_relaxed);
     // What is written into its memory from now on is seen after the 0.
     std::atomic_thread_fence(std::memory_order_release);
     std::atomic<std::uint32_t>* place = &buckets_[bucket_of_hash(gone.hash.load(std::memory_order_relaxed))];
@@ -175,19 +190,14 @@ void Index::split_one() {
 
 Index::Entry Index::at(std::uint32_t number) const noexcept {
     const IndexSlot& found = slot(number);
-    return {found.generation.load(std::memory_order_relaxed), found.offset.load(std::memory_order_relaxed),
+    return {found.serial.load(std::memory_order_relaxed), found.offset.load(std::memory_order_relaxed),
             found.expiry.load(std::memory_order_relaxed), found.hash.load(std::memory_order_relaxed),
             found.units.load(std::memory_order_relaxed), found.block.load(std::memory_order_relaxed),
             found.blocks.load(std::memory_order_relaxed)};
 }
 
 bool Index::is_live(std::uint32_t number) const noexcept {
-    return number < slots_used() && slot(number).generation.load(std::memory_order_relaxed) != 0;
-}
-
-void Index::set_written(std::uint32_t number) noexcept {
-    std::atomic<std::uint32_t>& blocks = slot(number).blocks;
-    blocks.store(blocks.load(std::memory_order_relaxed) & ~unwritten, std::memory_order_relaxed);
+    return number < slots_used() && slot(number).serial.load(std::memory_order_relaxed) != 0;
 }
 
 void Index::set_shelf(std::uint64_t id) noexcept {
@@ -199,15 +209,6 @@ void Index::set_shelf(std::uint64_t id) noexcept {
 
 void Index::set_expiry(std::uint32_t number, std::uint64_t expiry) noexcept {
     slot(number).expiry.store(expiry, std::memory_order_relaxed);
-}
-
-std::uint64_t Index::floor(std::uint64_t hash) const noexcept {
-    return std::max(header_.base_floor, floors_[floor_of(hash)].load(std::memory_order_relaxed));
-}
-
-void Index::raise_floor(std::uint64_t hash, std::uint64_t generation) noexcept {
-    std::atomic<std::uint64_t>& floor = floors_[floor_of(hash)];
-    floor.store(std::max(floor.load(std::memory_order_relaxed), generation), std::memory_order_relaxed);
 }
 
 void Index::set_retired(bool retired) noexcept { header_.retired.store(retired ? 1 : 0, std::memory_order_seq_cst); }
@@ -229,7 +230,9 @@ void Index::adopt(const std::function<bool(std::uint32_t)>& keep) {
     spare_.clear();
     resting_ = none;
     size_ = 0;
+    std::uint64_t newest = 0;
     for (std::uint32_t number = 0; number < used; ++number) {
+        newest = std::max(newest, slot(number).serial.load(std::memory_order_relaxed));
         if (is_live(number) && keep(number)) {
             if (!back_to(buckets_backed_, header_.buckets_at + (buckets() + 1) * sizeof(std::uint32_t))) {
                 throw std::bad_alloc();
@@ -240,14 +243,11 @@ void Index::adopt(const std::function<bool(std::uint32_t)>& keep) {
                 split_one();
             }
         } else {
-            if (is_live(number)) {  // what is given up may have been the newest
-                const Entry lost = at(number);
-                raise_floor(lost.hash, lost.generation);
-                slot(number).generation.store(0, std::memory_order_relaxed);
-            }
+            slot(number).serial.store(0, std::memory_order_relaxed);
             spare_.push_back(number);
         }
     }
+    header_.next_serial.store(std::max(header_.next_serial.load(), newest + 1), std::memory_order_relaxed);
 }
 
 }  // namespace farpool

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -18,7 +19,7 @@ public:
     explicit Index(Segment segment);
 
     struct Entry {
-        std::uint64_t generation;
+        std::uint64_t serial;
         std::uint64_t offset;
         std::uint64_t expiry;
         std::uint64_t hash;
@@ -33,21 +34,36 @@ public:
     // The slot whose hash is the same and for which `same` holds; none where there is no such.
     template <typename Same>
     std::uint32_t find(std::uint64_t hash, Same same) const;
+    // Whether so many entries stand where this hash would that whoever looks there would take long: chance does not do that, but
+    // readers know the seed and can choose keys.
+    bool is_crowded(std::uint64_t hash) const noexcept;
     // Whether one more entry has room; backs it with memory.
     bool reserve();
+    // Bytes of memory that the table has beyond its first buckets and slots, and by how much reserve() would make them more.
+    std::uint64_t grown() const noexcept;
+    std::uint64_t growth() const noexcept;
     // The slot that the next add() will fill.
     std::uint32_t next_slot() const noexcept { return spare_.empty() ? slots_used() : spare_.back(); }
-    // Published when this returns; it is found before older ones of the same key. Needs a reserve() before.
+    // Published when this returns; it is found before another one of the same key. Needs a reserve() before.
     std::uint32_t add(const Entry& entry);
     // Invalid for readers when this returns: its memory may be used again.
     void remove(std::uint32_t slot);
     Entry at(std::uint32_t slot) const noexcept;
     bool is_live(std::uint32_t slot) const noexcept;
-    void set_written(std::uint32_t slot) noexcept;
     void set_expiry(std::uint32_t slot, std::uint64_t expiry) noexcept;
 
-    std::uint64_t floor(std::uint64_t hash) const noexcept;
-    void raise_floor(std::uint64_t hash, std::uint64_t generation) noexcept;
+    // A number that no publish has had before, whatever became of the node.
+    std::uint64_t next_serial() noexcept { return header_.next_serial.fetch_add(1, std::memory_order_relaxed); }
+    // The tenant's epoch, none where that is damaged; objects of earlier ones have serials below the first.
+    std::optional<std::uint32_t> epoch() const noexcept {
+        return first_serial() <= header_.next_serial.load() ? epoch_in(header_.epoch.load()) : std::nullopt;
+    }
+    std::uint64_t first_serial() const noexcept { return header_.first_serial.load(std::memory_order_relaxed); }
+    // The epoch last: a node that is killed in between has lost objects and is told the epoch again.
+    void begin_epoch(std::uint32_t epoch, std::uint64_t first_serial) noexcept {
+        header_.first_serial.store(first_serial, std::memory_order_release);
+        header_.epoch.store(epoch_word(epoch), std::memory_order_release);
+    }
     // The NVMe file whose blocks the slots name; 0 for none.
     std::uint64_t shelf() const noexcept { return header_.session; }
     void set_shelf(std::uint64_t id) noexcept;
@@ -77,12 +93,14 @@ private:
     void link(std::uint32_t number, std::uint64_t bucket);
     void split_one();
     bool back_to(std::uint64_t& backed, std::uint64_t end);
+    // Where the memory of buckets and slots has to end for one entry more.
+    std::uint64_t buckets_end() const noexcept;
+    std::uint64_t slots_end() const noexcept;
 
     Segment segment_;
     SegmentHeader& header_;
     std::atomic<std::uint32_t>* buckets_;
     IndexSlot* slots_;
-    std::atomic<std::uint64_t>* floors_;
     std::vector<std::uint32_t> spare_;
     // The slot removed last. It rests, so that an object that moves gets another slot and no reader takes one for the other.
     std::uint32_t resting_ = none;

@@ -38,10 +38,11 @@ void Leases::adopt(std::vector<std::string>& notes) {
             const std::uint64_t id = header.lease;
             const std::uint64_t session = header.session;
             const std::uint32_t tenant = header.tenant;
+            const std::uint64_t owner = header.owner;
             if (name != file_name(id)) {  // its session can write the header
                 throw std::runtime_error(entry.path().string() + " says that it is another lease");
             }
-            leases_.emplace(id, std::make_shared<Lease>(id, session, tenant, std::move(segment)));
+            leases_.emplace(id, std::make_shared<Lease>(id, session, tenant, owner, std::move(segment)));
         } catch (const std::system_error& error) {
             if (error.code() != std::errc::no_such_file_or_directory) {
                 throw;  // what cannot be opened now may be whole, and somebody's memory
@@ -53,15 +54,18 @@ void Leases::adopt(std::vector<std::string>& notes) {
     }
 }
 
-std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) const {
+std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner,
+                                    std::uint64_t nbytes) const {
     SegmentHeader header{};
     header.kind = static_cast<std::uint32_t>(SegmentKind::lease);
     header.capacity = nbytes;
     header.session = session;
     header.tenant = tenant;
+    header.owner = owner;
     header.lease = random_word() | 1;  // never 0
     const std::string path = folder_ + "/" + file_name(header.lease);
-    auto lease = std::make_shared<Lease>(header.lease, session, tenant, make_segment(path, header));
+    const auto make = nameless_ ? make_nameless_segment : make_segment;
+    auto lease = std::make_shared<Lease>(header.lease, session, tenant, owner, make(path, header));
     if (!back(lease->segment, 0, segment_header_nbytes + nbytes)) {
         const int code = errno;
         remove_file(path);
@@ -72,9 +76,11 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
 
 void Leases::add(std::shared_ptr<Lease> lease) { leases_.emplace(lease->id, std::move(lease)); }
 
-std::shared_ptr<Lease> Leases::find(std::uint64_t session, std::uint64_t id) const {
+std::shared_ptr<Lease> Leases::find(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t id) const {
     const auto found = leases_.find(id);
-    return found == leases_.end() || found->second->session != session ? nullptr : found->second;
+    const bool is_theirs = found != leases_.end() && found->second->session == session && found->second->tenant == tenant &&
+                           found->second->owner == owner;
+    return is_theirs ? found->second : nullptr;
 }
 
 std::vector<std::shared_ptr<Lease>> Leases::of(std::uint64_t session) const {

@@ -10,7 +10,26 @@ namespace farpool {
 
 namespace {
 
-constexpr std::size_t listed_buckets = 4096;  // at once: nothing else is served meanwhile
+constexpr std::size_t listed_buckets = 64;  // at once: nothing else is served meanwhile
+// Slots that are swept when an epoch begins, the others later: never more than the tenant's puts have paid for.
+constexpr std::uint64_t swept_at_once = 20'000;
+constexpr std::uint64_t swept_for_each = 64;
+
+// When a time to live ends, in ms since 1970; 0 for never.
+std::uint64_t end_of(std::uint64_t ttl_ms) {
+    const std::uint64_t now = now_milliseconds();
+    return ttl_ms == 0 ? 0 : now + std::min(ttl_ms, kept_flag - 1 - now);
+}
+
+std::uint64_t left_until(std::uint64_t expiry) {
+    const std::uint64_t end = expiry & ~kept_flag;
+    const std::uint64_t now = end == 0 ? 0 : now_milliseconds();
+    return end == 0 ? 0 : end > now ? end - now : 1;
+}
+
+std::uint64_t later(std::uint64_t one, std::uint64_t other) { return one == 0 || other == 0 ? 0 : std::max(one, other); }
+
+bool has_expired(std::uint64_t expiry) { return expiry != 0 && expiry <= now_milliseconds(); }
 
 }  // namespace
 
@@ -25,22 +44,18 @@ std::string_view Objects::key_at(std::uint32_t slot) const {
 
 std::uint32_t Objects::live_slot(std::string_view key, std::uint64_t hash) {
     const std::uint32_t slot = slot_of(key, hash);
-    // Where a header or a key has been damaged, what is left of the object is that it was there.
+    // Where a header or a key has been damaged, nobody knows which object it was.
     const std::uint32_t damaged = slot != Index::none && is_intact(slot)
                                       ? Index::none
                                       : index_->find(hash, [this](std::uint32_t other) { return !is_intact(other); });
     if (damaged != Index::none) {
-        drop_knowledge(damaged);
+        take_out(damaged);
         ++counts_.evictions;
         return live_slot(key, hash);
     }
-    if (slot != Index::none) {
-        const std::uint64_t expiry = index_->at(slot).expiry;
-        if (expiry != 0 && expiry <= now_milliseconds()) {
-            drop_knowledge(slot);
-            ++counts_.expired;
-            return Index::none;
-        }
+    if (slot != Index::none && is_over(index_->at(slot))) {
+        take_out_over(slot);
+        return Index::none;
     }
     return slot;
 }
@@ -49,132 +64,157 @@ bool Objects::is_intact(std::uint32_t slot) const {
     const Index::Entry entry = index_->at(slot);
     const std::uint64_t nbytes = std::uint64_t{entry.units} * unit_nbytes;
     const Head head = copy_head(at(entry.offset), nbytes);
-    return head.header.key_nbytes == key_nbytes(slot) && head.header.generation == entry.generation &&
+    return head.header.key_nbytes == key_nbytes(slot) && head.header.serial == entry.serial &&
            is_whole(head.header, nbytes, false) && index_->hash(key_of(head.header)) == entry.hash;
 }
 
-bool Objects::is_tombstone(std::uint32_t slot) const {
-    return shapes_[slot].tombstone != 0;
+Found Objects::found_at(std::uint32_t slot) const {
+    const Index::Entry entry = index_->at(slot);
+    const ObjectHeader& header = header_at(entry.offset);
+    const auto held = held_.find(entry.offset);
+    Found found{};
+    found.status = Status::done;
+    found.serial = entry.serial;
+    found.slot = slot;
+    found.offset = entry.offset;
+    found.payload = entry.offset + payload_at(key_nbytes(slot));
+    found.nbytes = payload_nbytes(slot);
+    found.crc = header.payload_crc;
+    found.pins = held == held_.end() ? 0 : held->second.count;
+    found.block = entry.block;
+    found.shelved = entry.blocks != 0;
+    found.visited = found.shelved && marks_.get(slot) != 0;
+    found.head = {left_until(entry.expiry), header.copies, header.kind, header.parts, header.recompute_us, header.name_space,
+                  (entry.expiry & kept_flag) != 0 ? kept_object : 0, epoch_};
+    return found;
 }
 
 Found Objects::find(std::string_view key, bool visit) {
-    const std::uint64_t hash = index_->hash(key);
-    const std::uint32_t slot = live_slot(key, hash);
-    Found found{};
+    const std::uint32_t slot = live_slot(key, index_->hash(key));
     if (slot == Index::none) {
-        found.status = Status::missing;
-        found.generation = index_->floor(hash);
-        return found;
+        return {};
     }
-    const Index::Entry entry = index_->at(slot);
-    const ObjectHeader& header = header_at(entry.offset);
-    found.shelved = entry.blocks != 0;
-    found.block = entry.block;
-    found.generation = entry.generation;
-    found.slot = slot;
-    found.offset = entry.offset;
-    found.expiry = entry.expiry;
-    found.nbytes = payload_nbytes(slot);
-    found.crc = header.payload_crc;
-    found.payload = entry.offset + payload_at(key.size());
-    const auto held = held_.find(entry.offset);
-    found.pins = held == held_.end() ? 0 : held->second.count;
-    found.status = is_tombstone(slot) ? Status::deleted : Status::done;
-    if ((entry.blocks & unwritten) != 0) {
-        const auto writing = writing_.find(entry.offset);
-        found.aside = writing == writing_.end() ? nullptr : writing->second.payload;
-    }
+    const Found found = found_at(slot);
     if (visit) {
-        found.visited = marks_.get(slot) != 0;
         marks_.set(slot);
     }
     return found;
 }
 
-Prepared Objects::prepare(std::string_view key, std::uint64_t nbytes, std::uint64_t expiry, std::uint64_t generation) {
-    const std::uint64_t hash = index_->hash(key);
-    const std::uint32_t slot = live_slot(key, hash);
-    const std::uint64_t known = slot == Index::none ? index_->floor(hash) : index_->at(slot).generation;
-    Prepared prepared{};
-    prepared.generation = known;
-    if (generation <= known) {
-        prepared.status = Status::stale;
+// Putting what is there is a use of it.
+Found Objects::present(std::uint32_t slot, std::uint64_t expiry) {
+    const std::uint64_t word = index_->at(slot).expiry;
+    index_->set_expiry(slot, later(word & ~kept_flag, expiry) | (word & kept_flag));
+    marks_.set(slot);
+    Found found = found_at(slot);
+    found.status = Status::present;
+    return found;
+}
+
+Found Objects::prepare(std::string_view key, std::uint64_t nbytes, const ObjectHead& head, Arrival arrival) {
+    const std::uint64_t expiry = end_of(head.ttl_ms);
+    if (const std::uint32_t slot = live_slot(key, index_->hash(key)); slot != Index::none) {
+        return present(slot, expiry);
+    }
+    Found prepared{};
+    const bool copied = (head.flags & copied_object) != 0;
+    if (copied && (head.epoch < epoch_ || dropped_lately(index_->hash(key)))) {
+        prepared.status = Status::missing;
         return prepared;
     }
-    if (nbytes > capacity() || units_for(key.size(), nbytes) * unit_nbytes > capacity() ||
+    if (nbytes > budget_.limit || units_for(key.size(), nbytes) * unit_nbytes > budget_.limit ||
         units_for(key.size(), nbytes) > std::numeric_limits<std::uint32_t>::max()) {
         prepared.status = Status::too_large;
         return prepared;
     }
     const auto units = static_cast<std::uint32_t>(units_for(key.size(), nbytes));
-    const std::optional<std::uint64_t> offset = alloc(units);
+    if (!budget_.may_fix(tenant_, std::uint64_t{units} * unit_nbytes)) {
+        prepared.status = Status::busy;
+        return prepared;
+    }
+    const std::uint64_t first = arrival == Arrival::in_slices ? std::min(nbytes, slice_nbytes) : nbytes;
+    const auto taken = static_cast<std::uint32_t>(units_for(key.size(), first));
+    const std::optional<std::uint64_t> offset = alloc(units, taken);
     if (!offset) {
         prepared.status = Status::full;
         return prepared;
     }
-    preparations_.emplace(*offset, Preparation{std::string(key), nbytes, expiry, generation, units});
+    announced_units_ += units - taken;
+    ObjectHeader header{};
+    header.nbytes = nbytes;
+    header.recompute_us = head.recompute_us;
+    header.name_space = head.name_space;
+    header.parts = head.parts;
+    header.copies = head.copies;
+    header.kind = head.kind;
     prepared.status = Status::done;
-    prepared.generation = generation;
+    prepared.serial = index_->next_serial();
     prepared.offset = *offset;
     prepared.payload = *offset + payload_at(key.size());
+    preparations_.emplace(*offset,
+                          Preparation{std::string(key), prepared.serial, expiry, units, taken, header, copied, head.epoch});
     return prepared;
 }
 
-Outcome Objects::commit(std::uint64_t offset, std::uint64_t generation, std::uint32_t crc) {
-    const auto found = preparations_.find(offset);
-    if (found == preparations_.end() || found->second.generation != generation) {
-        return {Status::unknown};
+Found Objects::commit(std::uint64_t offset, std::uint64_t serial, std::uint32_t crc) {
+    const auto prepared = preparations_.find(offset);
+    Found found{};
+    if (prepared == preparations_.end() || prepared->second.serial != serial) {
+        found.status = Status::unknown;
+        return found;
     }
-    const Preparation what = std::move(found->second);
-    preparations_.erase(found);
-    return publish(offset, what, crc, 0);
+    Preparation what = std::move(prepared->second);
+    preparations_.erase(prepared);
+    const std::uint64_t hash = index_->hash(what.key);
+    if (const std::uint32_t first = live_slot(what.key, hash); first != Index::none) {
+        free_prepared(offset, what);
+        return present(first, what.expiry);
+    }
+    if (what.copied && (what.epoch < epoch_ || dropped_lately(hash))) {
+        free_prepared(offset, what);
+        return found;
+    }
+    if ((index_->is_crowded(hash) && !evict_from_bucket(hash)) || !reserve_slot()) {
+        free_prepared(offset, what);
+        found.status = Status::full;
+        return found;
+    }
+    what.header.payload_crc = crc;
+    found.status = Status::done;
+    found.serial = serial < first_serial_ ? index_->next_serial() : serial;  // a put during a rotation comes after it
+    enter(what.header, what.key, {found.serial, offset, what.expiry, hash, what.units});
+    return found;
 }
 
-bool Objects::abort(std::uint64_t offset, std::uint64_t generation) {
+bool Objects::abort(std::uint64_t offset, std::uint64_t serial) {
     const auto found = preparations_.find(offset);
-    if (found == preparations_.end() || found->second.generation != generation) {
+    if (found == preparations_.end() || found->second.serial != serial) {
         return false;
     }
-    free_extent(offset, found->second.units);
+    free_prepared(offset, found->second);
     preparations_.erase(found);
     return true;
 }
 
-Outcome Objects::publish(std::uint64_t offset, const Preparation& what, std::uint32_t crc, std::uint16_t flags) {
-    const std::uint64_t hash = index_->hash(what.key);
-    const std::uint32_t older = live_slot(what.key, hash);
-    // What came and went since the preparation counts as well.
-    const std::uint64_t known = older == Index::none ? index_->floor(hash) : index_->at(older).generation;
-    if (what.generation <= known || !index_->reserve() || !back_visited(index_->next_slot())) {
-        free_extent(offset, what.units);
-        return what.generation <= known ? Outcome{Status::stale, known} : Outcome{Status::full};
-    }
-    ObjectHeader header{};
-    header.flags = flags;
-    header.nbytes = what.nbytes;
-    header.payload_crc = crc;
-    enter(header, what.key, {what.generation, offset, what.expiry, hash, what.units});
-    if (older != Index::none) {
-        take_out(older);
-    }
-    return {Status::done, what.generation};
-}
-
 // Writes the header of an extent and puts it into the index.
-std::uint32_t Objects::enter(const ObjectHeader& settings, std::string_view key, Index::Entry entry) {
-    ObjectHeader& header = header_at(entry.offset);
-    header = settings;
+std::uint32_t Objects::enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry) {
+    ObjectHeader header = settings;  // apart from the segment, where publishers may write
     header.key_nbytes = static_cast<std::uint16_t>(key.size());
-    header.generation = entry.generation;
+    header.serial = entry.serial;
     header.units = entry.units;
     header.slot = index_->next_slot();
     header.tenant = tenant_;
-    std::memset(&header + 1, 0, payload_at(key.size()) - sizeof header);
-    std::memcpy(&header + 1, key.data(), key.size());
+    header.epoch = entry.serial < first_serial_ ? header.epoch : epoch_;
     seal(header, key.data());
+    std::byte* extent = at(entry.offset);
+    std::memset(extent, 0, payload_at(key.size()));
+    std::memcpy(extent, &header, sizeof header);
+    std::memcpy(extent + sizeof header, key.data(), key.size());
     const std::uint32_t slot = index_->add(entry);
     enqueue(slot, entry);
     indexed_units_ += entry.units;
+    fixed_units_ += is_fixed(entry) ? entry.units : 0;
+    firm_units_ += is_firm(entry) ? entry.units : 0;
     count(slot, header);
     return slot;
 }
@@ -192,20 +232,24 @@ void Objects::count(std::uint32_t slot, const ObjectHeader& header) {
     if (shelf_ != nullptr) {
         free_units_[slot] = static_cast<std::uint8_t>(padding / unit_nbytes);
     }
-    shape.tombstone = (header.flags & tombstone_flag) != 0;
     header_bytes_ += std::uint64_t{entry.units} * unit_nbytes - header.key_nbytes - (entry.blocks == 0 ? header.nbytes : 0);
+    if (entry.serial < first_serial_) {  // it moves
+        ++outdated_.objects;
+        outdated_.nbytes += header.nbytes;
+    }
     counts_.payload_bytes += header.nbytes;
-    counts_.tombstones += shape.tombstone;
     counts_.shelved += entry.blocks != 0 ? 1 : 0;
 }
 
 void Objects::discount(std::uint32_t slot) {
     const Index::Entry entry = index_->at(slot);
-    const Shape shape = shapes_[slot];
     const std::uint64_t nbytes = payload_nbytes(slot);
+    if (entry.serial < first_serial_) {
+        --outdated_.objects;
+        outdated_.nbytes -= nbytes;
+    }
     header_bytes_ -= std::uint64_t{entry.units} * unit_nbytes - key_nbytes(slot) - (entry.blocks == 0 ? nbytes : 0);
     counts_.payload_bytes -= nbytes;
-    counts_.tombstones -= shape.tombstone;
     counts_.shelved -= entry.blocks != 0 ? 1 : 0;
 }
 
@@ -214,55 +258,130 @@ std::uint64_t Objects::payload_nbytes(std::uint32_t slot) const {
     return payload_room(index_->at(slot), key_nbytes(slot)) - units * unit_nbytes - shapes_[slot].padding;
 }
 
-Outcome Objects::remove(std::string_view key, std::uint64_t generation) {
+Status Objects::remove(std::string_view key) {
     const std::uint64_t hash = index_->hash(key);
+    remember_drop(hash);  // also where there is nothing: a copy may be under way
     const std::uint32_t slot = live_slot(key, hash);
-    const std::uint64_t known = slot == Index::none ? index_->floor(hash) : index_->at(slot).generation;
-    if (generation <= known) {
-        return {Status::stale, known};
+    if (slot == Index::none) {
+        return Status::missing;
     }
-    const std::uint64_t was = slot == Index::none || is_tombstone(slot) ? 0 : known;
-    const auto units = static_cast<std::uint32_t>(units_for(key.size(), 0));
-    const std::optional<std::uint64_t> offset = alloc(units);
-    if (offset && publish(*offset, {std::string(key), 0, 0, generation, units}, 0, tombstone_flag).status == Status::done) {
-        return {Status::done, was};
-    }
-    // No room for a tombstone: the floor says as much, for more keys than this one.
-    const std::uint32_t left = slot_of(key, hash);
-    index_->raise_floor(hash, generation);  // first: a node that is killed in between must not forget
-    if (left != Index::none) {
-        take_out(left);
-    }
-    return {Status::done, was};
+    take_out(slot);
+    return Status::done;
 }
 
-Outcome Objects::touch(std::string_view key, std::uint64_t expiry) {
-    const Found found = find(key, true);
-    if (found.status == Status::done) {
-        index_->set_expiry(found.slot, expiry);
+void Objects::remember_drop(std::uint64_t hash) {
+    const std::uint64_t now = now_milliseconds();
+    while (!drops_.empty() && (drops_.front().first <= now || drops_.size() >= most_drops)) {
+        const auto [until, oldest] = drops_.front();
+        drops_.pop_front();
+        if (const auto known = dropped_.find(oldest); known != dropped_.end() && known->second == until) {
+            dropped_.erase(known);
+        }
     }
-    return {found.status, found.generation};
+    drops_.emplace_back(now + drops_kept_ms, hash);
+    dropped_.insert_or_assign(hash, now + drops_kept_ms);
 }
 
-Outcome Objects::forget(std::string_view key, std::uint64_t generation) {
-    const std::uint64_t hash = index_->hash(key);
-    const std::uint32_t slot = slot_of(key, hash);
-    if (slot == Index::none || !is_tombstone(slot) || index_->at(slot).generation != generation) {
-        return {Status::missing, index_->floor(hash)};
+bool Objects::dropped_lately(std::uint64_t hash) const {
+    const auto known = dropped_.find(hash);
+    return known != dropped_.end() && known->second > now_milliseconds();
+}
+
+void Objects::rotate(std::uint32_t epoch) {
+    begun_ = {index_->size() - outdated_.objects, counts_.payload_bytes - outdated_.nbytes};
+    outdated_ = {index_->size(), counts_.payload_bytes};
+    epoch_ = epoch;
+    first_serial_ = index_->next_serial();
+    index_->begin_epoch(epoch_, first_serial_);
+    sweep(std::min(swept_at_once, swept_for_each * begun_.objects));
+}
+
+bool Objects::is_over(const Index::Entry& entry) const { return entry.serial < first_serial_ || has_expired(entry.expiry); }
+
+void Objects::take_out_over(std::uint32_t slot) {
+    counts_.expired += index_->at(slot).serial < first_serial_ ? 0 : 1;
+    take_out(slot);
+}
+
+Status Objects::touch(std::string_view key, std::uint64_t ttl_ms, Keep keep) {
+    const std::uint32_t slot = live_slot(key, index_->hash(key));
+    if (slot == Index::none) {
+        return Status::missing;
     }
-    drop_knowledge(slot);
-    return {Status::done, generation};
+    const std::uint64_t word = index_->at(slot).expiry;
+    if (keep == Keep::keep && (word & kept_flag) == 0 && !may_fix(found_at(slot))) {
+        return Status::busy;
+    }
+    const std::uint64_t end = end_of(ttl_ms);
+    const std::uint64_t kept = keep == Keep::as_it_is ? word & kept_flag : keep == Keep::keep ? kept_flag : 0;
+    set_expiry(slot, (keep == Keep::let_go ? end : later(word & ~kept_flag, end)) | kept);
+    marks_.set(slot);
+    return Status::done;
+}
+
+void Objects::set_expiry(std::uint32_t slot, std::uint64_t expiry) {
+    const Index::Entry before = index_->at(slot);
+    fixed_units_ -= is_fixed(before) ? before.units : 0;
+    firm_units_ -= is_firm(before) ? before.units : 0;
+    unqueue(slot, before, policy::Leaving::deleted);
+    index_->set_expiry(slot, expiry);
+    const Index::Entry after = index_->at(slot);
+    fixed_units_ += is_fixed(after) ? after.units : 0;
+    firm_units_ += is_firm(after) ? after.units : 0;
+    enqueue(slot, after);
+}
+
+// What is kept stands in no queue, and what leaves for the file is in none before it is there.
+void Objects::enqueue(std::uint32_t slot, const Index::Entry& entry) {
+    if ((entry.expiry & kept_flag) == 0 && !leaving_.contains(entry.offset)) {
+        queue_of(entry).insert(slot, {entry.hash, entry.units});
+    }
+}
+
+void Objects::unqueue(std::uint32_t slot, const Index::Entry& entry, policy::Leaving why) {
+    if (queue_of(entry).contains(slot)) {
+        queue_of(entry).remove(slot, why);
+    }
+}
+
+bool Objects::may_fix(const Found& found) const {
+    const Index::Entry entry = index_->at(found.slot);
+    const std::uint64_t nbytes = std::uint64_t{entry.units} * unit_nbytes;
+    const std::uint64_t share = budget_.share_of_objects(tenant_);
+    const std::uint64_t firm = firm_units_ * unit_nbytes + unsent_ + (is_firm(entry) ? 0 : nbytes);
+    return budget_.may_fix(tenant_, is_fixed(entry) ? 0 : nbytes) && (is_firm(entry) || firm <= share - share / 8);
+}
+
+bool Objects::may_send(const Found& found, std::uint64_t nbytes, std::uint64_t most) const {
+    const Index::Entry entry = index_->at(found.slot);
+    const std::uint64_t more = std::uint64_t{entry.units} * unit_nbytes;
+    const std::uint64_t share = budget_.share_of_objects(tenant_);
+    return nbytes + more <= most && (is_firm(entry) || firm_units_ * unit_nbytes + unsent_ + more <= share - share / 8);
 }
 
 void Objects::hold(const Found& found) {
     Held& held = held_[found.offset];
     if (held.count++ == 0) {
         const Index::Entry entry = index_->at(found.slot);
+        held.slot = found.slot;
         held.units = entry.units;
         held.block = entry.block;
-        held.blocks = entry.blocks & ~unwritten;
-        held_units_ += held.units;
+        held.blocks = entry.blocks;
+        fixed_units_ += (entry.expiry & kept_flag) == 0 ? entry.units : 0;
     }
+}
+
+void Objects::pin(const Found& found) {
+    firm_units_ += is_firm(index_->at(found.slot)) ? 0 : index_->at(found.slot).units;
+    hold(found);
+    ++held_.at(found.offset).pins;
+}
+
+void Objects::unpin(std::uint64_t offset) {
+    Held& held = held_.at(offset);
+    const bool kept = !held.gone && (index_->at(held.slot).expiry & kept_flag) != 0;
+    firm_units_ -= --held.pins == 0 && !kept ? held.units : 0;
+    drop(offset);
 }
 
 void Objects::count_lent_out(std::int64_t change) {
@@ -281,35 +400,34 @@ void Objects::drop(std::uint64_t offset) {
         free_extent(offset, held.units);
         free_blocks(held.block, held.blocks);
     } else {
-        held_units_ -= held.units;
+        fixed_units_ -= (index_->at(held.slot).expiry & kept_flag) == 0 ? held.units : 0;
     }
+}
+
+std::uint32_t Objects::held_slot(std::uint64_t offset) const {
+    const auto held = held_.find(offset);
+    return held == held_.end() || held->second.gone ? Index::none : held->second.slot;
 }
 
 void Objects::take_out(std::uint32_t slot) {
     const Index::Entry entry = index_->at(slot);
     discount(slot);
     indexed_units_ -= entry.units;
+    fixed_units_ -= is_fixed(entry) ? entry.units : 0;
+    firm_units_ -= is_firm(entry) && !is_pinned(entry.offset) ? entry.units : 0;
     index_->remove(slot);
-    queue_of(entry).remove(slot, policy::Leaving::deleted);
+    unqueue(slot, entry, policy::Leaving::deleted);
     const auto held = held_.find(entry.offset);
     if (held == held_.end()) {
         free_extent(entry.offset, entry.units);
-        free_blocks(entry.block, entry.blocks & ~unwritten);
+        free_blocks(entry.block, entry.blocks);
     } else {
         held->second.gone = true;
-        held_units_ -= entry.units;
     }
 }
 
-void Objects::drop_knowledge(std::uint32_t slot) {
-    const Index::Entry entry = index_->at(slot);
-    index_->raise_floor(entry.hash, entry.generation);
-    take_out(slot);
-}
-
-void Objects::list(std::uint64_t& place, std::string_view after, std::string_view prefix, std::size_t limit, bool tombstones,
+void Objects::list(std::uint64_t& place, std::string_view after, std::string_view prefix, std::size_t limit,
                    std::vector<Listed>& found) const {
-    const std::uint64_t now = now_milliseconds();
     const std::uint64_t passed = place_of(after);
     for (std::size_t looked = 0; looked < listed_buckets && found.size() < limit; ++looked) {
         using Candidate = std::tuple<std::uint64_t, std::string, std::uint32_t>;
@@ -319,17 +437,15 @@ void Objects::list(std::uint64_t& place, std::string_view after, std::string_vie
             const std::uint64_t at = Index::reversed(entry.hash);
             std::string key(key_at(slot));  // a copy: publishers may change the one in the segment
             const bool behind = at > passed || (at == passed && key > after);
-            const bool expired = entry.expiry != 0 && entry.expiry <= now;
-            if (at >= place && behind && is_tombstone(slot) == tombstones && !expired && key.starts_with(prefix)) {
+            if (at >= place && behind && !is_over(entry) && key.starts_with(prefix)) {
                 candidates.emplace_back(at, std::move(key), slot);
             }
         }
         std::sort(candidates.begin(), candidates.end());
         for (const auto& [at, key, slot] : candidates) {
-            const Index::Entry entry = index_->at(slot);
-            const auto held = held_.find(entry.offset);
-            found.push_back({key, entry.generation, payload_nbytes(slot), entry.expiry,
-                             held == held_.end() ? 0 : held->second.count});
+            const Found one = found_at(slot);
+            const bool kept = (index_->at(slot).expiry & kept_flag) != 0;
+            found.push_back({key, one.serial, one.nbytes, one.head.ttl_ms, one.pins, one.head.copies, kept});
         }
         place = index_->next_place(place);
         if (place == 0) {

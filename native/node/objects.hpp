@@ -1,11 +1,12 @@
-// A tenant's published objects: where they lie, which generation of a key counts, who has to go when there is no room.
+// A tenant's published objects: where they lie, and who has to go when there is no room.
 //
-// Objects are immutable. A publish is prepared (it has room), written by whoever publishes, and committed; until then nobody finds it.
-// What is being read by a connection or pinned by a session is *held*: it leaves the index when it is replaced, deleted or
-// expired, but its memory is not used again before the last holder lets it go.
+// Objects are write-once: a key that is there keeps what it has. A publish is prepared (it has room), written by whoever
+// publishes, and committed; until then nobody finds it. What is being read by a connection or pinned by a session is *held*: it
+// leaves the index when it is dropped or expires, but its memory is not used again before the last holder lets it go.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,56 +16,48 @@
 #include <vector>
 
 #include "core/free_space.hpp"
+#include "node/budget.hpp"
 #include "node/index.hpp"
 #include "node/shelf.hpp"
+#include "node/visits.hpp"
 #include "policy/sieve.hpp"
 #include "wire/frame.hpp"
 
 namespace farpool {
 
-// What a node may lend altogether, and how much of it is in use.
-struct Budget {
-    std::uint64_t limit;
-    std::uint64_t used = 0;
-    std::uint64_t objects = 0;  // of that
-    std::uint64_t backed = 0;   // memory that the system has given for objects, their holes included
-    // Memory that the system has given.
-    std::uint64_t taken() const noexcept { return used - objects + backed; }
-    std::uint64_t left() const noexcept { return used < limit ? limit - used : 0; }
-};
-
-// What a request on a key came to. A generation as on the wire's page.
-struct Outcome {
-    Status status;
-    std::uint64_t generation = 0;
-};
-
-struct Found : Outcome {
+// What a request on a key came to, and the object if there is one.
+struct Found {
+    Status status = Status::missing;
+    std::uint64_t serial = 0;
     std::uint32_t slot = 0;
-    std::uint64_t offset = 0;  // of the extent in the data file: what holds are by
+    std::uint64_t offset = 0;   // of the extent in the data file: what holds are by
     std::uint64_t payload = 0;  // of the payload
     std::uint64_t nbytes = 0;
-    std::uint64_t expiry = 0;
     std::uint32_t crc = 0;
     std::uint32_t pins = 0;
-    std::uint32_t block = 0;              // where the payload lies in the file
-    bool shelved = false;                 // it lies there, not in memory
-    bool visited = false;                 // before
-    std::shared_ptr<Aside> aside;         // the payload, while it is on its way to the file
-};
-
-struct Prepared : Outcome {
-    std::uint64_t offset = 0;
-    std::uint64_t payload = 0;
+    std::uint32_t block = 0;  // where the payload lies in the NVMe file
+    bool shelved = false;     // it lies there, not in memory
+    bool visited = false;     // before, of what lies there
+    ObjectHead head{};
 };
 
 struct Listed {
     std::string key;
-    std::uint64_t generation;
+    std::uint64_t serial;
     std::uint64_t nbytes;
-    std::uint64_t expiry;
+    std::uint64_t ttl_ms;
     std::uint32_t pins;
+    std::uint8_t copies;
+    bool kept;
 };
+
+// What a new epoch has made unreadable.
+struct Rotated {
+    std::uint64_t objects = 0;
+    std::uint64_t nbytes = 0;
+};
+
+enum class Keep : std::uint8_t { as_it_is = 0, keep = 1, let_go = 2 };
 
 class Objects {
 public:
@@ -72,7 +65,6 @@ public:
         std::uint64_t evictions = 0;
         std::uint64_t expired = 0;
         std::uint64_t adopted = 0;
-        std::uint64_t tombstones = 0;
         std::uint64_t payload_bytes = 0;  // in memory and in the file
         std::uint64_t shelved = 0;        // objects
         std::uint64_t demotions = 0;
@@ -86,7 +78,8 @@ public:
         std::string index, data;
     };
 
-    // Adopts what lies in the folder unless `fresh`; files that do not fit together are removed, and `note` says why.
+    // Adopts what lies in the folder; files that do not fit together are removed, and `note` says why. If `fresh`, whatever lies
+    // there is removed, and the objects lie in memory without a name, of which a killed node leaves nothing.
     // `shelf` may be null.
     Objects(const std::string& folder, std::uint32_t tenant, Budget& budget, Shelf* shelf, bool fresh, std::string& note);
     ~Objects();
@@ -94,33 +87,68 @@ public:
     Objects& operator=(const Objects&) = delete;
 
     Found find(std::string_view key, bool visit);
-    Prepared prepare(std::string_view key, std::uint64_t nbytes, std::uint64_t expiry, std::uint64_t generation);
-    Outcome commit(std::uint64_t offset, std::uint64_t generation, std::uint32_t crc);
-    bool abort(std::uint64_t offset, std::uint64_t generation);
-    Outcome remove(std::string_view key, std::uint64_t generation);
-    Outcome touch(std::string_view key, std::uint64_t expiry);
-    Outcome forget(std::string_view key, std::uint64_t generation);
+    // `present`, with the object, where the key has one: the longer time to live is that object's then. Else a place for the
+    // payload, which nobody finds before the commit. For one that is being received only the first slice has memory.
+    enum class Arrival { at_once, in_slices };
+    Found prepare(std::string_view key, std::uint64_t nbytes, const ObjectHead& head, Arrival arrival = Arrival::at_once);
+    // Whether places for so many bytes more can be announced beside those that were.
+    bool may_announce(std::uint64_t nbytes) const {
+        return announced_units_ * unit_nbytes + nbytes <= budget_.limit;
+    }
+    // Memory for the next slice of a payload that is being received: done, or why there is none.
+    Status extend(std::uint64_t offset);
+    // Bytes of a prepared payload that have memory.
+    std::uint64_t writable(std::uint64_t offset) const;
+    // `present`, as above, where another publisher was first.
+    Found commit(std::uint64_t offset, std::uint64_t serial, std::uint32_t crc);
+    bool abort(std::uint64_t offset, std::uint64_t serial);
+    Status remove(std::string_view key);
+    Status touch(std::string_view key, std::uint64_t ttl_ms, Keep keep);
 
-    // Brings a payload that was read from the file back into memory; where it lies then, nothing where there is no room for
-    // it. A holder of the old place keeps that.
-    std::optional<Found> promote(std::uint64_t offset, std::uint64_t generation, const Aside& payload);
-    // A payload could not be read from the file.
-    void lose(std::uint64_t offset, std::uint64_t generation);
+    std::uint32_t epoch() const noexcept { return epoch_; }
+    // What the epoch made unreadable when it began; nothing after a restart.
+    const Rotated& begun() const noexcept { return begun_; }
+    // Nothing that is there is found from now on, by nobody and after no restart. `epoch` is higher than the present one. What
+    // is held stays where it is until it is let go, and the memory of many objects becomes free little by little.
+    void rotate(std::uint32_t epoch);
+
+    // Brings a payload that was read from the file back into memory, of an object that is held; where it lies then, nothing
+    // where there is no room for it. A holder of the old place keeps that.
+    std::optional<Found> promote(std::uint64_t offset, const Aside& payload);
+    // The payload of an object that is held could not be read from the file.
+    void lose(std::uint64_t offset);
     // A job of the shelf has ended; false if it is not one of these objects' writes.
     bool written(std::uint64_t job, bool ok);
 
     void hold(const Found& found);
+    void drop(std::uint64_t offset);
+    // As long as a program says, not only until a reply has gone.
+    void pin(const Found& found);
+    void unpin(std::uint64_t offset);
     // One more program (or one less) has been told where a payload lies.
     void count_lent_out(std::int64_t change);
-    void drop(std::uint64_t offset);
 
-    // Frees at least that many bytes of the budget by evicting; false where it cannot.
-    bool make_room(std::uint64_t nbytes);
-    // Bytes that evicting everything would free.
-    std::uint64_t reclaimable() const noexcept { return (indexed_units_ - held_units_) * unit_nbytes; }
-    // Bytes of memory that the system has given for payloads and headers.
+    // Bytes of the budget that these objects use, and how many evicting everything would free.
+    std::uint64_t used() const noexcept { return used_; }
+    // Bytes of memory that the system has given for payloads and headers, holes included.
     std::uint64_t backed() const noexcept { return backed_nbytes_; }
-    // Looks at some slots for what has expired.
+    // Of the bytes used: the index and the marks of visits, but for what every tenant has of them from its beginning.
+    std::uint64_t tables() const noexcept { return tables_; }
+    // Bytes of memory that the system says these objects' files take, index and marks of visits included.
+    std::uint64_t taken() const { return data_.file.taken() + visits_->taken() + index_->segment().file.taken(); }
+    std::uint64_t reclaimable() const noexcept { return (indexed_units_ - fixed_units_) * unit_nbytes; }
+    // Moved to the file, or forgotten. False where all that is left is in use or kept.
+    bool evict_one();
+    // Whether pinning or keeping this object leaves the tenant within its share with all that cannot be evicted, and an eighth of
+    // that share for what comes and goes: whoever may only read must not keep others from publishing.
+    bool may_fix(const Found& found) const;
+    // Whether a reply may hold this object, beside `nbytes` that others of its access key hold, which may have `most`.
+    bool may_send(const Found& found, std::uint64_t nbytes, std::uint64_t most) const;
+    // Bytes that an object takes.
+    std::uint64_t room_of(const Found& found) const { return std::uint64_t{index_->at(found.slot).units} * unit_nbytes; }
+    // Replies hold so many bytes more or less.
+    void count_unsent(std::int64_t change) { unsent_ += static_cast<std::uint64_t>(change); }
+    // Looks at some slots for what has expired or is of an earlier epoch.
     void sweep(std::size_t slots);
     // Gives the memory of holes back to the system.
     void trim();
@@ -129,34 +157,45 @@ public:
     std::uint64_t place_of(std::string_view after) const { return after.empty() ? 0 : Index::reversed(index_->hash(after)); }
     // Adds what lies behind `after`, from `place` on, until there are at least `limit` or enough was looked at for once; moves
     // `place`, to 0 at the end.
-    void list(std::uint64_t& place, std::string_view after, std::string_view prefix, std::size_t limit, bool tombstones,
+    void list(std::uint64_t& place, std::string_view after, std::string_view prefix, std::size_t limit,
               std::vector<Listed>& found) const;
     std::byte* at(std::uint64_t offset) const noexcept { return data_.memory.data() + offset; }
     std::size_t size() const noexcept { return index_->size(); }
     const Counts& counts() const noexcept { return counts_; }
     // Bytes that objects take beside their keys and payloads.
     std::uint64_t overhead() const noexcept;
-    std::uint64_t capacity() const noexcept { return data_.nbytes(); }
+    // Bytes of the data file behind its header: places for objects, more than there is memory for.
+    std::uint64_t room() const noexcept { return data_.nbytes(); }
     const Paths& paths() const noexcept { return paths_; }
-    // The marks of visits: memory that has no name. The descriptor stays this object's.
-    const File& visited() const noexcept { return visited_.file; }
+    // Descriptors of the index, which is read, and of the data; the caller's. Throws std::system_error.
+    std::pair<int, int> open_files(bool writable) const;
+    Visits& visits() noexcept { return *visits_; }
+    // A session marks no more visits: those that it has marked count as the node's own.
+    void end_visits(std::uint64_t session) { visits_->end(session, index_->slots_used()); }
     void retire() { index_->set_retired(true); }
     void remove_files();
 
 private:
     // The data segment is backed by memory in steps of this, as long as the node has enough.
     static constexpr std::uint64_t chunk_nbytes = std::uint64_t{2} << 20;
+    // A payload that is being received takes memory in steps of this, as its bytes come.
+    static constexpr std::uint64_t slice_nbytes = std::uint64_t{1} << 20;
 
     struct Preparation {
         std::string key;
-        std::uint64_t nbytes;
+        std::uint64_t serial;
         std::uint64_t expiry;
-        std::uint64_t generation;
-        std::uint32_t units;
+        std::uint32_t units;  // places in the data file
+        std::uint32_t taken;  // of them with memory
+        ObjectHeader header;
+        bool copied;  // from another node
+        std::uint32_t epoch;  // there
     };
     struct Held {
         std::uint32_t count = 0;
+        std::uint32_t pins = 0;  // of them
         bool gone = false;  // no longer in the index: freed by the last holder
+        std::uint32_t slot = 0;
         std::uint32_t units = 0;
         std::uint32_t block = 0;
         std::uint32_t blocks = 0;
@@ -165,15 +204,16 @@ private:
     struct Shape {
         std::uint16_t last_of_key : 8;  // bytes of the key, less 1
         std::uint16_t padding : 6;      // bytes behind the payload, but for whole units
-        std::uint16_t tombstone : 1;
     };
-    struct Writing {
-        std::uint64_t generation;
-        std::shared_ptr<Aside> payload;
+    // An object that the file is being given. It stays where it is, and is found there, until the file has it.
+    struct Leaving {
+        std::uint64_t offset;  // where its header and key will lie
+        std::uint32_t units;
+        std::uint32_t block;
+        std::uint32_t blocks;
     };
 
-    void open(std::uint64_t capacity, bool fresh, std::string& note);
-    void make_visited();
+    void open(std::uint64_t lent, std::uint64_t places, bool fresh, std::string& note);
     bool fits(const ObjectHeader& header, const Index::Entry& entry) const;
     void count(std::uint32_t slot, const ObjectHeader& header);
     void discount(std::uint32_t slot);
@@ -185,61 +225,92 @@ private:
     bool is_intact(std::uint32_t slot) const;
     ObjectHeader& header_at(std::uint64_t offset) const noexcept { return *data_.memory.at<ObjectHeader>(offset); }
     std::string_view key_at(std::uint32_t slot) const;
-    // The slot if its object has not expired; expired ones go.
+    // The slot if its object is not over; those that are go.
     std::uint32_t live_slot(std::string_view key, std::uint64_t hash);
-    std::optional<std::uint64_t> alloc(std::uint32_t units);
+    Found found_at(std::uint32_t slot) const;
+    Found present(std::uint32_t slot, std::uint64_t expiry);
+    // A copy of an object may be under way while its key is dropped, read before and written after: for some time the node
+    // takes no copies of keys (their hashes) that were dropped.
+    void remember_drop(std::uint64_t hash);
+    bool dropped_lately(std::uint64_t hash) const;
+    // Expired, or of an earlier epoch.
+    bool is_over(const Index::Entry& entry) const;
+    void take_out_over(std::uint32_t slot);
+    bool is_fixed(const Index::Entry& entry) const { return (entry.expiry & kept_flag) != 0 || held_.contains(entry.offset); }
+    bool is_pinned(std::uint64_t offset) const {
+        const auto held = held_.find(offset);
+        return held != held_.end() && held->second.pins > 0;
+    }
+    bool is_firm(const Index::Entry& entry) const { return (entry.expiry & kept_flag) != 0 || is_pinned(entry.offset); }
+    void set_expiry(std::uint32_t slot, std::uint64_t expiry);
+    // Places for so many units, and memory for the first `taken` of them.
+    std::optional<std::uint64_t> alloc(std::uint32_t units, std::uint32_t taken);
+    std::optional<std::uint64_t> alloc(std::uint32_t units) { return alloc(units, units); }
+    void free_prepared(std::uint64_t offset, const Preparation& prepared);
+    void release(std::uint64_t begin, std::uint64_t end);
     void free_extent(std::uint64_t offset, std::uint32_t units);
     void free_blocks(std::uint32_t block, std::uint32_t blocks);
     // Out of the index; its memory is free unless it is held.
     void take_out(std::uint32_t slot);
-    void drop_knowledge(std::uint32_t slot);  // take_out, and the floor remembers
-    // Moved to the file, or forgotten.
-    void leave(std::uint32_t slot);
-    bool demote(std::uint32_t slot);  // whether the slot is empty now
+    void evict(std::uint32_t slot);
+    bool demote(std::uint32_t slot);  // false where nothing was changed
     std::optional<std::uint32_t> alloc_blocks(std::uint32_t blocks);
-    // The live slot of this very object; none where it has gone.
-    std::uint32_t slot_at(std::uint64_t offset, std::uint64_t generation) const;
-    std::uint32_t enter(const ObjectHeader& settings, std::string_view key, Index::Entry entry);
+    // The live slot of an object that is held; none where it has gone.
+    std::uint32_t held_slot(std::uint64_t offset) const;
+    std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry);
     policy::Policy& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *sieve_ : *lower_; }
-    void enqueue(std::uint32_t slot, const Index::Entry& entry) { queue_of(entry).insert(slot, {entry.hash, entry.units}); }
+    void enqueue(std::uint32_t slot, const Index::Entry& entry);
+    void unqueue(std::uint32_t slot, const Index::Entry& entry, policy::Leaving why);
     auto in_use() const {
         return [this](std::uint32_t slot) { return held_.contains(index_->at(slot).offset); };
     }
-    bool evict_one();
+    bool evict_from_bucket(std::uint64_t hash);
     void evict_around(std::uint32_t units);
-    bool is_tombstone(std::uint32_t slot) const;
-    Outcome publish(std::uint64_t offset, const Preparation& what, std::uint32_t crc, std::uint16_t flags);
-    bool back_extent(std::uint64_t offset, std::uint32_t units);
+    bool back_extent(std::uint64_t offset, std::uint32_t units, bool strict);
     bool back_pages(std::uint64_t begin, std::uint64_t end);
     std::uint64_t mark_pages(std::uint64_t begin, std::uint64_t end, bool backed);  // bytes that were not so before
     void forget_backing(bool backed);
     void take(std::uint32_t units);
     void give(std::uint32_t units);
-    bool back_visited(std::uint64_t slot);
+    // Room in the index for one entry more, and for the mark of its visits.
+    bool reserve_slot();
+    void charge_tables();
 
     std::uint32_t tenant_;
+    std::uint32_t epoch_ = 0;
+    std::uint64_t first_serial_ = 0;  // of the epoch
+    Rotated begun_;
+    Rotated outdated_;                 // in the index still, of earlier epochs
     Budget& budget_;
     Paths paths_;
     Segment data_;
-    Segment visited_;
     std::unique_ptr<Index> index_;
+    std::unique_ptr<Visits> visits_;
     Shelf* shelf_;
-    policy::Marks marks_;                   // of visits: in `visited_`, where mapped readers set them
-    std::unique_ptr<policy::Policy> sieve_;  // of what lies in memory
-    std::unique_ptr<policy::Policy> lower_;  // of what lies in the file
-    std::unordered_map<std::uint64_t, Writing> writing_;      // by the extent, which is held meanwhile
-    std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // the extents by job
+    policy::Marks marks_;                    // of visits
+    std::unique_ptr<policy::Policy> sieve_;  // of what lies in memory and is not kept or leaving
+    std::unique_ptr<policy::Policy> lower_;  // of what lies in the file and is not kept
+    std::unordered_map<std::uint64_t, Leaving> leaving_;       // by the extent, until that is free
+    std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // the extents, which are held meanwhile, by job
     std::unique_ptr<FreeSpace> space_;
     std::unordered_map<std::uint64_t, Preparation> preparations_;
+    std::uint64_t announced_units_ = 0;  // with a place, but without memory before their bytes come
+    static constexpr std::uint64_t drops_kept_ms = 60'000;
+    static constexpr std::size_t most_drops = 65536;
+    std::unordered_map<std::uint64_t, std::uint64_t> dropped_;        // until when it is remembered, by the hash
+    std::deque<std::pair<std::uint64_t, std::uint64_t>> drops_;       // the same, oldest first
     std::unordered_map<std::uint64_t, Held> held_;
     std::vector<Shape> shapes_;            // by slot
     std::vector<std::uint8_t> free_units_;  // by slot: whole units behind the payload in its last block; empty without a file
     std::vector<bool> backed_;  // by page of the data segment
     std::uint64_t backed_nbytes_ = 0;
-    std::uint64_t trimmed_ = 0;  // backed bytes of the node after the last trim
-    std::uint64_t visited_backed_ = 0;  // slots
+    std::uint64_t backed_end_ = 0;     // no page from here on is
+    std::uint64_t used_ = 0;
+    std::uint64_t tables_ = 0;  // of that
     std::uint64_t indexed_units_ = 0;
-    std::uint64_t held_units_ = 0;  // of those in the index that cannot be evicted
+    std::uint64_t fixed_units_ = 0;  // of those in the index that cannot be evicted
+    std::uint64_t firm_units_ = 0;   // kept or pinned, also of what is no longer in the index
+    std::uint64_t unsent_ = 0;       // bytes of objects that replies hold
     std::uint64_t header_bytes_ = 0;  // headers and padding of the objects in the index
     std::uint32_t sweep_at_ = 0;
     std::int64_t lent_out_ = 0;

@@ -13,18 +13,24 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     : tenant_(tenant), budget_(budget), shelf_(shelf) {
     const std::string stem = folder + "/objects-" + std::to_string(tenant);
     paths_ = {stem + ".index", stem + ".data"};
-    open(budget.limit / unit_nbytes * unit_nbytes, fresh, note);
-    make_visited();
-    marks_ = policy::Marks(visited_.memory.at<std::atomic<std::uint8_t>>(segment_header_nbytes));
+    // Places for what is there, for what was announced and has not come, and as many again, so that there are large ones among
+    // those that are free. What leaves for the file needs its place for a while longer.
+    const std::uint64_t lent = budget.limit / unit_nbytes * unit_nbytes;
+    open(lent, 3 * lent + (shelf == nullptr ? 0 : Budget::most_leaving), fresh, note);
+    epoch_ = index_->epoch().value_or(0);
+    first_serial_ = index_->first_serial();
+    visits_ = std::make_unique<Visits>(index_->segment().header(), budget_.limit);  // those of an earlier start are not missed
+    marks_ = visits_->marks();
     sieve_ = std::make_unique<policy::Sieve>(marks_);
     lower_ = std::make_unique<policy::Sieve>(marks_);
-    space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(capacity() / unit_nbytes));
+    space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(room() / unit_nbytes));
     do {
-        if (!back_visited(visited_backed_)) {
+        if (!visits_->back(visits_->backed())) {
             throw std::bad_alloc();
         }
-    } while (visited_backed_ < index_->slots_used());
+    } while (visits_->backed() < index_->slots_used());
     index_->adopt([this](std::uint32_t slot) { return adopt(slot); });
+    charge_tables();
     if (index_->lent_out()) {
         leave_old_file();
     } else {
@@ -33,12 +39,14 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     }
     index_->set_shelf(shelf_ == nullptr ? 0 : shelf_->id());
     counts_.adopted = index_->size();
-    while (budget_.used > budget_.limit && evict_one()) {
+    // What was on its way to the file when a node was killed comes to it now; nothing is forgotten because the file is slow.
+    while (budget_.used > budget_.limit && budget_.leaving < Budget::most_leaving && evict_one()) {
     }
     index_->set_retired(false);
+    budget_.join(tenant_, *this);
 }
 
-Objects::~Objects() = default;
+Objects::~Objects() { budget_.leave(tenant_); }
 
 // Programs of an earlier start may still read what they pinned, or write what they prepared. Nobody here knows who they are, so
 // they keep the old file, which lives as long as one of them has it mapped, and the objects move to a new one. That takes the old
@@ -48,7 +56,7 @@ void Objects::leave_old_file() {
     std::memcpy(header.id, index_->segment().header().id, sizeof header.id);
     header.tenant = tenant_;
     header.kind = static_cast<std::uint32_t>(SegmentKind::objects);
-    header.capacity = capacity();
+    header.capacity = room();
     const Segment old = std::exchange(data_, draft_segment(paths_.data, header));
     forget_backing(false);
     for (std::uint32_t slot = 0; slot < index_->slots_used(); ++slot) {
@@ -56,33 +64,38 @@ void Objects::leave_old_file() {
             continue;
         }
         const Index::Entry entry = index_->at(slot);
-        if (back_extent(entry.offset, entry.units)) {
+        if (back_extent(entry.offset, entry.units, false)) {
             std::memcpy(at(entry.offset), old.memory.data() + entry.offset, std::uint64_t{entry.units} * unit_nbytes);
         } else {
-            drop_knowledge(slot);
+            take_out(slot);
         }
     }
     put_in_place(data_);
     index_->set_lent_out(false);
 }
 
-void Objects::open(std::uint64_t capacity, bool fresh, std::string& note) {
+void Objects::open(std::uint64_t lent, std::uint64_t places, bool fresh, std::string& note) {
+    std::uint32_t epoch = 0;
     try {
         // Whoever has an old index mapped learns that it is no longer served, whatever becomes of it.
         index_ = std::make_unique<Index>(open_segment(paths_.index, SegmentKind::index));
         data_ = open_segment(paths_.data, SegmentKind::objects);
         const SegmentHeader& header = index_->segment().header();
+        const bool intact = index_->epoch().has_value();
+        epoch = header.tenant == tenant_ ? index_->epoch().value_or(0) : 0;  // kept when the objects are not
         const bool together = std::memcmp(header.id, data_.header().id, sizeof header.id) == 0;
         SegmentHeader expected{};
-        Index::lay_out(expected, capacity);
-        const bool alike = data_.nbytes() == capacity && index_->segment().nbytes() == expected.capacity &&
-                           header.slot_limit == expected.slot_limit;
-        if (!fresh && together && alike && header.tenant == tenant_) {
+        Index::lay_out(expected, data_.nbytes());
+        // With and without an NVMe file.
+        const bool alike = (data_.nbytes() == 3 * lent || data_.nbytes() == 3 * lent + Budget::most_leaving) &&
+                           index_->segment().nbytes() == expected.capacity && header.slot_limit == expected.slot_limit;
+        if (!fresh && together && alike && intact && header.tenant == tenant_) {
             return;
         }
         if (!fresh) {
-            note = together ? "the objects of an earlier start are forgotten: it lent another amount of memory"
-                            : "the objects of an earlier start are forgotten: their files do not belong together";
+            note = !intact    ? "the objects of an earlier start are forgotten: the tenant's epoch is damaged in their index"
+                   : together ? "the objects of an earlier start are forgotten: it lent another amount of memory"
+                              : "the objects of an earlier start are forgotten: their files do not belong together";
         }
     } catch (const std::system_error& error) {
         if (error.code() != std::errc::no_such_file_or_directory) {
@@ -97,21 +110,16 @@ void Objects::open(std::uint64_t capacity, bool fresh, std::string& note) {
     std::memcpy(header.id, words, sizeof header.id);
     header.tenant = tenant_;
     header.kind = static_cast<std::uint32_t>(SegmentKind::objects);
-    header.capacity = capacity;
-    data_ = make_segment(paths_.data, header);
-    Index::lay_out(header, capacity);
-    index_ = std::make_unique<Index>(make_segment(paths_.index, header));
-}
-
-// The marks of an earlier start are not missed. Every reader may write them, so they lie where no reader can cut them off.
-void Objects::make_visited() {
-    const SegmentHeader& index = index_->segment().header();
-    SegmentHeader header{};
-    std::memcpy(header.id, index.id, sizeof header.id);
-    header.tenant = tenant_;
-    header.kind = static_cast<std::uint32_t>(SegmentKind::visited);
-    header.capacity = index.slot_limit;
-    visited_ = make_shared_segment("farpool-objects-" + std::to_string(tenant_) + "-visited", header);
+    header.capacity = places;
+    if (fresh) {
+        remove_file(paths_.data);
+        remove_file(paths_.index);
+    }
+    const auto make = fresh ? make_nameless_segment : make_segment;
+    data_ = make(paths_.data, header);
+    Index::lay_out(header, places);
+    index_ = std::make_unique<Index>(make(paths_.index, header));
+    index_->begin_epoch(epoch, 0);
 }
 
 std::optional<std::uint32_t> Objects::tenant_of(const std::string& file_name) {
@@ -126,6 +134,12 @@ std::optional<std::uint32_t> Objects::tenant_of(const std::string& file_name) {
     return error == std::errc() && end == last ? std::optional(tenant) : std::nullopt;
 }
 
+std::pair<int, int> Objects::open_files(bool writable) const {
+    File index(index_->segment().file.read_only());
+    const int data = writable ? data_.file.duplicate() : data_.file.read_only();
+    return {index.release(), data};
+}
+
 void Objects::remove_files() {
     index_->set_retired(true);
     remove_file(paths_.index);
@@ -138,8 +152,7 @@ bool Objects::fits(const ObjectHeader& header, const Index::Entry& entry) const 
     if (entry.blocks == 0) {
         return is_whole(header, nbytes) && units_for(header.key_nbytes, header.nbytes) == entry.units;
     }
-    const bool written = (entry.blocks & unwritten) == 0;
-    return shelf_ != nullptr && index_->shelf() == shelf_->id() && written && is_whole(header, nbytes, false) &&
+    return shelf_ != nullptr && index_->shelf() == shelf_->id() && is_whole(header, nbytes, false) &&
            units_for(header.key_nbytes, 0) == entry.units && header.nbytes > 0 && header.nbytes <= shelf_->capacity() &&
            shelf_blocks(header.nbytes) == entry.blocks;
 }
@@ -148,23 +161,20 @@ bool Objects::fits(const ObjectHeader& header, const Index::Entry& entry) const 
 // data segment is not.
 bool Objects::adopt(std::uint32_t slot) {
     const Index::Entry entry = index_->at(slot);
-    const std::uint64_t end = segment_header_nbytes + capacity();
+    const std::uint64_t end = segment_header_nbytes + room();
     if (entry.offset % unit_nbytes != 0 || entry.offset < segment_header_nbytes || entry.offset >= end || entry.units == 0 ||
         entry.units > (end - entry.offset) / unit_nbytes) {
         return false;
     }
     const Head head = copy_head(at(entry.offset), std::uint64_t{entry.units} * unit_nbytes);
     const ObjectHeader& header = head.header;
-    if (!fits(header, entry) || header.generation != entry.generation ||
+    if (entry.serial < first_serial_ || header.epoch != epoch_ || !fits(header, entry) || header.serial != entry.serial ||
         header.units != entry.units || header.slot != slot || index_->hash(key_of(header)) != entry.hash) {
         return false;
     }
     const std::uint32_t twin = slot_of(key_of(header), entry.hash);
-    if (twin != Index::none) {  // killed between publishing a generation and removing the one before
-        if (index_->at(twin).generation > entry.generation) {
-            return false;
-        }
-        take_out(twin);
+    if (twin != Index::none) {  // killed while the object moved: it is here and there
+        return false;
     }
     const auto first_unit = static_cast<std::int64_t>((entry.offset - segment_header_nbytes) / unit_nbytes);
     if (!space_->take(first_unit, entry.units)) {
@@ -176,6 +186,8 @@ bool Objects::adopt(std::uint32_t slot) {
     }
     take(entry.units);
     indexed_units_ += entry.units;
+    fixed_units_ += is_fixed(entry) ? entry.units : 0;
+    firm_units_ += is_firm(entry) ? entry.units : 0;
     count(slot, header);
     enqueue(slot, entry);
     return true;

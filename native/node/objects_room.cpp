@@ -7,7 +7,6 @@ namespace farpool {
 
 namespace {
 
-constexpr std::uint64_t backing_slots = 65536;
 constexpr std::uint64_t page_nbytes = 4096;
 
 constexpr std::uint64_t down(std::uint64_t value, std::uint64_t step) { return value / step * step; }
@@ -17,76 +16,148 @@ constexpr std::uint64_t up(std::uint64_t value, std::uint64_t step) { return dow
 
 void Objects::free_extent(std::uint64_t offset, std::uint32_t units) {
     space_->free(static_cast<std::int64_t>((offset - segment_header_nbytes) / unit_nbytes), units);
-    give(units);
+    if (leaving_.erase(offset) > 0) {
+        budget_.leaving -= std::uint64_t{units} * unit_nbytes;
+    } else {
+        give(units);
+    }
 }
 
 void Objects::take(std::uint32_t units) {
+    used_ += std::uint64_t{units} * unit_nbytes;
     budget_.used += std::uint64_t{units} * unit_nbytes;
     budget_.objects += std::uint64_t{units} * unit_nbytes;
 }
 
 void Objects::give(std::uint32_t units) {
+    used_ -= std::uint64_t{units} * unit_nbytes;
     budget_.used -= std::uint64_t{units} * unit_nbytes;
     budget_.objects -= std::uint64_t{units} * unit_nbytes;
 }
 
-std::optional<std::uint64_t> Objects::alloc(std::uint32_t units) {
-    const std::uint64_t nbytes = std::uint64_t{units} * unit_nbytes;
-    // Nothing is evicted for what would not fit in the end.
-    if (!index_->reserve() || budget_.left() + reclaimable() < nbytes) {
+std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t taken) {
+    if (!may_announce(std::uint64_t{units - taken} * unit_nbytes) || !reserve_slot() || !budget_.can_make_room(tenant_, std::uint64_t{units} * unit_nbytes) ||
+        !budget_.make_room(tenant_, std::uint64_t{taken} * unit_nbytes)) {
         return std::nullopt;
     }
-    while (budget_.left() < nbytes) {
-        if (!evict_one()) {
-            return std::nullopt;
+    // Where memory has been: to move it from one place to another takes as long as to fill it. So what comes whole makes itself a
+    // hole there, at the price of a little more that goes; what comes in slices must not evict before its bytes are here.
+    const auto dense = static_cast<std::int64_t>((room() - (shelf_ == nullptr ? 2 : 1) * budget_.limit) / unit_nbytes);
+    const std::uint64_t most = std::uint64_t{units} * unit_nbytes;
+    const std::uint64_t used = used_;
+    std::int64_t first = space_->alloc_lowest(units);
+    if (first + units > dense && taken < units && budget_.left() < std::uint64_t{units - taken} * unit_nbytes) {
+        // One would have to go for the next slices anyway, and may leave a hole for all of them.
+        if (first >= 0) {
+            space_->free(first, units);
+        }
+        evict_one();
+        first = space_->alloc_lowest(units);
+    }
+    while (first < 0 || (first + units > dense && taken == units && used - used_ < most)) {
+        const std::uint64_t before = counts_.evictions;
+        if (first >= 0) {
+            space_->free(first, units);
+        }
+        evict_around(units);
+        first = space_->alloc_lowest(units);
+        if (counts_.evictions == before) {
+            break;
         }
     }
-    std::int64_t first = space_->alloc(units);
-    while (first < 0) {  // room enough, but in pieces
-        const std::uint64_t before = counts_.evictions + counts_.demotions;
-        evict_around(units);
-        if (counts_.evictions + counts_.demotions == before) {
-            return std::nullopt;
-        }
-        first = space_->alloc(units);
+    if (first < 0) {
+        return std::nullopt;
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
-    take(units);
-    if (!back_extent(offset, units)) {
-        free_extent(offset, units);
+    take(taken);
+    if (!back_extent(offset, taken, true)) {
+        space_->free(first, units);
+        give(taken);
         return std::nullopt;
     }
     return offset;
 }
 
-bool Objects::back_visited(std::uint64_t slot) {
-    if (slot >= visited_backed_) {
-        const std::uint64_t room = visited_.memory.nbytes() - segment_header_nbytes;
-        const std::uint64_t slots = std::min(slot + backing_slots, room);
-        if (!back(visited_, segment_header_nbytes + visited_backed_, slots - visited_backed_)) {
-            return false;
-        }
-        visited_backed_ = slots;
+Status Objects::extend(std::uint64_t offset) {
+    Preparation& prepared = preparations_.at(offset);
+    const auto more = std::min(prepared.units - prepared.taken, static_cast<std::uint32_t>(slice_nbytes / unit_nbytes));
+    const std::uint64_t nbytes = std::uint64_t{more} * unit_nbytes;
+    if (!budget_.may_fix(tenant_, nbytes)) {
+        return Status::busy;
     }
-    return true;
+    if (!budget_.make_room(tenant_, nbytes)) {
+        return Status::full;
+    }
+    take(more);
+    if (!back_extent(offset + std::uint64_t{prepared.taken} * unit_nbytes, more, true)) {
+        give(more);
+        return Status::full;
+    }
+    prepared.taken += more;
+    announced_units_ -= more;
+    return Status::done;
+}
+
+std::uint64_t Objects::writable(std::uint64_t offset) const {
+    const Preparation& prepared = preparations_.at(offset);
+    return std::min(prepared.header.nbytes, std::uint64_t{prepared.taken} * unit_nbytes - payload_at(prepared.key.size()));
+}
+
+void Objects::free_prepared(std::uint64_t offset, const Preparation& prepared) {
+    announced_units_ -= prepared.units - prepared.taken;
+    space_->free(static_cast<std::int64_t>((offset - segment_header_nbytes) / unit_nbytes), prepared.units);
+    give(prepared.taken);
+}
+
+bool Objects::reserve_slot() {
+    const std::uint64_t slot = index_->next_slot();
+    const std::uint64_t more = index_->growth() + (slot < visits_->backed() ? 0 : Visits::backing_slots);
+    if (more > 0 && (!budget_.make_room(tenant_, more) || !budget_.make_backing_room(tenant_, more))) {
+        return false;
+    }
+    const bool done = index_->reserve() && visits_->back(index_->next_slot());
+    charge_tables();
+    return done;
+}
+
+void Objects::charge_tables() {
+    const std::uint64_t backed = index_->grown() + visits_->backed();
+    const std::uint64_t charged = backed - std::min(backed, Visits::backing_slots);
+    used_ += charged - tables_;
+    budget_.used += charged - tables_;
+    tables_ = charged;
 }
 
 bool Objects::evict_one() {
     if (const policy::Slot victim = sieve_->victim({}, in_use()); victim != policy::no_slot) {
-        leave(victim);
+        if (!demote(victim)) {
+            evict(victim);
+        }
         return true;
     }
     // What stays in memory of an object in the file.
     if (const policy::Slot victim = lower_->victim({}, in_use()); victim != policy::no_slot) {
-        drop_knowledge(victim);
-        ++counts_.evictions;
+        evict(victim);
         return true;
     }
     return false;
 }
 
+// The one that has been in its bucket for longest of those that may go.
+bool Objects::evict_from_bucket(std::uint64_t hash) {
+    const std::vector<std::uint32_t> members = index_->bucket(index_->bucket_of_hash(hash));
+    const auto oldest = std::find_if(members.rbegin(), members.rend(),
+                                     [this](std::uint32_t slot) { return !is_fixed(index_->at(slot)); });
+    if (oldest == members.rend()) {
+        return false;
+    }
+    evict(*oldest);
+    return true;
+}
+
 // Evicts one and then its neighbours above, until they leave a hole of so many units or one of them is in use. Without this a
-// large object would wait until chance had emptied one place.
+// large object would wait until chance had emptied one place. A neighbour that was used lately stays: its turn comes when the
+// hand of SIEVE has been there. None of them goes to the file: a place is not empty before the file has its object.
 void Objects::evict_around(std::uint32_t units) {
     policy::Slot slot = sieve_->victim({}, in_use());
     if (slot == policy::no_slot) {
@@ -98,41 +169,27 @@ void Objects::evict_around(std::uint32_t units) {
     for (;;) {
         const Index::Entry entry = index_->at(slot);
         const std::uint64_t end = entry.offset + std::uint64_t{entry.units} * unit_nbytes;
-        leave(slot);
+        evict(slot);
         // By the last unit: what stays in memory of an object in the file may lie before it.
         const Hole hole = space_->hole_at(static_cast<std::int64_t>((end - segment_header_nbytes) / unit_nbytes) - 1);
         const std::uint64_t next = segment_header_nbytes + static_cast<std::uint64_t>(hole.offset + hole.nbytes) * unit_nbytes;
-        if (hole.nbytes == 0 || hole.nbytes >= units || next >= segment_header_nbytes + capacity()) {
+        if (hole.nbytes == 0 || hole.nbytes >= units || next >= segment_header_nbytes + room()) {
             return;
         }
         slot = header_at(next).slot;  // a hint: whoever may write the data segment may have changed it
-        if (!index_->is_live(slot) || index_->at(slot).offset != next || held_.contains(next) ||
+        if (!index_->is_live(slot) || index_->at(slot).offset != next || is_fixed(index_->at(slot)) || marks_.get(slot) != 0 ||
             (index_->at(slot).blocks != 0 && sieve_->size() > 0)) {
             return;
         }
     }
 }
 
-bool Objects::make_room(std::uint64_t nbytes) {
-    while (budget_.left() < nbytes) {
-        if (!evict_one()) {
-            return false;
-        }
-    }
-    return true;
-}
-
 void Objects::sweep(std::size_t slots) {
     const std::uint32_t used = index_->slots_used();
-    const std::uint64_t now = now_milliseconds();
     for (std::size_t step = 0; step < std::min<std::size_t>(slots, used); ++step) {
         sweep_at_ = sweep_at_ + 1 < used ? sweep_at_ + 1 : 0;
-        if (index_->is_live(sweep_at_)) {
-            const std::uint64_t expiry = index_->at(sweep_at_).expiry;
-            if (expiry != 0 && expiry <= now) {
-                drop_knowledge(sweep_at_);
-                ++counts_.expired;
-            }
+        if (index_->is_live(sweep_at_) && is_over(index_->at(sweep_at_))) {
+            take_out_over(sweep_at_);
         }
     }
 }
@@ -140,20 +197,31 @@ void Objects::sweep(std::size_t slots) {
 void Objects::trim() {
     for (const auto& [units, first] : space_->holes()) {
         const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
-        const std::uint64_t begin = up(offset, page_nbytes);
-        const std::uint64_t hole_end = offset + static_cast<std::uint64_t>(units) * unit_nbytes;
-        const bool is_last = hole_end == data_.memory.nbytes();  // nothing shares its last page, which may be a part of one
-        const std::uint64_t end = is_last ? up(hole_end, page_nbytes) : down(hole_end, page_nbytes);
-        if (begin < end && mark_pages(begin, end, false) > 0) {
-            discard(data_, begin, end - begin);
+        release(offset, offset + static_cast<std::uint64_t>(units) * unit_nbytes);
+    }
+    if (announced_units_ > 0) {  // what they are to lie in may have had memory before
+        for (const auto& [offset, prepared] : preparations_) {
+            release(offset + std::uint64_t{prepared.taken} * unit_nbytes, offset + std::uint64_t{prepared.units} * unit_nbytes);
         }
     }
-    trimmed_ = budget_.backed;
+}
+
+// Gives the memory of whole pages in a range back to the system.
+void Objects::release(std::uint64_t begin, std::uint64_t end) {
+    if (begin >= backed_end_) {
+        return;
+    }
+    const bool is_last = end == data_.memory.nbytes();  // nothing shares its last page, which may be a part of one
+    begin = up(begin, page_nbytes);
+    end = std::min(is_last ? up(end, page_nbytes) : down(end, page_nbytes), backed_end_);
+    if (begin < end && mark_pages(begin, end, false) > 0) {
+        discard(data_, begin, end - begin);
+    }
 }
 
 // Whole chunks, so that few calls of the system are needed; where that would be more than the node may take, what is free goes
 // back, and only the pages of the extent are backed.
-bool Objects::back_extent(std::uint64_t offset, std::uint32_t units) {
+bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict) {
     const std::uint64_t begin = down(offset, page_nbytes);
     const std::uint64_t end = up(offset + std::uint64_t{units} * unit_nbytes, page_nbytes);
     const auto first = backed_.begin() + static_cast<std::ptrdiff_t>(begin / page_nbytes);
@@ -161,19 +229,19 @@ bool Objects::back_extent(std::uint64_t offset, std::uint32_t units) {
     if (std::find(first, last, false) == last) {
         return true;
     }
-    const std::uint64_t chunks_begin = down(begin, chunk_nbytes);
+    const std::uint64_t chunks_begin = std::max<std::uint64_t>(down(begin, chunk_nbytes), segment_header_nbytes);
     const std::uint64_t chunks_end = std::min<std::uint64_t>(up(end, chunk_nbytes), backed_.size() * page_nbytes);
     if (budget_.taken() + (chunks_end - chunks_begin) <= budget_.limit && back_pages(chunks_begin, chunks_end)) {
         return true;
     }
-    // A walk over all holes: not again before it is worth it.
-    if (budget_.taken() > budget_.limit && budget_.backed > trimmed_ + budget_.limit / 64) {
-        trim();
+    const auto missing = static_cast<std::uint64_t>(std::count(first, last, false)) * page_nbytes;
+    if (strict && !budget_.make_backing_room(tenant_, missing)) {
+        return false;
     }
     if (back_pages(begin, end)) {
         return true;
     }
-    trim();
+    budget_.trim();
     return back_pages(begin, end);
 }
 
@@ -192,6 +260,7 @@ std::uint64_t Objects::mark_pages(std::uint64_t begin, std::uint64_t end, bool b
         changed += backed_[page] != backed ? page_nbytes : 0;
         backed_[page] = backed;
     }
+    backed_end_ = backed ? std::max(backed_end_, end) : backed_end_;
     backed_nbytes_ += backed ? changed : 0 - changed;
     budget_.backed += backed ? changed : 0 - changed;
     return changed;
@@ -202,7 +271,9 @@ void Objects::forget_backing(bool backed) {
     const std::uint64_t pages = up(data_.memory.nbytes(), page_nbytes) / page_nbytes;
     budget_.backed -= backed_nbytes_;
     backed_.assign(pages, backed);
-    backed_nbytes_ = backed ? pages * page_nbytes : 0;
+    backed_.front() = true;  // the header, which is not lent
+    backed_nbytes_ = backed ? (pages - 1) * page_nbytes : 0;
+    backed_end_ = backed ? pages * page_nbytes : 0;
     budget_.backed += backed_nbytes_;
 }
 

@@ -1,15 +1,17 @@
 // Objects that leave memory for the file, and come back.
+//
+// An object on its way stays where it is, and is found there; its bytes count as leaving, no longer as used. Only when the file has
+// the payload does the index say so, and only then is the memory free. So a node that is killed at any moment has it in one place
+// or in the other.
 #include <cstring>
 
 #include "node/objects.hpp"
 
 namespace farpool {
 
-void Objects::leave(std::uint32_t slot) {
-    if (!demote(slot)) {
-        drop_knowledge(slot);
-        ++counts_.evictions;
-    }
+void Objects::evict(std::uint32_t slot) {
+    take_out(slot);
+    ++counts_.evictions;
 }
 
 std::optional<std::uint32_t> Objects::alloc_blocks(std::uint32_t blocks) {
@@ -19,8 +21,7 @@ std::optional<std::uint32_t> Objects::alloc_blocks(std::uint32_t blocks) {
         if (victim == policy::no_slot) {
             return std::nullopt;
         }
-        drop_knowledge(victim);
-        ++counts_.evictions;
+        evict(victim);
         first = shelf_->alloc(blocks);
     }
     return first;
@@ -32,67 +33,42 @@ void Objects::free_blocks(std::uint32_t block, std::uint32_t blocks) {
     }
 }
 
-std::uint32_t Objects::slot_at(std::uint64_t offset, std::uint64_t generation) const {
-    const std::uint32_t slot = header_at(offset).slot;  // a hint: whoever may write the data segment may have changed it
-    if (!index_->is_live(slot)) {
-        return Index::none;
-    }
-    const Index::Entry entry = index_->at(slot);
-    return entry.offset == offset && entry.generation == generation ? slot : Index::none;
-}
-
-// The header and the key stay in memory, in an extent of their own; the payload goes. False where nothing was changed.
-//
-// A node that is killed in between must not forget the generation: the new slot is there before the old one goes, and where there is
-// no room for both, the floor remembers.
 bool Objects::demote(std::uint32_t slot) {
     const Index::Entry entry = index_->at(slot);
-    const ObjectHeader header = header_at(entry.offset);
-    const std::string key(key_at(slot));
-    const bool expired = entry.expiry != 0 && entry.expiry <= now_milliseconds();
     const std::uint64_t nbytes = payload_nbytes(slot);
-    if (shelf_ == nullptr || entry.blocks != 0 || is_tombstone(slot) || expired || nbytes == 0 ||
-        nbytes > shelf_->capacity() || index_->hash(key) != entry.hash || !shelf_->may_write(nbytes) || !index_->reserve() ||
-        !back_visited(index_->next_slot())) {
+    if (shelf_ == nullptr || entry.blocks != 0 || nbytes == 0 || nbytes > shelf_->capacity() || !is_intact(slot) ||
+        (entry.expiry != 0 && entry.expiry <= now_milliseconds()) || budget_.leaving >= Budget::most_leaving) {
         return false;
     }
     const std::uint32_t blocks = shelf_blocks(nbytes);
-    auto aside = std::make_shared<Aside>(nbytes);
     const std::optional<std::uint32_t> block = alloc_blocks(blocks);
     if (!block) {
         return false;
     }
-    std::memcpy(aside->data(), at(entry.offset + payload_at(key.size())), nbytes);
-    std::memset(aside->data() + nbytes, 0, aside->nbytes() - nbytes);
-    const auto units = static_cast<std::uint32_t>(units_for(key.size(), 0));
     // At the bottom, so that they do not stand between large holes.
-    std::int64_t first = space_->alloc_lowest(units);
-    const bool both = first >= 0;
-    if (!both) {
-        index_->raise_floor(entry.hash, entry.generation);
-        take_out(slot);
-        first = space_->alloc_lowest(units);
+    const auto units = static_cast<std::uint32_t>(units_for(key_nbytes(slot), 0));
+    const std::int64_t first = space_->alloc_lowest(units);
+    if (first < 0) {
+        free_blocks(*block, blocks);
+        return false;
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
     take(units);
-    if (!back_extent(offset, units)) {
+    if (!back_extent(offset, units, false)) {
         free_extent(offset, units);
         free_blocks(*block, blocks);
-        counts_.evictions += both ? 0 : 1;
-        return !both;
+        return false;
     }
-    ObjectHeader kept{};
-    kept.nbytes = nbytes;
-    kept.payload_crc = header.payload_crc;
     Found found{};
-    found.slot = enter(kept, key, {entry.generation, offset, entry.expiry, entry.hash, units, *block, blocks | unwritten});
-    found.offset = offset;
-    if (both) {
-        take_out(slot);
-    }
-    hold(found);  // until it has been written, its blocks belong to the writer
-    writing_.emplace(offset, Writing{entry.generation, aside});
-    writes_.emplace(shelf_->write(*block, aside), offset);
+    found.slot = slot;
+    found.offset = entry.offset;
+    hold(found);
+    unqueue(slot, entry, policy::Leaving::evicted);
+    leaving_.emplace(entry.offset, Leaving{offset, units, *block, blocks});
+    give(entry.units);
+    budget_.leaving += std::uint64_t{entry.units} * unit_nbytes;
+    const std::uint64_t payload = entry.offset + payload_at(key_nbytes(slot));
+    writes_.emplace(shelf_->write(*block, data_.file.fd(), payload, nbytes), entry.offset);
     ++counts_.demotions;
     return true;
 }
@@ -103,61 +79,57 @@ bool Objects::written(std::uint64_t job, bool ok) {
         return false;
     }
     const std::uint64_t offset = found->second;
-    const std::uint32_t slot = slot_at(offset, writing_.at(offset).generation);
+    const Leaving to = leaving_.at(offset);
     writes_.erase(found);
-    writing_.erase(offset);
-    if (slot != Index::none) {
-        if (ok) {
-            index_->set_written(slot);
-        } else {
-            drop_knowledge(slot);
+    const std::uint32_t slot = held_slot(offset);
+    // Its memory is promised to others: what the file could not take is forgotten.
+    if (slot != Index::none && ok && is_intact(slot) && reserve_slot()) {
+        const Index::Entry entry = index_->at(slot);
+        ObjectHeader header = header_at(offset);
+        header.nbytes = payload_nbytes(slot);
+        const std::string key(key_at(slot));
+        enter(header, key, {entry.serial, to.offset, entry.expiry, entry.hash, to.units, to.block, to.blocks});
+        take_out(slot);
+    } else {
+        if (slot != Index::none) {
+            evict(slot);
         }
+        free_extent(to.offset, to.units);
+        free_blocks(to.block, to.blocks);
     }
     drop(offset);
     return true;
 }
 
-std::optional<Found> Objects::promote(std::uint64_t offset, std::uint64_t generation, const Aside& payload) {
-    const std::uint32_t slot = slot_at(offset, generation);
-    if (slot == Index::none || index_->at(slot).blocks == 0) {
+std::optional<Found> Objects::promote(std::uint64_t offset, const Aside& payload) {
+    const std::uint32_t slot = held_slot(offset);
+    if (slot == Index::none || index_->at(slot).blocks == 0 || !is_intact(slot)) {
         return std::nullopt;
     }
-    const ObjectHeader header = header_at(offset);
     const std::string key(key_at(slot));
     const std::uint64_t nbytes = payload_nbytes(slot);
-    if (nbytes > payload.nbytes() || index_->hash(key) != index_->at(slot).hash) {
-        return std::nullopt;
-    }
     const auto units = static_cast<std::uint32_t>(units_for(key.size(), nbytes));
     const std::optional<std::uint64_t> place = alloc(units);  // the caller holds the object, so it is not evicted for itself
-    if (!place || !index_->reserve() || !back_visited(index_->next_slot())) {
+    if (!place || !reserve_slot()) {
         if (place) {
             free_extent(*place, units);
         }
         return std::nullopt;
     }
     const Index::Entry entry = index_->at(slot);
+    ObjectHeader header = header_at(offset);
+    header.nbytes = nbytes;
     std::memcpy(at(*place + payload_at(key.size())), payload.data(), nbytes);
-    ObjectHeader kept{};
-    kept.nbytes = nbytes;
-    kept.payload_crc = header.payload_crc;
-    Found found{};
-    found.status = Status::done;
-    found.generation = generation;
-    found.slot = enter(kept, key, {generation, *place, entry.expiry, entry.hash, units});
-    found.offset = *place;
-    found.payload = *place + payload_at(key.size());
-    found.nbytes = nbytes;
-    found.crc = header.payload_crc;
+    const std::uint32_t moved = enter(header, key, {entry.serial, *place, entry.expiry, entry.hash, units});
     take_out(slot);
     ++counts_.promotions;
-    return found;
+    return found_at(moved);
 }
 
-void Objects::lose(std::uint64_t offset, std::uint64_t generation) {
-    const std::uint32_t slot = slot_at(offset, generation);
+void Objects::lose(std::uint64_t offset) {
+    const std::uint32_t slot = held_slot(offset);
     if (slot != Index::none) {
-        drop_knowledge(slot);
+        take_out(slot);
     }
 }
 

@@ -2,18 +2,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/crc32c.hpp"
+#include "node/hold.hpp"
 #include "node/server.hpp"
+#include "wire/looked_up.hpp"
 
 namespace farpool {
 
 namespace {
-
-constexpr std::size_t largest_pins = 1'000'000;  // of one session: the node remembers each
-
-// One publish with a generation of the far future would make a whole class of keys refuse all others once it has gone.
-constexpr std::uint64_t furthest_ahead = std::uint64_t{24 * 3600} * 1'000'000 << 12;
-
-bool chooses_generation(Op op) { return op == Op::put || op == Op::prepare || op == Op::remove; }
 
 template <typename T>
 T number_at(const std::vector<std::byte>& meta, std::size_t offset) {
@@ -37,11 +33,24 @@ std::string_view key_after(const std::vector<std::byte>& meta, std::size_t offse
     return {reinterpret_cast<const char*>(meta.data()) + offset, meta.size() - offset};
 }
 
+constexpr std::uint64_t commit_step_nbytes = std::uint64_t{4} << 20;
+
+constexpr const char* beyond_share =
+    "what the tenant holds so that it cannot be evicted would be more than its share, or pins and kept objects more than 7/8 of it";
+
+// What a publish that did not come to be is told: of an object that is there, or why there can be none.
+std::string unfinished(const Found& found) {
+    return found.status == Status::present ? packed(found.nbytes, found.crc, std::uint32_t{0}, found.head)
+           : found.status == Status::busy  ? beyond_share
+                                           : "";
+}
+
 }  // namespace
 
 void Server::frame_begun(Peer& peer) {
     peer.left = peer.header.payload_nbytes;
     peer.into = nullptr;
+    peer.room = 0;
     peer.crc = 0;
     peer.refusal = Status::done;
     if (peer.left > settings_.capacity) {
@@ -52,12 +61,13 @@ void Server::frame_begun(Peer& peer) {
         return;
     }
     const auto op = static_cast<Op>(peer.header.op);
-    if (peer.header.tenant != 0 && peer.header.tenant != peer.tenant) {
+    const bool admitted = peer.header.tenant == 0 || peer.header.tenant == peer.tenant;
+    // Whoever may publish could also drop everything.
+    if (admitted && is_behind(peer) && (peer.rights & rights::publish) != 0) {
+        rotate(peer, peer.header.epoch);
+    }
+    if (!admitted) {
         drop_payload(peer, Status::denied);
-    } else if (peer.header.epoch != 0) {
-        drop_payload(peer, Status::bad_request, 0, "expected epoch 0: epochs are not used yet");
-    } else if (chooses_generation(op) && peer.header.generation > now_generation() + furthest_ahead) {
-        drop_payload(peer, Status::bad_request, 0, "expected a generation that lies at most a day ahead of this node's clock");
     } else if (op == Op::put) {
         begin_put(peer);
     } else if (op == Op::write) {
@@ -80,11 +90,12 @@ void Server::payload_complete(Peer& peer) {
     }
 }
 
-void Server::drop_payload(Peer& peer, Status status, std::uint64_t generation, std::string text) {
+void Server::drop_payload(Peer& peer, Status status, std::uint64_t serial, std::string meta) {
     peer.into = nullptr;
+    peer.room = 0;
     peer.refusal = status;
-    peer.refusal_generation = generation;
-    peer.refusal_text = std::move(text);
+    peer.refusal_serial = serial;
+    peer.refusal_meta = std::move(meta);
 }
 
 void Server::frame_complete(Peer& peer) {
@@ -92,7 +103,7 @@ void Server::frame_complete(Peer& peer) {
     peer.have = 0;
     peer.into = nullptr;
     if (peer.refusal != Status::done) {
-        reply(peer, peer.refusal, peer.refusal_generation, std::move(peer.refusal_text));
+        reply(peer, peer.refusal, peer.refusal_serial, std::move(peer.refusal_meta));
     } else {
         answer(peer);
     }
@@ -123,14 +134,15 @@ void Server::answer(Peer& peer) {
         case Op::get: return answer_get(peer);
         case Op::stat: return answer_stat(peer);
         case Op::put: return finish_put(peer);
-        case Op::remove: return answer_delete(peer);
+        case Op::drop: return answer_drop(peer);
         case Op::touch: return answer_touch(peer);
         case Op::pin: return answer_pin(peer);
         case Op::unpin: return answer_unpin(peer);
         case Op::prepare: return answer_prepare(peer);
         case Op::commit: return answer_commit(peer);
         case Op::abort: return answer_abort(peer);
-        case Op::forget: return answer_forget(peer);
+        case Op::lookup: return answer_lookup(peer);
+        case Op::rotate: return answer_rotate(peer);
         case Op::read: return answer_read(peer);
         case Op::write: return finish_write(peer);
         case Op::ping: return reply(peer, Status::done);
@@ -139,165 +151,290 @@ void Server::answer(Peer& peer) {
 }
 
 void Server::begin_put(Peer& peer) {
-    const std::string_view key = key_after(peer.meta, sizeof(std::uint64_t));
+    const std::string_view key = key_after(peer.meta, sizeof(ObjectHead));
     if ((peer.rights & rights::publish) == 0) {
         return drop_payload(peer, Status::denied);
     }
     if (key.empty()) {
-        return drop_payload(peer, Status::bad_request, 0, "expected an expiry and a key of 1 to 256 bytes");
+        return drop_payload(peer, Status::bad_request, 0, "expected what the object is, and a key of 1 to 256 bytes");
     }
-    const Prepared prepared =
-        peer.objects->prepare(key, peer.left, number_at<std::uint64_t>(peer.meta, 0), peer.header.generation);
-    if (prepared.status != Status::done) {
-        return drop_payload(peer, prepared.status, prepared.generation);
+}
+
+// Of those that have announced more than has come, the one that has been silent for longest.
+bool Server::give_up_a_put(const Objects& objects) {
+    Peer* silent = nullptr;
+    for (const auto& [fd, peer] : peers_) {
+        const bool announces = peer->objects == &objects && peer->prepared != 0 && peer->left > peer->room;
+        if (announces && (silent == nullptr || peer->sending.end() < silent->sending.end())) {
+            silent = peer.get();
+        }
     }
-    peer.prepared = prepared.offset;
-    peer.into = peer.objects->at(prepared.payload);
+    if (silent == nullptr) {
+        return false;
+    }
+    silent->objects->abort(std::exchange(silent->prepared, 0), silent->prepared_serial);
+    drop_payload(*silent, Status::full);
+    return true;
+}
+
+// Memory is taken, and others are evicted for it, when bytes come and not when a header announces them.
+void Server::extend_put(Peer& peer) {
+    const std::uint64_t received = peer.header.payload_nbytes - peer.left;
+    if (peer.prepared == 0) {
+        const std::string_view key = key_after(peer.meta, sizeof(ObjectHead));
+        while (!peer.objects->may_announce(peer.header.payload_nbytes) && give_up_a_put(*peer.objects)) {
+        }
+        const Found prepared = peer.objects->prepare(key, peer.header.payload_nbytes, number_at<ObjectHead>(peer.meta, 0),
+                                                     Objects::Arrival::in_slices);
+        if (prepared.status != Status::done) {
+            return drop_payload(peer, prepared.status, prepared.serial, unfinished(prepared));
+        }
+        peer.prepared = prepared.offset;
+        peer.prepared_serial = prepared.serial;
+        peer.into = peer.objects->at(prepared.payload);
+    } else if (const Status status = peer.objects->extend(peer.prepared); status != Status::done) {
+        peer.objects->abort(std::exchange(peer.prepared, 0), peer.prepared_serial);
+        return drop_payload(peer, status, 0, status == Status::busy ? beyond_share : "");
+    }
+    peer.room = peer.objects->writable(peer.prepared) - received;
 }
 
 void Server::finish_put(Peer& peer) {
+    if (peer.prepared == 0) {  // no byte was to come
+        extend_put(peer);
+        if (peer.refusal != Status::done) {
+            return reply(peer, peer.refusal, peer.refusal_serial, std::move(peer.refusal_meta));
+        }
+    }
     const std::uint64_t offset = std::exchange(peer.prepared, 0);
     if (peer.crc != peer.header.payload_crc) {
-        peer.objects->abort(offset, peer.header.generation);
+        peer.objects->abort(offset, peer.prepared_serial);
         ++counts_.checksum_errors;
         return reply(peer, Status::checksum);
     }
-    const Outcome outcome = peer.objects->commit(offset, peer.header.generation, peer.crc);
-    counts_.puts += outcome.status == Status::done ? 1 : 0;
-    reply(peer, outcome.status, outcome.generation);
+    finish(peer, offset, peer.prepared_serial, peer.crc);
+}
+
+void Server::finish(Peer& peer, std::uint64_t offset, std::uint64_t serial, std::uint32_t crc) {
+    const Found found = peer.objects->commit(offset, serial, crc);
+    counts_.puts += found.status == Status::done ? 1 : 0;
+    reply(peer, found.status, found.serial, unfinished(found));
+}
+
+// The object that a request is for; nothing where it has been answered: there is none, or the request is not a good one.
+std::optional<Found> Server::found_or_refuse(Peer& peer, std::string_view key, bool visit) {
+    if (key.empty()) {
+        return std::nullopt;
+    }
+    // To whoever knows of a later epoch, and may not tell this node of it, everything here is of an earlier one.
+    Found found = is_behind(peer) ? Found{} : peer.objects->find(key, visit);
+    if (found.status != Status::done) {
+        reply(peer, found.status);
+        return std::nullopt;
+    }
+    return found;
 }
 
 void Server::answer_get(Peer& peer) {
     const std::string_view key = key_or_refuse(peer, rights::read);
-    if (key.empty()) {
+    counts_.gets += key.empty() ? 0 : 1;
+    const std::optional<Found> found = found_or_refuse(peer, key, true);
+    if (!found) {
         return;
     }
-    ++counts_.gets;
-    const Found found = peer.objects->find(key, true);
-    if (found.status != Status::done) {
-        return reply(peer, found.status, found.generation);
-    }
     ++counts_.hits;
-    if (found.shelved) {
-        return fetch(peer, found, key);
+    reply(peer, Status::done, found->serial, packed(found->head));
+    if (found->shelved) {
+        return fetch(peer, *found, key, 0);
     }
-    reply(peer, Status::done, found.generation);
     Reply& answer = peer.replies.back();
-    answer.header.payload_nbytes = found.nbytes;
-    answer.header.payload_crc = found.crc;
-    seal(answer.header, nullptr, 0);
-    if (found.nbytes > 0) {
-        answer.payload = peer.objects->at(found.payload);
-        answer.held_object = found.offset;
-        peer.objects->hold(found);
+    if (peer.held_back.empty() && has_room(peer, *found)) {
+        return send_object(peer, answer, *found, key);
+    }
+    answer.ticket = ++tickets_;
+    peer.held_back.emplace_back(answer.ticket, key);
+    if (!peer.in_line) {
+        send_held_back(peer);
     }
 }
 
 void Server::answer_stat(Peer& peer) {
-    const std::string_view key = key_or_refuse(peer, rights::read);
-    if (key.empty()) {
-        return;
+    if (const auto found = found_or_refuse(peer, key_or_refuse(peer, rights::read), false)) {
+        reply(peer, Status::done, found->serial, packed(found->nbytes, found->crc, found->pins, found->head));
     }
-    const Found found = peer.objects->find(key, false);
-    reply(peer, found.status, found.generation,
-          found.status == Status::done ? packed(found.nbytes, found.expiry, found.crc, found.pins) : std::string());
 }
 
-void Server::answer_delete(Peer& peer) {
+void Server::answer_drop(Peer& peer) {
     const std::string_view key = key_or_refuse(peer, rights::publish);
     if (key.empty()) {
         return;
     }
-    const Outcome outcome = peer.objects->remove(key, peer.header.generation);
-    counts_.deletes += outcome.status == Status::done ? 1 : 0;
-    reply(peer, outcome.status, outcome.generation);
+    const Status status = peer.objects->remove(key);
+    counts_.drops += status == Status::done ? 1 : 0;
+    reply(peer, status);
 }
 
 void Server::answer_touch(Peer& peer) {
-    const std::string_view key = key_or_refuse(peer, rights::publish, sizeof(std::uint64_t), "an expiry and a key");
+    constexpr std::size_t fixed = 2 * sizeof(std::uint64_t);
+    const std::string_view key = key_or_refuse(peer, rights::publish, fixed, "a time to live, what to do with it, and a key");
     if (key.empty()) {
         return;
     }
-    const Outcome outcome = peer.objects->touch(key, number_at<std::uint64_t>(peer.meta, 0));
-    reply(peer, outcome.status, outcome.generation);
+    const auto keep = number_at<std::uint64_t>(peer.meta, sizeof(std::uint64_t));
+    if (keep > static_cast<std::uint64_t>(Keep::let_go)) {
+        return reply(peer, Status::bad_request, 0, "expected 0 (as it is), 1 (keep) or 2 (let go) behind the time to live");
+    }
+    const Status status = peer.objects->touch(key, number_at<std::uint64_t>(peer.meta, 0), static_cast<Keep>(keep));
+    reply(peer, status, 0, status == Status::busy ? beyond_share : "");
 }
 
-void Server::answer_forget(Peer& peer) {
-    const std::string_view key = key_or_refuse(peer, rights::publish);
-    if (key.empty()) {
+// Answers at once, with all that it was asked for: what a frame has room for is a fraction of a millisecond of work, and the
+// connection's turn ends with it.
+void Server::answer_lookup(Peer& peer) {
+    if (!may(peer, rights::read)) {
         return;
     }
-    const Outcome outcome = peer.objects->forget(key, peer.header.generation);
-    reply(peer, outcome.status, outcome.generation);
+    constexpr std::size_t fixed = 2 * sizeof(std::uint32_t);
+    const char* expected = "expected flags 0 or 1, a count, and as many keys of 1 to 256 bytes, each behind its length";
+    const std::size_t nbytes = peer.meta.size();
+    const std::uint32_t flags = nbytes < fixed ? 2 : number_at<std::uint32_t>(peer.meta, 0);
+    const std::uint32_t count = nbytes < fixed ? 0 : number_at<std::uint32_t>(peer.meta, sizeof flags);
+    if (flags > 1 || LookedUp::nbytes(count) > largest_meta) {
+        return reply(peer, Status::bad_request, 0, flags > 1 ? expected : "expected fewer keys: the answer would be too long");
+    }
+    peer.looked_up += count;
+    LookedUp answer(count);
+    std::size_t at = fixed;
+    for (std::uint32_t number = 0; number < count; ++number) {
+        std::uint16_t length = 0;
+        if (nbytes - at >= sizeof length) {
+            length = number_at<std::uint16_t>(peer.meta, at);
+            at += sizeof length;
+        }
+        if (length == 0 || length > largest_key || length > nbytes - at) {
+            return reply(peer, Status::bad_request, 0, expected);
+        }
+        const Found found = peer.objects->find({reinterpret_cast<const char*>(peer.meta.data()) + at, length}, flags == 1);
+        if (found.status == Status::done && !is_behind(peer)) {
+            answer.add(number, found.nbytes);
+        }
+        at += length;
+    }
+    if (at != nbytes) {
+        return reply(peer, Status::bad_request, 0, expected);
+    }
+    reply(peer, Status::done, 0, std::move(answer.meta));
+}
+
+void Server::rotate(Peer& peer, std::uint32_t epoch) {
+    peer.objects->rotate(epoch);
+    if (const std::uint64_t gone = peer.objects->begun().objects; gone > 0) {
+        note("rotated", peer.session, "tenant " + std::to_string(peer.tenant) + " is in epoch " + std::to_string(epoch) + ": " +
+                                          std::to_string(gone) + " objects can no longer be read");
+    }
+}
+
+void Server::answer_rotate(Peer& peer) {
+    if ((peer.rights & rights::publish) == 0 || (peer.rights & rights::admin) == 0) {
+        return reply(peer, Status::denied, 0, "an access key needs the rights 'publish' and 'admin' to rotate its tenant");
+    }
+    if (peer.meta.size() != sizeof(std::uint32_t)) {
+        return reply(peer, Status::bad_request, 0, "expected an epoch");
+    }
+    const auto epoch = number_at<std::uint32_t>(peer.meta, 0);
+    if (epoch > peer.objects->epoch()) {
+        rotate(peer, epoch);
+    }
+    // Another program may have told this epoch a moment before.
+    const Rotated gone = epoch == peer.objects->epoch() ? peer.objects->begun() : Rotated{};
+    reply(peer, Status::done, 0, packed(peer.objects->epoch(), std::uint32_t{0}, gone.objects, gone.nbytes));
 }
 
 void Server::answer_pin(Peer& peer) {
-    const std::string_view key = key_or_refuse(peer, rights::read);
-    if (key.empty()) {
+    constexpr std::size_t fixed = sizeof(std::uint64_t);
+    const std::string_view key = key_or_refuse(peer, rights::read, fixed, "a time to live and a key");
+    const std::optional<Found> found = found_or_refuse(peer, key, true);
+    if (!found) {
         return;
     }
-    if (sessions_[peer.session].pins.size() >= largest_pins) {
-        return reply(peer, Status::full, 0, "expected at most " + std::to_string(largest_pins) + " pins of one session");
+    const auto ttl_ms = number_at<std::uint64_t>(peer.meta, 0);
+    reply(peer, Status::done, found->serial);
+    if (found->shelved) {
+        return fetch(peer, *found, key, ttl_ms);
     }
-    const Found found = peer.objects->find(key, true);
-    if (found.status != Status::done) {
-        return reply(peer, found.status, found.generation);
-    }
-    if (found.shelved) {
-        return fetch(peer, found, key);
-    }
-    reply(peer, Status::done, found.generation);
-    pin(peer, found, peer.replies.back());
+    pin(peer, *found, peer.replies.back(), ttl_ms);
 }
 
-void Server::pin(Peer& peer, const Found& found, Reply& answer) {
-    peer.objects->hold(found);
+void Server::pin(Peer& peer, const Found& found, Reply& answer, std::uint64_t ttl_ms) {
+    Session& session = sessions_.at(peer.session);
+    Charges& charges = charges_[peer.tenant];
+    if (session.pins.size() >= most_of_session.pins || charges.pins >= most_of_tenant.pins) {
+        return refuse(answer, Status::busy, "a session may hold " + std::to_string(most_of_session.pins) + " pins, a tenant " +
+                                                std::to_string(most_of_tenant.pins));
+    }
+    if (!peer.objects->may_fix(found)) {
+        return refuse(answer, Status::busy, beyond_share);
+    }
+    const Place place{peer.tenant, found.payload};
+    const auto ending = ttl_ms == 0 ? endings_.end()
+                                    : endings_.emplace(Clock::now() + seconds(static_cast<double>(ttl_ms) / 1000),
+                                                       std::pair(peer.session, place));
+    peer.objects->pin(found);
     peer.objects->count_lent_out(1);
-    sessions_[peer.session].pins.emplace(Place{peer.tenant, found.payload}, Pinned{found.offset, found.generation});
-    answer.meta = packed(found.payload, found.nbytes, found.crc, std::uint32_t{0});
+    ++charges.pins;
+    session.last_pin += session.last_pin + 1 == 0 ? 2 : 1;  // 0 stands for any
+    session.pins.emplace(place, Pinned{found.offset, found.serial, session.last_pin, ending});
+    answer.header.serial = found.serial;
+    answer.meta = packed(found.payload, found.nbytes, found.crc, session.last_pin);
     seal(answer.header, answer.meta.data(), static_cast<std::uint32_t>(answer.meta.size()));
 }
 
 void Server::answer_unpin(Peer& peer) {
-    if (peer.meta.size() != sizeof(std::uint64_t)) {
-        return reply(peer, Status::bad_request, 0, "expected the offset of a pinned payload");
+    const bool numbered = peer.meta.size() == 2 * sizeof(std::uint64_t);
+    if (!numbered && peer.meta.size() != sizeof(std::uint64_t)) {
+        return reply(peer, Status::bad_request, 0, "expected the offset of a pinned payload, and the pin's number or nothing");
     }
-    auto& pins = sessions_[peer.session].pins;
-    const auto [first, last] = pins.equal_range(Place{peer.tenant, number_at<std::uint64_t>(peer.meta, 0)});
-    const auto found =
-        std::find_if(first, last, [&](const auto& pin) { return pin.second.generation == peer.header.generation; });
+    const std::uint64_t number = numbered ? number_at<std::uint64_t>(peer.meta, sizeof(std::uint64_t)) : 0;
+    Session& session = sessions_.at(peer.session);
+    const auto [first, last] = session.pins.equal_range(Place{peer.tenant, number_at<std::uint64_t>(peer.meta, 0)});
+    const auto found = std::find_if(first, last, [&](const auto& pin) {
+        return pin.second.serial == peer.header.serial && (number == 0 || pin.second.number == number);
+    });
     if (found == last) {
         return reply(peer, Status::unknown);
     }
-    peer.objects->drop(found->second.extent);
-    peer.objects->count_lent_out(-1);
-    pins.erase(found);
+    unpin(session, found);
     reply(peer, Status::done);
 }
 
 void Server::answer_prepare(Peer& peer) {
-    constexpr std::size_t fixed = 2 * sizeof(std::uint64_t);
-    const std::string_view key = key_or_refuse(peer, rights::publish, fixed, "a length, an expiry and a key");
+    constexpr std::size_t fixed = sizeof(std::uint64_t) + sizeof(ObjectHead);
+    const std::string_view key = key_or_refuse(peer, rights::publish, fixed, "a length, what the object is, and a key");
     if (key.empty()) {
         return;
     }
-    const Prepared prepared =
-        peer.objects->prepare(key, number_at<std::uint64_t>(peer.meta, 0),
-                              number_at<std::uint64_t>(peer.meta, sizeof(std::uint64_t)), peer.header.generation);
-    if (prepared.status != Status::done) {
-        return reply(peer, prepared.status, prepared.generation);
+    Session& session = sessions_.at(peer.session);
+    Charges& charges = charges_[peer.tenant];
+    if (session.prepared.size() >= most_of_session.preparations || charges.preparations >= most_of_tenant.preparations) {
+        return reply(peer, Status::busy, 0, "a session may have " + std::to_string(most_of_session.preparations) +
+                                                " unfinished publishes, a tenant " + std::to_string(most_of_tenant.preparations));
     }
-    sessions_[peer.session].prepared.emplace(Place{peer.tenant, prepared.payload},
-                                             Preparing{prepared.offset, prepared.generation, peer.serial});
+    const Found prepared = peer.objects->prepare(key, number_at<std::uint64_t>(peer.meta, 0),
+                                                 number_at<ObjectHead>(peer.meta, sizeof(std::uint64_t)));
+    if (prepared.status != Status::done) {
+        return reply(peer, prepared.status, prepared.serial, unfinished(prepared));
+    }
+    session.prepared.emplace(Place{peer.tenant, prepared.payload}, Preparing{prepared.offset, prepared.serial, peer.number});
+    ++charges.preparations;
     peer.objects->count_lent_out(1);
-    reply(peer, Status::done, prepared.generation, packed(prepared.payload));
+    reply(peer, Status::done, prepared.serial, packed(prepared.payload));
 }
 
-// What the session has prepared where the request says; null where it has been refused: there is none of that generation.
+// What the session has prepared where the request says; null where it has been refused: there is none of that serial.
 const Server::Session::Promise* Server::prepared_or_refuse(Peer& peer) {
-    const auto& prepared = sessions_[peer.session].prepared;
+    const auto& prepared = sessions_.at(peer.session).prepared;
     const auto found = prepared.find(Place{peer.tenant, number_at<std::uint64_t>(peer.meta, 0)});
-    if (found == prepared.end() || found->second.generation != peer.header.generation) {
+    if (found == prepared.end() || found->second.serial != peer.header.serial) {
         reply(peer, Status::unknown);
         return nullptr;
     }
@@ -308,16 +445,43 @@ void Server::answer_commit(Peer& peer) {
     if (peer.meta.size() != 2 * sizeof(std::uint64_t)) {
         return reply(peer, Status::bad_request, 0, "expected an offset and a checksum");
     }
-    const Session::Promise* found = prepared_or_refuse(peer);
-    if (found == nullptr) {
-        return;
+    if (const Session::Promise* found = prepared_or_refuse(peer)) {
+        peer.committing = found->second.extent;
+        peer.looked_at = 0;
+        peer.crc = 0;
+        go_on_with_commit(peer);
     }
-    peer.objects->count_lent_out(-1);
-    const Outcome outcome = peer.objects->commit(found->second.extent, peer.header.generation,
-                                                 number_at<std::uint32_t>(peer.meta, sizeof(std::uint64_t)));
-    sessions_[peer.session].prepared.erase(found->first);
-    counts_.puts += outcome.status == Status::done ? 1 : 0;
-    reply(peer, outcome.status, outcome.generation);
+}
+
+// What nobody could read, or somebody has not written, is not published. A part at a time: others are served in between. True
+// when the commit has been answered.
+bool Server::go_on_with_commit(Peer& peer) {
+    const Session::Promise* found = prepared_or_refuse(peer);  // another connection may have ended it
+    if (found == nullptr) {
+        peer.committing = 0;
+        return true;
+    }
+    const auto& [place, preparing] = *found;
+    const std::uint64_t nbytes = peer.objects->writable(preparing.extent);
+    const std::uint64_t step = std::min(nbytes - peer.looked_at, commit_step_nbytes);
+    peer.crc = crc32c(peer.objects->at(place.second + peer.looked_at), step, peer.crc);
+    peer.looked_at += step;
+    if (peer.looked_at < nbytes) {
+        again_.emplace_back(peer.socket.fd(), peer.number);
+        return false;
+    }
+    peer.committing = 0;
+    const bool whole = peer.crc == number_at<std::uint32_t>(peer.meta, sizeof(std::uint64_t));
+    if (whole) {
+        finish(peer, preparing.extent, preparing.serial, peer.crc);
+    }
+    end_preparation(place, preparing);
+    sessions_.at(peer.session).prepared.erase(place);
+    if (!whole) {
+        ++counts_.checksum_errors;
+        reply(peer, Status::checksum);
+    }
+    return true;
 }
 
 void Server::answer_abort(Peer& peer) {
@@ -329,7 +493,7 @@ void Server::answer_abort(Peer& peer) {
         return;
     }
     end_preparation(found->first, found->second);
-    sessions_[peer.session].prepared.erase(found->first);
+    sessions_.at(peer.session).prepared.erase(found->first);
     reply(peer, Status::done);
 }
 
@@ -340,7 +504,7 @@ void Server::begin_write(Peer& peer) {
     if (peer.meta.size() != sizeof(std::uint64_t)) {
         return drop_payload(peer, Status::bad_request, 0, "expected an offset");
     }
-    std::shared_ptr<Lease> lease = leases_.find(peer.session, peer.header.lease);
+    std::shared_ptr<Lease> lease = lease_of(peer.session, peer.header.lease);
     if (lease == nullptr) {
         return drop_payload(peer, Status::unknown);
     }
@@ -350,6 +514,7 @@ void Server::begin_write(Peer& peer) {
                             "expected a range inside the lease of " + std::to_string(lease->nbytes()) + " bytes");
     }
     peer.into = lease->segment.data() + offset;
+    peer.room = peer.left;
     peer.written_lease = std::move(lease);
 }
 
@@ -369,7 +534,7 @@ void Server::answer_read(Peer& peer) {
     if (peer.meta.size() != 2 * sizeof(std::uint64_t)) {
         return reply(peer, Status::bad_request, 0, "expected an offset and a length");
     }
-    std::shared_ptr<Lease> lease = leases_.find(peer.session, peer.header.lease);
+    std::shared_ptr<Lease> lease = lease_of(peer.session, peer.header.lease);
     if (lease == nullptr) {
         return reply(peer, Status::unknown);
     }

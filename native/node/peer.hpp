@@ -1,20 +1,54 @@
 // One connection of a node: the state of its input and its output.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "node/leases.hpp"
 #include "node/objects.hpp"
 #include "wire/frame.hpp"
+#include "wire/stream.hpp"
 
 namespace farpool {
 
 using Clock = std::chrono::steady_clock;
+
+// Until when a peer has to have gone on. Bytes that move buy more of it: who moves fewer than so many a second runs out of it,
+// however regularly they come.
+class Patience {
+public:
+    static constexpr double slowest = 64 * 1024;  // bytes a second
+
+    void begin(Clock::duration most) { end_ = Clock::now() + most; }
+    void moved(std::size_t nbytes, Clock::duration most) {
+        const std::chrono::duration<double> bought(static_cast<double>(nbytes) / slowest);
+        end_ = std::min(Clock::now() + most, end_ + std::chrono::duration_cast<Clock::duration>(bought));
+    }
+    bool is_over(Clock::time_point now) const noexcept { return now > end_; }
+    Clock::time_point end() const noexcept { return end_; }
+
+private:
+    Clock::time_point end_{};
+};
+
+// Objects that are held until replies to connections of one access key have gone.
+struct Unsent {
+    struct Object {
+        std::uint64_t nbytes;
+        std::size_t replies;
+    };
+    std::uint64_t nbytes = 0;
+    std::unordered_map<std::uint64_t, Object> objects{};        // by offset
+    std::deque<std::pair<int, std::uint64_t>> waiting{};  // connections (descriptor, number) whose next reply has to wait for room
+};
 
 // A reply under way. What its payload points to is held until it has been sent.
 struct Reply {
@@ -27,6 +61,7 @@ struct Reply {
     std::shared_ptr<Aside> aside;   // holds the payload if it comes from the file
     std::uint64_t ticket = 0;       // of a fetch from the file: the reply, and those behind it, wait for its end
     std::uint64_t fetched = 0;      // bytes that count as fetched until the reply has gone
+    std::uint64_t unsent = 0;       // bytes that count as unsent until then
 
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
 };
@@ -34,23 +69,25 @@ struct Reply {
 // What a reply of a connection wants from the file.
 struct Fetch {
     int fd;
-    std::uint64_t serial;  // of the connection: descriptors are used again
+    std::uint64_t peer;  // the connection's number: descriptors are used again
     std::uint64_t ticket;  // of the reply
     std::string key;
     std::uint64_t offset;
     std::uint64_t nbytes;
     std::uint32_t block;
     bool promote;
+    std::uint64_t ttl_ms;  // of a pin
 };
 
 struct Peer {
     enum class Stage { header, meta, payload, checksum };
 
-    File socket;
-    std::uint64_t serial = 0;
+    Stream socket;
+    std::uint64_t number = 0;
     std::uint64_t session = 0;
     std::uint32_t tenant = 0;
     std::uint32_t rights = 0;
+    std::string key;  // name of the access key
     Objects* objects = nullptr;
 
     Stage stage = Stage::header;
@@ -59,21 +96,33 @@ struct Peer {
     std::vector<std::byte> meta;
 
     std::byte* into = nullptr;  // where the payload goes; null: it is dropped
+    std::uint64_t room = 0;     // bytes that have memory there
     std::uint64_t left = 0;     // bytes of payload that are still to come
     std::uint32_t crc = 0;
     std::uint64_t prepared = 0;             // offset of the object being received, 0 for none
+    std::uint64_t prepared_serial = 0;
     std::shared_ptr<Lease> written_lease;   // of the write being received
     Status refusal = Status::done;          // what is answered when a payload that is dropped has come
-    std::uint64_t refusal_generation = 0;
-    std::string refusal_text;
+    std::uint64_t refusal_serial = 0;
+    std::string refusal_meta;
 
     std::deque<Reply> replies;
     std::deque<Fetch> waiting;   // until there is room for what they bring
+    Unsent* unsent = nullptr;    // of its access key
+    std::uint64_t holding = 0;   // bytes of objects that its replies hold
+    std::deque<std::pair<std::uint64_t, std::string>> held_back;  // gets that wait to hold theirs: ticket of the reply, key
+    bool in_line = false;                                         // in the line of its access key
     std::uint64_t fetching = 0;  // bytes of replies from the file that have not gone yet
+    std::uint64_t looked_up = 0;  // keys, in this turn
     std::uint32_t watched = 0;   // events that the kernel was asked for
     bool closing = false;        // once the replies have been sent
     bool dead = false;
-    Clock::time_point progress;  // of a frame or a reply that has begun
+    Patience sending;    // the frame that has begun
+    Patience receiving;  // replies that are ready
+    // Of a commit whose payload is being looked at: where it lies, and how far that has come.
+    std::uint64_t committing = 0;
+    std::uint64_t looked_at = 0;
+    std::vector<std::byte> rest;  // what had been received behind it
 
     bool in_frame() const noexcept { return stage != Stage::header || have > 0; }
 };

@@ -35,8 +35,8 @@ Server::Server(Settings settings)
       settings_(std::move(settings)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       alarm_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-      budget_{settings_.capacity},
-      leases_(settings_.folder),
+      budget_(settings_.capacity, settings_.shares),
+      leases_(settings_.folder, settings_.ephemeral),
       scratch_(scratch_nbytes) {
     if (epoll_.fd() < 0 || alarm_.fd() < 0) {
         fail("epoll");
@@ -59,8 +59,9 @@ Server::Server(Settings settings)
             leases_.remove(*lease);
         } else {
             lent_ += lease->nbytes();
-            budget_.used += lease->nbytes();
-            sessions_[lease->session].empty_since = Clock::now();
+            budget_.lend(lease->tenant, lease->nbytes());
+            ++charges_[lease->tenant].leases;
+            sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since = Clock::now();
         }
     }
     for (std::string& text : notes) {
@@ -155,8 +156,9 @@ void Server::run() {
 
 bool Server::step(int milliseconds) {
     std::array<epoll_event, 64> ready{};
-    const int count = epoll_wait(epoll_.fd(), ready.data(), static_cast<int>(ready.size()), milliseconds);
-    if (count == 0 && milliseconds == 0) {
+    const int patience = more_to_read_ ? 0 : milliseconds;
+    const int count = epoll_wait(epoll_.fd(), ready.data(), static_cast<int>(ready.size()), patience);
+    if (count == 0 && milliseconds == 0 && !more_to_read_) {
         return false;
     }
     const Hold hold(mutex_);
@@ -168,52 +170,88 @@ bool Server::step(int milliseconds) {
             guarded([this] { finish_jobs(); });
             continue;
         }
-        const auto known = peers_.find(found.data.fd);
-        if (known == peers_.end()) {
-            continue;
-        }
-        Peer& peer = *known->second;
-        try {
-            service(peer, found.events);
-        } catch (const std::exception& error) {
-            note("error", peer.session, error.what());
-            close_peer(peer);
+        if (const auto known = peers_.find(found.data.fd); known != peers_.end()) {
+            serve(*known->second, found.events);
         }
     }
+    serve_again();
+    serve_those_in_line();
     reap();
     if (Clock::now() >= next_tick_) {
         guarded([this] { tick(); });
         next_tick_ = Clock::now() + tick_period;
     }
-    return count > 0;
+    const bool worked = count > 0 || more_to_read_;
+    more_to_read_ = !again_.empty() || room_in_lines_;
+    return worked;
 }
 
-void Server::adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights) {
-    File socket(fd);
+void Server::serve(Peer& peer, std::uint32_t events) {
+    try {
+        service(peer, events);
+    } catch (const std::exception& error) {
+        note("error", peer.session, error.what());
+        close_peer(peer);
+    }
+}
+
+// What TLS has read ahead is in no socket that the kernel could tell about.
+void Server::serve_again() {
+    for (const auto& [fd, number] : std::exchange(again_, {})) {
+        if (const auto known = peers_.find(fd); known != peers_.end() && known->second->number == number) {
+            serve(*known->second, EPOLLIN);
+        }
+    }
+}
+
+void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key) {
+    const int fd = stream.fd();
     const Hold hold(mutex_);
+    Session& holder = bind(session, tenant, key);
     if (stopped_ || fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) != 0) {
         errno = stopped_ ? ESHUTDOWN : errno;
         fail("taking a connection over");
     }
     bound_loopback_sending(fd);
     auto peer = std::make_unique<Peer>();
-    peer->socket = std::move(socket);
-    peer->serial = ++serials_;
+    peer->socket = std::move(stream);
+    peer->number = ++numbers_;
     peer->session = session;
     peer->tenant = tenant;
     peer->rights = rights;
+    peer->key = key;
     peer->objects = &objects_of(tenant);
-    peer->progress = Clock::now();
+    peer->unsent = &unsent_[{tenant, holder.owner}];
     peer->watched = EPOLLIN;
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.fd = fd;
-    peers_.insert_or_assign(fd, std::move(peer));
+    const Peer& adopted = *peers_.insert_or_assign(fd, std::move(peer)).first->second;
     if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) != 0) {
         peers_.erase(fd);
         fail("epoll_ctl");
     }
-    ++sessions_[session].connections;
+    ++holder.connections;
+    if (adopted.socket.pending()) {
+        again_.emplace_back(fd, adopted.number);
+        wake();
+    }
+}
+
+void Server::expect_tenants(std::set<std::uint32_t> tenants) {
+    const Hold hold(mutex_);
+    budget_.expect(std::move(tenants));
+}
+
+void Server::end_key(std::string_view key) {
+    const Hold hold(mutex_);
+    for (const auto& [fd, peer] : peers_) {
+        if (peer->key == key && !peer->dead) {
+            note("ended", peer->session, "its access key is gone or was changed");
+            close_peer(*peer);
+        }
+    }
+    wake();  // the loop closes them
 }
 
 Objects& Server::objects_of(std::uint32_t tenant) {
@@ -242,23 +280,42 @@ Objects::Paths Server::objects_paths(std::uint32_t tenant) {
     return objects_of(tenant).paths();
 }
 
-int Server::objects_visited(std::uint32_t tenant) {
+std::pair<int, int> Server::objects_files(std::uint32_t tenant, bool writable) {
     const Hold hold(mutex_);
-    return objects_of(tenant).visited().duplicate();
+    return objects_of(tenant).open_files(writable);
 }
 
-std::vector<Listed> Server::list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit,
-                                 bool tombstones) {
+int Server::objects_visited(std::uint64_t session, std::uint32_t tenant) {
+    const Hold hold(mutex_);
+    session_of(session, tenant);
+    Visits& visits = objects_of(tenant).visits();
+    const std::uint64_t nbytes = visits.has(session) ? 0 : visits.session_nbytes();
+    if (nbytes > 0 && (visits.sessions() >= Visits::most_sessions || !budget_.may_fix(tenant, nbytes) ||
+                       !budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes))) {
+        throw Busy("at most " + std::to_string(Visits::most_sessions) + " sessions of a tenant may map its objects, and each takes " +
+                   std::to_string(nbytes) + " bytes of its share for marks of visits");
+    }
+    const int file = visits.open(session);
+    budget_.lend(tenant, nbytes);
+    return file;
+}
+
+// In slices, and asleep for as long as each has taken: so whoever lists leaves the others most of the time, however much it asks.
+std::vector<Listed> Server::list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit) {
+    const std::lock_guard alone(listing_);
     std::vector<Listed> found;
     std::uint64_t place = 0;
     for (bool begun = false; found.size() < limit && (!begun || place != 0); begun = true) {
+        const Clock::time_point before = Clock::now();
         {
             const Hold hold(mutex_);
             Objects& objects = objects_of(tenant);
             place = begun ? place : objects.place_of(after);
-            objects.list(place, after, prefix, limit, tombstones, found);
+            objects.list(place, after, prefix, limit, found);
         }
-        std::this_thread::yield();  // the loop has its turn
+        if (place != 0 && found.size() < limit) {
+            std::this_thread::sleep_for(Clock::now() - before);
+        }
     }
     return found;
 }
@@ -270,6 +327,7 @@ Server::Stats Server::stats() {
     stats.capacity = budget_.limit;
     stats.used = budget_.used;
     stats.lent = lent_;
+    stats.backed = budget_.taken();
     stats.connections = peers_.size();
     stats.sessions = sessions_.size();
     stats.leases = leases_.all().size();
@@ -279,8 +337,7 @@ Server::Stats Server::stats() {
     }
     for (const auto& [tenant, objects] : objects_) {
         const Objects::Counts& counts = objects->counts();
-        stats.objects += objects->size() - counts.tombstones;
-        stats.tombstones += counts.tombstones;
+        stats.objects += objects->size();
         stats.object_bytes += counts.payload_bytes;
         stats.evictions += counts.evictions;
         stats.expired += counts.expired;
@@ -289,8 +346,29 @@ Server::Stats Server::stats() {
         stats.promotions += counts.promotions;
         stats.adopted += counts.adopted;
         stats.index_bytes += objects->overhead();
+        stats.taken += objects->taken();
+    }
+    for (const auto& lease : leases_.all()) {
+        stats.taken += lease->segment.file.taken();
     }
     return stats;
+}
+
+std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
+    const Hold hold(mutex_);
+    std::map<std::uint32_t, TenantStats> found;
+    for (const auto& [tenant, objects] : objects_) {
+        const std::uint64_t use = budget_.use(tenant);
+        const std::uint64_t lent = use - objects->used();
+        const std::uint64_t backed = objects->backed() + objects->tables() + lent;
+        found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant)});
+    }
+    for (const auto& lease : leases_.all()) {
+        if (const auto holder = found.find(lease->tenant); holder != found.end()) {
+            holder->second.taken += lease->segment.file.taken();
+        }
+    }
+    return found;
 }
 
 void Server::note(std::string kind, std::uint64_t session, std::string text) {
@@ -307,12 +385,17 @@ std::vector<Server::Event> Server::events() {
 void Server::tick() {
     const Clock::time_point now = Clock::now();
     for (const auto& [fd, peer] : peers_) {
-        if (!peer->dead && (peer->in_frame() || !peer->replies.empty()) && now - peer->progress > seconds(settings_.stall)) {
-            note("stalled", peer->session, "a connection rested in the middle of a frame for too long and was closed");
+        const bool rests = peer->in_frame() && (peer->watched & EPOLLIN) != 0 && peer->sending.is_over(now);
+        const bool takes_nothing = !peer->replies.empty() && peer->replies.front().ticket == 0 && peer->receiving.is_over(now);
+        if (!peer->dead && (rests || takes_nothing)) {
+            note("stalled", peer->session,
+                 rests ? "a connection rested in the middle of a frame for too long and was closed"
+                       : "a connection did not take its replies for too long and was closed");
             close_peer(*peer);
         }
     }
     reap();
+    end_pins();
     for (auto session = sessions_.begin(); session != sessions_.end();) {
         if (session->second.connections == 0 && now - session->second.empty_since > seconds(settings_.grace)) {
             free_session(session->first, session->second);
@@ -338,13 +421,14 @@ void Server::close_peer(Peer& peer) {
     }
     peer.replies.clear();
     peer.waiting.clear();
+    peer.held_back.clear();
     if (peer.prepared != 0) {
-        peer.objects->abort(peer.prepared, peer.header.generation);
+        peer.objects->abort(peer.prepared, peer.prepared_serial);
         peer.prepared = 0;
     }
-    Session& session = sessions_[peer.session];
+    Session& session = sessions_.at(peer.session);
     for (auto& [place, preparing] : session.prepared) {
-        if (preparing.serial == peer.serial) {
+        if (preparing.peer == peer.number) {
             preparing.left_alone = Clock::now();
         }
     }

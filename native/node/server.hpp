@@ -13,6 +13,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -37,6 +39,7 @@ public:
         double spin;   // seconds of looking for events before sleeping
         std::string shelf;            // a file for what leaves memory; empty for none
         std::uint64_t shelf_capacity;  // bytes
+        Budget::Shares shares{};       // bytes guaranteed to tenants
     };
 
     struct Event {
@@ -46,14 +49,28 @@ public:
     };
 
     struct Counts {
-        std::uint64_t gets = 0, hits = 0, puts = 0, deletes = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0,
+        std::uint64_t gets = 0, hits = 0, puts = 0, drops = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0,
                       bad_frames = 0;
     };
 
     struct Stats : Counts {
-        std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, tombstones = 0, evictions = 0,
+        std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, evictions = 0,
                       expired = 0, adopted = 0, index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0,
-                      shelved = 0, demotions = 0, promotions = 0;
+                      shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0;
+    };
+
+    // One of a session or a tenant holds as much as it may; says of what.
+    struct Busy : std::runtime_error {
+        using std::runtime_error::runtime_error;
+    };
+    // A session that belongs to another access key or tenant.
+    struct Denied : std::runtime_error {
+        using std::runtime_error::runtime_error;
+    };
+
+
+    struct TenantStats {
+        std::uint64_t objects, used, backed, taken, lent, share;
     };
 
     explicit Server(Settings settings);
@@ -64,20 +81,30 @@ public:
     void start();
     // Idempotent. Nothing happens in a process that forked off the one that made it: the threads are not there.
     void stop();
-    // Takes the socket over; it is non-blocking from now on.
-    void adopt(int fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights);
-    void hold(std::uint64_t session);
+    // Takes the stream over; it is non-blocking from now on. A session belongs to the tenant and the access key that it was first
+    // seen with, as long as it lives; throws Denied where those are others.
+    void adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key);
+    // The tenants that may come; what one of them can fix leaves room for the others' shares.
+    void expect_tenants(std::set<std::uint32_t> tenants);
+    // Closes all connections that were opened with this access key.
+    void end_key(std::string_view key);
+    void hold(std::uint64_t session, std::uint32_t tenant, std::string_view key);
     void drop(std::uint64_t session);
-    // 0 where there is no room.
+    // 0 where there is no room; throws Busy and Denied.
     std::uint64_t lend(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes);
     bool release(std::uint64_t session, std::uint64_t lease);
     std::vector<std::pair<std::uint64_t, std::uint64_t>> leases(std::uint64_t session);
-    std::string lease_path(std::uint64_t session, std::uint64_t lease);  // empty where there is none
+    // What its file is called (of an ephemeral node, would be called); empty where there is none.
+    std::string lease_path(std::uint64_t session, std::uint64_t lease);
     Objects::Paths objects_paths(std::uint32_t tenant);
-    int objects_visited(std::uint32_t tenant);  // a descriptor of the marks of visits, the caller's
-    std::vector<Listed> list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit,
-                             bool tombstones);
+    // Descriptors, the caller's: of a lease (-1 where there is none), of a tenant's index and data.
+    int lease_file(std::uint64_t session, std::uint64_t lease);
+    std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
+    // A descriptor, the caller's, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
+    int objects_visited(std::uint64_t session, std::uint32_t tenant);
+    std::vector<Listed> list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit);
     Stats stats();
+    std::map<std::uint32_t, TenantStats> tenants();
     std::vector<Event> events();
 
     // Works off what is there, waiting for it at most so long. For the loop's thread, and for tests that have none.
@@ -86,55 +113,88 @@ public:
 private:
     using Place = std::pair<std::uint32_t, std::uint64_t>;  // tenant, offset in the data segment: of a payload unless said
 
+    // Pins that run out, and when: their sessions and places.
+    using Endings = std::multimap<Clock::time_point, std::pair<std::uint64_t, Place>>;
+
     struct Pinned {
         std::uint64_t extent;  // offset
-        std::uint64_t generation;
+        std::uint64_t serial;
+        std::uint32_t number;      // of the session's pins
+        Endings::iterator ending;  // the end of them for none
     };
 
     // An object that is being read from the file, once for all who want it.
     struct Reading {
-        std::uint64_t generation;
         std::shared_ptr<Aside> into;
         std::vector<Fetch> waiting;
     };
 
     struct Preparing {
         std::uint64_t extent;  // offset
-        std::uint64_t generation;
-        std::uint64_t serial;                            // of the connection
+        std::uint64_t serial;
+        std::uint64_t peer;                              // the connection's number
         std::optional<Clock::time_point> left_alone{};   // since that was closed
     };
 
     struct Session {
         using Promise = std::pair<const Place, Preparing>;
+        std::uint32_t tenant;
+        std::uint64_t owner;  // of the access key
         std::size_t connections = 0;
-        Clock::time_point empty_since;
-        std::multimap<Place, Pinned> pins;
-        std::map<Place, Preparing> prepared;
+        Clock::time_point empty_since{};
+        std::multimap<Place, Pinned> pins{};
+        std::uint32_t last_pin = 0;
+        std::map<Place, Preparing> prepared{};
     };
 
+    // What a tenant's sessions hold together.
+    struct Charges {
+        std::size_t pins = 0, preparations = 0, leases = 0;
+    };
+    // The node remembers each of them, and a lease takes a descriptor.
+    static constexpr Charges most_of_session{100'000, 4'096, 1'024};
+    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096};
+
     void run();
+    Session& bind(std::uint64_t session, std::uint32_t tenant, std::string_view key);
+    Session& session_of(std::uint64_t session, std::uint32_t tenant);
+    void serve(Peer& peer, std::uint32_t events);
     void service(Peer& peer, std::uint32_t events);
+    void serve_again();
     void receive(Peer& peer);
     void feed(Peer& peer, const std::byte* data, std::size_t nbytes);
     void frame_begun(Peer& peer);
     void payload_complete(Peer& peer);
     void frame_complete(Peer& peer);
     void begin_put(Peer& peer);
+    void extend_put(Peer& peer);
+    bool give_up_a_put(const Objects& objects);
     void begin_write(Peer& peer);
     void finish_put(Peer& peer);
     void finish_write(Peer& peer);
     void answer(Peer& peer);
-    void answer_delete(Peer& peer);
+    void answer_drop(Peer& peer);
     void answer_touch(Peer& peer);
-    void answer_forget(Peer& peer);
+    void answer_lookup(Peer& peer);
+    void answer_rotate(Peer& peer);
+    void rotate(Peer& peer, std::uint32_t epoch);
+    bool is_behind(const Peer& peer) const { return peer.header.epoch > peer.objects->epoch(); }
+    void finish(Peer& peer, std::uint64_t offset, std::uint64_t serial, std::uint32_t crc);
+    std::optional<Found> found_or_refuse(Peer& peer, std::string_view key, bool visit);
     void answer_get(Peer& peer);
+    void send_object(Peer& peer, Reply& answer, const Found& found, std::string_view key);
+    bool may_hold(const Peer& peer, const Found& found) const;
+    bool has_room(const Peer& peer, const Found& found) const;
+    bool send_held_back(Peer& peer);
+    void serve_those_in_line();
     void answer_stat(Peer& peer);
     void answer_pin(Peer& peer);
-    void pin(Peer& peer, const Found& found, Reply& answer);
+    void pin(Peer& peer, const Found& found, Reply& answer, std::uint64_t ttl_ms);
+    void unpin(Session& session, std::multimap<Place, Pinned>::iterator pin);
+    void end_pins();
     void pin_again(Peer& peer, Reply& answer, const Fetch& fetch);
-    void fetch(Peer& peer, const Found& found, std::string_view key);
-    Fetch expect(Peer& peer, Reply& answer, const Found& found, std::string_view key);
+    void fetch(Peer& peer, const Found& found, std::string_view key, std::uint64_t ttl_ms);
+    Fetch expect(Peer& peer, Reply& answer, const Found& found, std::string_view key, std::uint64_t ttl_ms);
     void start_fetches(Peer& peer);
     void start_fetch(Peer& peer, Reply& answer, const Fetch& fetch);
     void fetched(std::uint64_t job, bool ok);
@@ -143,14 +203,15 @@ private:
     void answer_unpin(Peer& peer);
     void answer_prepare(Peer& peer);
     void answer_commit(Peer& peer);
+    bool go_on_with_commit(Peer& peer);
     void answer_abort(Peer& peer);
     void answer_read(Peer& peer);
-    void reply(Peer& peer, Status status, std::uint64_t generation = 0, std::string meta = {});
-    void drop_payload(Peer& peer, Status status, std::uint64_t generation = 0, std::string text = {});
+    void reply(Peer& peer, Status status, std::uint64_t serial = 0, std::string meta = {});
+    static void refuse(Reply& answer, Status status, std::string meta = {});
+    void drop_payload(Peer& peer, Status status, std::uint64_t serial = 0, std::string meta = {});
     bool may(Peer& peer, std::uint32_t right);
     std::string_view key_or_refuse(Peer& peer, std::uint32_t right, std::size_t offset = 0, const char* expected = "a key");
     const Session::Promise* prepared_or_refuse(Peer& peer);
-    std::uint64_t reclaimable() const;
     void bad_frame(Peer& peer, const char* what);
     void flush(Peer& peer);
     void sent(Peer& peer, std::size_t nbytes);
@@ -173,6 +234,8 @@ private:
     void abort_left_alone(Session& session);
     void free_session(std::uint64_t id, Session& session);
     void take_lease_back(const Lease& lease);
+    void uncharge_lease(std::uint32_t tenant, std::uint64_t nbytes);
+    std::shared_ptr<Lease> lease_of(std::uint64_t session, std::uint64_t lease) const;
     void note(std::string kind, std::uint64_t session, std::string text);
     Objects& objects_of(std::uint32_t tenant);
     void wake();
@@ -190,15 +253,22 @@ private:
     std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
     std::map<Place, Reading> readings_;              // by the extent, which is held meanwhile
     std::unordered_map<std::uint64_t, Place> jobs_;  // what they read
-    std::uint64_t serials_ = 0;
+    std::uint64_t numbers_ = 0;  // of connections
     std::uint64_t tickets_ = 0;
     std::unordered_map<std::uint64_t, Session> sessions_;
+    std::map<std::uint32_t, Charges> charges_;
+    std::map<std::pair<std::uint32_t, std::uint64_t>, Unsent> unsent_;  // by tenant and access key
+    bool room_in_lines_ = false;                                        // replies have gone for which others wait
+    Endings endings_;
     std::unordered_map<int, std::unique_ptr<Peer>> peers_;
+    std::vector<std::pair<int, std::uint64_t>> again_;  // to be read from though their sockets may be empty; descriptor, number
+    bool more_to_read_ = false;                         // there are such; the loop's thread alone knows it
     std::vector<int> closed_;  // not forgotten before the events at hand have been worked off
     std::vector<Event> events_;
     Counts counts_;
     std::vector<std::byte> scratch_;
     std::mutex mutex_;
+    std::mutex listing_;  // one walk over a tenant's objects at a time
     std::atomic<bool> stopping_{false};
     bool stopped_ = false;
     std::thread thread_;

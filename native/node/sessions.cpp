@@ -1,12 +1,42 @@
 // What programs hold at a node: leases, pins, preparations, and when they lose them.
+#include <algorithm>
+
 #include "node/hold.hpp"
 #include "node/server.hpp"
 
 namespace farpool {
 
-void Server::hold(std::uint64_t session) {
+namespace {
+
+// Names an access key in a lease's file.
+std::uint64_t owner_of(std::string_view key) { return key.empty() ? 0 : hash64(key.data(), key.size(), 0); }
+
+}  // namespace
+
+Server::Session& Server::bind(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
+    const std::uint64_t owner = owner_of(key);
+    Session& found = sessions_.try_emplace(session, Session{tenant, owner}).first->second;
+    if (found.tenant != tenant || found.owner != owner) {
+        throw Denied("the session belongs to another access key or tenant");
+    }
+    return found;
+}
+
+// A session that may have no connection yet.
+Server::Session& Server::session_of(std::uint64_t session, std::uint32_t tenant) {
+    Session& found = sessions_.try_emplace(session, Session{tenant, 0}).first->second;
+    if (found.tenant != tenant) {
+        throw Denied("the session belongs to another tenant");
+    }
+    if (found.connections == 0) {
+        found.empty_since = Clock::now();
+    }
+    return found;
+}
+
+void Server::hold(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
     const Hold hold(mutex_);
-    ++sessions_[session].connections;
+    ++bind(session, tenant, key).connections;
 }
 
 void Server::drop(std::uint64_t session) {
@@ -17,44 +47,37 @@ void Server::drop(std::uint64_t session) {
     }
 }
 
-std::uint64_t Server::reclaimable() const {
-    std::uint64_t nbytes = 0;
-    for (const auto& [tenant, objects] : objects_) {
-        nbytes += objects->reclaimable();
-    }
-    return nbytes;
-}
-
 std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes) {
+    std::uint64_t owner = 0;
     {
         const Hold hold(mutex_);
-        if (stopped_ || nbytes > budget_.limit || budget_.left() + reclaimable() < nbytes) {
+        owner = session_of(session, tenant).owner;
+        if (stopped_ || nbytes > budget_.limit) {
             return 0;
         }
-        std::uint64_t physical = lent_ + nbytes;
-        for (const auto& [owner, objects] : objects_) {
-            objects->make_room(nbytes);
-            physical += objects->backed();
+        Charges& charges = charges_[tenant];
+        if (leases_.of(session).size() >= most_of_session.leases || charges.leases >= most_of_tenant.leases) {
+            throw Busy("a session may hold " + std::to_string(most_of_session.leases) + " leases, a tenant " +
+                       std::to_string(most_of_tenant.leases));
         }
-        if (budget_.left() < nbytes) {
+        if (!budget_.may_fix(tenant, nbytes)) {
+            throw Busy("what the tenant holds so that it cannot be evicted would be more than its share of " +
+                       std::to_string(budget_.share_of_fixed(tenant)) + " bytes");
+        }
+        if (!budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes)) {
             return 0;
-        }
-        if (physical > budget_.limit) {
-            for (const auto& [owner, objects] : objects_) {
-                objects->trim();
-            }
         }
         lent_ += nbytes;
-        budget_.used += nbytes;
+        ++charges.leases;
+        budget_.lend(tenant, nbytes);
     }
     // Backing a lease with memory takes long, and the loop goes on meanwhile.
     std::shared_ptr<Lease> lease;
     try {
-        lease = leases_.make(session, tenant, nbytes);
+        lease = leases_.make(session, tenant, owner, nbytes);
     } catch (...) {
         const Hold hold(mutex_);
-        lent_ -= nbytes;
-        budget_.used -= nbytes;
+        uncharge_lease(tenant, nbytes);
         throw;
     }
     const Hold hold(mutex_);
@@ -63,23 +86,33 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
         return 0;
     }
     leases_.add(lease);
-    Session& owner = sessions_[session];
-    if (owner.connections == 0) {
-        owner.empty_since = Clock::now();
+    Session& holder = sessions_.try_emplace(session, Session{tenant, owner}).first->second;
+    if (holder.connections == 0) {
+        holder.empty_since = Clock::now();
     }
     return lease->id;
 }
 
+void Server::uncharge_lease(std::uint32_t tenant, std::uint64_t nbytes) {
+    lent_ -= nbytes;
+    --charges_[tenant].leases;
+    budget_.take_back(tenant, nbytes);
+}
+
+std::shared_ptr<Lease> Server::lease_of(std::uint64_t session, std::uint64_t lease) const {
+    const auto holder = sessions_.find(session);
+    return holder == sessions_.end() ? nullptr : leases_.find(session, holder->second.tenant, holder->second.owner, lease);
+}
+
 void Server::take_lease_back(const Lease& lease) {
-    lent_ -= lease.nbytes();
-    budget_.used -= lease.nbytes();
+    uncharge_lease(lease.tenant, lease.nbytes());
     leases_.remove(lease);
 }
 
 bool Server::release(std::uint64_t session, std::uint64_t lease) {
     std::shared_ptr<Lease> found;  // its memory is freed when the loop goes on: for gigabytes that takes seconds
     const Hold hold(mutex_);
-    found = leases_.find(session, lease);
+    found = lease_of(session, lease);
     if (found == nullptr) {
         return false;
     }
@@ -91,20 +124,51 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> Server::leases(std::uint64_
     const Hold hold(mutex_);
     std::vector<std::pair<std::uint64_t, std::uint64_t>> found;
     for (const auto& lease : leases_.of(session)) {
-        found.emplace_back(lease->id, lease->nbytes());
+        if (lease_of(session, lease->id) != nullptr) {
+            found.emplace_back(lease->id, lease->nbytes());
+        }
     }
     return found;
 }
 
 std::string Server::lease_path(std::uint64_t session, std::uint64_t lease) {
     const Hold hold(mutex_);
-    const std::shared_ptr<Lease> found = leases_.find(session, lease);
+    const std::shared_ptr<Lease> found = lease_of(session, lease);
     return found == nullptr ? std::string() : found->segment.path;
 }
 
+int Server::lease_file(std::uint64_t session, std::uint64_t lease) {
+    const Hold hold(mutex_);
+    const std::shared_ptr<Lease> found = lease_of(session, lease);
+    return found == nullptr ? -1 : found->segment.file.duplicate();
+}
+
 void Server::end_preparation(const Place& place, const Preparing& preparing) {
-    objects_.at(place.first)->abort(preparing.extent, preparing.generation);
+    objects_.at(place.first)->abort(preparing.extent, preparing.serial);
     objects_.at(place.first)->count_lent_out(-1);
+    --charges_[place.first].preparations;
+}
+
+void Server::unpin(Session& session, std::multimap<Place, Pinned>::iterator pin) {
+    const auto& [place, pinned] = *pin;
+    objects_.at(place.first)->unpin(pinned.extent);
+    objects_.at(place.first)->count_lent_out(-1);
+    --charges_[place.first].pins;
+    if (pinned.ending != endings_.end()) {
+        endings_.erase(pinned.ending);
+    }
+    session.pins.erase(pin);
+}
+
+// Frees the pins whose time is over.
+void Server::end_pins() {
+    const Clock::time_point now = Clock::now();
+    while (!endings_.empty() && endings_.begin()->first <= now) {
+        const auto ending = endings_.begin();
+        Session& session = sessions_.at(ending->second.first);
+        const auto [first, last] = session.pins.equal_range(ending->second.second);
+        unpin(session, std::find_if(first, last, [&](const auto& pin) { return pin.second.ending == ending; }));
+    }
 }
 
 // A connection that was given up leaves its preparations behind. Not ended at once: the program may be writing there still.
@@ -122,20 +186,24 @@ void Server::abort_left_alone(Session& session) {
 }
 
 void Server::free_session(std::uint64_t id, Session& session) {
-    for (const auto& [place, pin] : session.pins) {
-        objects_.at(place.first)->drop(pin.extent);
-        objects_.at(place.first)->count_lent_out(-1);
+    const std::size_t pins = session.pins.size();
+    while (!session.pins.empty()) {
+        unpin(session, session.pins.begin());
     }
     for (const auto& [place, preparing] : session.prepared) {
         end_preparation(place, preparing);
+    }
+    if (const auto objects = objects_.find(session.tenant); objects != objects_.end() && objects->second->visits().has(id)) {
+        objects->second->end_visits(id);
+        budget_.take_back(session.tenant, objects->second->visits().session_nbytes());
     }
     auto leases = leases_.of(id);
     for (auto& lease : leases) {
         take_lease_back(*lease);
         freeing_->let_go(std::move(lease));
     }
-    if (!session.pins.empty() || !session.prepared.empty() || !leases.empty()) {
-        note("freed", id, "a session that has gone held " + std::to_string(session.pins.size()) + " pins, " +
+    if (pins > 0 || !session.prepared.empty() || !leases.empty()) {
+        note("freed", id, "a session that has gone held " + std::to_string(pins) + " pins, " +
                               std::to_string(session.prepared.size()) + " unfinished publishes and " +
                               std::to_string(leases.size()) + " leases");
     }

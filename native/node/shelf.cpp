@@ -19,7 +19,8 @@ namespace farpool {
 
 namespace {
 
-constexpr std::uint64_t most_aside = std::uint64_t{64} << 20;  // bytes on their way to the file
+constexpr std::uint64_t largest_blocks = std::uint64_t{1} << 31;
+constexpr std::uint64_t copied_at_once = std::uint64_t{1} << 20;
 constexpr int thread_count = 4;
 constexpr unsigned most_reads_ahead = 8;  // of a write that waits
 
@@ -29,6 +30,22 @@ constexpr unsigned most_reads_ahead = 8;  // of a write that waits
 int open_direct(const std::string& path) {
     const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_DIRECT, 0600);
     return fd >= 0 || errno != EINVAL ? fd : open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+}
+
+// Goes on until all of it has been read or written; false at an error or an end.
+template <typename Move>
+bool whole(std::byte* memory, std::uint64_t nbytes, Move move) {
+    for (std::uint64_t moved = 0; moved < nbytes;) {
+        const ssize_t step = move(memory + moved, nbytes - moved, moved);
+        if (step < 0 && errno == EINTR) {
+            continue;
+        }
+        if (step <= 0) {
+            return false;
+        }
+        moved += static_cast<std::uint64_t>(step);
+    }
+    return true;
 }
 
 }  // namespace
@@ -51,7 +68,7 @@ Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::fun
     if (file_.fd() < 0) {
         fail(path);
     }
-    if (capacity_ / shelf_block >= unwritten) {
+    if (capacity_ / shelf_block >= largest_blocks) {
         throw std::runtime_error(path + ": a node's file has less than 8 TiB");
     }
     if (flock(file_.fd(), LOCK_EX | LOCK_NB) != 0) {
@@ -89,7 +106,7 @@ Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::fun
     id_ = header.lease;
     const SignalsBlocked blocked;
     for (int thread = 0; thread < thread_count; ++thread) {
-        threads_.emplace_back([this] { work(); });
+        threads_.emplace_back([this, step = std::make_shared<Aside>(copied_at_once)] { work(*step); });
     }
 }
 
@@ -121,35 +138,25 @@ bool Shelf::take(std::uint32_t first, std::uint32_t blocks) { return space_.take
 
 void Shelf::free(std::uint32_t first, std::uint32_t blocks) { space_.free(first, blocks); }
 
-bool Shelf::may_write(std::uint64_t nbytes) const noexcept { return writing_ + nbytes <= most_aside; }
-
-std::uint64_t Shelf::write(std::uint32_t first, std::shared_ptr<Aside> from) {
-    writing_ += from->nbytes();
-    return submit({0, true, first, std::move(from)});
+std::uint64_t Shelf::write(std::uint32_t first, int from, std::uint64_t offset, std::uint64_t nbytes) {
+    return submit({0, first, nullptr, from, offset, nbytes});
 }
 
-std::uint64_t Shelf::read(std::uint32_t first, std::shared_ptr<Aside> into) { return submit({0, false, first, std::move(into)}); }
+std::uint64_t Shelf::read(std::uint32_t first, std::shared_ptr<Aside> into) { return submit({0, first, std::move(into)}); }
 
 std::uint64_t Shelf::submit(Job job) {
     job.number = ++jobs_;
     {
         const std::lock_guard lock(mutex_);
-        (job.write ? writes_ : reads_).push_back(std::move(job));
+        (job.into == nullptr ? writes_ : reads_).push_back(std::move(job));
     }
     ready_.notify_one();
     return jobs_;
 }
 
 std::vector<Shelf::Done> Shelf::done() {
-    std::vector<Done> results;
     const std::lock_guard lock(mutex_);
-    results.reserve(done_.size());  // what fails does so before anything is counted
-    for (const auto& [result, written] : done_) {
-        writing_ -= written;
-        results.push_back(result);
-    }
-    done_.clear();
-    return results;
+    return std::exchange(done_, {});
 }
 
 // Somebody waits for what is read, nobody for what is written. But what waits to be written keeps others from leaving memory.
@@ -162,7 +169,7 @@ Shelf::Job Shelf::next() {
     return job;
 }
 
-void Shelf::work() {
+void Shelf::work(Aside& step) {
     std::unique_lock lock(mutex_);
     for (;;) {
         ready_.wait(lock, [this] { return closing_ || !reads_.empty() || !writes_.empty(); });
@@ -171,27 +178,34 @@ void Shelf::work() {
         }
         const Job job = next();
         lock.unlock();
-        const bool ok = transfer(job);
+        const bool ok = job.into == nullptr ? copy(job, step) : read_back(job);
         lock.lock();
-        done_.push_back({{job.number, ok}, job.write ? job.memory->nbytes() : 0});
+        done_.push_back({job.number, ok});
         wake_();
     }
 }
 
-bool Shelf::transfer(const Job& job) const {
-    const std::uint64_t at = segment_header_nbytes + job.first * shelf_block;
-    for (std::uint64_t moved = 0; moved < job.memory->nbytes();) {
-        std::byte* memory = job.memory->data() + moved;
-        const std::size_t rest = job.memory->nbytes() - moved;
-        const auto place = static_cast<off_t>(at + moved);
-        const ssize_t step = job.write ? pwrite(file_.fd(), memory, rest, place) : pread(file_.fd(), memory, rest, place);
-        if (step < 0 && errno == EINTR) {
-            continue;
-        }
-        if (step <= 0) {
+bool Shelf::read_back(const Job& job) const {
+    return whole(job.into->data(), job.into->nbytes(), [&](std::byte* memory, std::size_t rest, std::uint64_t moved) {
+        return pread(file_.fd(), memory, rest, static_cast<off_t>(segment_header_nbytes + job.first * shelf_block + moved));
+    });
+}
+
+// By calls of the system at both ends: publishers may cut off the file that it comes from, and a mapping would end the process.
+bool Shelf::copy(const Job& job, Aside& step) const {
+    for (std::uint64_t moved = 0; moved < job.nbytes; moved += copied_at_once) {
+        const std::uint64_t nbytes = std::min(copied_at_once, job.nbytes - moved);
+        const std::uint64_t padded = shelf_blocks(nbytes) * shelf_block;
+        std::memset(step.data() + nbytes, 0, padded - nbytes);
+        const bool read = whole(step.data(), nbytes, [&](std::byte* memory, std::size_t rest, std::uint64_t done) {
+            return pread(job.from, memory, rest, static_cast<off_t>(job.offset + moved + done));
+        });
+        const bool written = read && whole(step.data(), padded, [&](std::byte* memory, std::size_t rest, std::uint64_t done) {
+            return pwrite(file_.fd(), memory, rest, static_cast<off_t>(segment_header_nbytes + job.first * shelf_block + moved + done));
+        });
+        if (!written) {
             return false;
         }
-        moved += static_cast<std::uint64_t>(step);
     }
     return true;
 }

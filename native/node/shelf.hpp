@@ -1,6 +1,6 @@
 // The file to which a node moves payloads that have to leave memory: blocks of 4 KiB, read and written by threads of its own.
 //
-// The loop never waits for the disk. A payload that leaves is copied aside first, so that its memory is free at once.
+// The loop never waits for the disk.
 #pragma once
 
 #include <condition_variable>
@@ -64,10 +64,8 @@ public:
     bool take(std::uint32_t first, std::uint32_t blocks);
     void free(std::uint32_t first, std::uint32_t blocks);
 
-    // Whether so many bytes more may be on their way to the file.
-    bool may_write(std::uint64_t nbytes) const noexcept;
-    // A job's number, never 0; its result comes from done().
-    std::uint64_t write(std::uint32_t first, std::shared_ptr<Aside> from);
+    // A job's number, never 0; its result comes from done(). What is written lies in another file, and stays there meanwhile.
+    std::uint64_t write(std::uint32_t first, int from, std::uint64_t offset, std::uint64_t nbytes);
     std::uint64_t read(std::uint32_t first, std::shared_ptr<Aside> into);
     std::vector<Done> done();
     // Waits until everything is done, and ends the threads. Idempotent.
@@ -76,15 +74,18 @@ public:
 private:
     struct Job {
         std::uint64_t number;
-        bool write;
         std::uint32_t first;
-        std::shared_ptr<Aside> memory;
+        std::shared_ptr<Aside> into;  // null for a write
+        int from = -1;
+        std::uint64_t offset = 0;
+        std::uint64_t nbytes = 0;
     };
 
     std::uint64_t submit(Job job);
     Job next();
-    void work();
-    bool transfer(const Job& job) const;
+    void work(Aside& step);
+    bool read_back(const Job& job) const;
+    bool copy(const Job& job, Aside& step) const;
 
     File file_;
     std::function<void()> wake_;
@@ -92,13 +93,12 @@ private:
     std::uint64_t capacity_;
     FreeSpace space_;
     std::uint64_t jobs_ = 0;
-    std::uint64_t writing_ = 0;  // bytes
     std::mutex mutex_;           // guards what follows
     std::condition_variable ready_;
     std::deque<Job> reads_;
     std::deque<Job> writes_;
     unsigned reads_ahead_ = 0;  // since a write had its turn
-    std::vector<std::pair<Done, std::uint64_t>> done_;  // with the bytes that were written
+    std::vector<Done> done_;
     bool closing_ = false;
     std::vector<std::thread> threads_;
 };

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "core/crc32c.hpp"
+#include "node/hold.hpp"
 #include "node/server.hpp"
 
 namespace farpool {
@@ -18,6 +19,7 @@ namespace {
 constexpr std::size_t direct_nbytes = 256 * 1024;
 // What one connection may move before the next one has its turn.
 constexpr std::size_t turn_nbytes = 1024 * 1024;
+constexpr std::uint64_t turn_keys = 512;  // as good, of lookups: those that have been received are all answered
 constexpr std::size_t largest_backlog = 128;  // replies; a peer that takes none is not read from
 constexpr std::size_t replies_at_once = 16;
 
@@ -27,7 +29,8 @@ void Server::service(Peer& peer, std::uint32_t events) {
     if (peer.dead) {
         return;
     }
-    if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && !peer.closing) {
+    const bool sent_first = (events & EPOLLOUT) != 0 && peer.socket.receiving_sends();
+    if (((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 || sent_first) && !peer.closing) {
         receive(peer);
     }
     if (!peer.dead) {
@@ -43,9 +46,13 @@ void Server::watch(Peer& peer) {
         close_peer(peer);
         return;
     }
-    const bool listening = !peer.closing && peer.replies.size() < largest_backlog;
+    const bool listening = !peer.closing && peer.replies.size() < largest_backlog && peer.committing == 0;
     const bool sending = !peer.replies.empty() && peer.replies.front().ticket == 0;
-    const std::uint32_t wanted = (listening ? EPOLLIN : 0u) | (sending ? EPOLLOUT : 0u);
+    const bool sending_first = listening && peer.socket.receiving_sends();
+    const std::uint32_t wanted = (listening ? EPOLLIN : 0u) | (sending || sending_first ? EPOLLOUT : 0u);
+    if (listening && (peer.watched & EPOLLIN) == 0) {  // what it has begun did not go on because of us
+        peer.sending.begin(seconds(settings_.stall));
+    }
     if (wanted != peer.watched) {
         epoll_event event{};
         event.events = wanted;
@@ -56,28 +63,39 @@ void Server::watch(Peer& peer) {
         }
         peer.watched = wanted;
     }
+    if (listening && peer.socket.pending()) {
+        again_.emplace_back(peer.socket.fd(), peer.number);
+    }
 }
 
 void Server::receive(Peer& peer) {
-    for (std::size_t moved = 0; moved < turn_nbytes && !peer.dead && !peer.closing && peer.replies.size() < largest_backlog;) {
+    peer.looked_up = 0;
+    if (peer.committing != 0) {
+        if (!go_on_with_commit(peer)) {
+            return;
+        }
+        const std::vector<std::byte> rest = std::exchange(peer.rest, {});
+        feed(peer, rest.data(), rest.size());
+    }
+    for (std::size_t moved = 0; moved < turn_nbytes && peer.looked_up < turn_keys && !peer.dead && !peer.closing &&
+                                peer.committing == 0 && peer.replies.size() < largest_backlog;) {
         std::array<iovec, 2> parts{};
         std::size_t count = 0;
         std::size_t room = 0;
-        const bool direct = peer.stage == Peer::Stage::payload && peer.into != nullptr;
+        const bool direct = peer.stage == Peer::Stage::payload && peer.room > 0;
         if (direct) {
-            parts[count++] = {peer.into, static_cast<std::size_t>(std::min<std::uint64_t>(peer.left, direct_nbytes))};
+            parts[count++] = {peer.into, static_cast<std::size_t>(std::min<std::uint64_t>(peer.room, direct_nbytes))};
             room = parts[0].iov_len;
         }
-        if (!direct || peer.left <= direct_nbytes) {
+        if (!direct || peer.room <= direct_nbytes) {
             parts[count++] = {scratch_.data(), scratch_.size()};
             room += scratch_.size();
         }
-        msghdr message{};
-        message.msg_iov = parts.data();
-        message.msg_iovlen = count;
-        const ssize_t got = recvmsg(peer.socket.fd(), &message, MSG_DONTWAIT);
+        const ssize_t got = peer.socket.receive(parts.data(), count);
         if (got <= 0) {
-            if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+            if (got < 0 && errno == EPROTO) {
+                bad_frame(peer, peer.socket.trouble(errno).c_str());
+            } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
                 close_peer(peer);
             }
             return;
@@ -85,12 +103,13 @@ void Server::receive(Peer& peer) {
         const auto nbytes = static_cast<std::size_t>(got);
         moved += nbytes;
         counts_.bytes_in += nbytes;
-        peer.progress = Clock::now();
+        peer.sending.moved(nbytes, seconds(settings_.stall));
         std::size_t rest = nbytes;
         if (direct) {
             const std::size_t landed = std::min(nbytes, parts[0].iov_len);
             peer.crc = crc32c(peer.into, landed, peer.crc);
             peer.into += landed;
+            peer.room -= landed;
             peer.left -= landed;
             rest -= landed;
             if (peer.left == 0) {
@@ -109,7 +128,14 @@ void Server::receive(Peer& peer) {
 void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
     while (nbytes > 0 && !peer.dead && !peer.closing) {
         std::size_t used = 0;
+        if (peer.committing != 0) {
+            peer.rest.assign(data, data + nbytes);
+            return;
+        }
         if (peer.stage == Peer::Stage::header) {
+            if (peer.have == 0) {
+                peer.sending.begin(seconds(settings_.stall));
+            }
             used = std::min(nbytes, sizeof peer.header - peer.have);
             std::memcpy(reinterpret_cast<std::byte*>(&peer.header) + peer.have, data, used);
             peer.have += used;
@@ -134,11 +160,15 @@ void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
                 frame_complete(peer);
             }
         } else {
-            used = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.left));
-            if (peer.into != nullptr) {
+            if (peer.room == 0 && peer.refusal == Status::done) {
+                extend_put(peer);
+            }
+            used = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.room > 0 ? peer.room : peer.left));
+            if (peer.room > 0) {
                 std::memcpy(peer.into, data, used);
                 peer.crc = crc32c(peer.into, used, peer.crc);
                 peer.into += used;
+                peer.room -= used;
             }
             peer.left -= used;
             if (peer.left == 0) {
@@ -164,19 +194,30 @@ void Server::bad_frame(Peer& peer, const char* what) {
     close_peer(peer);
 }
 
-void Server::reply(Peer& peer, Status status, std::uint64_t generation, std::string meta) {
+void Server::reply(Peer& peer, Status status, std::uint64_t serial, std::string meta) {
     Reply& reply = peer.replies.emplace_back();
     reply.header = make_header(static_cast<Op>(peer.header.op));
     reply.header.status = static_cast<std::uint16_t>(status);
     reply.header.request = peer.header.request;
-    reply.header.generation = generation;
+    reply.header.serial = serial;
     reply.header.lease = peer.header.lease;
     reply.header.tenant = peer.tenant;
+    reply.header.epoch = peer.objects->epoch();
     reply.meta = std::move(meta);
     seal(reply.header, reply.meta.data(), static_cast<std::uint32_t>(reply.meta.size()));
     if (peer.replies.size() == 1) {
-        peer.progress = Clock::now();
+        peer.receiving.begin(seconds(settings_.stall));
     }
+}
+
+// Of a reply that has begun otherwise.
+void Server::refuse(Reply& answer, Status status, std::string meta) {
+    answer.header.status = static_cast<std::uint16_t>(status);
+    answer.header.serial = 0;
+    answer.header.payload_nbytes = 0;
+    answer.header.payload_crc = 0;
+    answer.meta = std::move(meta);
+    seal(answer.header, answer.meta.data(), static_cast<std::uint32_t>(answer.meta.size()));
 }
 
 void Server::flush(Peer& peer) {
@@ -204,10 +245,7 @@ void Server::flush(Peer& peer) {
         if (count == 0) {  // waits for the file
             return;
         }
-        msghdr message{};
-        message.msg_iov = parts.data();
-        message.msg_iovlen = count;
-        const ssize_t done = sendmsg(peer.socket.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const ssize_t done = peer.socket.send(parts.data(), count);
         if (done < 0) {
             if (errno != EAGAIN && errno != EINTR) {
                 close_peer(peer);
@@ -224,7 +262,7 @@ void Server::flush(Peer& peer) {
 
 void Server::sent(Peer& peer, std::size_t nbytes) {
     counts_.bytes_out += nbytes;
-    peer.progress = Clock::now();
+    peer.receiving.moved(nbytes, seconds(settings_.stall));
     while (nbytes > 0) {
         Reply& first = peer.replies.front();
         const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, first.nbytes() - first.sent));
@@ -236,10 +274,23 @@ void Server::sent(Peer& peer, std::size_t nbytes) {
         }
     }
     start_fetches(peer);
+    if (!peer.in_line) {
+        send_held_back(peer);
+    }
 }
 
 void Server::let_go(Peer& peer, Reply& reply) {
     peer.fetching -= std::exchange(reply.fetched, 0);
+    if (const std::uint64_t nbytes = std::exchange(reply.unsent, 0); nbytes > 0) {
+        peer.holding -= nbytes;
+        const auto object = peer.unsent->objects.find(reply.held_object);
+        if (--object->second.replies == 0) {
+            peer.unsent->nbytes -= object->second.nbytes;
+            peer.objects->count_unsent(-static_cast<std::int64_t>(object->second.nbytes));
+            peer.unsent->objects.erase(object);
+            room_in_lines_ = room_in_lines_ || !peer.unsent->waiting.empty();
+        }
+    }
     if (reply.held_object != 0) {
         peer.objects->drop(reply.held_object);
         reply.held_object = 0;

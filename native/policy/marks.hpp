@@ -1,7 +1,8 @@
 // Marks of use: one byte an object, which whoever uses it sets and the policy clears when it comes by.
 //
-// They lie in the policy, or in memory outside that others write as well: a node's readers map objects and leave a mark without
-// a message. Such a mark may be set at any moment, so all accesses are atomic; nothing else depends on their order.
+// They lie in the policy, or in memory outside. Beside those there may be areas that others write: a node's readers map objects and
+// leave a mark without a message. Such a mark may be set at any moment, so all accesses are atomic; nothing else depends on their
+// order.
 #pragma once
 
 #include <algorithm>
@@ -15,35 +16,58 @@ namespace farpool::policy {
 
 class Marks {
 public:
-    Marks() = default;
-    // The memory has a byte for each slot that will ever be inserted.
-    explicit Marks(std::atomic<std::uint8_t>* outside) : bytes_(reinterpret_cast<std::uint8_t*>(outside)), outside_(true) {}
+    // As many bytes as a power of two: slots whose numbers end alike share one.
+    struct Area {
+        std::uint8_t* bytes;
+        std::uint64_t mask;  // the bytes, less 1
+    };
 
-    bool outside() const noexcept { return outside_; }
+    Marks() = default;
+    // The memory has a byte for each slot that will ever be inserted. Areas may come and go.
+    Marks(std::uint8_t* outside, const std::vector<Area>* areas) : bytes_(outside), areas_(areas) {}
+
+    bool outside() const noexcept { return areas_ != nullptr; }
+    // For an object that comes in. An area keeps what it has: it may be another object's, and else the new one stays a turn longer.
     void clear(Slot slot) {
-        if (!outside_ && slot >= own_.size()) {
+        if (!outside() && slot >= own_.size()) {
             own_.resize(std::size_t{slot} + 1);
             bytes_ = own_.data();
         }
-        at(slot).store(0, std::memory_order_relaxed);
+        take(bytes_[slot]);
     }
-    void set(Slot slot, std::uint8_t value = 1) { at(slot).store(value, std::memory_order_relaxed); }
-    std::uint8_t get(Slot slot) const { return at(slot).load(std::memory_order_relaxed); }
+    void set(Slot slot, std::uint8_t value = 1) { at(bytes_[slot]).store(value, std::memory_order_relaxed); }
+    std::uint8_t get(Slot slot) const {
+        std::uint8_t value = at(bytes_[slot]).load(std::memory_order_relaxed);
+        for (std::size_t area = 0; outside() && area < areas_->size(); ++area) {
+            const Area& one = (*areas_)[area];
+            value = std::max(value, at(one.bytes[slot & one.mask]).load(std::memory_order_relaxed));
+        }
+        return value;
+    }
     // Clears the mark; whether it was set. One that is set between the two is lost, as it would be just before.
     bool take(Slot slot) {
-        if (get(slot) == 0) {
-            return false;
+        bool was_set = take(bytes_[slot]);
+        for (std::size_t area = 0; outside() && area < areas_->size(); ++area) {
+            const Area& one = (*areas_)[area];
+            was_set = take(one.bytes[slot & one.mask]) || was_set;
         }
-        set(slot, 0);
-        return true;
+        return was_set;
     }
 
 private:
-    std::atomic_ref<std::uint8_t> at(Slot slot) const { return std::atomic_ref<std::uint8_t>(bytes_[slot]); }
+    static std::atomic_ref<std::uint8_t> at(std::uint8_t& byte) { return std::atomic_ref<std::uint8_t>(byte); }
+    // Written only where it is set: else the line would travel between cores for nothing.
+    static bool take(std::uint8_t& byte) {
+        if (at(byte).load(std::memory_order_relaxed) == 0) {
+            return false;
+        }
+        at(byte).store(0, std::memory_order_relaxed);
+        return true;
+    }
 
     std::vector<std::uint8_t> own_;
     std::uint8_t* bytes_ = nullptr;
-    bool outside_ = false;
+    const std::vector<Area>* areas_ = nullptr;
 };
 
 }  // namespace farpool::policy

@@ -362,11 +362,12 @@ TEST("no policy evicts what is held or not there, whatever comes, goes and chang
 }
 
 TEST("marks from outside count as uses") {
-    std::vector<std::atomic<std::uint8_t>> memory(16);
+    std::vector<std::uint8_t> memory(16);
+    const std::vector<Marks::Area> nobody;
     std::vector<std::unique_ptr<Policy>> policies;
-    policies.push_back(std::make_unique<Clock>(Marks(memory.data())));
-    policies.push_back(std::make_unique<Sieve>(Marks(memory.data())));
-    policies.push_back(std::make_unique<S3Fifo>(10, Marks(memory.data())));
+    policies.push_back(std::make_unique<Clock>(Marks(memory.data(), &nobody)));
+    policies.push_back(std::make_unique<Sieve>(Marks(memory.data(), &nobody)));
+    policies.push_back(std::make_unique<S3Fifo>(10, Marks(memory.data(), &nobody)));
     for (const std::unique_ptr<Policy>& policy : policies) {
         for (Slot slot = 0; slot < 10; ++slot) {
             policy->insert(slot, {slot});
@@ -377,6 +378,27 @@ TEST("marks from outside count as uses") {
         std::ranges::fill(memory, 1);
         CHECK(policy->victim({99}) != no_slot);
     }
+}
+
+TEST("marks that several have set count as one use, and slots that end alike share one of an area") {
+    std::vector<std::uint8_t> own(16);
+    std::vector<std::uint8_t> first(8);
+    std::vector<std::uint8_t> second(16);
+    std::vector<Marks::Area> areas{{first.data(), 7}, {second.data(), 15}};
+    Marks marks(own.data(), &areas);
+    first[1] = second[9] = 1;
+    CHECK(marks.get(1) != 0 && marks.get(9) != 0 && marks.get(2) == 0);
+    CHECK(marks.take(9));
+    CHECK(first[1] == 0 && second[9] == 0);
+    CHECK(!marks.take(9) && !marks.take(1));
+    marks.set(1);
+    CHECK(own[1] == 1 && first[1] == 0);
+    areas.pop_back();
+    second[3] = 1;
+    CHECK(!marks.take(3));
+    first[3] = own[11] = 1;
+    marks.clear(11);
+    CHECK(first[3] == 1 && own[11] == 0);
 }
 
 TEST("a simulation counts misses and bytes, and an object larger than the cache stays outside") {

@@ -1,6 +1,5 @@
 #include "wire/connection.hpp"
 
-#include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -35,23 +34,25 @@ std::string op_name(Op op) { return "operation " + std::to_string(static_cast<un
 
 }  // namespace
 
-Connection::Connection(int fd, std::string node, const Settings& settings)
-    : fd_(fd), node_(std::move(node)), settings_(settings), look_ahead_(buffer_.size()) {
-    bound_loopback_sending(fd_);
-}
-
-Connection::~Connection() { close(); }
-
-void Connection::close() noexcept {
-    broken_ = true;
-    if (fd_ >= 0) {
-        ::close(std::exchange(fd_, -1));
+void require_meta(const std::string& node, std::size_t nbytes) {
+    if (nbytes > largest_meta) {
+        fail_value(node + ": meta of a request is at most 65536 bytes, got " + std::to_string(nbytes));
     }
 }
 
+Connection::Connection(Stream stream, std::string node, const Settings& settings)
+    : stream_(std::move(stream)), node_(std::move(node)), settings_(settings), look_ahead_(buffer_.size()) {
+    bound_loopback_sending(stream_.fd());
+}
+
+void Connection::close() noexcept {
+    broken_ = true;
+    stream_.close();
+}
+
 void Connection::shut_down() noexcept {
-    if (fd_ >= 0) {
-        shutdown(fd_, SHUT_RDWR);
+    if (stream_.fd() >= 0) {
+        shutdown(stream_.fd(), SHUT_RDWR);
     }
 }
 
@@ -60,24 +61,34 @@ void Connection::fail(ErrorKind kind, const std::string& message, int code) {
     fail_node(kind, node_, message, code);
 }
 
+void Connection::fail_stream(const char* what, int code) {
+    const ErrorKind kind = code == EPROTO   ? ErrorKind::protocol
+                           : code == EACCES ? ErrorKind::denied
+                                            : ErrorKind::node;
+    fail(kind, std::string(what) + " failed: " + stream_.trouble(code), code);
+}
+
 void Connection::require_whole() {
     if (broken_) {
         fail(ErrorKind::node, "this connection has failed or was closed; open another one");
     }
 }
 
+int poll_until(std::span<pollfd> entries, double deadline) noexcept {
+    const double left = std::clamp(deadline - monotonic_seconds(), 0.0, 86400.0);
+    timespec timeout{};
+    timeout.tv_sec = static_cast<time_t>(left);
+    timeout.tv_nsec = static_cast<long>((left - std::floor(left)) * 1e9);
+    return ppoll(entries.data(), entries.size(), &timeout, nullptr);
+}
+
 void Connection::wait(short events, double deadline, const char* what) {
     for (;;) {
-        const double left = deadline - monotonic_seconds();
-        if (!(left > 0)) {
+        if (!(deadline > monotonic_seconds())) {
             fail(ErrorKind::node_timeout, std::string(what) + " within the deadline");
         }
-        const double bounded = std::min(left, 86400.0);
-        timespec timeout{};
-        timeout.tv_sec = static_cast<time_t>(bounded);
-        timeout.tv_nsec = static_cast<long>((bounded - std::floor(bounded)) * 1e9);
-        pollfd entry{fd_, events, 0};
-        const int ready = ppoll(&entry, 1, &timeout, nullptr);
+        pollfd entry{stream_.fd(), events, 0};
+        const int ready = poll_until({&entry, 1}, deadline);
         if (ready > 0) {
             return;
         }
@@ -98,12 +109,12 @@ void Connection::wait(short events, double deadline, const char* what) {
 
 void Connection::hang_up() noexcept {
     broken_ = true;
-    shutdown(fd_, SHUT_WR);
+    shutdown(stream_.fd(), SHUT_WR);
 }
 
 void Connection::await_end(double deadline) {
     for (;;) {
-        const ssize_t got = recv(fd_, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+        const ssize_t got = recv(stream_.fd(), buffer_.data(), buffer_.size(), MSG_DONTWAIT);  // of TLS, too: only its end counts
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             wait(POLLIN, deadline, "the node did not end a connection that had failed");
         } else if (got == 0 || (got < 0 && errno != EINTR)) {
@@ -114,199 +125,267 @@ void Connection::await_end(double deadline) {
 
 bool Connection::stale() const noexcept {
     char byte = 0;
-    const ssize_t got = recv(fd_, &byte, 1, MSG_DONTWAIT | MSG_PEEK);
-    return broken_ || got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK) || end_ > begin_;
+    const ssize_t got = recv(stream_.fd(), &byte, 1, MSG_DONTWAIT | MSG_PEEK);
+    return broken_ || got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK) || end_ > begin_ || stream_.has_input();
 }
 
 bool Connection::reply_waits() const noexcept {
-    char byte = 0;
-    return !unanswered_.empty() && (end_ > begin_ || recv(fd_, &byte, 1, MSG_DONTWAIT | MSG_PEEK) > 0);
+    return !unanswered_.empty() && (end_ > begin_ || stream_.has_input());
+}
+
+short Connection::receives_on() const noexcept { return stream_.receiving_sends() ? POLLOUT : POLLIN; }
+
+// Repeats `step` until it says that it is done: looks busy for a while, then sleeps.
+template <typename Step>
+void Connection::until(Step step, short events, double deadline, const char* what) {
+    double spin_until = 0;
+    std::uint64_t moved = moved_;
+    for (unsigned attempt = 1; !step(); ++attempt) {
+        const double now = monotonic_seconds();
+        if (spin_until == 0 || moved != moved_) {
+            spin_until = std::min(now + settings_.spin, deadline);
+            moved = moved_;
+        }
+        if (now >= spin_until) {
+            wait(events == POLLIN ? receives_on() : events, deadline, what);
+        } else {
+            relax(attempt);
+        }
+    }
 }
 
 void Connection::send(const Request& request, double deadline) {
+    PayloadSum sum(request.payload, request.nbytes);
+    Outgoing outgoing = begin(request, &sum);
+    until([&] { return send_some(outgoing, outgoing.request.nbytes + largest_meta); }, POLLOUT, deadline,
+          "the node did not take the request");
+}
+
+Outgoing Connection::begin(const Request& request, PayloadSum* sum) {
     require_whole();
-    if (request.meta.size() > largest_meta) {
-        fail_value(node_ + ": meta of a request is at most 65536 bytes, got " + std::to_string(request.meta.size()));
-    }
+    require_meta(node_, request.meta.size());
     if (half_open_) {
         fail(ErrorKind::node, "the node ended the connection");
     }
-    FrameHeader header = make_header(request.op);
+    Outgoing outgoing{request, make_header(request.op)};
+    FrameHeader& header = outgoing.header;
     header.request = ++requests_;
     header.payload_nbytes = request.nbytes;
-    const bool follows = request.nbytes >= PayloadSum::worth_it;
-    header.payload_crc = follows ? 0 : crc32c(request.payload, request.nbytes);
-    header.flags = follows ? checksum_follows : 0;
-    header.generation = request.generation;
+    if (request.nbytes >= PayloadSum::worth_it) {
+        header.flags = checksum_follows;
+        outgoing.sum = sum;
+    } else {
+        header.payload_crc = sum != nullptr ? sum->finish() : PayloadSum(request.payload, request.nbytes).finish();
+    }
+    header.serial = request.serial;
     header.lease = request.lease;
     header.tenant = settings_.tenant;
+    header.epoch = settings_.epoch == nullptr ? 0 : settings_.epoch->get();
     header.credential = settings_.credential;
     seal(header, request.meta.data(), static_cast<std::uint32_t>(request.meta.size()));
     unanswered_.push_back(request.op);
-    auto* payload = static_cast<std::byte*>(const_cast<void*>(request.payload));
-    iovec first[3] = {{&header, sizeof header}, {const_cast<char*>(request.meta.data()), request.meta.size()}, {payload, 0}};
-    if (!follows) {
-        first[2].iov_len = request.nbytes;
-        return push(first, 3, deadline);
-    }
-    PayloadSum sum(payload, request.nbytes);
-    const std::size_t first_nbytes = request.nbytes - tail_nbytes;
-    first[2].iov_len = first_nbytes;
-    push(first, 3, deadline);
-    if (!half_open_) {
-        std::uint32_t crc = sum.finish();
-        iovec last[2] = {{payload + first_nbytes, tail_nbytes}, {&crc, sizeof crc}};
-        push(last, 2, deadline);
-    }
+    return outgoing;
 }
 
-// Sends all of the parts, or stops at what the node says before it hangs up.
-void Connection::push(iovec* parts, std::size_t count, double deadline) {
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = count;
-    double spin_until = 0;
-    for (unsigned attempt = 1; message.msg_iovlen > 0; ++attempt) {
-        const ssize_t sent = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent < 0) {
-            const int code = errno;
-            if (code == EAGAIN || code == EWOULDBLOCK) {
-                rest(spin_until, attempt, POLLOUT, deadline, "the node did not take the request");
-            } else if ((code == EPIPE || code == ECONNRESET) && reply_waits()) {
-                half_open_ = true;  // it said why before it hung up: a payload too large, for one
-                return;
-            } else if (code != EINTR) {
-                fail(ErrorKind::node, std::string("sending failed: ") + std::strerror(code), code);
+bool Connection::send_some(Outgoing& outgoing, std::size_t most) {
+    const Request& request = outgoing.request;
+    const std::size_t head_nbytes = sizeof outgoing.header + request.meta.size();
+    const bool follows = outgoing.sum != nullptr;
+    const std::size_t whole = head_nbytes + request.nbytes + (follows ? sizeof outgoing.crc : 0);
+    while (outgoing.sent < whole && !half_open_) {
+        // The last bytes of a payload go out together with the checksum behind them.
+        const std::size_t before_tail = head_nbytes + request.nbytes - (follows ? tail_nbytes : 0);
+        if (follows && outgoing.sent == before_tail) {
+            outgoing.crc = outgoing.sum->finish();
+        }
+        const bool in_tail = outgoing.sent >= before_tail;
+        std::size_t skip = outgoing.sent;
+        std::size_t room = std::min(most, (in_tail ? whole : before_tail) - outgoing.sent);
+        std::array<iovec, 64> parts;
+        std::size_t count = 0;
+        const auto add = [&](const void* data, std::size_t nbytes) {
+            const std::size_t skipped = std::min(skip, nbytes);
+            const std::size_t taken = count < parts.size() ? std::min(nbytes - skipped, room) : 0;
+            if (taken > 0) {
+                parts[count++] = {static_cast<std::byte*>(const_cast<void*>(data)) + skipped, taken};
             }
-            continue;
+            skip -= skipped;
+            room = taken < std::min(nbytes - skipped, room) ? 0 : room - taken;
+        };
+        add(&outgoing.header, sizeof outgoing.header);
+        add(request.meta.data(), request.meta.size());
+        for (const iovec& part : request.payload) {
+            add(part.iov_base, part.iov_len);
         }
-        spin_until = 0;
-        auto left = static_cast<std::size_t>(sent);
-        while (message.msg_iovlen > 0 && left >= message.msg_iov->iov_len) {
-            left -= message.msg_iov->iov_len;
-            ++message.msg_iov;
-            --message.msg_iovlen;
+        add(&outgoing.crc, follows ? sizeof outgoing.crc : 0);
+        const std::size_t taken = write_some(parts.data(), count);
+        outgoing.sent += taken;
+        if (taken == 0 || (taken >= most && outgoing.sent < whole)) {
+            return half_open_;
         }
-        if (message.msg_iovlen > 0) {
-            message.msg_iov->iov_base = static_cast<std::byte*>(message.msg_iov->iov_base) + left;
-            message.msg_iov->iov_len -= left;
+    }
+    return true;
+}
+
+std::size_t Connection::write_some(iovec* parts, std::size_t count) {
+    for (;;) {
+        const ssize_t sent = stream_.send(parts, count);
+        if (sent >= 0) {
+            moved_ += static_cast<std::uint64_t>(sent);
+            return static_cast<std::size_t>(sent);
+        }
+        const int code = errno;
+        if (code == EAGAIN || code == EWOULDBLOCK) {
+            return 0;
+        }
+        if ((code == EPIPE || code == ECONNRESET) && reply_waits()) {
+            half_open_ = true;  // it said why before it hung up: a payload too large, for one
+            return 0;
+        }
+        if (code != EINTR) {
+            fail_stream("sending", code);
         }
     }
 }
 
-// Before the same is tried again: looks busy for a while, then sleeps.
-void Connection::rest(double& spin_until, unsigned attempt, short events, double deadline, const char* what) {
-    const double now = monotonic_seconds();
-    if (spin_until == 0) {
-        spin_until = std::min(now + settings_.spin, deadline);
-    }
-    if (now >= spin_until) {
-        wait(events, deadline, what);
-    } else {
-        relax(attempt);
-    }
-}
-
-std::size_t Connection::receive_some(void* into, std::size_t nbytes, double deadline) {
-    double spin_until = 0;
-    for (unsigned attempt = 1;; ++attempt) {
-        const ssize_t got = recv(fd_, into, nbytes, MSG_DONTWAIT);
+std::size_t Connection::read_some(void* into, std::size_t nbytes) {
+    for (;;) {
+        const ssize_t got = stream_.receive(into, nbytes);
         if (got > 0) {
+            moved_ += static_cast<std::uint64_t>(got);
             return static_cast<std::size_t>(got);
         }
         if (got == 0) {
             fail(ErrorKind::node, "the node closed the connection");
         }
-        if (errno == EINTR) {
-            continue;
+        const int code = errno;
+        if (code == EAGAIN || code == EWOULDBLOCK) {
+            return 0;
         }
-        if (errno != EAGAIN && errno != EWOULDBLOCK) {
-            const int code = errno;
-            fail(ErrorKind::node, std::string("receiving failed: ") + std::strerror(code), code);
+        if (code != EINTR) {
+            fail_stream("receiving", code);
         }
-        rest(spin_until, attempt, POLLIN, deadline, "the node did not answer");
     }
 }
 
-void Connection::take(void* into, std::size_t nbytes, double deadline) {
-    auto* to = static_cast<std::byte*>(into);
-    const std::size_t here = std::min(nbytes, end_ - begin_);
-    std::memcpy(to, buffer_.data() + begin_, here);
-    begin_ += here;
-    for (std::size_t done = here; done < nbytes;) {
-        done += receive_some(to + done, nbytes - done, deadline);
-    }
-}
-
-ReplyHead Connection::receive_head(double deadline) {
+bool Connection::receive_head_some(ReplyHead& head) {
     require_whole();
     if (unanswered_.empty()) {
         fail_value(node_ + ": there is no unanswered request on this connection; send one first");
     }
-    FrameHeader header;
-    if (end_ - begin_ < sizeof header) {
-        std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
-        end_ -= std::exchange(begin_, 0);
+    if (!has_header_) {
+        if (end_ - begin_ < sizeof reply_) {
+            std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
+            end_ -= std::exchange(begin_, 0);
+        }
+        while (end_ - begin_ < sizeof reply_) {
+            const std::size_t got = read_some(buffer_.data() + end_, look_ahead_ - end_);
+            if (got == 0) {
+                return false;
+            }
+            end_ += got;
+        }
+        std::memcpy(&reply_, buffer_.data() + begin_, sizeof reply_);
+        begin_ += sizeof reply_;
+        if (const char* fault = header_fault(reply_); fault != nullptr) {
+            fail(ErrorKind::protocol, std::string("the node sent ") + fault);
+        }
+        has_header_ = true;
+        have_ = 0;
+        meta_.resize(reply_.meta_nbytes);
     }
-    while (end_ - begin_ < sizeof header) {
-        end_ += receive_some(buffer_.data() + end_, look_ahead_ - end_, deadline);
+    while (have_ < meta_.size()) {
+        std::size_t got = std::min(meta_.size() - have_, end_ - begin_);
+        if (got > 0) {
+            std::memcpy(meta_.data() + have_, buffer_.data() + begin_, got);
+            begin_ += got;
+        } else if ((got = read_some(meta_.data() + have_, meta_.size() - have_)) == 0) {
+            return false;
+        }
+        have_ += got;
     }
-    std::memcpy(&header, buffer_.data() + begin_, sizeof header);
-    begin_ += sizeof header;
-    if (const char* fault = header_fault(header); fault != nullptr) {
-        fail(ErrorKind::protocol, std::string("the node sent ") + fault);
-    }
-    ReplyHead head{header.status, header.generation, header.payload_nbytes, std::string(header.meta_nbytes, '\0')};
-    take(head.meta.data(), head.meta.size(), deadline);
-    if (!is_whole(header, head.meta.data())) {
+    if (!is_whole(reply_, meta_.data())) {
         fail(ErrorKind::protocol, "the header of a reply was damaged on its way");
     }
     const std::uint64_t expected = requests_ - unanswered_.size() + 1;
     const Op op = unanswered_.front();
-    if (header.request != expected || header.op != static_cast<std::uint8_t>(op)) {
+    if (reply_.request != expected || reply_.op != static_cast<std::uint8_t>(op)) {
         fail(ErrorKind::protocol, "expected the reply to request " + std::to_string(expected) + " (" + op_name(op) +
-                                      "), got one to request " + std::to_string(header.request) + " (operation " +
-                                      std::to_string(header.op) + ")");
+                                      "), got one to request " + std::to_string(reply_.request) + " (operation " +
+                                      std::to_string(reply_.op) + ")");
+    }
+    if (settings_.epoch != nullptr) {
+        settings_.epoch->meet(reply_.epoch);
     }
     unanswered_.pop_front();
+    has_header_ = false;
+    have_ = 0;
+    crc_ = 0;
     payload_op_ = op;
-    payload_nbytes_ = header.payload_nbytes;
-    payload_crc_ = header.payload_crc;
-    look_ahead_ = payload_nbytes_ > buffer_.size() / 2 ? sizeof header : buffer_.size();
+    payload_nbytes_ = reply_.payload_nbytes;
+    look_ahead_ = payload_nbytes_ > buffer_.size() / 2 ? sizeof reply_ : buffer_.size();
+    head = {reply_.status, reply_.serial, payload_nbytes_, std::move(meta_)};
+    return true;
+}
+
+bool Connection::receive_payload_some(Parts into) {
+    const bool checked = !into.empty() && payload_op_ != Op::read;  // of private memory only the writer knows the checksum
+    std::size_t skip = have_;
+    auto part = into.begin();
+    while (have_ < payload_nbytes_) {
+        const std::size_t left = payload_nbytes_ - have_;
+        std::size_t got = 0;
+        if (into.empty()) {
+            got = std::min(left, end_ - begin_);
+            begin_ += got;
+            if (got == 0) {
+                got = read_some(buffer_.data(), std::min(left, buffer_.size()));
+                begin_ = end_ = 0;
+            }
+        } else {
+            for (; skip >= part->iov_len; ++part) {
+                skip -= part->iov_len;
+            }
+            std::byte* const to = static_cast<std::byte*>(part->iov_base) + skip;
+            const std::size_t room = std::min(left, part->iov_len - skip);
+            got = std::min(room, end_ - begin_);
+            if (got > 0) {
+                crc_ = copy_crc32c(to, buffer_.data() + begin_, got, crc_);
+                begin_ += got;
+            } else {
+                got = read_some(to, std::min(room, chunk_nbytes));
+                crc_ = checked ? crc32c(to, got, crc_) : 0;
+            }
+            skip += got;
+        }
+        if (got == 0) {
+            return false;
+        }
+        have_ += got;
+    }
+    const std::size_t nbytes = std::exchange(payload_nbytes_, 0);
+    have_ = 0;
+    if (checked && nbytes > 0 && crc_ != reply_.payload_crc) {
+        fail_checksum(node_, "the payload of " + std::to_string(nbytes) + " bytes in the reply to " + op_name(payload_op_) +
+                                 " has CRC32C " + hex(crc_) + ", expected " + hex(reply_.payload_crc) +
+                                 "; it was damaged in the node's memory or on its way");
+    }
+    return true;
+}
+
+ReplyHead Connection::receive_head(double deadline) {
+    ReplyHead head;
+    until([&] { return receive_head_some(head); }, POLLIN, deadline, "the node did not answer");
     return head;
 }
 
 void Connection::receive_payload(void* into, double deadline) {
-    auto* to = static_cast<std::byte*>(into);
-    const std::size_t nbytes = std::exchange(payload_nbytes_, 0);
-    const bool checked = payload_op_ != Op::read;  // of private memory only the writer knows the checksum
-    if (nbytes == 0) {
-        return;
-    }
-    std::size_t done = std::min(nbytes, end_ - begin_);
-    std::uint32_t crc = copy_crc32c(to, buffer_.data() + begin_, done);
-    begin_ += done;
-    while (done < nbytes) {
-        const std::size_t got = receive_some(to + done, std::min(nbytes - done, chunk_nbytes), deadline);
-        crc = checked ? crc32c(to + done, got, crc) : 0;
-        done += got;
-    }
-    if (checked && crc != payload_crc_) {
-        fail_checksum(node_, "the payload of " + std::to_string(nbytes) + " bytes in the reply to " + op_name(payload_op_) +
-                                 " has CRC32C " + hex(crc) + ", expected " + hex(payload_crc_) +
-                                 "; it was damaged in the node's memory or on its way");
-    }
+    const iovec whole{into, payload_nbytes_};
+    until([&] { return receive_payload_some({&whole, 1}); }, POLLIN, deadline, "the node did not answer");
 }
 
 void Connection::drop_payload(double deadline) {
-    std::size_t left = std::exchange(payload_nbytes_, 0);
-    const std::size_t here = std::min(left, end_ - begin_);
-    begin_ += here;
-    left -= here;
-    while (left > 0) {
-        begin_ = end_ = 0;
-        left -= receive_some(buffer_.data(), std::min(left, buffer_.size()), deadline);
-    }
+    until([&] { return receive_payload_some({}); }, POLLIN, deadline, "the node did not answer");
 }
 
 }  // namespace farpool

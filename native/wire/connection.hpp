@@ -1,34 +1,57 @@
 // The client's end of an authenticated stream to a node (docs/wire.md).
 #pragma once
 
+#include <poll.h>
 #include <sys/uio.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 
 #include "core/error.hpp"
 #include "wire/frame.hpp"
+#include "wire/parts.hpp"
+#include "wire/stream.hpp"
+#include "wire/tenant_epoch.hpp"
 
 namespace farpool {
+
+class PayloadSum;
 
 struct Request {
     Op op;
     std::string_view meta{};
-    std::uint64_t generation = 0;
+    std::uint64_t serial = 0;
     std::uint64_t lease = 0;
-    const void* payload = nullptr;
-    std::size_t nbytes = 0;
+    Parts payload{};
+    std::size_t nbytes = 0;  // of the payload
 };
 
 struct ReplyHead {
     std::uint16_t status = 0;
-    std::uint64_t generation = 0;
+    std::uint64_t serial = 0;
     std::size_t nbytes = 0;  // of the payload, which has to be received or dropped before anything else
     std::string meta;
+};
+
+// Waits until something can be done with one of the sockets, or the deadline; answers as poll does.
+int poll_until(std::span<pollfd> entries, double deadline) noexcept;
+
+// Fails where a request has more bytes of meta than a frame may have.
+void require_meta(const std::string& node, std::size_t nbytes);
+
+// A request on its way out. What it points to has to stay as it is until it has been sent.
+struct Outgoing {
+    Request request;
+    FrameHeader header{};
+    PayloadSum* sum = nullptr;  // of a payload whose checksum follows it
+    std::uint32_t crc = 0;
+    std::size_t sent = 0;  // bytes of all of it
 };
 
 // Used by one thread at a time. Deadlines are monotonic_seconds(). What fails leaves the connection broken, except for a
@@ -40,11 +63,10 @@ public:
         std::uint8_t credential = 0;
         double spin = 0;                  // seconds of asking the socket over and over before a wait blocks
         void (*interrupted)() = nullptr;  // called when a signal ended a wait; what it throws ends the exchange
+        std::shared_ptr<TenantEpoch> epoch{};  // told to the node with each request, and learned from each reply; null: not
     };
 
-    // Owns the descriptor.
-    Connection(int fd, std::string node, const Settings& settings);
-    ~Connection();
+    Connection(Stream stream, std::string node, const Settings& settings);
     Connection(const Connection&) = delete;
     Connection& operator=(const Connection&) = delete;
 
@@ -53,6 +75,24 @@ public:
     ReplyHead receive_head(double deadline);
     void receive_payload(void* into, double deadline);
     void drop_payload(double deadline);
+
+    // The same without waiting, for whoever has several connections to look after (exchange.hpp). A payload of at least
+    // PayloadSum::worth_it bytes needs its `sum`; the others may have one, which then knows the checksum for several connections.
+    Outgoing begin(const Request& request, PayloadSum* sum);
+    // Sends what the socket takes, at most `most` bytes at a time; whether all of it has gone.
+    bool send_some(Outgoing& outgoing, std::size_t most);
+    // Whether the next reply's header and meta are here; then they are in `head`.
+    bool receive_head_some(ReplyHead& head);
+    // Whether the payload is here, or has been dropped if `into` is empty.
+    bool receive_payload_some(Parts into);
+    // Bytes that have gone out and come in.
+    std::uint64_t moved() const noexcept { return moved_; }
+    [[noreturn]] void fail(ErrorKind kind, const std::string& message, int code = 0);
+    int fd() const noexcept { return stream_.fd(); }
+    // What to wait for where nothing is here to be received.
+    short receives_on() const noexcept;
+    const Settings& settings() const noexcept { return settings_; }
+
     void close() noexcept;
     // Ends what another thread waits for, which fails then. The caller sees to it that `close` is not under way.
     void shut_down() noexcept;
@@ -67,29 +107,35 @@ public:
     const std::string& node() const noexcept { return node_; }
     bool broken() const noexcept { return broken_; }
     std::size_t unanswered() const noexcept { return unanswered_.size(); }
-    // Whether the payload is here already, so that taking it will not wait.
-    bool payload_is_here() const noexcept { return end_ - begin_ >= payload_nbytes_; }
 
 private:
-    void push(iovec* parts, std::size_t count, double deadline);
-    void rest(double& spin_until, unsigned attempt, short events, double deadline, const char* what);
-    [[noreturn]] void fail(ErrorKind kind, const std::string& message, int code = 0);
+    template <typename Step>
+    void until(Step step, short events, double deadline, const char* what);
+    [[noreturn]] void fail_stream(const char* what, int code);
     void require_whole();
     void wait(short events, double deadline, const char* what);
-    std::size_t receive_some(void* into, std::size_t nbytes, double deadline);
-    void take(void* into, std::size_t nbytes, double deadline);
+    // Bytes that were read, at least one; 0 where none are here.
+    std::size_t read_some(void* into, std::size_t nbytes);
+    // Bytes that the socket took; 0 where it takes none now.
+    std::size_t write_some(iovec* parts, std::size_t count);
     bool reply_waits() const noexcept;
 
-    int fd_;
+    Stream stream_;
     const std::string node_;
     const Settings settings_;
     bool broken_ = false;
     bool half_open_ = false;  // the node takes no more requests, but its last replies can be read
     std::uint64_t requests_ = 0;
+    std::uint64_t moved_ = 0;  // bytes, in both directions
     std::deque<Op> unanswered_;
-    Op payload_op_ = Op::ping;
+    // The reply that is being received.
+    FrameHeader reply_{};
+    std::string meta_;
+    bool has_header_ = false;
+    std::size_t have_ = 0;  // bytes of its meta, then of its payload
     std::size_t payload_nbytes_ = 0;
-    std::uint32_t payload_crc_ = 0;
+    std::uint32_t crc_ = 0;
+    Op payload_op_ = Op::ping;
     // What was read and not yet taken. Small replies come with one call; after a large one only the next header is read
     // into it, as the rest would have to be copied.
     std::size_t begin_ = 0;

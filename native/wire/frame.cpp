@@ -32,7 +32,7 @@ const char* header_fault(const FrameHeader& header) noexcept {
         return "not a frame of this protocol";
     }
     if (header.version != wire_version) {
-        return "a frame of another version; this farpool speaks version 1";
+        return "a frame of another version; this farpool speaks version 2";
     }
     if ((header.flags & ~checksum_follows) != 0) {
         return "a frame with flags that this farpool does not know";

@@ -16,14 +16,15 @@ enum class Op : std::uint8_t {
     get = 16,
     stat = 17,
     put = 18,
-    remove = 19,  // "delete" on the wire's page
+    drop = 19,
     touch = 20,
     pin = 21,
     unpin = 22,
     prepare = 23,
     commit = 24,
     abort = 25,
-    forget = 26,
+    rotate = 26,
+    lookup = 27,
     read = 32,
     write = 33,
     ping = 48,
@@ -32,14 +33,14 @@ enum class Op : std::uint8_t {
 enum class Status : std::uint16_t {
     done = 0,
     missing = 1,
-    deleted = 2,
-    stale = 3,
+    present = 2,
     full = 4,
     denied = 5,
     bad_request = 6,
     too_large = 7,
     checksum = 8,
     unknown = 9,
+    busy = 10,
 };
 
 namespace rights {
@@ -59,7 +60,7 @@ struct FrameHeader {
     std::uint32_t meta_nbytes;
     std::uint32_t payload_crc;
     std::uint64_t payload_nbytes;
-    std::uint64_t generation;
+    std::uint64_t serial;
     std::uint64_t lease;
     std::uint32_t epoch;
     std::uint32_t tenant;
@@ -70,8 +71,26 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 64);
 
+// What an object is besides its bytes, as its publisher says: at the head of meta in a put and a prepare, and told by a get.
+struct ObjectHead {
+    std::uint64_t ttl_ms;  // left; 0 for no end
+    std::uint8_t copies;
+    std::uint8_t kind;
+    std::uint16_t parts;
+    std::uint32_t recompute_us;
+    std::uint64_t name_space;
+    std::uint32_t flags;
+    std::uint32_t epoch;  // of the tenant where it lies; in a put of a copy where that was read
+};
+static_assert(sizeof(ObjectHead) == 32);
+
+// In ObjectHead::flags. Where it is told: the object is never evicted.
+constexpr std::uint32_t kept_object = 1;
+// Of a put: it is a copy of what another node has, not wanted where the key has just been dropped or the epoch is a later one.
+constexpr std::uint32_t copied_object = 2;
+
 constexpr char frame_magic[4] = {'F', 'P', 'W', '1'};
-constexpr std::uint8_t wire_version = 1;
+constexpr std::uint8_t wire_version = 2;
 // In FrameHeader::flags of a request: the payload's checksum stands behind the payload, not in the header. So whoever sends can
 // compute it when the payload is in the processor's cache anyway, because it has just been sent.
 constexpr std::uint8_t checksum_follows = 1;

@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <system_error>
@@ -52,12 +53,14 @@ Mapping map_segment(int fd, SegmentKind kind, const std::string& node, bool writ
 
 }  // namespace
 
-ObjectReader::ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, bool writable, int lifeline)
+ObjectReader::ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, bool writable, int lifeline,
+                           std::shared_ptr<TenantEpoch> epoch)
     : node_(std::move(node)),
       writable_(writable),
       index_(map_segment(index_fd, SegmentKind::index, node_, false)),
       data_(map_segment(data_fd, SegmentKind::objects, node_, writable)),
-      visited_(map_segment(visited_fd, SegmentKind::visited, node_, true)) {
+      visited_(map_segment(visited_fd, SegmentKind::visited, node_, true)),
+      epoch_(std::move(epoch)) {
     seed_ = header().hash_seed;
     slot_limit_ = header().slot_limit;
     buckets_at_ = header().buckets_at;
@@ -68,10 +71,13 @@ ObjectReader::ObjectReader(int index_fd, int data_fd, int visited_fd, std::strin
         fail_node(ErrorKind::protocol, node_, "the files of its objects do not belong together");
     }
     if (buckets_at_ > nbytes || buckets_at_ % sizeof(std::uint32_t) != 0 || slots_at_ > nbytes || slots_at_ % 8 != 0 ||
-        slot_limit_ > (nbytes - slots_at_) / sizeof(IndexSlot) ||
-        slot_limit_ > visited_.nbytes() - segment_header_nbytes) {
+        slot_limit_ > (nbytes - slots_at_) / sizeof(IndexSlot)) {
         fail_node(ErrorKind::protocol, node_, "the index of its objects names places outside of its files");
     }
+    if (!std::has_single_bit(visited_.nbytes() - segment_header_nbytes)) {
+        fail_node(ErrorKind::protocol, node_, "the marks of visits are not as many as a power of two");
+    }
+    visited_mask_ = visited_.nbytes() - segment_header_nbytes - 1;
     if (lifeline >= 0) {
         lifeline_ = fcntl(lifeline, F_DUPFD_CLOEXEC, 0);
     }
@@ -102,21 +108,59 @@ bool ObjectReader::node_lives() const noexcept {
     return !dead;
 }
 
-void ObjectReader::fail_damaged(std::string_view key, const char* what) const {
-    fail_checksum(node_, std::string("the ") + what + " of the object with the key of " + std::to_string(key.size()) +
-                             " bytes is damaged in the node's memory; publish the object anew");
+// A node that stands still, or that only this program has told, does not know the epoch yet.
+bool ObjectReader::outdated() const noexcept {
+    if (epoch_ == nullptr) {
+        return false;
+    }
+    const std::optional<std::uint32_t> here = epoch_in(header().epoch.load(std::memory_order_acquire));
+    if (!here || *here < epoch_->get()) {
+        return true;
+    }
+    epoch_->meet(*here);
+    return false;
 }
 
-bool ObjectReader::stands(const IndexSlot& slot, std::uint64_t generation) const noexcept {
-    // What was read before must not be read after the generation: it would be compared too early.
+void ObjectReader::fail_damaged(std::string_view key, const char* what) const {
+    fail_checksum(node_, std::string("the ") + what + " of the object with the key of " + std::to_string(key.size()) +
+                             " bytes is damaged in the node's memory; drop the object and put it anew");
+}
+
+bool ObjectReader::stands(const IndexSlot& slot, std::uint64_t serial) const noexcept {
+    // What was read before must not be read after the serial: it would be compared too early.
     std::atomic_thread_fence(std::memory_order_acquire);
-    return slot.generation.load(std::memory_order_relaxed) == generation && !retired();
+    return slot.serial.load(std::memory_order_relaxed) == serial && !retired();
 }
 
 std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) const {
+    if (!in_service()) {
+        return std::nullopt;
+    }
+    auto found = probe(key, true);
+    return found && (found->shelved || surprises(found->copies)) ? std::nullopt : found;
+}
+
+// Tells so once only.
+bool ObjectReader::surprises(std::uint8_t copies) const noexcept {
+    int expected = expected_copies_.load(std::memory_order_relaxed);
+    return expected >= 0 && expected != copies &&
+           expected_copies_.compare_exchange_strong(expected, -1, std::memory_order_relaxed);
+}
+
+std::optional<std::uint64_t> ObjectReader::size_of(std::string_view key, bool visit) const {
+    try {
+        const auto found = probe(key, visit);
+        return found ? std::optional<std::uint64_t>(found->nbytes) : std::nullopt;
+    } catch (const PortFailure&) {  // damaged: the node forgets it when it is asked
+        return std::nullopt;
+    }
+}
+
+std::optional<ObjectReader::Found> ObjectReader::probe(std::string_view key, bool visit) const {
     const std::uint64_t hash = hash64(key.data(), key.size(), seed_);
     const std::uint64_t table = header().level_and_split.load(std::memory_order_acquire);
-    if (retired() || !node_lives() || table >> 32 > 31) {
+    const std::uint64_t first = header().first_serial.load(std::memory_order_acquire);
+    if (table >> 32 > 31) {
         return std::nullopt;
     }
     const std::uint64_t bucket = bucket_of(hash, table);
@@ -128,8 +172,8 @@ std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) cons
         const std::uint64_t number = next - 1;
         const IndexSlot& slot = index_.at<IndexSlot>(slots_at_)[number];
         next = slot.next.load(std::memory_order_acquire);
-        const std::uint64_t generation = slot.generation.load(std::memory_order_acquire);
-        if (generation == 0 || slot.hash.load(std::memory_order_relaxed) != hash) {
+        const std::uint64_t serial = slot.serial.load(std::memory_order_acquire);
+        if (serial == 0 || serial < first || slot.hash.load(std::memory_order_relaxed) != hash) {
             continue;
         }
         const std::uint64_t offset = slot.offset.load(std::memory_order_relaxed);
@@ -139,9 +183,7 @@ std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) cons
             nbytes > data_.nbytes() - offset || nbytes < unit_nbytes) {
             return std::nullopt;  // the slot is changing: no such extent exists
         }
-        if (slot.blocks.load(std::memory_order_relaxed) != 0) {
-            return std::nullopt;  // its payload is not in memory
-        }
+        const bool shelved = slot.blocks.load(std::memory_order_relaxed) != 0;
         // Copied first, as it may change between any two looks at it.
         struct {
             ObjectHeader header;
@@ -153,8 +195,8 @@ std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) cons
         if (key_nbytes <= largest_key && sizeof seen.header + key_nbytes <= nbytes) {
             std::memcpy(seen.key, extent + sizeof seen.header, key_nbytes);
         }
-        const bool whole = is_whole(seen.header, nbytes) && seen.header.generation == generation;
-        if (!stands(slot, generation)) {
+        const bool whole = is_whole(seen.header, nbytes, !shelved) && seen.header.serial == serial;
+        if (!stands(slot, serial)) {
             return std::nullopt;
         }
         if (!whole) {
@@ -163,27 +205,34 @@ std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) cons
         if (key_of(seen.header) != key) {
             continue;
         }
-        if (seen.header.flags != 0 || (expiry != 0 && expiry <= now_milliseconds())) {
+        if (expiry != 0 && expiry <= now_milliseconds()) {
             return std::nullopt;
         }
-        const std::atomic_ref visited(visited_.at<unsigned char>(segment_header_nbytes)[number]);
-        if (visited.load(std::memory_order_relaxed) == 0) {  // else the line would travel between cores for nothing
+        const std::atomic_ref visited(visited_.at<unsigned char>(segment_header_nbytes)[number & visited_mask_]);
+        if (visit && visited.load(std::memory_order_relaxed) == 0) {  // else the line would travel between cores for nothing
             visited.store(1, std::memory_order_relaxed);
         }
-        return Found{&slot, generation, extent + payload_at(key_nbytes), seen.header.nbytes, seen.header.payload_crc};
+        return Found{&slot, serial, extent + payload_at(key_nbytes), seen.header.nbytes, seen.header.payload_crc,
+                     seen.header.copies, shelved};
     }
     return std::nullopt;
 }
 
-bool ObjectReader::copy(const Found& found, void* into) const {
-    const std::uint32_t crc = copy_crc32c(into, found.payload, found.nbytes);
-    if (!stands(*found.slot, found.generation)) {
+bool ObjectReader::copy(const Found& found, Parts into) const {
+    std::uint32_t crc = 0;
+    std::size_t done = 0;
+    for (const iovec& part : into) {
+        const std::size_t step = std::min(part.iov_len, found.nbytes - done);
+        crc = copy_crc32c(part.iov_base, found.payload + done, step, crc);
+        done += step;
+    }
+    if (!stands(*found.slot, found.serial)) {
         return false;
     }
     if (crc != found.crc) {
-        fail_checksum(node_, "the payload of " + std::to_string(found.nbytes) + " bytes of generation " +
-                                 std::to_string(found.generation) +
-                                 " is damaged in the node's memory; publish the object anew");
+        fail_checksum(node_, "the payload of " + std::to_string(found.nbytes) + " bytes of serial " +
+                                 std::to_string(found.serial) +
+                                 " is damaged in the node's memory; drop the object and put it anew");
     }
     return true;
 }
@@ -196,12 +245,17 @@ const std::byte* ObjectReader::payload(std::uint64_t offset, std::uint64_t nbyte
     return data_.data() + offset;
 }
 
-std::uint32_t ObjectReader::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
+std::uint32_t ObjectReader::write(std::uint64_t offset, Parts from) {
     if (!writable_) {
         fail_value(node_ + ": the objects' file is mapped read-only; the access key needs the right to publish");
     }
-    payload(offset, nbytes);
-    return copy_crc32c(data_.data() + offset, from, nbytes);
+    std::uint32_t crc = 0;
+    for (const iovec& part : from) {
+        payload(offset, part.iov_len);
+        crc = copy_crc32c(data_.data() + offset, part.iov_base, part.iov_len, crc);
+        offset += part.iov_len;
+    }
+    return crc;
 }
 
 }  // namespace farpool

@@ -4,11 +4,15 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 
+#include "core/error.hpp"
+#include "wire/parts.hpp"
 #include "wire/segment.hpp"
+#include "wire/tenant_epoch.hpp"
 
 namespace farpool {
 
@@ -18,34 +22,51 @@ class ObjectReader {
 public:
     struct Found {
         const IndexSlot* slot;
-        std::uint64_t generation;
+        std::uint64_t serial;
         const std::byte* payload;
         std::size_t nbytes;
         std::uint32_t crc;
+        std::uint8_t copies;
+        bool shelved;  // the payload is in the NVMe file, not where it says
     };
 
     // Does not own the descriptors. Throws PortFailure where a file cannot be mapped or is not what it has to be.
     // `lifeline`, if it is none less than 0, is a socket to the node: when that has hung up, nothing is found any more. The
-    // memory of a node that was killed stays mapped, but another node may serve the same address by then.
-    ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, bool writable, int lifeline = -1);
+    // memory of a node that was killed stays mapped, but another node may serve the same address by then. Nor is anything found
+    // where the node's epoch is behind the one that is known.
+    ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, bool writable, int lifeline = -1,
+                 std::shared_ptr<TenantEpoch> epoch = nullptr);
     ~ObjectReader();
     ObjectReader(const ObjectReader&) = delete;
     ObjectReader& operator=(const ObjectReader&) = delete;
 
-    // Where the object lies, and that somebody read it; none where it is not here, a tombstone, expired or changing.
+    // The first object that was put with another number of copies is left to the node, whose reply says with how many.
+    void expect_copies(int copies) noexcept { expected_copies_.store(copies, std::memory_order_relaxed); }
+
+    // Where the object lies, and that somebody read it; none where it is not in memory, expired or changing.
     std::optional<Found> find(std::string_view key) const;
+    // Whether anything can be found here at all: not once the node has gone, has begun anew, or is behind the tenant's epoch.
+    bool in_service() const noexcept { return !retired() && !outdated() && node_lives(); }
+    // Bytes of an object as they stand in the index. One that is not found may be there all the same: ask the node. With `visit`
+    // it counts as used.
+    std::optional<std::uint64_t> size_of(std::string_view key, bool visit) const;
     // Copies and verifies. False if the object went while it was copied: what was copied is worth nothing.
-    bool copy(const Found& found, void* into) const;
+    bool copy(const Found& found, Parts into) const;
 
     // A range of the data file, header included; fails where it lies outside.
     const std::byte* payload(std::uint64_t offset, std::uint64_t nbytes) const;
     // Copies into the data file and returns the CRC32C.
-    std::uint32_t write(std::uint64_t offset, const void* from, std::size_t nbytes);
+    std::uint32_t write(std::uint64_t offset, Parts from);
 
     const Mapping& data() const noexcept { return data_; }
+    bool writable() const noexcept { return writable_; }
 
 private:
-    bool stands(const IndexSlot& slot, std::uint64_t generation) const noexcept;
+    bool surprises(std::uint8_t copies) const noexcept;
+    bool stands(const IndexSlot& slot, std::uint64_t serial) const noexcept;
+    // The object if it is here; damage is an error.
+    std::optional<Found> probe(std::string_view key, bool visit) const;
+    bool outdated() const noexcept;
     bool node_lives() const noexcept;
     bool retired() const noexcept { return header().retired.load(std::memory_order_acquire) != 0; }
     const SegmentHeader& header() const noexcept { return *index_.at<SegmentHeader>(0); }
@@ -60,7 +81,10 @@ private:
     std::uint64_t slot_limit_;
     std::uint64_t buckets_at_;
     std::uint64_t slots_at_;
+    std::uint64_t visited_mask_;
     int lifeline_ = -1;
+    std::shared_ptr<TenantEpoch> epoch_;
+    mutable std::atomic<int> expected_copies_{-1};   // less than 0: any number
     mutable std::atomic<std::int64_t> looked_at_{0};  // when the lifeline was last looked at, ms; the largest once it was dead
 };
 

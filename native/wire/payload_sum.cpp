@@ -98,9 +98,9 @@ private:
 
 std::atomic<Summer*> Summer::current_ = nullptr;
 
-PayloadSum::PayloadSum(const void* data, std::size_t nbytes) noexcept
-    : data_(static_cast<const std::byte*>(data)), nbytes_(nbytes) {
-    if (nbytes >= worth_it) {
+PayloadSum::PayloadSum(Parts parts, std::size_t nbytes) noexcept
+    : parts_(parts), data_(parts.size() == 1 ? static_cast<const std::byte*>(parts[0].iov_base) : nullptr), nbytes_(nbytes) {
+    if (nbytes >= worth_it && data_ != nullptr) {
         Summer* const summer = Summer::of_this_process();
         summer_ = summer != nullptr && summer->offer(this) ? summer : nullptr;
     }
@@ -110,7 +110,13 @@ PayloadSum::~PayloadSum() { part(); }
 
 std::uint32_t PayloadSum::finish() noexcept {
     part();
-    crc_ = crc32c(data_ + done_, nbytes_ - done_, crc_);
+    if (data_ != nullptr) {
+        crc_ = crc32c(data_ + done_, nbytes_ - done_, crc_);
+    } else if (done_ < nbytes_) {
+        for (const iovec& part : parts_) {
+            crc_ = crc32c(part.iov_base, part.iov_len, crc_);
+        }
+    }
     done_ = nbytes_;
     return crc_;
 }

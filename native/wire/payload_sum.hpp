@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "wire/parts.hpp"
+
 namespace farpool {
 
 class Summer;
@@ -15,7 +17,8 @@ public:
     // Below this, waking a thread costs about as much as it saves.
     static constexpr std::size_t worth_it = std::size_t{256} << 10;
 
-    PayloadSum(const void* data, std::size_t nbytes) noexcept;
+    // Of pieces that follow each other; several are summed up by the caller alone.
+    PayloadSum(Parts parts, std::size_t nbytes) noexcept;
     ~PayloadSum();
     PayloadSum(const PayloadSum&) = delete;
     PayloadSum& operator=(const PayloadSum&) = delete;
@@ -28,7 +31,8 @@ private:
     void work() noexcept;
     void part() noexcept;
 
-    const std::byte* const data_;
+    const Parts parts_;
+    const std::byte* const data_;  // if it is in one piece
     const std::size_t nbytes_;
     std::size_t done_ = 0;  // this and the next: the other thread's from when it takes the payload until it has left
     std::uint32_t crc_ = 0;

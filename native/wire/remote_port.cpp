@@ -58,8 +58,7 @@ public:
         }
         was_idle_ = connection_ != nullptr;
         if (connection_ == nullptr) {
-            const int fd = node_->end.dial();
-            connection_ = std::make_unique<Connection>(fd, node_->end.node, node_->end.settings);
+            connection_ = std::make_unique<Connection>(node_->end.dial(), node_->end.node, node_->end.settings);
         }
     }
 
@@ -236,8 +235,9 @@ void RemotePort::send(Op op, const Piece& piece, Connection& connection) const {
     Request request{op};
     request.meta = {reinterpret_cast<const char*>(arguments), op == Op::read ? sizeof arguments : sizeof arguments[0]};
     request.lease = nodes_[piece.node]->end.lease;
+    const iovec payload{piece.memory, piece.nbytes};
     if (op == Op::write) {
-        request.payload = piece.memory;
+        request.payload = {&payload, 1};
         request.nbytes = piece.nbytes;
     }
     connection.send(request, deadline());

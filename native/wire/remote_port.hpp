@@ -21,7 +21,7 @@ struct RemoteEnd {
     std::uint64_t lease;
     std::uint64_t nbytes;
     std::byte* memory;          // the lease's file, header included; null: its bytes go over connections
-    std::function<int()> dial;  // a new authenticated stream; may throw PortFailure
+    std::function<Stream()> dial;  // a new authenticated stream; may throw PortFailure
     Connection::Settings settings;
 };
 

@@ -27,7 +27,8 @@ const char* segment_fault(const SegmentHeader& header, std::uint64_t file_nbytes
         return "is not a segment file";
     }
     if (header.version != segment_version) {
-        return "is a segment file of another version; this farpool reads version 1";
+        return header.version == 1 ? "is a segment file of version 1, which this farpool reads no more: it reads version 2"
+                                   : "is a segment file of another version; this farpool reads version 2";
     }
     if (header.crc != crc32c(&header, offsetof(SegmentHeader, crc))) {
         return "has a damaged header";

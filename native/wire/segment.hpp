@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string_view>
 
 #include "wire/hash.hpp"
@@ -12,10 +13,9 @@
 namespace farpool {
 
 constexpr char segment_magic[8] = {'F', 'A', 'R', 'P', 'S', 'E', 'G', '\0'};
-constexpr std::uint32_t segment_version = 1;
+constexpr std::uint32_t segment_version = 2;
 constexpr std::size_t segment_header_nbytes = 4096;
 constexpr std::uint64_t unit_nbytes = 64;
-constexpr std::size_t floor_count = 65536;
 
 enum class SegmentKind : std::uint32_t { objects = 1, index = 2, visited = 3, lease = 4, shelf = 5 };
 
@@ -34,38 +34,45 @@ struct SegmentHeader {
     std::uint64_t slot_limit;
     std::uint64_t buckets_at;
     std::uint64_t slots_at;
-    std::uint64_t floors_at;
-    std::uint64_t base_floor;
-    std::uint32_t zero1;
+    std::uint64_t owner;
+    std::uint64_t zero1;
+    std::uint32_t zero2;
     std::uint32_t crc;
     // From here on, what changes.
     std::atomic<std::uint64_t> level_and_split;
     std::atomic<std::uint64_t> slots_used;
     std::atomic<std::uint64_t> retired;
     std::atomic<std::uint64_t> lent_out;
+    std::atomic<std::uint64_t> next_serial;
+    std::atomic<std::uint64_t> first_serial;
+    std::atomic<std::uint64_t> epoch;
 };
 static_assert(offsetof(SegmentHeader, crc) == 124 && offsetof(SegmentHeader, level_and_split) == 128);
 
 struct ObjectHeader {
     char magic[4];
     std::uint16_t key_nbytes;
-    std::uint16_t flags;
-    std::uint64_t generation;
+    std::uint16_t zero;
+    std::uint64_t serial;
     std::uint64_t nbytes;
     std::uint32_t payload_crc;
     std::uint32_t units;
     std::uint32_t slot;
     std::uint32_t tenant;
-    std::uint32_t zero;
+    std::uint32_t epoch;
+    std::uint32_t recompute_us;
+    std::uint64_t name_space;
+    std::uint16_t parts;
+    std::uint8_t copies;
+    std::uint8_t kind;
     std::uint32_t crc;
 };
-static_assert(sizeof(ObjectHeader) == 48);
+static_assert(sizeof(ObjectHeader) == 64);
 
 constexpr char object_magic[4] = {'F', 'O', 'B', 'J'};
-constexpr std::uint16_t tombstone_flag = 1;
 
 struct IndexSlot {
-    std::atomic<std::uint64_t> generation;
+    std::atomic<std::uint64_t> serial;
     std::atomic<std::uint64_t> offset;
     std::atomic<std::uint64_t> expiry;
     std::atomic<std::uint64_t> hash;
@@ -76,9 +83,18 @@ struct IndexSlot {
 };
 static_assert(sizeof(IndexSlot) == 48);
 
-// In IndexSlot::blocks while the payload is still on its way to the file.
-constexpr std::uint32_t unwritten = 0x80000000u;
+// In IndexSlot::expiry of an object that is kept: it is never evicted and does not expire, as the word lies beyond all times.
+constexpr std::uint64_t kept_flag = std::uint64_t{1} << 63;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
+
+// SegmentHeader::epoch: the number below its complement, so that damage shows; 0 for the first one.
+constexpr std::uint64_t epoch_word(std::uint32_t epoch) noexcept {
+    return epoch == 0 ? 0 : std::uint64_t{~epoch} << 32 | epoch;
+}
+constexpr std::optional<std::uint32_t> epoch_in(std::uint64_t word) noexcept {
+    const auto epoch = static_cast<std::uint32_t>(word);
+    return word == epoch_word(epoch) ? std::optional(epoch) : std::nullopt;
+}
 
 // Bytes from the beginning of an extent to its payload.
 constexpr std::uint64_t payload_at(std::size_t key_nbytes) noexcept {
@@ -96,8 +112,6 @@ constexpr std::uint64_t bucket_of(std::uint64_t hash, std::uint64_t level_and_sp
     const std::uint64_t bucket = hash & ((std::uint64_t{1} << level) - 1);
     return bucket < split ? hash & ((std::uint64_t{2} << level) - 1) : bucket;
 }
-
-constexpr std::size_t floor_of(std::uint64_t hash) noexcept { return (hash >> 32) % floor_count; }
 
 void seal(SegmentHeader& header) noexcept;
 void seal(ObjectHeader& header, const void* key) noexcept;

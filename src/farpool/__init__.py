@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if not sys.platform.startswith("linux"):
     raise ImportError(f"farpool runs on Linux (x86-64 and aarch64); this is {sys.platform}")
 
+from farpool._native import tls_available
 from farpool.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -21,8 +22,13 @@ from farpool.errors import (
     ConfigError,
     FarpoolError,
     FarpoolWarning,
+    KeyConflictError,
     LeaseLostError,
     LifetimeError,
+    NameHeldError,
+    NameLostError,
+    NameMissingError,
+    NameMovedError,
     NodeError,
     NodeFullError,
     NodeTimeoutError,
@@ -33,6 +39,12 @@ from farpool.errors import (
     PoolFullError,
     PoolMixError,
     ProtocolError,
+    QuotaExceededError,
+    RegistryAwayError,
+    RegistryCompactedError,
+    RegistryDeniedError,
+    RegistryError,
+    RegistryLeaseError,
     ReplicationError,
     StoreClosedError,
     TapeFileError,
@@ -46,16 +58,22 @@ from farpool.pool import Pool, TensorLibrary, use_tensors
 from farpool.pool.config import PoolConfig
 from farpool.pool.events import Event
 from farpool.pool.stats import Stats
+from farpool.registry import open_registry
 from farpool.store import AsyncStore, Store
+from farpool.store.names import Names
+from farpool.store.names import use_tensors as use_named_tensors
 from farpool.tiers import Dram, Faulty, Nvme, Remote, Throttled, Tier, Traced, Verified
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farpool.store.names import TensorSource
     from farpool.tensors.loading import load_safetensors
     from farpool.tensors.mode import paged
+    from farpool.tensors.named import map_tensors, publish_tensors, read_tensors
     from farpool.tensors.offload import offload, restore
     from farpool.tensors.paged_tensor import PagedTensor
     from farpool.tensors.pretrained import from_pretrained
-    from farpool.tensors.published import map_tensors, publish_tensors
     from farpool.tensors.step_in_backward import step_in_backward
 
 __all__ = [
@@ -70,8 +88,14 @@ __all__ = [
     "FarpoolError",
     "FarpoolWarning",
     "Faulty",
+    "KeyConflictError",
     "LeaseLostError",
     "LifetimeError",
+    "NameHeldError",
+    "NameLostError",
+    "NameMissingError",
+    "NameMovedError",
+    "Names",
     "NodeError",
     "NodeFullError",
     "NodeTimeoutError",
@@ -86,6 +110,12 @@ __all__ = [
     "PoolFullError",
     "PoolMixError",
     "ProtocolError",
+    "QuotaExceededError",
+    "RegistryAwayError",
+    "RegistryCompactedError",
+    "RegistryDeniedError",
+    "RegistryError",
+    "RegistryLeaseError",
     "Remote",
     "ReplicationError",
     "Stats",
@@ -105,10 +135,13 @@ __all__ = [
     "load_safetensors",
     "map_tensors",
     "offload",
+    "open_registry",
     "paged",
     "publish_tensors",
+    "read_tensors",
     "restore",
     "step_in_backward",
+    "tls_available",
 ]
 
 __version__ = "0.1.0"
@@ -117,10 +150,11 @@ _NEEDS_TORCH = {
     "PagedTensor": "farpool.tensors.paged_tensor",
     "from_pretrained": "farpool.tensors.pretrained",
     "load_safetensors": "farpool.tensors.loading",
-    "map_tensors": "farpool.tensors.published",
+    "map_tensors": "farpool.tensors.named",
     "offload": "farpool.tensors.offload",
     "paged": "farpool.tensors.mode",
-    "publish_tensors": "farpool.tensors.published",
+    "publish_tensors": "farpool.tensors.named",
+    "read_tensors": "farpool.tensors.named",
     "restore": "farpool.tensors.offload",
     "step_in_backward": "farpool.tensors.step_in_backward",
 }
@@ -132,7 +166,14 @@ def _load_tensors() -> TensorLibrary:
     return library
 
 
+def _load_tensor_source() -> Callable[[str, Any], TensorSource | None]:
+    from farpool.tensors.named import tensor_source
+
+    return tensor_source
+
+
 use_tensors(_load_tensors)
+use_named_tensors(_load_tensor_source)
 
 
 def __getattr__(name: str) -> Any:

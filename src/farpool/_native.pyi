@@ -1,7 +1,7 @@
 """The native core: aligned memory, extent allocation, tier ports, the transfer queue, the pager, checksums."""
 
 import builtins
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -173,7 +173,7 @@ class Reply:
     @property
     def status(self) -> int: ...
     @property
-    def generation(self) -> int: ...
+    def serial(self) -> int: ...
     @property
     def meta(self) -> bytes: ...
     @property
@@ -181,41 +181,92 @@ class Reply:
     @property
     def nbytes(self) -> int: ...
 
+tls_available: bool
+"""Whether farpool was built with OpenSSL."""
+
+class Stream:
+    """A connected, non-blocking socket, plain or with TLS. Owns the descriptor. Used by one thread at a time.
+
+    Raises OSError: PermissionError where one side does not accept the other's certificate, EPROTO where what came is not TLS as
+    it should be. What takes a stream over leaves an object without a descriptor.
+    """
+
+    def __init__(self, fd: int) -> None: ...
+    def fileno(self) -> int:
+        """-1 once it was closed or taken over."""
+    def handshake(self) -> int:
+        """Go on with the TLS handshake: 0 once it is over, else what to wait for, POLLIN or POLLOUT."""
+    def receive(self, nbytes: int) -> bytes | None:
+        """At most so many bytes, none at the end; None where nothing is there now."""
+    def send(self, data: bytes, begin: int = 0) -> int:
+        """Send bytes from `begin` on; how many went, 0 where none can go now: then the same has to be tried again."""
+    @property
+    def receiving_sends(self) -> bool:
+        """Whether a `receive` without result waits for room to send."""
+    @property
+    def peer_name(self) -> str:
+        """The common name of the other side's certificate; empty without one."""
+    @property
+    def in_kernel(self) -> tuple[bool, bool]:
+        """Whether the kernel encrypts what is sent, and decrypts what comes."""
+    def shut_down(self, *, writing: bool = False) -> None:
+        """End both directions, or only this side's, for whoever waits at either end."""
+    def close(self) -> None: ...
+
+class TlsContext:
+    """A certificate with its private key, and the authorities whose certificates are believed; all in PEM.
+
+    ValueError says what is wrong with them.
+    """
+
+    def __init__(self, certificate: bytes, key: bytes, authority: bytes) -> None: ...
+    def connect(self, fd: int, host: str) -> Stream:
+        """The client's end of TLS over a connected, non-blocking socket; the node's certificate has to be of this host."""
+    def accept(self, fd: int) -> Stream:
+        """The node's end; the client has to show a certificate."""
+
+class TenantEpoch:
+    """The highest epoch of a tenant that a program knows; thread-safe."""
+
+    def __init__(self) -> None: ...
+    @property
+    def value(self) -> int: ...
+    def meet(self, value: int) -> None:
+        """Raise it to this value if that is higher."""
+
 class Connection:
     """The client's end of an authenticated stream (docs/wire.md). Owns `fd`. Used by one thread at a time.
 
     Deadlines are seconds of time.monotonic(). Waits spin for `spin` seconds before they block. Raises NodeTimeoutError at
     the deadline, NodeError where the stream breaks, ProtocolError for a bad frame: the connection is then broken and of no
     more use. ChecksumError (a payload that is not what was sent) and ValueError (a payload larger than the buffer) leave it
-    usable. Whoever sends many requests before receiving bounds the bytes of replies that are under way.
+    usable.
     """
 
-    def __init__(self, fd: int, node: str, *, tenant: int, credential: int, spin: float) -> None: ...
+    def __init__(
+        self,
+        fd: int | Stream,
+        node: str,
+        *,
+        tenant: int,
+        credential: int,
+        spin: float,
+        epoch: TenantEpoch | None = None,
+    ) -> None:
+        """With an `epoch` each request tells it to the node, and each reply may raise it."""
     @property
     def broken(self) -> bool: ...
     @property
     def unanswered(self) -> int: ...
     def stale(self) -> bool:
         """Of an idle connection: whether it is of no more use, because the node has hung up or sent what nobody asked for."""
-    def send(
-        self,
-        op: int,
-        meta: bytes,
-        deadline: float,
-        *,
-        generation: int = 0,
-        lease: int = 0,
-        payload: object | None = None,
-    ) -> None: ...
-    def receive(self, deadline: float, into: object | None = None) -> Reply:
-        """The reply to the oldest unanswered request; its payload goes into `into`, a writable buffer, where one is given."""
     def exchange(
         self,
         op: int,
         meta: bytes,
         deadline: float,
         *,
-        generation: int = 0,
+        serial: int = 0,
         lease: int = 0,
         payload: object | None = None,
         into: object | None = None,
@@ -226,22 +277,70 @@ class Connection:
 
     def close(self) -> None: ...
 
+class ConnectionPool:
+    """A program's connections to one node: those that lie ready, and those that are lent."""
+
+    def __init__(self) -> None: ...
+    def take(self) -> Connection | None:
+        """Lend one that lies ready; None where there is none."""
+    def lend(self, connection: Connection) -> Connection:
+        """Count a new connection among those that are lent."""
+    def give(self, connection: Connection) -> None:
+        """Take one back, whatever state it is in; a broken one is closed."""
+    def ask(
+        self, op: int, meta: bytes, serial: int, payload: object | None, into: object | None, deadline: float
+    ) -> Reply | Exception | None:
+        """Do what `exchange` does for one request, over a connection that lies ready; None where there is none."""
+    def close(self) -> None:
+        """Close those that lie ready, and end what is waited for on those that are lent. Idempotent."""
+
+def exchange(
+    asks: Sequence[tuple[Connection, int, bytes, int, object | None, object | None]], deadline: float
+) -> list[Reply | Exception]:
+    """Send requests to several nodes at the same time and take all replies, in the order of the requests.
+
+    Each is a connection, operation, meta, serial, payload and buffer for the reply's payload; both may be tuples of buffers. At most `WINDOW` requests and
+    `WINDOW_BYTES` of payload are under way on a connection. One payload to several nodes (the same memory) goes out chunk by
+    chunk to all of them, with one checksum. In the place of a reply is the error of a connection that failed, or of a
+    payload that is damaged or larger than its buffer. A connection that has not answered by the deadline is broken.
+    """
+
+WINDOW: int
+WINDOW_BYTES: int
+
 class ObjectReader:
-    """A tenant's published objects in shared memory (docs/segment-file.md). Maps the files; the descriptors stay the caller's.
+    """A tenant's objects in shared memory (docs/segment-file.md). Maps the files; the descriptors stay the caller's.
 
     Thread-safe. ChecksumError means that an object is damaged in the node's memory: no reading it again helps. Supports the
     buffer protocol: the whole data file, read-only.
     """
 
     def __init__(
-        self, index_fd: int, data_fd: int, visited_fd: int, node: str, *, writable: bool, lifeline: int = -1
+        self,
+        index_fd: int,
+        data_fd: int,
+        visited_fd: int,
+        node: str,
+        *,
+        writable: bool,
+        lifeline: int = -1,
+        epoch: TenantEpoch | None = None,
     ) -> None:
-        """With a `lifeline`, a socket to the node, nothing is found any more once that has hung up."""
+        """With a `lifeline`, a socket to the node, nothing is found any more once that has hung up. With an `epoch` nothing is
+        found as long as the node's is a lower one; where it is higher it raises `epoch`."""
+    @property
+    def writable(self) -> bool:
+        """Whether the data file was mapped writable."""
     def get(self, key: bytes) -> tuple[bytes, int] | None:
-        """Payload and generation; None where the node has to be asked (not here, deleted, expired, changing right now)."""
+        """Payload and serial; None where the node has to be asked (not in memory, expired, changing right now)."""
     def get_into(self, key: bytes, into: object) -> tuple[int, int] | None:
-        """Bytes of payload and generation. ValueError if the buffer is too small; None as with `get`, and then the buffer's
+        """Bytes of payload and serial. ValueError if the buffer is too small; None as with `get`, and then the buffer's
         contents are unspecified."""
+    def expect_copies(self, copies: int) -> None:
+        """From now on leave the first object that was put with another number of copies to the node, whose reply says so."""
+    def lookup(self, keys: list[bytes], *, visit: bool = False) -> tuple[list[int | None], list[int]]:
+        """Bytes of the value of each key, None where it is not found, and the numbers of those: they may be there, ask the
+        node. With `visit` the others count as used."""
     def view(self, offset: int, nbytes: int) -> memoryview:
         """A range of the data file without a copy, read-only; keeps the mapping alive."""
     def write(self, offset: int, payload: object) -> int:
@@ -258,7 +357,7 @@ class RemoteEnd:
         nbytes: int,
         *,
         memory: object | None,
-        dial: Callable[[], int],
+        dial: Callable[[], int | Stream],
         tenant: int,
         credential: int,
         spin: float,
@@ -272,6 +371,22 @@ class RemotePort(Port):
     """
 
     def __init__(self, name: str, ends: Sequence[RemoteEnd], *, stripe: int, timeout: float) -> None: ...
+
+def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
+    """For each node (its seed) the numbers of the keys of which it is the first in `rank`."""
+
+def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
+    """The keys as bytes, text as UTF-8; None where one of them cannot be a key."""
+
+def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]:
+    """The arguments of lookups for the keys at these places (docs/wire.md), as few as have room, each with its places; `use`
+    counts as a use of what is there."""
+
+def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str) -> list[int]:
+    """Enter a node's answer to one of `lookup_requests` into `sizes`; the places of keys that it does not have.
+
+    ProtocolError if it is none for so many keys.
+    """
 
 def rank(key: bytes, seeds: Sequence[int]) -> list[int]:
     """Rendezvous order of nodes for a key: indices of `seeds`, the highest hash of key and seed first."""
@@ -323,32 +438,46 @@ class NodeServer:
         spin: float = 50e-6,
         nvme: str = "",
         nvme_capacity: int = 0,
+        shares: Mapping[int, int] = ...,
     ) -> None:
-        """Adopt what an earlier start left in the folder, unless `ephemeral`."""
+        """Adopt what an earlier start left in the folder, unless `ephemeral`. `shares` are bytes guaranteed to tenants."""
     def start(self) -> None: ...
     def stop(self) -> None:
         """Close all connections and end the loop. The segments stay unless ephemeral. Idempotent."""
-    def adopt(self, fd: int, session: int, tenant: int, rights: int) -> None:
-        """Serve an authenticated stream socket, which belongs to the server from now on."""
-    def hold(self, session: int) -> None:
-        """One more connection that the server does not serve itself keeps the session alive."""
+    def adopt(self, fd: int | Stream, session: int, tenant: int, rights: int, key: str) -> None:
+        """Serve an authenticated stream, which belongs to the server from now on. AccessDeniedError where the session is
+        another tenant's or another access key's."""
+    def expect_tenants(self, tenants: set[int]) -> None:
+        """Those that may come: what a tenant holds so that it cannot be evicted leaves room for the shares of the others."""
+    def end_key(self, key: str) -> None:
+        """Close all connections that were opened with this access key."""
+    def hold(self, session: int, tenant: int, key: str) -> None:
+        """One more connection that the server does not serve itself keeps the session alive. AccessDeniedError as above."""
     def drop(self, session: int) -> None: ...
     def lend(self, session: int, tenant: int, nbytes: int) -> int:
-        """The new lease's number. NodeFullError where there is no room."""
+        """The new lease's number. NodeFullError where there is no room, QuotaExceededError where the session or its tenant has too much."""
     def release(self, session: int, lease: int) -> None:
         """KeyError if the session has no such lease."""
     def leases(self, session: int) -> list[tuple[int, int]]: ...
-    def lease_path(self, session: int, lease: int) -> str: ...
+    def lease_path(self, session: int, lease: int) -> str:
+        """What its file is called; of an ephemeral node, would be called. KeyError if the session has no such lease."""
+    def lease_file(self, session: int, lease: int) -> int:
+        """A descriptor of it, the caller's. KeyError if the session has no such lease."""
     def objects_paths(self, tenant: int) -> tuple[str, str]:
-        """Files of the index and the data."""
-    def objects_visited(self, tenant: int) -> int:
-        """A descriptor, the caller's, of the marks of visits: memory that has no name."""
+        """What the files of the index and the data are called; of an ephemeral node, would be called."""
+    def objects_files(self, tenant: int, writable: bool) -> tuple[int, int]:
+        """Descriptors of them, the caller's: the index read-only, the data writable where that is wanted."""
+    def objects_visited(self, session: int, tenant: int) -> int:
+        """A descriptor, the caller's, of the session's own marks of visits: memory that has no name. QuotaExceededError where too
+        many sessions of the tenant have some, or its share has no room for more."""
     def list(
         self, tenant: int, after: bytes, prefix: bytes, limit: int
-    ) -> builtins.list[tuple[bytes, int, int, int, int]]:
-        """Key, generation, bytes, expiry and pins of at least `limit` objects if there are as many, from behind the key `after` on."""
-    def tombstones(self, tenant: int, after: bytes, limit: int) -> builtins.list[tuple[bytes, int]]: ...
+    ) -> builtins.list[tuple[bytes, int, int, int, int, int, bool]]:
+        """Key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if it is kept, of at least `limit` objects
+        if there are as many, from behind the key `after` on."""
     def stats(self) -> dict[str, int]: ...
+    def tenants(self) -> dict[int, dict[str, int]]:
+        """By tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and guaranteed."""
     def events(self) -> builtins.list[tuple[str, int, str]]:
         """Kind, session and text of what happened since the last call."""
 

@@ -14,8 +14,13 @@ __all__ = [
     "ConfigError",
     "FarpoolError",
     "FarpoolWarning",
+    "KeyConflictError",
     "LeaseLostError",
     "LifetimeError",
+    "NameHeldError",
+    "NameLostError",
+    "NameMissingError",
+    "NameMovedError",
     "NodeError",
     "NodeFullError",
     "NodeTimeoutError",
@@ -26,6 +31,12 @@ __all__ = [
     "PoolFullError",
     "PoolMixError",
     "ProtocolError",
+    "QuotaExceededError",
+    "RegistryAwayError",
+    "RegistryCompactedError",
+    "RegistryDeniedError",
+    "RegistryError",
+    "RegistryLeaseError",
     "ReplicationError",
     "StoreClosedError",
     "TapeFileError",
@@ -186,6 +197,10 @@ class ProtocolError(NodeError):
     """What came from the other side is not the protocol, or a version of it that this farpool does not speak."""
 
 
+class KeyConflictError(FarpoolError, ValueError):
+    """A key has another value already, and keeps it: a key is written once."""
+
+
 class AccessDeniedError(NodeError, PermissionError):
     """The secret is wrong, or the access key lacks the right."""
 
@@ -194,12 +209,16 @@ class NodeFullError(NodeError, MemoryError):
     """The node has no room, also not after evicting what it may."""
 
 
+class QuotaExceededError(NodeFullError):
+    """The tenant or the session holds as much at the node as it may."""
+
+
 class ObjectTooLargeError(NodeError, ValueError):
     """The object is larger than the node."""
 
 
 class ReplicationError(NodeError):
-    """Too few nodes could be reached to write the copies that were asked for, or to know which copy is the latest."""
+    """Too few nodes could be asked: for as many copies as a put needs, or to know that an object is nowhere."""
 
 
 class StoreClosedError(FarpoolError, RuntimeError):
@@ -208,3 +227,134 @@ class StoreClosedError(FarpoolError, RuntimeError):
 
 class LeaseLostError(NodeError):
     """The node no longer has the memory that it lent: it began anew, or the program was away longer than its grace."""
+
+
+class RegistryError(FarpoolError, OSError):
+    """The registry refused a request, or its file is not one that this farpool can use. Names the registry.
+
+    Attributes
+    ----------
+    registry : str
+        Its address without secrets, for example ``etcd://10.0.0.7:2379/farpool``.
+    """
+
+    def __init__(self, message: str, *, registry: str = "") -> None:
+        super().__init__(message)
+        self.registry = registry
+
+
+class RegistryAwayError(RegistryError, TimeoutError):
+    """The registry did not answer before the call's deadline. Says which endpoint failed and since when.
+
+    Attributes
+    ----------
+    endpoints : dict of str to float
+        Each endpoint that failed, with the seconds since it began to fail.
+    uncertain : bool
+        A change was sent, and may have been made or may still be made.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        registry: str = "",
+        endpoints: dict[str, float] | None = None,
+        uncertain: bool = False,
+    ) -> None:
+        super().__init__(message, registry=registry)
+        self.endpoints = endpoints or {}
+        self.uncertain = uncertain
+
+
+class RegistryCompactedError(RegistryError, LookupError):
+    """Changes that a watch asked for are no longer kept. Read the current entries, then watch from their revision.
+
+    Attributes
+    ----------
+    oldest : int
+        The smallest revision after which a watch can begin.
+    """
+
+    def __init__(self, message: str, *, registry: str = "", oldest: int = 0) -> None:
+        super().__init__(message, registry=registry)
+        self.oldest = oldest
+
+
+class RegistryDeniedError(RegistryError, PermissionError):
+    """The registry does not accept the user, the password or the certificate, or the user lacks the right."""
+
+
+class RegistryLeaseError(RegistryError, LookupError):
+    """A registry lease has expired or was revoked, and the entries that were bound to it are gone.
+
+    Attributes
+    ----------
+    lease : int
+        Its number.
+    """
+
+    def __init__(self, message: str, *, registry: str = "", lease: int = 0) -> None:
+        super().__init__(message, registry=registry)
+        self.lease = lease
+
+
+class NameMissingError(FarpoolError, LookupError):
+    """Nothing is published under a name, or not in the version that was asked for."""
+
+
+class NameLostError(FarpoolError, LookupError):
+    """A name is there, but an object that it holds is on no node any more. Publish it again.
+
+    Attributes
+    ----------
+    name : str
+        The name.
+    version : int
+        Its version.
+    key : str
+        The object that is missing.
+    """
+
+    def __init__(self, message: str, *, name: str = "", version: int = 0, key: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+        self.version = version
+        self.key = key
+
+
+class NameMovedError(FarpoolError, RuntimeError):
+    """A name is not in the version that the publisher expected; nothing was published.
+
+    Attributes
+    ----------
+    name : str
+        The name.
+    version : int
+        The version that it has.
+    """
+
+    def __init__(self, message: str, *, name: str = "", version: int = 0) -> None:
+        super().__init__(message)
+        self.name = name
+        self.version = version
+
+
+class NameHeldError(FarpoolError, BlockingIOError):
+    """Another writer holds the name; nothing was published.
+
+    Attributes
+    ----------
+    name : str
+        The name.
+    holder : str
+        The writer, as it has introduced itself.
+    until : float
+        When its lease ends unless it is renewed, in seconds since 1970.
+    """
+
+    def __init__(self, message: str, *, name: str = "", holder: str = "", until: float = 0.0) -> None:
+        super().__init__(message)
+        self.name = name
+        self.holder = holder
+        self.until = until

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from farpool.bench import remote_races
+from farpool._native import Reply
+from farpool.bench import remote_overlap, remote_races
 from farpool.bench.race import Entrant, hold
 from farpool.bench.remote import Outcome
+from farpool.bench.remote_overlap import measure_overlap
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
 from farpool.errors import FarpoolError
+from farpool.node.process import running_node
+from farpool.store.cluster import Cluster
+from farpool.store.messages import Ask
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 
@@ -29,7 +34,13 @@ def test_everything_is_measured_in_turn_and_verified(tmp_path: Path) -> None:
     report = tmp_path / "remote.html"
     outcome = remote("--report", str(report))
     assert [race.what for race in outcome.transfers] == ["get_into_many", "put_many"]
+    assert [(race.what, race.way) for race in outcome.secure] == [("get_into_many", "TLS"), ("put_many", "TLS")]
     assert [race.what for race in outcome.latency] == ["get_into, spinning", "get_into, blocking"]
+    assert (outcome.copies.what, len(outcome.copies.others)) == ("put, two copies", 2)
+    assert 0 < outcome.overlap.before < outcome.overlap.nbytes
+    assert [(race.what, race.way) for race in outcome.lookups] == [
+        ("lookup of 256 keys", way) for way in ("tcp", "mapped")
+    ]
     assert [race.others[0].name for race in outcome.mapped if race.others] == ["memcpy"]
     assert [(race.what, race.way) for race in outcome.redis] == [("get", "mapped"), ("put", "mapped")]
     assert [(race.what, race.batch) for race in outcome.mooncake] == [
@@ -38,7 +49,16 @@ def test_everything_is_measured_in_turn_and_verified(tmp_path: Path) -> None:
         ("put", 1),
         ("put_many", 4),
     ]
-    for races in (outcome.transfers, outcome.latency, outcome.mapped, outcome.redis, outcome.mooncake):
+    for races in (
+        outcome.transfers,
+        outcome.secure,
+        outcome.latency,
+        (outcome.copies,),
+        outcome.lookups,
+        outcome.mapped,
+        outcome.redis,
+        outcome.mooncake,
+    ):
         for race in races:
             assert len(race.ours) == 2
             assert min(race.ours) > 0
@@ -48,7 +68,7 @@ def test_everything_is_measured_in_turn_and_verified(tmp_path: Path) -> None:
     assert [point.objects for point in outcome.index.points] == [100, 1000]
     assert outcome.crowd.connections == 20
     page = check_page(report.read_text())
-    assert page.counts["table"] == 6
+    assert page.counts["table"] == 9
 
 
 @pytest.mark.slow
@@ -61,7 +81,12 @@ def test_peers_that_are_not_installed_are_null_with_the_reason(tmp_path: Path, m
     assert "apt-get install gcc" in peers.sockets_reason
     assert "apt-get install redis-server" in peers.redis_reason
     assert peers.mooncake_reason == "not here"
-    for races, reason in ((outcome.transfers, peers.sockets_reason), (outcome.mooncake, "not here")):
+    assert {other.remark for race in outcome.lookups for other in race.others} == {peers.redis_reason, "not here"}
+    for races, reason in (
+        (outcome.transfers, peers.sockets_reason),
+        ((outcome.copies,), peers.sockets_reason),
+        (outcome.mooncake, "not here"),
+    ):
         assert [other for race in races for other in race.others if other.seconds is not None] == []
         assert {other.remark for race in races for other in race.others} == {reason}
     (own, *others) = outcome.redis[0].others
@@ -83,6 +108,35 @@ def program(tmp_path: Path) -> Path:
 def test_the_reference_program_times_objects(program: Path, write: bool, spin: bool) -> None:
     with Sockets(program, 10_000, 3) as sockets:
         assert 0 < sockets.seconds_each(write, 2, 0.01, spin=spin) < 1
+
+
+def test_the_reference_program_puts_to_one_server_after_the_other(program: Path) -> None:
+    with Sockets(program, 10_000, 3) as sockets, Sockets(program, 10_000, 3) as second:
+        assert 0 < sockets.seconds_each(True, 1, 0.01, spin=False, second=second) < 1
+
+
+def test_the_reference_program_finds_wrong_bytes_on_either_server(program: Path) -> None:
+    for rings in ((2, 4), (4, 2)):  # four objects, of which one server has room for two
+        with Sockets(program, 100, rings[0]) as sockets, Sockets(program, 100, rings[1]) as second:
+            sockets._sizes = ["100", "4"]
+            with pytest.raises(FarpoolError, match="not what was sent"):
+                sockets.seconds_each(True, 1, 0.01, spin=False, second=second)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_copies_that_go_one_after_the_other_are_found_out(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_by_one(
+        self: Cluster, asks: Sequence[Ask], deadline: float, *, fresh: bool = False
+    ) -> list[Reply | Exception]:
+        return [answer for one in asks for answer in together(self, [one], deadline, fresh=fresh)]
+
+    together = Cluster.ask
+    if not at_once:
+        monkeypatch.setattr(Cluster, "ask", one_by_one)
+        monkeypatch.setattr(remote_overlap, "_PATIENCE", 0.2)
+    with running_node(dram="128MiB") as one, running_node(dram="128MiB") as other:
+        overlap = measure_overlap([one.address, other.address])
+    assert (0 < overlap.before < overlap.nbytes) == at_once
 
 
 @pytest.fixture

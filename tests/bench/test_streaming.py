@@ -47,6 +47,7 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
     assert case.moved_bytes > case.fewest_bytes // 2
     assert case.fewest_bytes >= case.weight_bytes - case.budget_bytes
     assert case.transfer_seconds == pytest.approx(case.fewest_bytes / case.rate)
+    assert len(case.beside_copies_seconds) == len(case.paged_seconds)
     assert case.prefetches_used + case.prefetches_wasted > 0
     assert {"reading", "computing"} <= set(case.strip.lanes)
     assert (tmp_path / "page.html").read_text().count("<svg") == 2

@@ -48,6 +48,10 @@ def test_the_command_measures_and_its_result_can_be_read_again(tmp_path: Path) -
     assert case.fewest_written > 2 * weights
     assert case.moved_read > case.fewest_read // 2
     assert sum(phase.read for phase in case.phases) == case.moved_read
+    assert [phase.name for phase in case.phases] == ["forward", "backward", "optimizer"]
+    assert sum(phase.fewest_read for phase in case.phases) == case.fewest_read
+    assert case.phases[2].fewest_written > case.fewest_written // 2
+    assert case.efficiency_by_phases >= case.efficiency
     assert {"reading", "writing", "computing"} <= set(case.strip.lanes)
     assert (tmp_path / "page.html").read_text().count("<svg") == 2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
+from farpool.errors import FarpoolWarning
 from farpool.node.process import RunningNode, running_node
 from tests.cli.here import command
 
@@ -29,8 +30,14 @@ def test_what_was_put_is_got_listed_shown_and_removed(node: RunningNode, tmp_pat
     assert command("store", "get", "dir/k", "-o", "out", *options, cwd=tmp_path).returncode == 0
     assert (tmp_path / "out").read_bytes() == value
     listed = command("store", "ls", "dir/", *options, cwd=tmp_path).stdout
-    assert "1.22 MiB  dir/k  until " in listed
+    assert "1.22 MiB  dir/k  for 8 min" in listed
     assert command("store", "ls", "other/", *options, cwd=tmp_path).stdout == ""
+    again = command("store", "put", "dir/k", "in", *options, cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "present: dir/k\n")
+    (tmp_path / "other").write_bytes(b"other")
+    refused = command("store", "put", "dir/k", "other", "--check", *options, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "A key is written once" in refused.stderr
     shown = json.loads(command("store", "stat", "dir/k", "--json", *options, cwd=tmp_path).stdout)
     assert (shown["key"], shown["bytes"]) == ("dir/k", len(value))
     assert "1280000 (1.22 MiB)" in command("store", "stat", "dir/k", *options, cwd=tmp_path).stdout
@@ -86,8 +93,7 @@ def test_a_far_expiry_and_a_key_that_is_no_text_can_be_listed_and_shown(node: Ru
         store.put(key, b"v", ttl=1e12)
     options = ("--node", node.address)
     (line,) = command("store", "ls", "odd/", *options, cwd=tmp_path).stdout.splitlines()
-    assert r"odd/\x1b[31m\n\xff  until 100" in line
-    assert line.endswith(" seconds after 1970")
+    assert line.endswith(r"odd/\x1b[31m\n\xff  for 11574074 days")
     shown = command("store", "stat", os.fsdecode(key), *options, cwd=tmp_path)
     assert shown.stdout.startswith("key         odd/\\x1b[31m\\n\\xff\nbytes       1 (1 B)\n"), shown.stderr
     assert command("store", "rm", os.fsdecode(key), *options, cwd=tmp_path).returncode == 0
@@ -118,3 +124,57 @@ def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path, arguments: tupl
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert named in done.stderr
+
+
+def test_a_source_without_end_is_refused_when_it_is_larger_than_any_node(node: RunningNode, tmp_path: Path) -> None:
+    with Store(node.address) as store:
+        largest = store.largest()
+    done = command("store", "put", "endless", "/dev/zero", "--node", node.address, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"/dev/zero has more than {largest} bytes" in done.stderr
+
+
+def test_a_sweep_says_what_it_has_mended(tmp_path: Path) -> None:
+    with running_node() as one, running_node() as other:
+        with Store(one.address) as store:
+            store.put("k", b"value")
+        options = ("--node", one.address, "--node", other.address)
+        done = command("store", "repair", *options, cwd=tmp_path)
+        assert done.stdout == "1 objects, 0 with too few copies, 0 mended (0 B copied)\n"
+        with Store(one.address, other.address, replicas=2) as store:
+            store.put("two", b"value")
+        other.kill()
+        with running_node() as new:
+            options = ("--node", one.address, "--node", new.address)
+            done = command("store", "repair", "--json", "--bandwidth", "100MB/s", *options, cwd=tmp_path)
+            assert json.loads(done.stdout) == {"objects": 2, "endangered": 1, "mended": 1, "nbytes": 5}, done.stderr
+            with Store(new.address) as alone, pytest.warns(FarpoolWarning, match="replicas=2"):
+                assert alone.get("two") == b"value"
+
+
+def test_a_rotation_says_what_it_did_on_each_node_and_fails_if_one_was_not_reached(tmp_path: Path) -> None:
+    with running_node() as first, running_node() as second:
+        both = ("--node", first.address, "--node", second.address)
+        with Store(first.address, second.address, replicas=2) as store:
+            store.put("k", bytes(5000))
+        done = command("store", "rotate-tenant", *both, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "".join(
+            f"{node.address}: epoch 1, 1 objects (4.88 KiB) can no longer be read\n" for node in (first, second)
+        )
+        assert command("store", "get", "k", *both, cwd=tmp_path).returncode == 1
+        with Store(first.address, second.address, replicas=2) as store:
+            store.put("k", b"v")
+        with second.suspended():
+            done = command("store", "rotate-tenant", *both, "--timeout", "2", cwd=tmp_path)
+            assert done.returncode == 1
+            assert f"{first.address}: epoch 2, 1 objects (1 B) can no longer be read\n" in done.stdout
+            assert f"{second.address}: NOT REACHED: " in done.stdout
+            assert "it may still give out what was put before" in done.stderr
+        assert command("store", "ls", *both, cwd=tmp_path).stdout == ""
+        assert command("store", "get", "k", "--node", second.address, cwd=tmp_path).returncode == 1
+        shown = json.loads(command("store", "rotate-tenant", "--json", *both, cwd=tmp_path).stdout)
+        assert shown["epoch"] == 3
+        assert [node["rotated"] for node in shown["nodes"]] == [True, True]
+    for words in ((), both[:2]):
+        assert command("store", "rotate-tenant", *words, "--timeout", "0.5", cwd=tmp_path).returncode == 2

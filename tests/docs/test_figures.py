@@ -53,6 +53,33 @@ def training() -> list[str]:
     ]
 
 
+def gpu() -> list[str]:
+    rows = []
+    for case in result("gpu-streaming")["cases"]:
+        demand, accelerate = case["peers"]
+        rows.append(
+            f"| forward pass, {case['rate'] / 1e9:.0f} GB/s, {case['ratio']:.2f} | {case['efficiency']:.2f} | "
+            f"{demand['efficiency']:.2f} | {accelerate['efficiency']:.2f} | {accelerate['speedup']:.2f} |"
+        )
+        assert case["equal"]
+        assert case["stall_seconds"] < 2e-3
+    for case in result("gpu-training")["cases"]:
+        rows.append(
+            f"| {case['ratio']:.2f} | {case['efficiency']:.2f} | {case['efficiency_by_phases']:.2f} | "
+            f"{case['in_backward']['efficiency']:.2f} |"
+        )
+        assert case["equal"]
+    steps = [json.loads(line) for line in (RESULTS / "gpu-check.jsonl").read_text().splitlines()]
+    assert steps[-1] == {
+        "step": "summary",
+        "status": "passed",
+        "passed": steps[-1]["passed"],
+        "failed": [],
+        "not run": [],
+    }
+    return rows
+
+
 def overhead() -> list[str]:
     outcome = result("overhead")
     linear = outcome["operations"][0]
@@ -160,7 +187,7 @@ def remote() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rows", [remote, demo, streaming, training, overhead, nvme, growth, policies, prefetch])
+@pytest.mark.parametrize("rows", [remote, demo, streaming, training, gpu, overhead, nvme, growth, policies, prefetch])
 def test_the_page_of_benchmarks_quotes_its_result_files(rows: Callable[[], list[str]]) -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     for row in rows():
@@ -171,10 +198,15 @@ def test_the_readme_quotes_its_result_files() -> None:
     readme = (ROOT / "README.md").read_text()
     outcome, streamed = result("demo"), result("streaming")["cases"][1]
     accelerate = streamed["peers"][1]
+    on_gpu = result("gpu-streaming")["cases"]
+    speedups = [case["peers"][1]["speedup"] for case in on_gpu]
+    efficiencies = [case["efficiency"] for case in on_gpu]
     transfer = next(race for race in result("remote")["transfers"] if race["what"] == "get_into_many")
     rate = transfer["nbytes"] / statistics.median(transfer["ours"]) / 1e9
     assert outcome["equal"]
     for figure in (
+        f"on an H100, {min(speedups):.0f} to {max(speedups):.1f} times as fast as accelerate, "
+        f"{min(efficiencies):.1f} to {max(efficiencies):.1f} of the limit",
         f"| all {outcome['passages']}, at {outcome['relative_throughput']:.2f} of the all-resident throughput |",
         f"({streamed['rate'] / 1e9:g} GB/s, ratio {streamed['ratio']:.2f}) | "
         f"{streamed['efficiency']:.2f} of the limit, {accelerate['speedup']:.2f} times as fast as accelerate |",
@@ -184,10 +216,25 @@ def test_the_readme_quotes_its_result_files() -> None:
         assert figure in readme, figure
 
 
+def test_the_page_of_the_registry_quotes_its_result_file() -> None:
+    page, outcome = (ROOT / "docs/registry.md").read_text(), result("registry")
+    named = {
+        "farpool": "farpool: the gateway, with the standard library",
+        "httpx": f"the gateway, with httpx {outcome['clients']['httpx']}",
+        "aetcd": f"gRPC, with aetcd {outcome['clients']['aetcd']}",
+        "grpcio": f"gRPC, with grpcio {outcome['clients']['grpcio']} and messages of its own",
+        "sqlite": "the SQLite file",
+    }
+    for client, what in named.items():
+        figures = " | ".join(f"{outcome['milliseconds'][client][one]:.1f}" for one in ("get", "put", "txn", "watch"))
+        assert f"| {what} | {figures} |" in page, client
+    assert f"etcd {outcome['etcd']}" in page
+
+
 def test_result_files_say_where_they_come_from() -> None:
     for path in RESULTS.glob("*.json"):
         provenance = json.loads(path.read_text())["provenance"]
-        assert provenance["command"].startswith("farpool ")
+        assert provenance["command"].startswith(("farpool ", "scripts/"))
         assert provenance["date"]
         assert provenance["versions"]["farpool"]
         assert "/tmp/" not in provenance["command"]

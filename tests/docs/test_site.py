@@ -26,7 +26,9 @@ def _text(node: ast.AST) -> str | None:
 
 def _strings() -> set[str]:
     trees = (ast.parse(path.read_text()) for path in (ROOT / "src/farpool").rglob("*.py"))
-    return {text for tree in trees for node in ast.walk(tree) if (text := _text(node)) is not None}
+    native = (path.read_text() for path in (ROOT / "native").rglob("*.cpp"))
+    said = {text for source in native for text in re.findall(r'"((?:[^"\\\n]|\\.)*)"', source)}
+    return said | {text for tree in trees for node in ast.walk(tree) if (text := _text(node)) is not None}
 
 
 def test_every_quoted_message_is_said_somewhere() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import select
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from farpool._native import Connection, NodeServer
-from tests.transport.live_node import ALL_RIGHTS, NAME
+from farpool._native import Connection, NodeServer, Reply
+from farpool.net.frames import Op
+from tests.net.live_node import ALL_RIGHTS, NAME, soon
 
 __all__ = ["FlippingWire", "flipped"]
 
@@ -35,10 +37,12 @@ class FlippingWire:
         self._session = session
         ours, self._client = socket.socketpair()
         self._node, theirs = socket.socketpair()
-        server.adopt(theirs.detach(), session, 0, ALL_RIGHTS)
+        server.adopt(theirs.detach(), session, 0, ALL_RIGHTS, "")
         self.connection = Connection(ours.detach(), NAME, tenant=0, credential=0, spin=0.0)
         self._poll = select.poll()
         self._poll.register(self._node, select.POLLIN)
+        self._client.settimeout(_PATIENCE_MS / 1000)
+        self._thread = ThreadPoolExecutor(1)
         self.where = ""
         self.has_ended = False
 
@@ -49,9 +53,21 @@ class FlippingWire:
         self.close()
         return FlippingWire(server, self._rng, self._session)
 
+    def ask(self, op: Op, meta: bytes, payload: bytes | None) -> Future[Reply]:
+        """Send a request; its reply, once it has been passed on."""
+        return self._thread.submit(self.connection.exchange, op, meta, soon(), payload=payload)
+
     def pass_request(self, *, flip: bool) -> None:
         """To the node."""
-        self._node.sendall(self._damaged(self._client.recv(_MOST)) if flip else self._client.recv(_MOST))
+        data = self._received(_HEADER_BYTES)
+        data += self._received(int.from_bytes(data[16:20], "little") + int.from_bytes(data[24:32], "little"))
+        self._node.sendall(self._damaged(data) if flip else data)
+
+    def _received(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            data += self._client.recv(nbytes - len(data))
+        return data
 
     def pass_reply(self, *, flip: bool) -> None:
         """To the client; also the end of the stream."""
@@ -76,6 +92,7 @@ class FlippingWire:
         return flipped(data, bits)
 
     def close(self) -> None:
+        self._thread.shutdown()
         self.connection.close()
         self._client.close()
         self._node.close()

@@ -35,7 +35,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class ForgedNode:
-    """A node's process; `restart` keeps its address and, unless told otherwise, its memory."""
+    """A node's process; `restart` keeps its address and, unless it is replaced by another node, its memory."""
 
     def __init__(self, forge: Forge, name: str, settings: dict[str, Any]) -> None:
         self.name = name
@@ -51,9 +51,12 @@ class ForgedNode:
     def is_up(self) -> bool:
         return self._process >= 0
 
-    def start(self, *, forget: bool = False) -> None:
+    def start(self, *, anew: bool = False) -> None:
+        """Start it again; `anew` as another node, on another identity and without what was there."""
         assert not self.is_up
-        self.pid = self._forge.fork({**self._settings, "ephemeral": forget})
+        if anew:
+            shutil.rmtree(self.folder)
+        self.pid = self._forge.fork(self._settings)
         self._process = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
@@ -77,9 +80,9 @@ class ForgedNode:
         os.kill(self.pid, signal.SIGCONT)
         self.is_stopped = False
 
-    def restart(self, *, forget: bool = False) -> None:
+    def restart(self, *, anew: bool = False) -> None:
         self.kill()
-        self.start(forget=forget)
+        self.start(anew=anew)
 
 
 class _Zygote:
@@ -200,9 +203,9 @@ def _state(task: Path) -> str:
 
 def _serve(settings: dict[str, Any]) -> None:
     """The child: be a node until killed."""
+    from farpool.net.access import load_keys
+    from farpool.net.address import parse_address
     from farpool.node import Node
-    from farpool.transport.access import load_keys
-    from farpool.transport.address import parse_address
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(settings["log"], "ab") as log:
@@ -218,8 +221,8 @@ def _serve(settings: dict[str, Any]) -> None:
         name=Path(settings["folder"]).name,
         folder=settings["folder"],
         keys=None if keys is None else load_keys(Path(keys)),
-        ephemeral=settings["ephemeral"],
         grace=settings["grace"],
+        insecure_plaintext=True,
     )
     node.start()
     _say({"pid": os.getpid()})
@@ -244,8 +247,7 @@ def _lines() -> Iterator[str]:
 
 def main() -> None:
     """The process that nodes are forked from."""
-    import farpool.node
-    import farpool.node.nixl  # noqa: F401
+    import farpool.node  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
     _say({"ready": True})

@@ -2,23 +2,21 @@
 
 Every operation has the times at which it began and ended, by one monotonic clock. The rules (docs/store.md):
 
-- A read gives what some publish of that key wrote, under that publish's generation, and not before it began. A publish
-  that met a newer one tries again under a higher generation; while it is under way, the first may be seen.
-- It never gives what a confirmed publish or deletion has replaced before the read began. Generations follow the clock
-  of the host, so of two writes one of which ended before the other began the second is the newer one, and of two
-  publishes the one with the higher generation.
-- Where nothing is ever evicted, it also finds what was confirmed and not deleted.
+- A read gives what some put of that key wrote, whole, and not before that put began. A put that failed, or that found a
+  copy present, may have written its value or not.
+- It never gives what a drop has taken from all nodes before the read began, unless it was put again.
+- Where nothing is evicted and nobody dropped it, a key that was confirmed with n copies is found while fewer than n
+  nodes have lost their memory since: since the put, or the last sweep that began after it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-__all__ = ["Event", "violations"]
+__all__ = ["Event", "Losses", "violations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +26,13 @@ class Event:
     Attributes
     ----------
     kind : str
-        ``put``, ``delete``, ``read`` or ``error``; the last says nothing.
+        ``put``, ``drop``, ``read`` or ``error``; the last says nothing.
     began, ended : float
         When it was called and when it returned.
     value : str or None
-        Name and checksum of what was written or read; None for a deletion or a miss. What an error says.
-    generation : int
-        Of the publish, where the program was told; else 0.
+        Name and checksum of what was put or read; None for a drop or a miss. What an error says.
     confirmed : bool
-        Of a write: it returned without an error.
+        Of a put: it returned without an error. Of a drop: so, and no node was away.
     """
 
     kind: str
@@ -44,64 +40,90 @@ class Event:
     began: float
     ended: float
     value: str | None
-    generation: int = 0
     confirmed: bool = True
 
+    @property
+    def over(self) -> float:
+        """When it can have no effect any more: never, if a node may still have the request before it."""
+        return self.ended if self.confirmed else math.inf
 
-def violations(events: Iterable[Event], *, evicts: bool = True) -> list[str]:
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What happened to the nodes.
+
+    Attributes
+    ----------
+    copies : int
+        On how many nodes a put was confirmed.
+    lost : sequence of (str, float)
+        Nodes that lost their memory, and when it was lost for certain.
+    swept : sequence of (float, float)
+        When sweeps that left nothing to mend began and ended.
+    away : sequence of (str, float, float)
+        Nodes that could not be asked, and from when to when.
+    """
+
+    copies: int = 1
+    lost: Sequence[tuple[str, float]] = ()
+    swept: Sequence[tuple[float, float]] = ()
+    away: Sequence[tuple[str, float, float]] = ()
+
+    def may_explain(self, put: Event, read: Event) -> bool:
+        """Tell if so many nodes were lost since, or away when it was looked for, that a read may miss what was put."""
+        sweeps = [(begin, end) for begin, end in self.swept if put.ended < begin and end < read.began]
+        # A loss while a sweep is under way counts for what it finds and for what it leaves.
+        begins = [put.began, *(begin for begin, _ in sweeps)]
+        ends = [*(end for _, end in sweeps), read.ended]
+        lost = [{node for node, at in self.lost if begin <= at <= end} for begin, end in zip(begins, ends, strict=True)]
+        lost[-1] |= {node for node, begin, end in self.away if begin <= read.ended and read.began <= end}
+        return any(len(nodes) >= self.copies for nodes in lost)
+
+
+def violations(events: Iterable[Event], *, evicts: bool = True, losses: Losses | None = None) -> list[str]:
     """What should not have happened, one line each."""
     by_key: defaultdict[str, list[Event]] = defaultdict(list)
     for event in events:
         by_key[event.key].append(event)
-    return [line for history in by_key.values() for line in _violations_of(history, evicts)]
-
-
-def _violations_of(history: list[Event], evicts: bool) -> list[str]:
-    puts = {event.value: event for event in history if event.kind == "put"}
-    deletes = [event for event in history if event.kind == "delete"]
-    confirmed = sorted(
-        (e for e in history if e.kind in ("put", "delete") and e.confirmed), key=lambda event: event.ended
-    )
-    ends = [write.ended for write in confirmed]
-    # Of the first n of them, the one that began last and the one with the highest generation.
-    latest = list(accumulate(confirmed, lambda a, b: max(a, b, key=lambda write: write.began)))
-    highest = list(accumulate(confirmed, lambda a, b: max(a, b, key=lambda write: write.generation)))
     found = []
-    for read in history:
-        if read.kind != "read":
-            continue
-        count = bisect_left(ends, read.began)
-        if read.value is None:
-            what = None if evicts else _lost(read, confirmed[:count], deletes)
-        else:
-            what = _wrong(read, puts.get(read.value), [latest[count - 1], highest[count - 1]] if count else [])
-        if what is not None:
-            found.append(f"{what}: {read}")
+    for history in by_key.values():
+        puts = [event for event in history if event.kind == "put"]
+        drops = [event for event in history if event.kind == "drop"]
+        of_value: defaultdict[str | None, list[Event]] = defaultdict(list)
+        for put in puts:
+            of_value[put.value].append(put)
+        for read in history:
+            if read.kind == "read":
+                if read.value is not None:
+                    what = _wrong(read, of_value[read.value], drops)
+                else:
+                    what = None if evicts else _lost(read, puts, drops, losses or Losses())
+                if what is not None:
+                    found.append(f"{what}: {read}")
     return found
 
 
-def _wrong(read: Event, put: Event | None, replacing: list[Event]) -> str | None:
-    """What is wrong with a value that was read; `replacing`: writes that were confirmed before the read."""
-    if put is None:
-        return "a value that was never published under this key"
-    if put.began > read.ended:
-        return f"a value that was published later ({put})"
-    tried_before = read.generation < put.generation and read.began < put.ended
-    if put.generation and read.generation and put.generation != read.generation and not tried_before:
-        return f"a value under the generation of another publish ({put})"
-    generation = read.generation or put.generation
-    for write in replacing:
-        if write.began > put.ended or (generation and write.generation > generation):
-            return f"a value that was replaced ({put}) by one that was confirmed ({write})"
+def _wrong(read: Event, puts: list[Event], drops: list[Event]) -> str | None:
+    """What is wrong with a value that was read; `puts`: those of this value."""
+    if not puts:
+        return "a value that was never put under this key"
+    begun = [put for put in puts if put.began <= read.ended]
+    if not begun:
+        return f"a value that was put later ({puts[0]})"
+    for drop in drops:
+        if drop.over < read.began and all(put.over < drop.began for put in begun):
+            return f"a value ({begun[-1]}) that was dropped ({drop})"
     return None
 
 
-def _lost(read: Event, before: list[Event], deletes: list[Event]) -> str | None:
+def _lost(read: Event, puts: list[Event], drops: list[Event], losses: Losses) -> str | None:
     """What is wrong with a miss, where nothing is evicted."""
-    for put in before:
-        if put.kind != "put":
+    for put in puts:
+        if not put.confirmed or put.ended >= read.began:
             continue
-        # A deletion that neither ended before the publish began nor began after the read ended may have come between.
-        if not any(delete.ended > put.began and delete.began < read.ended for delete in deletes):
-            return f"a miss although it was published ({put}) and not deleted"
+        # A drop that neither was over before the put began nor began after the read ended may have come between.
+        if any(drop.over > put.began and drop.began < read.ended for drop in drops):
+            continue
+        if not losses.may_explain(put, read):
+            return f"a miss although it was put ({put}) and not dropped"
     return None

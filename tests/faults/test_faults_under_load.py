@@ -1,7 +1,7 @@
-"""Nodes are killed, stopped and restarted at any moment while clients work.
+"""Nodes are killed, stopped, restarted and replaced at any moment while clients work.
 
 Each operation ends within its deadline, in what is right, a miss or a typed error; what was confirmed with two copies
-survives the loss of a node; nothing leaks.
+survives the loss of a node, and of any number one after the other with sweeps between; nothing leaks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from farpool.errors import NodeError
+from farpool.store import Repaired, Store
 from tests.faults.forge import PATIENCE, Forge, ForgedNode
-from tests.faults.load import Ledger
-from tests.faults.trial import check_afterwards, nothing_is_held, nothing_left_behind, work_under
+from tests.faults.trial import nothing_is_held, nothing_left_behind, persist, work_under
 
 ROUNDS = 5
 GRACE = 0.5
+LEFT_ALONE = 2.5
+"""Seconds after which all programs have noticed that a node is back."""
 
 
 class Chaos:
@@ -30,14 +33,20 @@ class Chaos:
         self._nodes = nodes
         self._random = random.Random(f"{seed} chaos")
         self.did: list[str] = []
-        self.losses: list[tuple[ForgedNode, float]] = []
+        self.lost: list[tuple[str, float]] = []
+        self.swept: list[tuple[float, float]] = []
+        self.away: list[tuple[str, float, float]] = []
 
     def strike(self) -> None:
+        began = time.monotonic()
         count = 1 if self._random.random() < 0.8 else 2
-        for node in self._random.sample(self._nodes, count):
+        struck = self._random.sample(self._nodes, count)
+        for node in struck:
             self._random.choice([self._kill, self._stop, self._stop])(node)
         time.sleep(self._random.choice([0.0, 0.05, 0.3, 1.2]))
         self.heal()
+        # A program that has found it failing leaves it alone for a while after it has come back.
+        self.away += [(node.name, began, time.monotonic() + LEFT_ALONE) for node in struck]
         time.sleep(self._random.uniform(0.0, 0.3))
 
     def heal(self) -> None:
@@ -45,11 +54,11 @@ class Chaos:
             if node.is_stopped:
                 node.cont()
             if not node.is_up:
-                forget = self._random.random() < 0.4
-                self.did.append(f"restart {node.name}{' without its memory' if forget else ''}")
-                node.start(forget=forget)
-                if forget:
-                    self.losses.append((node, time.monotonic()))
+                anew = self._random.random() < 0.4
+                self.did.append(f"{'replace' if anew else 'restart'} {node.name}")
+                if anew:
+                    self.lost.append((node.name, time.monotonic()))
+                node.start(anew=anew)
 
     def _kill(self, node: ForgedNode) -> None:
         self.did.append(f"kill {node.name}")
@@ -59,19 +68,51 @@ class Chaos:
         self.did.append(f"stop {node.name}")
         node.stop()
 
-    def lost_since(self, when: float) -> int:
-        """How many nodes have lost their memory since then."""
-        return len({node.name for node, at in self.losses if at >= when})
+
+class Replacements:
+    """Replaces one node after the other by an empty one, with a sweep in between; which follows from the seed."""
+
+    def __init__(self, nodes: list[ForgedNode], seed: str) -> None:
+        self._nodes = nodes
+        self._random = random.Random(f"{seed} replacements")
+        self.did: list[str] = []
+        self.lost: list[tuple[str, float]] = []
+        self.swept: list[tuple[float, float]] = []
+        self.away: list[tuple[str, float, float]] = []
+
+    def strike(self) -> None:
+        node = self._random.choice(self._nodes)
+        node.kill()
+        self.lost.append((node.name, time.monotonic()))
+        node.start(anew=True)
+        with Store(*[node.address for node in self._nodes], replicas=2, timeout=PATIENCE) as store:
+            began = time.monotonic()
+            swept = persist(lambda: sweep(store))
+            self.swept.append((began, time.monotonic()))
+        self.did.append(f"replace {node.name}, {swept.mended} mended")
+        time.sleep(LEFT_ALONE)  # else it would be away for some while the next one is lost
+
+    def heal(self) -> None:
+        """All are up."""
+
+
+def sweep(store: Store) -> Repaired:
+    """Repair; what others put and mend at the same time may make it necessary to look again."""
+    swept = store.repair()
+    if swept.mended < swept.endangered:
+        raise NodeError(f"{swept}")
+    return swept
 
 
 def another_program(addresses: list[str], replicas: int) -> subprocess.Popen[bytes]:
-    """Puts, reads and pins until it is killed."""
-    settings = {"nodes": addresses, "replicas": replicas, "transport": "auto", "seed": "killed", "operations": 10**9}
-    settings |= {"keys": [f"key {number}" for number in range(5)], "largest": 60_000, "deletes": 5}
-    program = Path(__file__).with_name("historian.py")
-    return subprocess.Popen([sys.executable, str(program), json.dumps(settings)], stdout=subprocess.DEVNULL)
+    """Puts, reads and pins until it is killed, under keys of its own."""
+    settings = {"store": {"nodes": addresses, "replicas": replicas}, "seed": "killed", "operations": 10**9}
+    settings |= {"keys": [f"killed {number}" for number in range(5)], "largest": 60_000, "drops": 5}
+    arguments = [sys.executable, "-m", "tests.faults.historian", json.dumps(settings)]
+    return subprocess.Popen(arguments, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("replicas", "transport", "seed", "rounds"),
     [
@@ -86,15 +127,37 @@ def test_whatever_happens_to_nodes_clients_get_what_is_right_or_a_typed_error_in
     replicas: int, transport: str, seed: str, rounds: int
 ) -> None:
     with Forge() as forge:
-        nodes = [forge.node(grace=GRACE) for _ in range(3)]
+        nodes = [forge.node(32 << 20, grace=GRACE) for _ in range(3)]
         addresses = [node.address for node in nodes]
         with nothing_left_behind(forge.folder):
-            ledger, chaos = Ledger(), Chaos(nodes, seed)
             program = another_program(addresses, replicas)
             try:
-                clients = work_under(chaos, rounds, addresses, seed, ledger, replicas=replicas, transport=transport)
+                work_under(Chaos(nodes, seed), rounds, addresses, seed, replicas=replicas, transport=transport)
             finally:
                 program.kill()
                 program.wait(PATIENCE)
-            check_afterwards(chaos, addresses, clients, seed, ledger, replicas=replicas)
+            with Store(*addresses, timeout=PATIENCE) as store:
+                for number in range(5):
+                    store.drop(f"killed {number}")
+        nothing_is_held(nodes)
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("transport", "seed", "rounds"),
+    [
+        ("auto", "1", ROUNDS),
+        pytest.param("tcp", "2", 10 * ROUNDS, marks=pytest.mark.slow),
+        pytest.param("auto", "3", 10 * ROUNDS, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_lost_when_all_nodes_are_replaced_again_and_again_with_sweeps_between(
+    transport: str, seed: str, rounds: int
+) -> None:
+    with Forge() as forge:
+        nodes = [forge.node(32 << 20, grace=GRACE) for _ in range(3)]
+        addresses = [node.address for node in nodes]
+        replacements = Replacements(nodes, seed)
+        work_under(replacements, rounds, addresses, seed, replicas=2, drops=0, transport=transport)
+        assert {name for name, _ in replacements.lost} == {node.name for node in nodes}
         nothing_is_held(nodes)

@@ -1,4 +1,4 @@
-"""Many processes publish, read, evict and delete the same keys; a checker goes through what they have seen."""
+"""Many processes put, read, evict and drop the same keys; a checker goes through what they have seen."""
 
 from __future__ import annotations
 
@@ -6,63 +6,58 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farpool.transport.address import parse_address
-from farpool.transport.channel import Channel
-from tests.faults.forge import PATIENCE, Forge
-from tests.faults.history import Event, violations
+from tests.faults.forge import Forge
+from tests.faults.history import Event, Losses, violations
+from tests.nodes import stats
 
 SEED = 11
 ENOUGH = 50
-"""So many publishes, deletions, hits and, where there is not enough room, evictions have to be in a history."""
+"""So many puts, drops, hits and, where there is not enough room, evictions have to be in a history."""
 WATCHDOG = 240.0
 """Only a program that hangs takes so many seconds."""
-PROGRAM = Path(__file__).with_name("historian.py")
+NO_ROOM = ("NodeFullError", "QuotaExceededError", "no room", "cannot be evicted")
 
 
-def put(began: float, ended: float, value: str = "a", generation: int = 0, confirmed: bool = True) -> Event:
-    return Event("put", "key", began, ended, value, generation, confirmed)
+def put(began: float, ended: float, value: str = "a", *, confirmed: bool = True) -> Event:
+    return Event("put", "key", began, ended, value, confirmed)
 
 
-def delete(began: float, ended: float, confirmed: bool = True) -> Event:
-    return Event("delete", "key", began, ended, None, 0, confirmed)
+def drop(began: float, ended: float, *, confirmed: bool = True) -> Event:
+    return Event("drop", "key", began, ended, None, confirmed)
 
 
-def read(began: float, ended: float, value: str | None = "a", generation: int = 0) -> Event:
-    return Event("read", "key", began, ended, value, generation)
+def read(began: float, ended: float, value: str | None = "a") -> Event:
+    return Event("read", "key", began, ended, value)
 
 
 ALLOWED = {
     "a value": [put(1, 2), read(3, 4)],
-    "a value whose publish is under way": [put(1, 4), read(2, 3)],
-    "a value whose publish failed": [put(1, 2, confirmed=False), read(3, 4)],
-    "the older of two at once": [put(1, 4), put(2, 5, "b"), read(6, 7)],
-    "the older while the newer is under way": [put(1, 2), put(3, 6, "b"), read(4, 5)],
-    "the older after the newer failed": [put(1, 2), put(3, 4, "b", confirmed=False), read(5, 6)],
+    "a value whose put is under way": [put(1, 4), read(2, 3)],
+    "a value whose put failed": [put(1, 2, confirmed=False), read(3, 4)],
+    "the first of two": [put(1, 2), put(3, 4, "b"), read(5, 6)],
+    "the second of two, which may have gone where there was room": [put(1, 2), put(3, 4, "b"), read(5, 6, "b")],
+    "one of two at once, and then the other": [put(1, 4), put(2, 5, "b"), read(6, 7), read(8, 9, "b")],
     "a miss": [put(1, 2), read(3, 4, None)],
-    "a value published after a deletion": [delete(1, 2), put(3, 4), read(5, 6)],
-    "a value published during a deletion": [put(1, 4), delete(2, 3), read(5, 6)],
-    "a value whose deletion failed": [put(1, 2), delete(3, 4, confirmed=False), read(5, 6)],
-    "the same generation": [put(1, 2, generation=7), read(3, 4, generation=7)],
-    "an earlier attempt of a publish under way": [put(1, 4, generation=7), read(2, 3, generation=6)],
+    "a value put after a drop": [drop(1, 2), put(3, 4), read(5, 6)],
+    "a value put during a drop": [put(1, 4), drop(2, 3), read(5, 6)],
+    "a value put before a drop and again": [put(1, 2), drop(3, 4), put(5, 6), read(7, 8)],
+    "a value while it is being dropped": [put(1, 2), drop(3, 6), read(4, 5)],
+    "a value that a node which was away still has": [put(1, 2), drop(3, 4, confirmed=False), read(5, 6)],
+    "a value whose put failed and reached the node after a drop": [put(1, 2, confirmed=False), drop(3, 4), read(5, 6)],
 }
 WRONG = {
-    "never published": [put(1, 2), read(3, 4, "b")],
-    "published later": [read(1, 2), put(3, 4)],
-    "another publish": [put(1, 2, generation=7), read(3, 4, generation=8)],
-    "another publish ": [put(1, 2, generation=7), read(3, 4, generation=6)],
-    "another publish  ": [put(1, 4, generation=7), read(2, 3, generation=8)],
-    "was replaced": [put(1, 2), put(3, 4, "b"), read(5, 6)],
-    "was replaced ": [put(1, 4, generation=7), put(2, 5, "b", generation=8), read(6, 7)],
-    "was replaced  ": [put(1, 2), delete(3, 4), read(5, 6)],
-    "was replaced   ": [put(1, 2, confirmed=False), put(3, 4, "b"), read(5, 6)],
-    "was replaced    ": [put(1, 2), put(3, 4, "b"), put(5, 6, "c", confirmed=False), read(7, 8)],
+    "never put": [put(1, 2), read(3, 4, "b")],
+    "never put ": [read(1, 2)],
+    "put later": [read(1, 2), put(3, 4)],
+    "was dropped": [put(1, 2), drop(3, 4), read(5, 6)],
+    "was dropped ": [put(1, 2), drop(3, 4), put(5, 6, "b"), read(7, 8)],
+    "was dropped  ": [put(1, 2), put(1, 3), drop(4, 5), drop(6, 9), read(7, 8)],
 }
 
 
@@ -77,46 +72,115 @@ def test_the_checker_finds(name: str) -> None:
     assert name.strip() in found
 
 
-def test_the_checker_takes_a_miss_amiss_where_nothing_is_evicted() -> None:
-    [found] = violations([put(1, 2), read(3, 4, None)], evicts=False)
-    assert "not deleted" in found
-    for history in (
-        [read(1, 2, None), put(3, 4)],
-        [put(1, 4), read(2, 3, None)],
-        [put(1, 2), delete(3, 4), read(5, 6, None)],
-        [put(1, 4), delete(2, 3), read(5, 6, None)],
-        [put(1, 2), delete(3, 8, confirmed=False), read(5, 6, None)],
-    ):
-        assert violations(history, evicts=False) == []
-    assert violations([delete(1, 2), put(3, 4), read(5, 6, None)], evicts=False)
+FOUND = {
+    "a put after a read": [read(1, 2, None), put(3, 4)],
+    "a put under way": [put(1, 4), read(2, 3, None)],
+    "a put that failed": [put(1, 2, confirmed=False), read(3, 4, None)],
+    "a drop": [put(1, 2), drop(3, 4), read(5, 6, None)],
+    "a drop during the put": [put(1, 4), drop(2, 3), read(5, 6, None)],
+    "a drop that failed": [put(1, 2), drop(3, 4, confirmed=False), read(5, 6, None)],
+    "a drop that reached a node after the put": [drop(1, 2, confirmed=False), put(3, 4), read(5, 6, None)],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_checker_allows_a_miss_where_nothing_is_evicted_after(name: str) -> None:
+    assert violations(FOUND[name], evicts=False) == []
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [put(1, 2), read(3, 4, None)],
+        [drop(1, 2), put(3, 4), read(5, 6, None)],
+        [put(1, 2), read(3, 4, None), drop(5, 6)],
+        [put(1, 2), put(3, 4, "b", confirmed=False), read(5, 6, None)],
+    ],
+)
+def test_the_checker_takes_a_miss_amiss_where_nothing_is_evicted(history: list[Event]) -> None:
+    assert violations(history) == []
+    [found] = violations(history, evicts=False)
+    assert "not dropped" in found
+
+
+@pytest.mark.parametrize(
+    ("lost", "swept", "allowed"),
+    [
+        ([("a", 3)], [], False),
+        ([("a", 3), ("a", 4)], [], False),
+        ([("a", 3), ("b", 4)], [], True),
+        ([("a", 1.5), ("b", 4)], [], True),
+        ([("a", 0), ("b", 4)], [], False),
+        ([("a", 3), ("b", 9)], [], False),
+        ([("a", 3), ("b", 6)], [(4, 5)], False),
+        ([("a", 3), ("b", 4.5)], [(4, 5)], True),
+        ([("a", 4.2), ("b", 4.5)], [(4, 5)], True),
+        ([("a", 3), ("b", 4)], [(5, 6)], True),
+        ([("a", 3), ("b", 6)], [(1.5, 5)], True),
+        ([("a", 3), ("b", 6)], [(4, 8)], True),
+    ],
+)
+def test_the_checker_allows_a_miss_after_as_many_losses_as_there_were_copies(
+    lost: list[tuple[str, float]], swept: list[tuple[float, float]], allowed: bool
+) -> None:
+    history = [put(1, 2), read(7, 8, None)]
+    assert (violations(history, evicts=False, losses=Losses(2, lost, swept)) == []) == allowed
+
+
+@pytest.mark.parametrize(
+    ("away", "allowed"),
+    [
+        ([("b", 6, 9)], True),
+        ([("b", 7.5, 7.6)], True),
+        ([("b", 6, 6.5)], False),
+        ([("b", 8.5, 9)], False),
+        ([("a", 6, 9)], False),
+        ([], False),
+    ],
+)
+def test_a_node_that_is_away_while_it_is_looked_for_counts_as_lost(
+    away: list[tuple[str, float, float]], allowed: bool
+) -> None:
+    history = [put(1, 2), read(7, 8, None)]
+    losses = Losses(2, [("a", 3)], [], away)
+    assert (violations(history, evicts=False, losses=losses) == []) == allowed
 
 
 def work(nodes: list[str], transport: str, number: int, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    given = {**settings, "nodes": nodes, "transport": transport, "seed": f"{SEED}-{number}"}
-    return subprocess.Popen([sys.executable, str(PROGRAM), json.dumps(given)], stdout=subprocess.PIPE)
+    store = {"nodes": nodes, "transport": transport, "replicas": settings["replicas"]}
+    given = {**settings, "store": store, "seed": f"{SEED}-{number}"}
+    del given["replicas"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.historian", json.dumps(given)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 @pytest.mark.parametrize(
     ("shape", "evicts", "operations"),
     [
+        ((1, 1), True, 250),
         ((3, 2), True, 250),
-        pytest.param((3, 2), False, 250, marks=pytest.mark.slow),
+        ((3, 2), False, 250),
         *(pytest.param((1, 1), evicts, 1500, marks=pytest.mark.slow) for evicts in (True, False)),
         *(pytest.param((3, 2), evicts, 1500, marks=pytest.mark.slow) for evicts in (True, False)),
     ],
     ids=str,
 )
-def test_no_program_ever_reads_what_was_replaced_or_never_published(
+def test_no_program_ever_reads_what_was_dropped_or_never_put(
     shape: tuple[int, int], evicts: bool, operations: int
 ) -> None:
     """Each program does so many operations, however long it takes."""
     count, replicas = shape
     settings = {
-        "keys": [f"key {number}" for number in range(24 if evicts else 6)],
+        "keys": [f"key {number}" for number in range(60 if evicts else 12)],
         "replicas": replicas,
         "operations": operations,
         "largest": 100_000,
-        "deletes": 10,
+        "drops": 15,
+        # A copy that is being made while its key is dropped may be seen until whoever makes it notices (test_copies).
+        "calm": replicas == 1,
     }
     with Forge() as forge, contextlib.ExitStack() as stack:
         nodes = [forge.node((256 << 10) if evicts else (64 << 20)) for _ in range(count)]
@@ -126,21 +190,13 @@ def test_no_program_ever_reads_what_was_replaced_or_never_published(
             stack.callback(program.kill)
         said = [program.communicate(timeout=WATCHDOG)[0] for program in programs]
         assert [program.returncode for program in programs] == [0] * len(programs)
-        evictions = sum(evictions_of(address) for address in addresses)
+        evictions = sum(stats(address)["evictions"] for address in addresses)
     events = [Event(*fields) for output in said for fields in json.loads(output)]
     counts = Counter(event.kind for event in events)
     hits = sum(event.kind == "read" and event.value is not None for event in events)
     print(f"seed {SEED}: {dict(counts)}, {hits} hits, {evictions} evictions")
     assert violations(events, evicts=evicts) == []
     errors = {event.value for event in events if event.kind == "error"}
-    assert all(evicts and ("NodeFullError" in str(error) or "no room" in str(error)) for error in errors), errors
-    assert min(counts["put"], counts["delete"], hits) > ENOUGH
+    assert all(evicts and any(reason in str(error) for reason in NO_ROOM) for error in errors), errors
+    assert min(counts["put"], counts["drop"], hits) > ENOUGH
     assert (evictions > ENOUGH) == evicts
-
-
-def evictions_of(address: str) -> int:
-    channel = Channel(parse_address(address), transport="tcp")
-    try:
-        return int(channel.call("stats", time.monotonic() + PATIENCE)["evictions"])
-    finally:
-        channel.close()

@@ -7,39 +7,44 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from farpool.errors import FarpoolError
+from farpool.net.access import client_key
+from farpool.net.address import parse_address
+from farpool.net.channel import Channel
 from farpool.store import Store
-from farpool.transport.access import client_key
-from farpool.transport.address import parse_address
-from farpool.transport.channel import Channel
 from tests.faults.forge import PATIENCE, ForgedNode, eventually
-from tests.faults.load import Client, Ledger, OwnKey
+from tests.faults.historian import Historian
+from tests.faults.history import Losses, violations
 
-__all__ = ["SLACK", "Trouble", "check_afterwards", "nothing_is_held", "nothing_left_behind", "work_under"]
+__all__ = ["KEYS", "SLACK", "Trouble", "nothing_is_held", "nothing_left_behind", "persist", "work_under"]
 
 TIMEOUT = 1.0
 SLACK = 60.0
 """An operation that lasts so much longer than its deadline hangs; the machine may be as slow as it likes."""
-PUTS = 30
-"""Trouble goes on until so many publishes have been confirmed in it."""
+ENOUGH = 30
+"""Trouble goes on until so many puts have been confirmed in it, and so many reads have found something."""
 MOST_ROUNDS = 150
+KEYS = [f"key {number}" for number in range(60)]
+ResultT = TypeVar("ResultT")
 
 
 class Trouble(Protocol):
-    """What is done to the nodes."""
+    """What is done to the nodes; notes what it did, which nodes have lost their memory or were away, sweeps."""
 
     did: list[str]
+    lost: list[tuple[str, float]]
+    swept: list[tuple[float, float]]
+    away: list[tuple[str, float, float]]
 
     def strike(self) -> None:
         """Do something to some node, wait a little, and mend it."""
 
     def heal(self) -> None: ...
-    def lost_since(self, when: float) -> int:
-        """How many nodes have lost their memory since then."""
 
 
 @contextlib.contextmanager
@@ -58,9 +63,9 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def persist(act: Callable[[], Any]) -> Any:
-    """Its result once it works: breakers let nodes that have come back be asked after a while."""
-    deadline = time.monotonic() + 30
+def persist(act: Callable[[], ResultT]) -> ResultT:
+    """Its result once it works: nodes that have come back are asked again after a while."""
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return act()
@@ -71,73 +76,77 @@ def persist(act: Callable[[], Any]) -> Any:
 
 
 def work_under(
-    trouble: Trouble, rounds: int, addresses: list[str], seed: str, ledger: Ledger, **settings: Any
-) -> list[Client]:
+    trouble: Trouble, rounds: int, addresses: list[str], seed: str, *, drops: int = 8, replicas: int, **settings: Any
+) -> None:
     """Let clients work during so many rounds of trouble, or more, until they have done something.
 
-    `settings` are those of the stores.
+    Then nothing was wrong, all was in time, and what was confirmed is there; everything is removed. `settings` are
+    those of the stores.
     """
     with contextlib.ExitStack() as stack:
-        stores = [stack.enter_context(Store(*addresses, timeout=TIMEOUT, **settings)) for _ in range(2)]
-        others = [f"client {client} key {key}" for client in range(5) for key in range(6)]
-        clients = [Client(number, stores[number % 2], seed, others, ledger) for number in range(5)]
-        for client in clients:
-            client.thread.start()
-        try:
-            for number in range(MOST_ROUNDS):
-                if number >= rounds and ledger.outcomes["put"] > PUTS:
-                    break
-                trouble.strike()
-        finally:
-            for client in clients:
-                client.stopping.set()
-            for client in clients:
-                client.thread.join(PATIENCE)
-        assert not any(client.thread.is_alive() for client in clients), f"a client hangs: {trouble.did}"
-    return clients
-
-
-def check_afterwards(
-    trouble: Trouble, addresses: list[str], clients: list[Client], seed: str, ledger: Ledger, **settings: Any
-) -> None:
-    """Nothing was wrong, all was in time, and what was confirmed is there; removes everything."""
+        stores = [
+            stack.enter_context(Store(*addresses, timeout=TIMEOUT, replicas=replicas, **settings)) for _ in range(2)
+        ]
+        clients = [
+            Historian(stores[number % 2], KEYS, f"{seed} client {number}", largest=60_000, drops=drops, calm=False)
+            for number in range(5)
+        ]
+        hung = _at_work(clients, lambda: _strike(trouble, rounds, clients))
+    assert not hung, f"a client hangs: {trouble.did}"
     trouble.heal()
-    slowest = ", ".join(f"{act} {seconds:.2f} s" for act, seconds in ledger.slowest.items())
-    told = f"seed {seed}: {dict(ledger.outcomes)}; slowest {slowest}; {', '.join(trouble.did)}"
+    with Store(*addresses, timeout=PATIENCE, replicas=replicas, **settings) as store:
+        afterwards = Historian(store, KEYS, "afterwards", largest=1, drops=0)
+        afterwards.read_all()
+        for key in KEYS:
+            store.drop(key)
+    events = [event for client in (*clients, afterwards) for event in client.events]
+    slowest = max(event.ended - event.began for event in events)
+    outcomes = Counter(str(event.value).partition(":")[0] if event.kind == "error" else event.kind for event in events)
+    told = f"seed {seed}: {dict(outcomes)}; slowest {slowest:.2f} s; {', '.join(trouble.did)}"
     print(told)
-    assert ledger.wrong == [], told
-    assert max(ledger.slowest.values()) < TIMEOUT + SLACK, told
-    assert ledger.outcomes["put"] > PUTS, told
+    wrong = violations(events, evicts=False, losses=Losses(replicas, trouble.lost, trouble.swept, trouble.away))
+    assert wrong == [], f"{wrong}; {told}"
+    assert slowest < TIMEOUT + SLACK, told
+    assert not [event for event in afterwards.events if event.kind == "error"], told
     assert trouble.did, told
-    with Store(*addresses, timeout=5.0, **settings) as store:
+
+
+def _at_work(clients: list[Historian], act: Callable[[], None]) -> bool:
+    """Do something while clients work in threads of their own; tell if one of them does not end."""
+    failures: list[BaseException] = []
+
+    def work(client: Historian) -> None:
+        try:
+            client.run()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    try:
+        act()
+    finally:
         for client in clients:
-            for key in client.keys:
-                _check_survival(store, key, trouble, settings["replicas"], told)
-        _remove_everything(store, clients)
+            client.stopping.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    if failures:
+        raise failures[0]
+    return any(thread.is_alive() for thread in threads)
 
 
-def _check_survival(store: Store, key: OwnKey, trouble: Trouble, replicas: int, told: str) -> None:
-    value = persist(lambda: store.get(key.name))
-    if value is not None:
-        assert value in key.allowed, f"{key.name!r}: a value that was replaced or deleted; {told}"
-    elif trouble.lost_since(key.began) < replicas:
-        assert None in key.allowed, f"{key.name!r} is lost; {told}"
-
-
-def _remove_everything(store: Store, clients: list[Client]) -> None:
-    names = [key.name for client in clients for key in client.keys] + [f"key {number}" for number in range(5)]
-    for name in names:
-        persist(lambda name=name: store.delete(name))
-
-    def is_settled() -> bool:
-        store.reconcile()  # leaves out a node that does not answer in time
-        return all(status.stats is not None and not status.stats["tombstones"] for status in store.nodes())
-
-    eventually(is_settled, 20)
+def _strike(trouble: Trouble, rounds: int, clients: list[Historian]) -> None:
+    for number in range(MOST_ROUNDS):
+        done = Counter(event.kind for client in clients for event in list(client.events) if event.value is not None)
+        if number >= rounds and min(done["put"], done["read"]) > ENOUGH:
+            return
+        trouble.strike()
+    raise AssertionError(f"the clients did not get anything done: {trouble.did}")
 
 
 def nothing_is_held(nodes: list[ForgedNode], key: str | None = None) -> None:
-    """Everything was deleted, so what a node still holds is a pin, a publish that was not finished, or a tombstone."""
+    """Everything was dropped, so what a node still holds is a pin, or a put that was not finished."""
     for node in nodes:
         way = Channel(parse_address(node.address), key=client_key(key), transport="tcp")
         with contextlib.closing(way) as channel:
@@ -147,7 +156,7 @@ def nothing_is_held(nodes: list[ForgedNode], key: str | None = None) -> None:
 
             eventually(lambda: stats()["sessions"] == 1, 20)
             said = stats()
-        assert (said["objects"], said["tombstones"], said["used"]) == (0, 0, 0), said
+        assert (said["objects"], said["used"]) == (0, 0), said
         assert said["bad_frames"] == said["checksum_errors"] == 0
         assert len(os.listdir(f"/proc/{node.pid}/fd")) < 40
         node.kill()

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from farpool import _native
-from farpool.transport.frames import Op, Right, Status
+from farpool.net.frames import (
+    COMMIT,
+    HEAD,
+    LOOKUP,
+    OFFSET,
+    PLACE,
+    PRESENT,
+    ROTATE,
+    ROTATED,
+    STATED,
+    TOUCH,
+    TTL,
+    Op,
+    Right,
+    Status,
+)
+from tests.net.raw import RawStream, Reply
 
 ALL = Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN
 PATIENCE = 20.0
-_counter = itertools.count(1)
 
 
-def generation() -> int:
-    """Newer than each one before, and than what a fresh node vouches for."""
-    return (int(time.time() * 1e6) + 3_000_000 << 12) + next(_counter)
+class Head(NamedTuple):
+    """What an object is besides its bytes."""
+
+    ttl_ms: int = 0
+    copies: int = 0
+    kind: int = 0
+    parts: int = 0
+    recompute_us: int = 0
+    namespace: int = 0
+    flags: int = 0
+
+    def packed(self) -> bytes:
+        return HEAD.pack(*self)
+
+
+PLAIN = Head().packed()
+
+
+class Found(NamedTuple):
+    """What a lookup says."""
+
+    leading: int
+    sizes: list[int | None]
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -45,55 +79,128 @@ def node(folder: Path, capacity: int = 1 << 20, **settings: Any) -> Iterator[_na
 class Peer:
     """A program's connection, with a method for each operation that it uses often."""
 
-    def __init__(self, server: _native.NodeServer, *, session: int = 7, tenant: int = 0, rights: int = ALL) -> None:
+    def __init__(
+        self, server: _native.NodeServer, *, session: int = 7, tenant: int = 0, rights: int = ALL, key: str = ""
+    ) -> None:
         ours, theirs = socket.socketpair()
-        server.adopt(theirs.detach(), session, tenant, rights)
-        self.connection = _native.Connection(ours.detach(), "node", tenant=0, credential=0, spin=0.0)
+        try:
+            server.adopt(theirs.detach(), session, tenant, rights, key)
+        except BaseException:
+            ours.close()
+            raise
+        self.connection = RawStream(ours.detach())
 
-    def ask(self, op: int, meta: bytes = b"", *, into: Any = None, **fields: Any) -> _native.Reply:
+    def ask(self, op: int, meta: bytes = b"", *, into: Any = None, **fields: Any) -> Reply:
         return self.connection.exchange(op, meta, time.monotonic() + PATIENCE, into=into, **fields)
 
-    def put(self, key: bytes, payload: bytes, *, at: int | None = None, expiry: int = 0) -> _native.Reply:
-        number = generation() if at is None else at
-        return self.ask(Op.PUT, struct.pack("<Q", expiry) + key, generation=number, payload=payload)
+    def put(self, key: bytes, payload: bytes, head: Head | None = None, *, ttl_ms: int = 0) -> Reply:
+        return self.ask(Op.PUT, (head or Head(ttl_ms)).packed() + key, payload=payload)
 
-    def published(self, key: bytes, payload: bytes, *, expiry: int = 0) -> int:
-        reply = self.put(key, payload, expiry=expiry)
+    def published(self, key: bytes, payload: bytes, *, ttl_ms: int = 0) -> int:
+        """Put what is not there; its serial."""
+        reply = self.put(key, payload, ttl_ms=ttl_ms)
         assert reply.status == Status.DONE, reply.status
-        return reply.generation
+        return reply.serial
 
-    def get(self, key: bytes) -> _native.Reply:
+    def get(self, key: bytes) -> Reply:
         return self.ask(Op.GET, key)
 
-    def delete(self, key: bytes, at: int | None = None) -> _native.Reply:
-        return self.ask(Op.DELETE, key, generation=generation() if at is None else at)
+    def drop(self, key: bytes) -> int:
+        return self.ask(Op.DROP, key).status
 
-    def pin(self, key: bytes) -> tuple[int, int]:
-        reply = self.ask(Op.PIN, key)
+    def touch(self, key: bytes, ttl_ms: int = 0, keep: int = 0) -> int:
+        return self.ask(Op.TOUCH, TOUCH.pack(ttl_ms, keep) + key).status
+
+    def pinned(self, key: bytes, ttl_ms: int = 0) -> Reply:
+        return self.ask(Op.PIN, TTL.pack(ttl_ms) + key)
+
+    def pin(self, key: bytes, ttl_ms: int = 0) -> tuple[int, int]:
+        """Offset and bytes of the payload."""
+        reply = self.pinned(key, ttl_ms)
         assert reply.status == Status.DONE, reply.status
-        offset, nbytes, _, _ = struct.unpack("<QQII", reply.meta)
+        offset, nbytes, _, _ = PLACE.unpack(reply.meta)
         return offset, nbytes
 
-    def prepare(self, key: bytes, nbytes: int, at: int) -> int:
-        reply = self.ask(Op.PREPARE, struct.pack("<QQ", nbytes, 0) + key, generation=at)
+    def unpin(self, offset: int, serial: int) -> int:
+        return self.ask(Op.UNPIN, OFFSET.pack(offset), serial=serial).status
+
+    def rotate(self, epoch: int) -> tuple[int, int, int]:
+        """The epoch that is now, and objects and bytes that are gone."""
+        reply = self.ask(Op.ROTATE, ROTATE.pack(epoch))
         assert reply.status == Status.DONE, reply.status
-        (offset,) = struct.unpack("<Q", reply.meta)
-        return int(offset)
+        now, _, objects, nbytes = ROTATED.unpack(reply.meta)
+        return now, objects, nbytes
+
+    def prepared(self, key: bytes, nbytes: int, head: Head | None = None) -> Reply:
+        return self.ask(Op.PREPARE, OFFSET.pack(nbytes) + (head or Head()).packed() + key)
+
+    def prepare(self, key: bytes, nbytes: int) -> tuple[int, int]:
+        """Offset and serial."""
+        reply = self.prepared(key, nbytes)
+        assert reply.status == Status.DONE, reply.status
+        return int(OFFSET.unpack(reply.meta)[0]), reply.serial
+
+    def commit(self, offset: int, serial: int, checksum: int) -> Reply:
+        return self.ask(Op.COMMIT, COMMIT.pack(offset, checksum, 0), serial=serial)
+
+    def abort(self, offset: int, serial: int) -> int:
+        return self.ask(Op.ABORT, OFFSET.pack(offset), serial=serial).status
+
+    def lookup(self, keys: Sequence[bytes], flags: int = 0) -> Found:
+        reply = self.ask(Op.LOOKUP, lookup_meta(keys, flags))
+        assert reply.status == Status.DONE, reply.meta
+        return looked_up(reply.meta)
 
     def close(self) -> None:
         self.connection.close()
 
 
+def lookup_meta(keys: Sequence[bytes], flags: int = 0) -> bytes:
+    return LOOKUP.pack(flags, len(keys)) + b"".join(struct.pack("<H", len(key)) + key for key in keys)
+
+
+def looked_up(meta: bytes) -> Found:
+    """The answer to a lookup, each part of it checked against the others."""
+    count, leading = LOOKUP.unpack_from(meta)
+    bits = int.from_bytes(meta[8 : 8 + (count + 63) // 64 * 8], "little")
+    assert bits >> count == 0
+    nbytes = struct.unpack(f"<{count}Q", meta[8 + (count + 63) // 64 * 8 :])
+    found = [size if bits >> number & 1 else None for number, size in enumerate(nbytes)]
+    assert all(size == 0 for size, there in zip(nbytes, found, strict=True) if there is None)
+    assert leading == next((number for number, there in enumerate(found) if there is None), count)
+    return Found(leading, found)
+
+
+def stated(reply: Reply) -> tuple[int, int, int, Head]:
+    """Bytes, checksum, pins and the head of a reply to ``stat``."""
+    return *STATED.unpack_from(reply.meta), Head._make(HEAD.unpack(reply.meta[STATED.size :]))
+
+
+def present(reply: Reply) -> tuple[int, int, Head]:
+    """Bytes, checksum and the head of what was there already."""
+    assert reply.status == Status.PRESENT, reply.status
+    nbytes, checksum, _ = PRESENT.unpack_from(reply.meta)
+    return nbytes, checksum, Head._make(HEAD.unpack(reply.meta[PRESENT.size :]))
+
+
+def marks_nbytes(server: _native.NodeServer, tenant: int = 0, session: int = 7) -> int:
+    """Bytes that a session's marks of visits take, which are made for a reader in that session."""
+    with open(server.objects_visited(session + tenant, tenant), "rb") as file:
+        return os.fstat(file.fileno()).st_size
+
+
 @contextmanager
-def reader(server: _native.NodeServer, tenant: int = 0, *, writable: bool = False) -> Iterator[_native.ObjectReader]:
-    index, data = server.objects_paths(tenant)
-    files = [
-        os.open(index, os.O_RDONLY),
-        os.open(data, os.O_RDWR if writable else os.O_RDONLY),
-        server.objects_visited(tenant),
-    ]
+def reader(
+    server: _native.NodeServer,
+    tenant: int = 0,
+    *,
+    writable: bool = False,
+    session: int = 7,
+    epoch: _native.TenantEpoch | None = None,
+) -> Iterator[_native.ObjectReader]:
+    files = [*server.objects_files(tenant, writable), server.objects_visited(session + tenant, tenant)]
     try:
-        yield _native.ObjectReader(files[0], files[1], files[2], "node", writable=writable)
+        yield _native.ObjectReader(files[0], files[1], files[2], "node", writable=writable, epoch=epoch)
     finally:
         for file in files:
             os.close(file)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from farpool.errors import NodeError, NodeTimeoutError
+from farpool.errors import NodeError
+from farpool.net.address import parse_address
+from farpool.net.control import Control
+from farpool.net.dial import dial
+from farpool.net.frames import Op, pack_frame
 from farpool.node import Node, control, listener
 from farpool.node.control import ControlService
-from farpool.transport.address import parse_address
-from farpool.transport.control import Control
-from farpool.transport.dial import Dialled, dial
-from farpool.transport.frames import Op, pack_frame
 from tests.nodes import eventually
 
 
@@ -36,25 +36,12 @@ def started(folder: Path) -> Node:
 
 @pytest.fixture
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """A node that waits for nobody for long, and for two strangers at once."""
+    """A node that waits for nobody for long, and for two strangers of one address at once."""
     monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr(listener, "_MOST_UNPROVED", 2)
-    monkeypatch.setattr(control, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "_MOST_HALF_OPEN_OF_ONE", 2)
     node = started(tmp_path)
     yield node
     node.stop()
-
-
-def dialled(impatient: Node) -> Dialled:
-    """A connection for control; tried again where this process was too slow for that node's patience."""
-    deadline = soon()
-    while True:
-        try:
-            return dial(impatient.address, "control", deadline=deadline)
-        except NodeTimeoutError:
-            raise
-        except NodeError:
-            assert time.monotonic() < deadline
 
 
 def test_a_stranger_who_says_nothing_is_shown_the_door(impatient: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -65,11 +52,45 @@ def test_a_stranger_who_says_nothing_is_shown_the_door(impatient: Node, caplog: 
     assert impatient.stats()["refused"] == 1
 
 
-def test_more_strangers_than_there_are_places_only_delay_others(impatient: Node) -> None:
-    silent = [socket.create_connection(("127.0.0.1", impatient.address.port), timeout=20) for _ in range(6)]
-    dialled(impatient).socket.close()
+def test_of_more_strangers_than_there_are_places_the_oldest_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(listener, "_MOST_HALF_OPEN_OF_ONE", 2)
+    node = started(tmp_path)
+    silent = [socket.create_connection(("127.0.0.1", node.address.port), timeout=20) for _ in range(6)]
+    for stranger in silent[:4]:
+        assert ended(stranger)
+    eventually(lambda: node.stats()["half_open"] == 2)
+    dial(node.address, "control", deadline=soon()).socket.close()
+    assert ended(silent[4])
+    eventually(lambda: node.stats()["half_open"] == 1)
     for stranger in silent:
         stranger.close()
+    node.stop()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_idle_strangers_keep_nobody_out(tmp_path: Path, local: bool) -> None:
+    node = started(tmp_path)
+    address = parse_address(f"unix://{node.socket_path}") if local else node.address
+    silent: list[socket.socket] = []
+    deadline = soon()
+    while len(silent) < 1_500:
+        stranger = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
+        stranger.settimeout(20)
+        silent.append(stranger)
+        try:
+            stranger.connect(address.path if local else (address.host, address.port))
+        except BlockingIOError:  # the backlog of a UNIX socket is full
+            silent.pop().close()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    with Control(dial(address, "control", deadline=soon())) as calls:
+        assert calls.call("stats", soon())["half_open"] <= 256
+    for stranger in silent:
+        stranger.close()
+    node.stop()
 
 
 def test_strangers_who_say_nothing_do_not_keep_local_programs_out(
@@ -84,8 +105,10 @@ def test_strangers_who_say_nothing_do_not_keep_local_programs_out(
     node.stop()
 
 
-def test_half_a_call_is_waited_for_only_so_long(impatient: Node) -> None:
-    with dialled(impatient).socket as connection:
+def test_half_a_call_is_waited_for_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "STALL_SECONDS", 0.2)
+    node = started(tmp_path)
+    with dial(node.address, "control", deadline=soon()).socket as connection:
         connection.settimeout(20)
         time.sleep(0.5)  # between calls a client may rest
         connection.sendall(pack_frame(Op.CALL, b"\x81\xa4call\xa5stats"))
@@ -93,6 +116,7 @@ def test_half_a_call_is_waited_for_only_so_long(impatient: Node) -> None:
         connection.sendall(b"FPW1")
         while connection.recv(4096):
             pass
+    node.stop()
 
 
 def test_what_goes_wrong_with_one_connection_stays_with_it(

@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from farpool.errors import ConfigError
+from farpool.errors import AccessDeniedError, ConfigError
+from farpool.net.access import AccessKey
+from farpool.net.address import parse_address
+from farpool.net.control import Control
+from farpool.net.dial import dial
 from farpool.node import Node
 from farpool.node.folder import Folder
 from farpool.node.process import RunningNode, running_node
-from farpool.transport.address import parse_address
-from farpool.transport.control import Control
-from farpool.transport.dial import dial
 
 COMMAND = [sys.executable, "-c", "from farpool.cli.main import main; main()", "node"]
 
@@ -77,9 +78,20 @@ def test_sigterm_ends_it_with_code_0_and_leaves_only_segments() -> None:
         with control(node) as calls:
             calls.call("lend", soon(), bytes=4096)
             assert node.terminate() == 0
-        assert [path.suffix for path in node.folder.iterdir()] == [".data"]
+        assert sorted(path.suffix for path in node.folder.iterdir()) == ["", ".data"]
+        assert (node.folder / "identity").stat().st_size == 16
         with pytest.raises(ConnectionError):
             dial(parse_address(node.address), "data", deadline=soon())
+
+
+def test_reading_a_nodes_log_leaves_the_place_where_the_node_writes(tmp_path: Path) -> None:
+    node = RunningNode(str(tmp_path / "n"), [])
+    log = node._log.fileno()
+    os.write(log, b"first line\n")
+    os.lseek(log, 6, os.SEEK_SET)
+    assert node.log == "first line\n"
+    assert os.lseek(log, 0, os.SEEK_CUR) == 6
+    node.close()
 
 
 def test_a_later_sigterm_ends_it_at_once(tmp_path: Path) -> None:
@@ -134,6 +146,51 @@ def test_a_restarted_node_has_port_name_and_leases_as_before() -> None:
         with control(node, session=session) as again:
             assert again.welcome.session == session
             assert again.call("leases", soon()) == {"leases": [[lease, 1 << 20]]}
+
+
+def test_a_node_is_the_same_one_at_each_start_and_another_folder_another_one(tmp_path: Path) -> None:
+    with running_node() as node, running_node() as other:
+        told = []
+        for running in (node, other, node):
+            with control(running) as calls:
+                told.append((calls.welcome.identity, calls.welcome.id))
+            node.restart()
+        assert told[0][0] == told[2][0] != told[1][0]
+        assert told[0][1] != told[2][1]
+        assert len(told[0][0]) == 16
+        node.terminate()
+        (node.folder / "identity").write_bytes(b"short")
+        assert "has 5 bytes, expected 16; remove it" in refusal(folder=node.folder)
+        (node.folder / "identity").unlink()
+        node.start()
+        with control(node) as calls:
+            assert calls.welcome.identity != told[0][0]
+
+
+def test_a_session_of_another_key_is_refused_before_its_welcome(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o600)
+    keys.write_text(
+        "".join(
+            f'[keys.{name}]\nsecret = "0123456789abcdef"\nrights = ["read", "write"]\ntenant = {tenant}\n'
+            for name, tenant in (("mine", 1), ("same-tenant", 1), ("other-tenant", 2))
+        )
+    )
+    with running_node(keys=keys, grace=60) as node:
+        mine, *others = (AccessKey(name, b"0123456789abcdef") for name in ("mine", "same-tenant", "other-tenant"))
+        with control(node, key=mine) as calls:
+            session = calls.welcome.session
+            lease = calls.call("lend", soon(), bytes=4096)["lease"]
+        for purpose in ("control", "data"):
+            for key in others:
+                with pytest.raises(AccessDeniedError, match="another access key or tenant"):
+                    dial(parse_address(node.address), purpose, key=key, session=session, deadline=soon())
+        node.restart()
+        for key in others:
+            with pytest.raises(AccessDeniedError, match="another access key or tenant"):
+                control(node, key=key, session=session)
+        with control(node, key=mine, session=session) as calls:
+            assert calls.call("leases", soon()) == {"leases": [[lease, 4096]]}
 
 
 def test_a_node_of_a_test_keeps_its_port_while_it_does_not_run() -> None:
@@ -290,6 +347,7 @@ def test_beyond_loopback_it_does_not_start_without_keys(tmp_path: Path, host: st
         ({"nvme": ("/tmp", 1 << 20)}, "--nvme is '/tmp', which cannot be used: Is a directory"),
         ({"grace": float("inf")}, "--grace is inf"),
         ({"spin": -1.0}, "--spin is -1.0"),
+        ({"shares": {1: 1 << 20, 2: 1}}, "--share guarantees"),
     ],
 )
 def test_a_wrong_setting_is_named(options: dict[str, Any], said: str) -> None:
@@ -301,6 +359,8 @@ def test_a_wrong_setting_is_named(options: dict[str, Any], said: str) -> None:
     [
         (("--dram", "lots"), "--dram is 'lots'"),
         (("--dram", "1MiB", "--keys", "/nowhere/k"), "/nowhere/k cannot be read"),
+        (("--dram", "1MiB", "--share", "512KiB"), "--share is '512KiB'"),
+        (("--dram", "1MiB", "--share", "3=lots"), "--share of tenant 3 is 'lots'"),
     ],
 )
 def test_an_error_at_the_start_is_one_line(options: tuple[str, ...], said: str) -> None:
@@ -349,6 +409,7 @@ def test_metrics_follow_what_the_node_does() -> None:
             lines = page.read().decode().splitlines()
     label = f'{{node="{node.folder.name}"}}'
     assert f"farpool_node_lent_bytes{label} 1.048576e+06" in lines
+    assert f"farpool_node_backed_bytes{label} 1.048576e+06" in lines
     assert f"farpool_node_capacity_bytes{label} 6.7108864e+07" in lines
     assert f"farpool_node_refused_connections_total{label} 0.0" in lines
 

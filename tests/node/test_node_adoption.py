@@ -1,6 +1,5 @@
 """What a node finds when it starts: adopted if it is whole, refused with a reason if not."""
 
-import os
 import signal
 import struct
 import subprocess
@@ -10,60 +9,72 @@ from pathlib import Path
 
 import pytest
 
-from farpool.transport.frames import Op, Status
-from tests.node.nodes import Peer, generation, node, reader
+from farpool.net.frames import Op, Status
+from tests.node.nodes import Head, Peer, node, reader
 
-# Publishes until it is killed, each payload a function of key and generation; says on stdout what it was told is done.
+# Publishes until it is killed, each payload a function of its key and of how often that was put; says on stdout what it
+# is about to do and what it was told is done.
 PUBLISHER = """
-import sys, time
+import sys
 from pathlib import Path
-from tests.node.nodes import Peer, generation, node
+from tests.node.nodes import Peer, node
 with node(Path(sys.argv[1]), 1 << 20) as server:
     peer = Peer(server)
     for n in range(1000000):
-        key, number = b"key-%d" % (n % 50), generation()
-        payload = (b"%s %d " % (key, number)) * (1 + n % 97)
-        if n % 11 == 10:
-            peer.delete(key, number)
+        key, turn = b"key-%d" % (n % 50), n // 50
+        print(key.decode(), turn, "begin", flush=True)
+        if turn:
+            assert peer.drop(key) == 0
+        print(key.decode(), turn, "dropped", flush=True)
+        if n % 11 != 10 or not turn:
+            assert peer.put(key, (b"%s %d " % (key, turn)) * (1 + n % 97)).status == 0
+            print(key.decode(), turn, "there", flush=True)
         else:
-            assert peer.put(key, payload, at=number).status == 0
-        print(key.decode(), number, n % 11 == 10, flush=True)
+            peer.put(key, b"late %d" % turn)
+            peer.drop(key)
+            assert peer.put(key, (b"%s %d " % (key, turn)) * (1 + n % 97)).status == 0
+            print(key.decode(), turn, "there", flush=True)
 """
 
 
-def test_a_restarted_node_has_its_objects_tombstones_and_leases(tmp_path: Path) -> None:
+def test_a_restarted_node_has_its_objects_and_leases_and_new_serials(tmp_path: Path) -> None:
     with node(tmp_path) as server:
         peer = Peer(server)
-        written = {b"%d" % n: (peer.published(b"%d" % n, os.urandom(n)), n) for n in range(300)}
-        buried = generation()
-        peer.delete(b"7", buried)
+        head = Head(0, copies=3, kind=1, parts=2, recompute_us=5, namespace=6)
+        written = {b"%d" % n: (peer.put(b"%d" % n, bytes(n), head).serial, n) for n in range(300)}
+        assert peer.drop(b"7") == Status.DONE
+        assert peer.touch(b"8", 0, 1) == Status.DONE
+        _, newest = peer.prepare(b"unfinished", 100)
         lease = server.lend(7, 0, 5000)
         peer.ask(Op.WRITE, struct.pack("<Q", 4990), lease=lease, payload=b"kept")
         before = server.stats()["used"]
     with node(tmp_path) as server:
         peer = Peer(server)
-        assert server.stats()["adopted"] == 300
-        assert server.stats()["used"] == before
+        assert server.stats()["adopted"] == 299
+        assert server.stats()["used"] < before
         assert server.leases(7) == [(lease, 5000)]
         assert peer.ask(Op.READ, struct.pack("<QQ", 4990, 4), lease=lease).payload == b"kept"
-        assert (peer.get(b"7").status, peer.get(b"7").generation) == (Status.DELETED, buried)
-        for key, (number, nbytes) in written.items():
+        assert peer.get(b"7").status == Status.MISSING
+        for key, (serial, nbytes) in written.items():
             if key != b"7":
                 reply = peer.get(key)
-                assert (reply.status, reply.generation, reply.nbytes) == (Status.DONE, number, nbytes)
+                assert (reply.status, reply.serial, reply.nbytes) == (Status.DONE, serial, nbytes)
+                assert reply.meta == head._replace(flags=key == b"8").packed()  # which is kept
+        assert [entry[0] for entry in server.list(0, b"", b"", 400) if entry[6]] == [b"8"]
+        assert peer.published(b"7", b"again") > newest
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_a_kill_each_object_is_one_that_was_published_and_none_is_older(tmp_path: Path, seed: int) -> None:
+def test_after_a_kill_all_that_was_confirmed_is_there_and_nothing_that_was_dropped(tmp_path: Path, seed: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", PUBLISHER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    newest: dict[bytes, tuple[int, bool]] = {}
+    last: dict[bytes, tuple[int, str]] = {}
 
     def note(line: str) -> None:
-        name, number, deleted = line.split()
-        newest[name.encode()] = (int(number), deleted == "True")
+        name, turn, what = line.split()
+        last[name.encode()] = (int(turn), what)
 
-    for _ in range(400 + 333 * seed):
+    for _ in range(900 + 777 * seed):
         note(child.stdout.readline())
     child.send_signal(signal.SIGKILL)
     for line in child.stdout:  # what it said in its last moments
@@ -73,15 +84,19 @@ def test_after_a_kill_each_object_is_one_that_was_published_and_none_is_older(tm
     child.wait(20)
     with node(tmp_path) as server, reader(server) as mapped:
         peer = Peer(server)
-        for key, (number, deleted) in newest.items():
+        for key, (turn, what) in last.items():
             reply = peer.get(key)
-            assert reply.generation >= number
-            if reply.generation == number:
-                assert reply.status == (Status.DELETED if deleted else Status.DONE)
+            if what == "there":
+                assert reply.status == Status.DONE
             if reply.status == Status.DONE:
                 assert reply.payload
-                assert reply.payload.startswith(b"%s %d " % (key, reply.generation))
-                assert mapped.get(key) == (reply.payload, reply.generation)
+                first = b"%s %d " % (key, turn)
+                before = [b"%s %d " % (key, turn - 1)] if what == "begin" else []
+                meanwhile = [b"late"] if what == "dropped" else []
+                assert reply.payload.startswith((first, *before, *meanwhile))
+                assert mapped.get(key) == (reply.payload, reply.serial)
+            else:
+                assert reply.status == Status.MISSING
 
 
 def test_ephemeral_forgets_and_tells_who_has_the_old_objects_mapped(tmp_path: Path) -> None:
@@ -100,12 +115,10 @@ def test_ephemeral_forgets_and_tells_who_has_the_old_objects_mapped(tmp_path: Pa
 
 def test_another_capacity_forgets_with_a_reason(tmp_path: Path) -> None:
     with node(tmp_path, 1 << 20) as server:
-        number = Peer(server).published(b"key", b"payload")
+        Peer(server).published(b"key", b"payload")
     with node(tmp_path, 2 << 20) as server:
         assert "another amount of memory" in server.events()[0][2]
-        reply = Peer(server).get(b"key")
-        assert reply.status == Status.MISSING
-        assert reply.generation >= number - (3_000_000 << 12)
+        assert Peer(server).get(b"key").status == Status.MISSING
 
 
 @pytest.mark.parametrize("suffix", ["index", "data"])
@@ -116,7 +129,8 @@ def test_another_capacity_forgets_with_a_reason(tmp_path: Path) -> None:
         (lambda content: content[:24] + b"\xff" + content[25:], "damaged header"),
         (lambda content: content[:100], "not a segment file"),
         (lambda content: content[:8192], "of another kind or size"),
-        (lambda content: content[:8] + b"\x02" + content[9:], "another version"),
+        (lambda content: content[:8] + b"\x01" + content[9:], "of version 1, which this farpool reads no more"),
+        (lambda content: content[:8] + b"\x03" + content[9:], "another version"),
     ],
 )
 def test_a_damaged_segment_file_is_not_used_and_the_reason_is_told(
@@ -149,17 +163,17 @@ def test_a_damaged_lease_file_is_removed_with_a_reason(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("lease-*"))
 
 
-def test_damaged_objects_are_not_adopted_and_their_generations_stay_known(tmp_path: Path) -> None:
+def test_damaged_objects_are_not_adopted(tmp_path: Path) -> None:
     with node(tmp_path) as server:
         peer = Peer(server)
-        number = peer.published(b"key", b"payload")
+        serial = peer.published(b"key", b"payload")
         offset, _ = peer.pin(b"key")
         data = Path(server.objects_paths(0)[1])
     with data.open("r+b") as file:
-        file.seek(offset - 64)
-        file.write(b"\0" * 64)
+        file.seek(offset - 128)
+        file.write(b"\xff" * 64)
     with node(tmp_path) as server:
         assert server.stats()["adopted"] == 0
-        reply = Peer(server).get(b"key")
-        assert reply.status == Status.MISSING
-        assert reply.generation >= number
+        peer = Peer(server)
+        assert peer.get(b"key").status == Status.MISSING
+        assert peer.published(b"key", b"payload") > serial

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from farpool import _native
-from farpool.transport.frames import Op, Right, Status, pack_frame
+from farpool.net.frames import Op, Right, Status, pack_frame
 from tests.forking import in_forked_child
-from tests.node.nodes import ALL, PATIENCE, Peer, generation, node, reader, until
+from tests.node.nodes import ALL, PATIENCE, PLAIN, Peer, node, reader, until
 
 
 def raw(server: _native.NodeServer, session: int = 7) -> socket.socket:
     ours, theirs = socket.socketpair()
-    server.adopt(theirs.detach(), session, 0, ALL)
+    server.adopt(theirs.detach(), session, 0, ALL, "")
     ours.settimeout(PATIENCE)
     return ours
 
@@ -32,7 +32,7 @@ def test_a_thousand_connections_are_served(tmp_path: Path) -> None:
             peers = [Peer(server, session=n + 1) for n in range(1000)]
             deadline = time.monotonic() + PATIENCE
             for n, peer in enumerate(peers):
-                peer.connection.send(Op.PUT, bytes(8) + b"%d" % n, deadline, generation=generation(), payload=b"%d" % n)
+                peer.connection.send(Op.PUT, PLAIN + b"%d" % n, deadline, payload=b"%d" % n)
             assert all(peer.connection.receive(deadline).status == Status.DONE for peer in peers)
             for n, peer in enumerate(peers):
                 peer.connection.send(Op.GET, b"%d" % ((n + 500) % 1000), deadline)
@@ -51,7 +51,7 @@ def test_a_thousand_connections_are_served(tmp_path: Path) -> None:
     ("spoil", "reason"),
     [
         (lambda frame: b"HTTP" + frame[4:], "not a frame"),
-        (lambda frame: frame[:4] + b"\x02" + frame[5:], "another version"),
+        (lambda frame: frame[:4] + b"\x01" + frame[5:], "another version; this farpool speaks version 2"),
         (lambda frame: frame[:16] + struct.pack("<I", 65537) + frame[20:], "larger than 65536"),
         (lambda frame: frame[:32] + b"\x01" + frame[33:], "not what was sent"),
         (lambda frame: frame[:-1] + b"X", "not what was sent"),
@@ -125,10 +125,8 @@ def test_a_payload_that_was_damaged_on_its_way_is_refused(tmp_path: Path) -> Non
     with node(tmp_path) as server:
         peer, sock = Peer(server), raw(server)
         used = server.stats()["used"]
-        fields = struct.pack(
-            "<4sBBHQIIQQQIIB3s", b"FPW1", 1, Op.PUT, 0, 1, 11, 0, 3, generation(), 0, 0, 0, 0, bytes(3)
-        )
-        meta = bytes(8) + b"key"
+        fields = struct.pack("<4sBBHQIIQQQIIB3s", b"FPW1", 2, Op.PUT, 0, 1, 35, 0, 3, 0, 0, 0, 0, 0, bytes(3))
+        meta = PLAIN + b"key"
         crc = _native.crc32c(meta, _native.crc32c(fields))
         sock.sendall(fields + struct.pack("<I", crc) + meta + b"abc")
         assert struct.unpack_from("<H", sock.recv(64, socket.MSG_WAITALL), 6) == (Status.CHECKSUM,)
@@ -167,7 +165,7 @@ def test_a_closed_connection_whose_socket_lives_on_in_another_process_ends_no_no
     with node(tmp_path) as server:
         ours, theirs = socket.socketpair()
         with theirs.dup(), ours:  # as a fork has it, or a subprocess before its exec
-            server.adopt(theirs.detach(), 7, 0, ALL)
+            server.adopt(theirs.detach(), 7, 0, ALL, "")
             ours.sendall(b"x" * 64)  # no frame
             until(lambda: server.stats()["connections"] == 0, "the connection was not closed")
             ours.sendall(b"more")

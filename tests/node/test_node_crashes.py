@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from farpool.transport.frames import Status
+import pytest
+
+from farpool.net.frames import Status
 from tests.node.nodes import Peer, node
 
 MIB = 1 << 20
 BEGIN = """
 import errno, os, struct, sys
 from pathlib import Path
-from farpool.transport.frames import Op
-from tests.node.nodes import Peer, generation, node
+from farpool.net.frames import Op
+from tests.node.nodes import Peer, node
 from tests.node.syscalls import no_holes, no_more_backing
 folder = Path(sys.argv[1])
 """
@@ -33,24 +37,64 @@ def run(program: str, folder: Path) -> tuple[int, list[str]]:
 DEMOTED = """
 with node(folder / "n", 16 << 20, nvme=str(folder / "nvme"), nvme_capacity=16 << 20) as server:
     peer = Peer(server)
-    at = generation()
-    below = peer.prepare(b"below", 5 << 20, at)
-    print(peer.published(b"key", bytes(5 << 20)), flush=True)
-    peer.ask(Op.ABORT, struct.pack("<Q", below), generation=at)
+    below = peer.prepare(b"below", 5 << 20)
+    peer.published(b"key", b"value" * 1_000_000)
+    peer.abort(*below)
     server.release(7, server.lend(7, 0, 8 << 20))
     no_more_backing(None)
     server.lend(7, 0, 15 << 20)
 """
 
 
-def test_a_node_killed_while_an_object_leaves_memory_still_knows_its_generation(tmp_path: Path) -> None:
+def test_a_node_killed_while_an_object_leaves_memory_still_has_it(tmp_path: Path) -> None:
     (tmp_path / "n").mkdir()
-    status, said = run(DEMOTED, tmp_path)
-    assert status == -signal.SIGSYS
+    assert run(DEMOTED, tmp_path)[0] == -signal.SIGSYS
     with node(tmp_path / "n", 16 * MIB, nvme=str(tmp_path / "nvme"), nvme_capacity=16 * MIB) as server:
-        reply = Peer(server).get(b"key")
-        assert reply.status in (Status.DONE, Status.MISSING)
-        assert reply.generation >= int(said[0])
+        assert Peer(server).get(b"key").payload == b"value" * 1_000_000
+
+
+# Puts and reads until it is killed, far more than memory holds; says what is confirmed.
+SPILLING = """
+import random
+draw = random.Random(int(sys.argv[2]))
+with node(folder / "n", 4 << 20, nvme=str(folder / "nvme"), nvme_capacity=64 << 20) as server:
+    peer = Peer(server)
+    for number in range(1000):
+        key = b"key-%d" % number
+        value = random.Random(key).randbytes(draw.choice([1, 300, 5000, 40_000, 200_000]))
+        assert peer.put(key, value).status == 0
+        print(number, len(value), flush=True)
+        again = draw.randrange(number + 1)
+        if draw.random() < 0.3:
+            assert peer.get(b"key-%d" % again).status == 0
+        if draw.random() < 0.1:
+            peer.unpin(peer.pin(b"key-%d" % again)[0], peer.ask(Op.STAT, b"key-%d" % again).serial)
+"""
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("trials", [range(3), pytest.param(range(3, 103), marks=pytest.mark.slow)])
+def test_a_killed_node_has_all_that_it_had_confirmed_wherever_it_was(tmp_path: Path, trials: range) -> None:
+    for seed in trials:
+        folder = tmp_path / str(seed)
+        (folder / "n").mkdir(parents=True)
+        draw = random.Random(seed)
+        command = [sys.executable, "-c", BEGIN + SPILLING, str(folder), str(seed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            said = [child.stdout.readline() for _ in range(draw.randrange(40, 600))]
+            child.kill()
+            said += [line for line in child.stdout if line.endswith("\n")]
+        confirmed = {int(number): int(nbytes) for number, nbytes in (line.split() for line in said)}
+        assert len(confirmed) == len(said) >= 40
+        with node(folder / "n", 4 * MIB, nvme=str(folder / "nvme"), nvme_capacity=64 * MIB) as server:
+            peer = Peer(server)
+            for number, nbytes in confirmed.items():
+                key = b"key-%d" % number
+                reply = peer.get(key)
+                assert reply.status == Status.DONE, f"seed {seed} lost {key!r} of {nbytes} bytes"
+                assert reply.payload == random.Random(key).randbytes(nbytes)
+        shutil.rmtree(folder)
 
 
 WITHOUT_HOLES = """
@@ -58,6 +102,7 @@ no_holes(errno.EOPNOTSUPP)
 with node(folder) as server:
     peer = Peer(server)
     for number in range(3000):
+        assert peer.drop(b"%d" % number) == 0
         peer.published(b"%d" % number, b"new")
     print(sum(peer.get(b"%d" % number).payload == b"new" for number in range(3000)))
 """

@@ -15,9 +15,7 @@ import pytest
 
 from farpool import _native
 from farpool.errors import ChecksumError
-from farpool.node.process import running_node
-from farpool.store import Store
-from farpool.transport.frames import Op, Status, pack_frame
+from farpool.net.frames import Op, Status, pack_frame
 from tests.node.nodes import ALL, Peer, node, reader, until
 
 MIB = 1 << 20
@@ -40,12 +38,18 @@ def contents(seed: int, count: int, largest: int) -> dict[bytes, bytes]:
     return {b"key-%d" % number: draw.randbytes(draw.randrange(1, largest)) for number in range(count)}
 
 
+def settle(running: _native.NodeServer) -> None:
+    """Wait until nothing is on its way to the file: until then it is held like a pin, and found in memory."""
+    until(lambda: not any(entry[4] for entry in running.list(0, b"", b"", 1000)), "the file was not written")
+
+
 def test_what_does_not_fit_into_memory_is_read_back_from_the_file(tmp_path: Path, file: Path) -> None:
     values = contents(1, 100, 400_000)  # some 20 MB
     with server(tmp_path / "n", file) as running:
         peer = Peer(running)
         for key, value in values.items():
             assert peer.put(key, value).status == Status.DONE
+        settle(running)
         stats = running.stats()
         assert stats["evictions"] == 0
         assert stats["nvme_objects"] > 40
@@ -80,35 +84,35 @@ def test_a_pinned_object_is_in_memory_and_mapped_readers_ask_for_the_others(tmp_
         peer = Peer(running)
         for key, value in values.items():
             peer.put(key, value)
+        settle(running)
         with reader(running) as mapped:
             there = [key for key in values if mapped.get(key) is not None]
             away = [key for key in values if key not in there]
             assert len(there) > 5
             assert len(away) > 5
             for key in away[:5]:
-                reply = peer.ask(Op.PIN, key)
-                assert reply.status == Status.DONE
+                assert peer.pinned(key).status == Status.DONE
                 found = mapped.get(key)
                 assert found is not None
                 assert found[0] == values[key]
 
 
-def test_overwritten_and_deleted_objects_do_not_come_back_from_the_file(tmp_path: Path, file: Path) -> None:
+def test_dropped_objects_do_not_come_back_from_the_file(tmp_path: Path, file: Path) -> None:
     values = contents(5, 100, 400_000)
+    keys = list(values)
     with server(tmp_path / "n", file) as running:
         peer = Peer(running)
         for key, value in values.items():
             peer.put(key, value)
-        keys = list(values)
+        for key in keys[:60]:
+            assert peer.drop(key) == Status.DONE
         for key in keys[:30]:
             assert peer.put(key, b"new").status == Status.DONE
-        for key in keys[30:60]:
-            assert peer.ask(Op.DELETE, key, generation=int(time.time() * 1e6 + 5e6) << 12).status == Status.DONE
     with server(tmp_path / "n", file) as running:
         peer = Peer(running)
-        assert [peer.ask(Op.GET, key).payload for key in keys[:30]] == [b"new"] * 30
-        assert {peer.ask(Op.GET, key).status for key in keys[30:60]} == {Status.DELETED}
-        assert [peer.ask(Op.GET, key).payload for key in keys[60:]] == [values[key] for key in keys[60:]]
+        assert [peer.get(key).payload for key in keys[:30]] == [b"new"] * 30
+        assert {peer.get(key).status for key in keys[30:60]} == {Status.MISSING}
+        assert [peer.get(key).payload for key in keys[60:]] == [values[key] for key in keys[60:]]
 
 
 def test_a_full_file_forgets_the_objects_that_nobody_reads(tmp_path: Path, file: Path) -> None:
@@ -128,7 +132,9 @@ def test_a_file_that_has_changed_hands_is_not_read(tmp_path: Path, file: Path) -
     values = contents(7, 100, 400_000)
     with server(tmp_path / "n", file) as running:
         peer = Peer(running)
-        generations = {key: peer.put(key, value).generation for key, value in values.items()}
+        for key, value in values.items():
+            peer.put(key, value)
+        settle(running)
         away = running.stats()["nvme_objects"]
     file.unlink()
     with server(tmp_path / "n", file) as running:
@@ -136,8 +142,6 @@ def test_a_file_that_has_changed_hands_is_not_read(tmp_path: Path, file: Path) -
         replies = {key: peer.ask(Op.GET, key) for key in values}
         missing = [key for key, reply in replies.items() if reply.status == Status.MISSING]
         assert len(missing) == away
-        # Having lost them, the node does not vouch for anything older.
-        assert all(replies[key].generation >= generations[key] for key in missing)
         assert all(reply.payload == values[key] for key, reply in replies.items() if key not in missing)
 
 
@@ -154,7 +158,7 @@ def test_what_is_asked_for_first_is_read_from_the_file_first(tmp_path: Path, fil
         for number in range(count):
             ours, theirs = socket.socketpair()
             undo.enter_context(ours)
-            running.adopt(theirs.detach(), number + 1, 0, ALL)
+            running.adopt(theirs.detach(), number + 1, 0, ALL, "")
             answers.register(ours, select.EPOLLIN | select.EPOLLONESHOT)
             asking.append(ours)
         for number, ours in enumerate(asking):
@@ -177,35 +181,18 @@ def test_two_nodes_do_not_share_a_file(tmp_path: Path, file: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mapped", marks=pytest.mark.slow), "tcp"])
-def test_a_killed_node_adopts_what_is_in_the_file(transport: str, file: Path) -> None:
-    values = contents(8, 100, 400_000)
-    with (
-        running_node(dram="8MiB", nvme=(file, "32MiB")) as process,
-        Store(process.address, transport=transport) as store,  # type: ignore[arg-type]
-    ):
-        for key, value in values.items():
-            store.put(key, value)
-        # What is still on its way to the file when the node is killed is lost; until then it is held like a pin.
-        until(lambda: not any(info.pins for info in store.objects()), "the file was not written")
-        process.kill()
-        process.start()
-        assert [store.get(key) for key in values] == list(values.values())
-        assert store.get_many(values) == list(values.values())
-
-
 def test_a_damaged_file_is_found(tmp_path: Path, file: Path) -> None:
     values = contents(9, 60, 400_000)
     with server(tmp_path / "n", file) as running:
         ours, theirs = socket.socketpair()
-        running.adopt(theirs.detach(), 1, 0, 15)
+        running.adopt(theirs.detach(), 1, 0, 15, "")
         connection = _native.Connection(ours.detach(), "node", tenant=0, credential=0, spin=0.0)
         peer = Peer(running)
         for key, value in values.items():
             peer.put(key, value)
         deadline = time.monotonic() + 30
         assert running.stats()["nvme_used"] > 0
-        until(lambda: not any(pins for *_, pins in running.list(0, b"", b"", 128)), "the file was not written")
+        settle(running)
         descriptor = os.open(file, os.O_WRONLY)
         nbytes = os.fstat(descriptor).st_size
         for offset in range(4096, nbytes, 4096):

@@ -1,28 +1,27 @@
-"""The marks of visits: memory that every reader may write and none can cut off."""
+"""The marks of visits: memory of its own for each session, which it may write and cannot cut off."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from farpool import NodeError, Store
+from farpool import AccessDeniedError, NodeError, QuotaExceededError, Store
 from farpool._native import NodeServer
+from farpool.net.address import Address, parse_address
+from farpool.net.channel import Channel
+from farpool.net.control import Control
+from farpool.net.dial import dial
+from farpool.net.frames import Op, Status
 from farpool.node.process import RunningNode, running_node
-from farpool.transport.address import Address, parse_address
-from farpool.transport.channel import Channel
-from farpool.transport.control import Control
-from farpool.transport.dial import dial
-from farpool.transport.frames import Op, Status
-from tests.node.nodes import PATIENCE, Peer, generation, node, reader
+from tests.node.nodes import PATIENCE, PLAIN, Peer, node, reader
 
 HEADER = 4096
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -44,8 +43,8 @@ with Store(sys.argv[1], transport="mapped", timeout=20) as store:
 
 
 @contextmanager
-def visited(server: NodeServer, tenant: int = 0) -> Iterator[int]:
-    file = server.objects_visited(tenant)
+def visited(server: NodeServer, tenant: int = 0, session: int = 7) -> Iterator[int]:
+    file = server.objects_visited(session, tenant)
     try:
         yield file
     finally:
@@ -53,11 +52,10 @@ def visited(server: NodeServer, tenant: int = 0) -> Iterator[int]:
 
 
 @contextmanager
-def attached(running: RunningNode) -> Iterator[list[int]]:
+def attached(running: RunningNode, session: int = 0) -> Iterator[list[int]]:
     """The three files of a tenant's objects, as a program gets them."""
-    control = Control(
-        dial(Address("unix", path=running.ready["socket"]), "control", deadline=time.monotonic() + PATIENCE)
-    )
+    address = Address("unix", path=running.ready["socket"])
+    control = Control(dial(address, "control", session=session, deadline=time.monotonic() + PATIENCE))
     _, files = control.call_with_files("attach_objects", time.monotonic() + PATIENCE)
     try:
         yield files
@@ -68,12 +66,8 @@ def attached(running: RunningNode) -> Iterator[list[int]]:
 
 
 def marked(file: int) -> int:
-    """How many objects have been read since the hand came by."""
+    """How many objects the session has read since the hand came by."""
     return sum(os.pread(file, os.fstat(file).st_size - HEADER, HEADER))
-
-
-def backed(file: int) -> int:
-    return os.fstat(file).st_blocks * 512
 
 
 def header_id(path: str | int) -> bytes:
@@ -117,20 +111,18 @@ def test_a_reader_that_would_cut_the_marks_off_does_not_end_another_one() -> Non
                 other.stdin.close()
                 assert int(other.stdout.readline()) > 0
                 assert other.wait(PATIENCE) == 0
-                assert marked(file) == 50
+                assert marked(file) == 0, "another session's marks are not here"
         finally:
             other.kill()
             other.wait(PATIENCE)
             other.stdout.close()
 
 
-def test_the_marks_are_backed_as_the_index_grows_and_decide_who_stays(tmp_path: Path) -> None:
-    count = 70_000  # more than are backed at once
-    with node(tmp_path, 8 << 20) as server, visited(server) as file, reader(server) as mapped:
-        assert HEADER + 65_536 <= backed(file) < HEADER + 2 * 65_536
+def test_the_marks_decide_who_stays_also_where_several_objects_share_one(tmp_path: Path) -> None:
+    count = 70_000
+    with node(tmp_path, 16 << 20) as server, visited(server) as file, reader(server) as mapped:
+        assert os.fstat(file).st_size == HEADER + (16 << 10)  # a node of so many bytes; there are more objects
         fill(server, 0, count)
-        assert backed(file) >= HEADER + count
-        assert backed(file) < os.fstat(file).st_size
         for number in range(100):
             assert mapped.get(b"%d" % number) is not None
         assert marked(file) == 100
@@ -139,13 +131,81 @@ def test_the_marks_are_backed_as_the_index_grows_and_decide_who_stays(tmp_path: 
         # The oldest, which would have gone first; those behind them have.
         assert all(mapped.get(b"%d" % number) is not None for number in range(100))
         assert all(mapped.get(b"%d" % number) is None for number in range(100, 1000))
-    with node(tmp_path, 8 << 20) as server, visited(server) as file, reader(server) as mapped:
+    with node(tmp_path, 16 << 20) as server, visited(server) as file, reader(server) as mapped:
         adopted = server.stats()["adopted"]
         assert adopted > count
         assert marked(file) == 0
-        assert backed(file) >= HEADER + adopted
         assert mapped.get(b"149999") is not None
         assert marked(file) == 1
+
+
+def session_of(store: Store) -> int:
+    welcome = store._cluster.members[0].channel.welcome
+    assert welcome is not None
+    return welcome.session
+
+
+def test_the_marks_of_all_sessions_count_also_of_one_that_has_ended(tmp_path: Path) -> None:
+    count = 1500
+    with node(tmp_path, 1 << 20, grace=0.0) as server:
+        peers = [Peer(server, session=session) for session in (21, 22)]
+        for number in range(count):
+            peers[0].published(b"%d" % number, bytes(200))
+        assert server.stats()["evictions"] == 0
+        first = reader(server, session=21)
+        second = reader(server, session=22)
+        with first as one, second as other:
+            for number in range(100):
+                assert (one if number % 2 else other).get(b"%d" % number) is not None
+        peers[1].close()  # its session ends at once
+        deadline = time.monotonic() + PATIENCE
+        while server.stats()["sessions"] > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for number in range(count, count + 2500):
+            peers[0].put(b"%d" % number, bytes(200))
+            if server.stats()["evictions"] > 500:
+                break
+        for number in range(100):
+            assert peers[0].get(b"%d" % number).status == Status.DONE
+        assert all(peers[0].get(b"%d" % number).status == Status.MISSING for number in range(100, 300))
+        peers[0].close()
+
+
+def test_the_marks_are_charged_and_bounded_in_number(tmp_path: Path) -> None:
+    most = 256
+    with node(tmp_path, 64 << 20, grace=0.0) as server:
+        before = server.stats()["used"]
+        peers = [Peer(server, session=session) for session in range(1, most + 2)]
+        for session in range(1, most + 1):
+            with visited(server, session=session) as file:
+                size = os.fstat(file).st_size
+        assert server.stats()["used"] == before + most * size
+        with pytest.raises(QuotaExceededError, match="at most 256 sessions"):
+            server.objects_visited(most + 1, 0)
+        with visited(server, session=1) as file, visited(server, session=1) as again:
+            assert os.fstat(file).st_ino == os.fstat(again).st_ino
+        with pytest.raises(AccessDeniedError, match="another tenant"):
+            server.objects_visited(1, 5)
+        for peer in peers:
+            peer.close()
+        deadline = time.monotonic() + PATIENCE
+        while server.stats()["used"] > before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_program_that_may_not_map_any_more_is_served_over_the_socket() -> None:
+    with running_node() as running, Store(running.address, timeout=20) as publisher:
+        publisher.put("key", b"value")
+        with ExitStack() as held:
+            for _ in range(255):
+                held.enter_context(attached(running))
+            with Store(running.address, timeout=20) as store:
+                assert store.get("key") == b"value"
+                assert store._cluster.members[0].channel.reader is None
+            with Store(running.address, transport="mapped", timeout=20) as store, pytest.raises(QuotaExceededError):
+                store.get("key")
 
 
 def fill(server: NodeServer, first: int, count: int) -> None:
@@ -154,9 +214,7 @@ def fill(server: NodeServer, first: int, count: int) -> None:
     for begin in range(first, first + count, 100):
         batch = range(begin, begin + 100)
         for number in batch:
-            connection.send(
-                Op.PUT, struct.pack("<Q", 0) + b"%d" % number, deadline, generation=generation(), payload=b""
-            )
+            connection.send(Op.PUT, PLAIN + b"%d" % number, deadline, payload=b"")
         for _ in batch:
             assert connection.receive(deadline).status == Status.DONE
     connection.close()
@@ -183,13 +241,15 @@ def test_a_program_marks_what_it_reads_in_the_memory_of_a_restarted_node() -> No
     with running_node() as running, Store(running.address, transport="mapped", timeout=20) as store:
         store.put("key", b"value")
         assert store.get("key") == b"value"
-        with attached(running) as files:
+        with attached(running, session_of(store)) as files:
             assert marked(files[2]) == 1
+        with attached(running) as files:
+            assert marked(files[2]) == 0
         running.restart()
         deadline = time.monotonic() + PATIENCE
         while True:
             assert store.get("key") == b"value"
-            with attached(running) as files:
+            with attached(running, session_of(store)) as files:
                 if marked(files[2]) == 1:
                     break
             assert time.monotonic() < deadline

@@ -278,7 +278,7 @@ WRONG_TIERS = {
     "nodes of another type": ('kind = "remote"\nnodes = 3', r"tiers\[0\].nodes is 3, expected `str \| array`"),
     "an unknown transport": (
         'kind = "remote"\nnodes = "a:1"\ntransport = "pigeon"',
-        r"tiers\[0\].transport is 'pigeon', ",
+        r"tiers\[0\]: transport of remote is 'pigeon', expected auto, mapped, tcp or the name of an installed",
     ),
     "a trace without a path": ('kind = "dram"\nsize = 64\ntraced = {}', r"tiers\[0\].traced.path is missing"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,31 @@ def test_clones_and_tensors_like_it_are_paged(evil: EvilPool) -> None:
         assert_same(copy, expected, name)
     assert made["clone"][0]._storage.cls == "weights"
     assert made["zeros_like"][0]._storage.cls == "optimizer"
+
+
+LIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": torch.clone,
+    "to another dtype": lambda t: t.to(torch.float64),
+    "empty_like": torch.empty_like,
+    "zeros_like": torch.zeros_like,
+    "row-major": lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_copies_and_tensors_like_it_have_the_strides_of_plain_ones(name: str, evil: EvilPool) -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        size = [rng.choice((0, 1, 1, 2, 3)) for _ in range(rng.randint(0, 4))]
+        strides = [rng.choice((0, 1, 2, 3, 4, 6, 7, 9)) for _ in size]
+        if rng.random() < 0.5:  # dense, in any order, but for dimensions of one element
+            step = 1
+            for dim in rng.sample(range(len(size)), len(size)):
+                if size[dim] != 1:
+                    strides[dim], step = step, step * max(size[dim], 1)
+        plain = VALUES.as_strided(size, strides)
+        view = paged(evil).as_strided(size, strides)
+        assert LIKE[name](view).stride() == LIKE[name](plain).stride(), f"{size} with strides {strides}"
 
 
 def test_random_tensors_like_it_have_the_bits_of_plain_ones(evil: EvilPool) -> None:

@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Self
 
@@ -78,13 +79,14 @@ class Copier:
                 piece = number % self._PIECES
                 self._tier.read_into(self._extents[piece], view[piece * self._PIECE : (piece + 1) * self._PIECE])
 
-        thread = threading.Thread(target=copy, name="farpool-copier")
-        thread.start()
-        try:
-            return work()
-        finally:
-            ended.set()
-            thread.join()
+        with ThreadPoolExecutor(1, "farpool-copier") as executor:
+            copying = executor.submit(copy)
+            try:
+                result = work()
+            finally:
+                ended.set()
+        copying.result()  # raises what went wrong
+        return result
 
 
 def link_rate(nbytes: int) -> float:

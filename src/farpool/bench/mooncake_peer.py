@@ -78,9 +78,21 @@ class MooncakePeer:
         FarpoolError
             Mooncake failed; the message has its last words.
         """
+        return self._ask(f"{'put' if write else 'get'} {nbytes} {count} {batch} {seconds!r}")
+
+    def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
+        """Seconds for one call that looks `count` keys up.
+
+        Raises
+        ------
+        FarpoolError
+            As of `seconds_each`.
+        """
+        return self._ask(f"find {nbytes} {count} {count} {seconds!r}")
+
+    def _ask(self, question: str) -> float:
         try:
-            kind = "put" if write else "get"
-            return float(self._user.ask(f"{kind} {nbytes} {count} {batch} {seconds!r}", "seconds"))
+            return float(self._user.ask(question, "seconds"))
         except (OSError, ValueError) as error:
             raise FarpoolError(f"Mooncake failed: {error}") from error
 

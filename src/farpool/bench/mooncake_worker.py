@@ -1,7 +1,8 @@
 """Mooncake Store in processes of their own: one that lends a segment, and one that puts and gets.
 
 ``lend MASTER BYTES`` prints ``ready`` and lends until its standard input ends. ``use MASTER`` prints ``ready``, and
-then, for each line ``put|get NBYTES COUNT BATCH SECONDS`` on its standard input, the seconds that an object took.
+then, for each line ``put|get|find NBYTES COUNT BATCH SECONDS`` on its standard input, the seconds that an object took;
+of ``find`` those that a call took which asks for all keys.
 Objects go from and to memory that is registered, one in a call (batch 1) or several: its fast ways.
 """
 
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from farpool.bench.ring import Ring
+from farpool.bench.ring import Ring, seconds_each
 
 __all__ = ["main"]
 
@@ -59,6 +60,19 @@ class _User:
         else:
             self._ring.check("Mooncake")
         return taken / (passes * len(self._ring))
+
+    def lookup_seconds(self, seconds: float) -> float:
+        """Seconds for one call that asks for all keys."""
+        self._put(1)
+        found: list[int] = []
+
+        def work() -> None:
+            found[:] = self._store.batch_is_exist(self._keys)
+
+        taken = seconds_each(work, 1, seconds)
+        if found != [1] * len(self._keys):
+            raise SystemExit(f"an object that was put is missing: codes {sorted(set(found))}, expected 1")
+        return taken
 
     def close(self) -> None:
         """Give up the memory."""
@@ -115,7 +129,11 @@ def main(arguments: list[str]) -> None:
                 user.close()
             shape = (nbytes, count)
             user = _User(store, Ring(nbytes, count))
-        print(f"seconds {user.seconds_each(kind == 'put', batch, float(seconds))!r}", flush=True)
+        if kind == "find":
+            taken = user.lookup_seconds(float(seconds))
+        else:
+            taken = user.seconds_each(kind == "put", batch, float(seconds))
+        print(f"seconds {taken!r}", flush=True)
     store.close()
 
 

@@ -1,4 +1,4 @@
-"""What paged tensors cost beside plain ones, with everything resident, and what small rows of a large table cost.
+"""The overhead of paged tensors over plain ones with everything resident, and of picking rows of a large table.
 
 Operations: the same call in turn with plain weights, with weights in a bare wrapper subclass that only unwraps them
 (torch's own way into Python), and with paged ones. Inputs are plain. A difference over the number of paged arguments is

@@ -94,6 +94,15 @@ class RedisPeer:
         work = _set if write else _get
         return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix)]
 
+    def lookups(self, ring: Ring, seconds: float) -> list[Callable[[], float]]:
+        """What takes a sample of all keys at once, in seconds for a call.
+
+        Over TCP and over the UNIX socket, each first with a pipeline of EXISTS, then with MGET.
+        """
+        for key, payload in zip(ring.keys, ring.payloads, strict=True):
+            self._tcp.set(key, payload)
+        return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix) for work in (_exists, _mget)]
+
     def close(self) -> None:
         """End the server."""
         self._tcp.close()
@@ -124,5 +133,32 @@ def _set(client: Redis, ring: Ring, seconds: float) -> float:
 
     taken = seconds_each(work, len(ring), seconds)
     found = [client.get(key) for key in ring.keys]
+    ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
+    return taken
+
+
+def _exists(client: Redis, ring: Ring, seconds: float) -> float:
+    found: list[object] = []
+
+    def work() -> None:
+        pipeline = client.pipeline(transaction=False)
+        for key in ring.keys:
+            pipeline.exists(key)
+        found[:] = pipeline.execute()
+
+    taken = seconds_each(work, 1, seconds)
+    if found != [1] * len(ring):
+        raise FarpoolError("Redis: an object that was set is missing")
+    return taken
+
+
+def _mget(client: Redis, ring: Ring, seconds: float) -> float:
+    found: list[object] = []
+
+    def work() -> None:
+        answer = client.mget(ring.keys)
+        found[:] = answer if isinstance(answer, list) else []
+
+    taken = seconds_each(work, 1, seconds)
     ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
     return taken

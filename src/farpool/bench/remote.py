@@ -42,12 +42,15 @@ def run(settings: Settings, progress: Progress) -> Outcome:
             bench.peers,
             bench.transfers(),
             bench.latency(),
+            *bench.copies(),
+            bench.lookups(),
             bench.mapped(),
             bench.view(),
             bench.redis(),
             bench.mooncake(),
             bench.index(),
             bench.crowd(),
+            bench.secure(),
         )
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from farpool._native import Connection
 from farpool.bench.remote_works import counters
 from farpool.errors import FarpoolError
+from farpool.net.address import parse_address
+from farpool.net.dial import dial
+from farpool.net.frames import Op
 from farpool.node.process import RunningNode, running_node
 from farpool.store import Store
-from farpool.transport.address import parse_address
-from farpool.transport.dial import dial
-from farpool.transport.frames import Op
 
 __all__ = ["Crowd", "Growth", "Index", "connect_many", "grow"]
 

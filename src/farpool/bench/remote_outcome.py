@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from farpool.bench.race import Race
 from farpool.bench.remote_index import Crowd, Index
+from farpool.bench.remote_overlap import Overlap
 
 __all__ = ["Outcome", "Peers", "Settings", "View"]
 
@@ -14,7 +15,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run. Shapes are pairs: bytes of an object, number of objects.
+    """Sizes of a run. Shapes are pairs: bytes of an object, number of objects.
 
     Attributes
     ----------
@@ -26,8 +27,14 @@ class Settings:
         Of a sample.
     transfers : tuple of pairs
         Moved many at a time, against sockets.
+    secure : pair
+        Moved many at a time over TLS, against sockets with TLS.
     small : pair
         Moved one at a time, against sockets.
+    copies : pair
+        Put one at a time on two nodes, against sockets that send to one node after the other.
+    lookups : pair
+        Looked up all in one call, beside the peers.
     mapped : pair
         Copied from mapped memory, against memcpy.
     redis, mooncake : tuple of pairs
@@ -46,7 +53,10 @@ class Settings:
     rounds: int = 7
     seconds: float = 0.25
     transfers: tuple[tuple[int, int], ...] = ((_MIB, 64), (4 * _MIB, 16))
+    secure: tuple[int, int] = (_MIB, 64)
     small: tuple[int, int] = (4 * _KIB, 64)
+    copies: tuple[int, int] = (_MIB, 16)
+    lookups: tuple[int, int] = (64, 256)
     mapped: tuple[int, int] = (_MIB, 16)
     redis: tuple[tuple[int, int], ...] = ((4 * _KIB, 64), (64 * _KIB, 32), (_MIB, 16), (4 * _MIB, 8))
     mooncake: tuple[tuple[int, int], ...] = ((_MIB, 16), (4 * _MIB, 16))
@@ -62,7 +72,9 @@ class Settings:
             rounds=2,
             seconds=0.01,
             transfers=((_MIB, 4),),
+            secure=(_MIB, 4),
             small=(4 * _KIB, 8),
+            copies=(_MIB, 4),
             mapped=(_MIB, 4),
             redis=((4 * _KIB, 8),),
             mooncake=((_MIB, 4),),
@@ -75,7 +87,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What was compared with, by name and version; None with the reason where it does not run here."""
+    """Names and versions of the peers; for one that does not run here None, with the reason."""
 
     sockets: str | None
     sockets_reason: str
@@ -106,7 +118,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out.
+    """Results of a run.
 
     Attributes
     ----------
@@ -115,20 +127,32 @@ class Outcome:
         Large objects over TCP, many at a time; others: the sockets.
     latency : tuple of Race
         Small objects over TCP, one at a time; others: the sockets.
+    copies : Race
+        Large objects put on two nodes; others: the sockets, to one node after the other.
+    overlap : Overlap
+        How such a put goes on.
+    lookups : tuple of Race
+        Calls that ask for many keys, each of them counted as one; others: the peers.
     mapped : tuple of Race
         From shared memory; other: memcpy.
     view : View
     redis, mooncake : tuple of Race
     index : Index
     crowd : Crowd
+    secure : tuple of Race
+        Large objects over TLS, many at a time; others: sockets with TLS. None without TLS.
     """
 
     peers: Peers
     transfers: tuple[Race, ...]
     latency: tuple[Race, ...]
+    copies: Race
+    overlap: Overlap
+    lookups: tuple[Race, ...]
     mapped: tuple[Race, ...]
     view: View
     redis: tuple[Race, ...]
     mooncake: tuple[Race, ...]
     index: Index
     crowd: Crowd
+    secure: tuple[Race, ...] = ()

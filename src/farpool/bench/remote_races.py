@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
+from farpool._native import WINDOW, WINDOW_BYTES, tls_available
 from farpool.bench import remote_works as works
 from farpool.bench.measure import in_turn
 from farpool.bench.mooncake_peer import MooncakePeer, find_mooncake
@@ -17,14 +19,16 @@ from farpool.bench.race import Entrant, Race, hold
 from farpool.bench.redis_peer import RedisPeer, find_redis
 from farpool.bench.remote_index import Crowd, Index, connect_many, grow
 from farpool.bench.remote_outcome import Peers, Settings, View
+from farpool.bench.remote_overlap import Overlap, measure_overlap
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
 from farpool.errors import FarpoolError
+from farpool.net.authority import Authority
+from farpool.net.certificate import TLS_VARIABLE
+from farpool.net.channel import SPIN_SECONDS
 from farpool.node.process import RunningNode, running_node
 from farpool.sizes import format_size
 from farpool.store import Store
-from farpool.store.lane import WINDOW, WINDOW_BYTES
-from farpool.transport.channel import SPIN_SECONDS
 
 if TYPE_CHECKING:
     from farpool.bench.benchmark import Progress
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Bench"]
 
 _SMALL_NODE = 16 << 20
+_COPIES_NODE = 128 << 20
 _TCP: Final = "tcp"
 _MAPPED: Final = "mapped"
 
@@ -74,6 +79,38 @@ class Bench:
                 races.append(self._against_sockets(what, ring, write, (count, window), ours, (False, True)))
         return tuple(races)
 
+    def secure(self) -> tuple[Race, ...]:
+        """Large objects over TLS, many at a time, against sockets with TLS."""
+        if not tls_available:
+            return ()
+        nbytes, count = self._settings.secure
+        ring = Ring(nbytes, count)
+        window = max(1, min(WINDOW, WINDOW_BYTES // nbytes))
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-")))
+            authority = Authority.create(folder / "ca", "bench", 2)
+            authority.issue(folder / "node", "node", "node", ["127.0.0.1"], days=1)
+            authority.issue(folder / "client", "client", "client", [], days=1)
+            authority.issue(folder / "sockets", "sockets", "node", ["127.0.0.1"], days=1)
+            keys = folder / "keys.toml"
+            keys.touch(mode=0o600)
+            keys.write_text('[keys.client]\nrights = ["read", "publish", "admin"]\n')
+            sockets = partial(Sockets, certificates=folder / "sockets")
+            program, reason = build_sockets(folder, tls=True)
+            node = stack.enter_context(running_node(dram=str(4 * nbytes * count), tls=folder / "node", keys=keys))
+            stack.enter_context(_environment(TLS_VARIABLE, str(folder / "client")))
+            store = stack.enter_context(Store(node.address, transport=_TCP))
+            works.publish(store, ring)
+            races = []
+            for write in (False, True):
+                ours = partial(works.put if write else works.get_into, store, ring, count, self._settings.seconds)
+                what = "put_many" if write else "get_into_many"
+                start = None if program is None else partial(sockets, program, nbytes, count)
+                races.append(
+                    self._against(start, reason, "TLS", what, ring, write, (count, window), ours, (False, True))
+                )
+            return tuple(races)
+
     def latency(self) -> tuple[Race, ...]:
         """Small objects over TCP, one at a time: both sides spinning (farpool as by default), and both blocking."""
         races = []
@@ -87,6 +124,54 @@ class Bench:
                 ours = partial(works.get_into, store, ring, 1, self._settings.seconds)
                 races.append(self._against_sockets(what, ring, False, (1, 1), ours, (spin > 0,)))
         return tuple(races)
+
+    def copies(self) -> tuple[Race, Overlap]:
+        """Large objects put on two nodes, against sockets to one server after the other; and how such a put goes on."""
+        seconds = self._settings.seconds
+        ring = Ring(*self._settings.copies)
+        with ExitStack() as stack:
+            nodes = [stack.enter_context(running_node(dram=str(_COPIES_NODE))).address for _ in range(2)]
+            store = stack.enter_context(Store(*nodes, replicas=2, transport=_TCP))
+            ours = partial(works.put, store, ring, 1, seconds)
+            reason = self.peers.sockets_reason
+            start = None if self._sockets is None else partial(Sockets, self._sockets, ring.nbytes, len(ring))
+            sockets, reason = _opened(stack, start, reason)
+            second, reason = _opened(stack, start, reason)
+            others = []
+            for spin in (False, True):
+                work = partial(sockets.seconds_each, True, 1, seconds, spin=spin, second=second) if sockets else None
+                name = f"sockets, one after the other, {'spinning' if spin else 'blocking'}"
+                others.append(Entrant(name, work, reason))
+            race = self._hold("put, two copies", ring, 1, _TCP, ours, others)
+            return race, measure_overlap(nodes)
+
+    def lookups(self) -> tuple[Race, ...]:
+        """Many keys in one call, over TCP and mapped, beside the peers."""
+        settings = self._settings
+        ring = Ring(*settings.lookups)
+        works.publish(self._tcp, ring)
+        with ExitStack() as stack:
+            redis, why_no_redis = _opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
+            make = partial(MooncakePeer, 64 << 20) if self.peers.mooncake else None
+            mooncake, why_no_mooncake = _opened(stack, make, self.peers.mooncake_reason)
+            theirs = redis.lookups(ring, settings.seconds) if redis else [None] * 4
+            find = partial(mooncake.lookup_seconds, ring.nbytes, len(ring), settings.seconds) if mooncake else None
+            others = {
+                _TCP: [
+                    Entrant("Redis, TCP, EXISTS", theirs[0], why_no_redis),
+                    Entrant("Redis, TCP, MGET", theirs[1], why_no_redis),
+                    Entrant("Mooncake", find, why_no_mooncake),
+                ],
+                _MAPPED: [
+                    Entrant("Redis, UNIX socket, EXISTS", theirs[2], why_no_redis),
+                    Entrant("Redis, UNIX socket, MGET", theirs[3], why_no_redis),
+                ],
+            }
+            races = []
+            for way, store in ((_TCP, self._tcp), (_MAPPED, self._mapped)):
+                ours = partial(works.lookup, store, ring, settings.seconds)
+                races.append(self._hold(f"lookup of {len(ring)} keys", ring, 1, way, ours, others[way]))
+            return tuple(races)
 
     def mapped(self) -> tuple[Race, ...]:
         """Copies out of mapped memory: large ones against memcpy, small ones alone."""
@@ -121,7 +206,7 @@ class Bench:
         settings = self._settings
         races = []
         with ExitStack() as stack:
-            peer, reason = _opened(stack, RedisPeer, self.peers.redis, self.peers.redis_reason)
+            peer, reason = _opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
             for nbytes, count in settings.redis:
                 ring = Ring(nbytes, count)
                 works.publish(self._mapped, ring)
@@ -148,7 +233,7 @@ class Bench:
         with ExitStack() as stack:
             lent = 4 * max(nbytes * count for nbytes, count in settings.mooncake)
             make = partial(MooncakePeer, max(lent, 64 << 20))
-            peer, reason = _opened(stack, make, self.peers.mooncake, self.peers.mooncake_reason)
+            peer, reason = _opened(stack, make if self.peers.mooncake else None, self.peers.mooncake_reason)
             for nbytes, count in settings.mooncake:
                 ring = Ring(nbytes, count)
                 works.publish(self._tcp, ring)
@@ -194,34 +279,58 @@ class Bench:
         ours: Callable[[], float],
         modes: Sequence[bool],
     ) -> Race:
+        """Beside the reference program over TCP; as `_against`."""
+        start = None if self._sockets is None else partial(Sockets, self._sockets, ring.nbytes, len(ring))
+        return self._against(start, self.peers.sockets_reason, _TCP, what, ring, write, shape, ours, modes)
+
+    def _against(
+        self,
+        start: Callable[[], Sockets] | None,
+        reason: str,
+        way: str,
+        what: str,
+        ring: Ring,
+        write: bool,
+        shape: tuple[int, int],
+        ours: Callable[[], float],
+        modes: Sequence[bool],
+    ) -> Race:
         """Beside a client of the reference program in each of the modes: spinning or not.
 
         The shape says how many objects a call of ours moves, and how many requests the sockets have under way.
         """
         batch, window = shape
         seconds = self._settings.seconds
-
-        def start() -> Sockets:
-            assert self._sockets is not None
-            return Sockets(self._sockets, ring.nbytes, len(ring))
-
         with ExitStack() as stack:
-            sockets, reason = _opened(stack, start, self.peers.sockets, self.peers.sockets_reason)
+            sockets, reason = _opened(stack, start, reason)
             others = []
             for spin in modes:
                 work = partial(sockets.seconds_each, write, window, seconds, spin=spin) if sockets else None
                 others.append(Entrant(f"sockets, {'spinning' if spin else 'blocking'}", work, reason))
-            return self._hold(what, ring, batch, _TCP, ours, others)
+            return self._hold(what, ring, batch, way, ours, others)
 
 
 _PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
 
 
-def _opened(stack: ExitStack, make: Callable[[], _PeerT], name: str | None, reason: str) -> tuple[_PeerT | None, str]:
+def _opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
     """The peer if it is installed and starts; else None and why."""
-    if name is None:
+    if make is None:
         return None, reason
     try:
         return stack.enter_context(make()), ""
     except FarpoolError as error:
         return None, str(error)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -38,7 +38,16 @@ def table(outcome: Outcome) -> Group:
         objects.add_row(f"{point.objects:,}", _micros(point.mapped), _micros(point.tcp))
     return Group(
         _races("Large objects over TCP; ratio: of the sockets' rate", outcome.transfers),
+        _races("Large objects over TLS; ratio: of the rate of sockets with TLS", outcome.secure),
         _races("Small objects over TCP, one at a time; ratio: of the sockets' rate", outcome.latency),
+        _races(
+            "Two copies over TCP; ratio: of the rate of sockets that send them one after the other", [outcome.copies]
+        ),
+        Text(
+            f"two copies of {format_size(outcome.overlap.nbytes)}: the second node's first byte came when the first "
+            f"had {outcome.overlap.before:,} bytes"
+        ),
+        _races("Many keys in one call; ratio: how many times as fast farpool is", outcome.lookups, rate=False),
         _races("Mapped memory; ratio: of the rate of memcpy", outcome.mapped),
         Text(
             f"pinned view of {format_size(view.nbytes)}: {_micros(view.seconds)} µs to pin, look and let go; "
@@ -59,14 +68,14 @@ def table(outcome: Outcome) -> Group:
     )
 
 
-def _races(title: str, races: Sequence[Race]) -> Table:
+def _races(title: str, races: Sequence[Race], *, rate: bool = True) -> Table:
     made = Table(title=title)
     for name in ("", "size", "way", "µs", "GB/s", "beside", "µs", "ratio"):
         made.add_column(name, justify="right" if name in ("size", "µs", "GB/s", "ratio") else "left")
     for race in races:
-        rate = race.nbytes / statistics.median(race.ours) / 1e9
+        moved = f"{race.nbytes / statistics.median(race.ours) / 1e9:.2f}" if rate else "-"
         what = race.what if race.batch == 1 else f"{race.what} ×{race.batch}"
-        ours = (what, format_size(race.nbytes), race.way, _micros(race.ours), f"{rate:.2f}")
+        ours = (what, format_size(race.nbytes), race.way, _micros(race.ours), moved)
         if not race.others:
             made.add_row(*ours, "-", "-", "-")
         for place, other in enumerate(race.others):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from farpool.bench.ring import Ring, seconds_each
 from farpool.errors import FarpoolError
-from farpool.store import Store
+from farpool.store import Lookup, PutOutcome, Store
 
-__all__ = ["counters", "get", "get_into", "look", "memcpy", "publish", "put", "view"]
+__all__ = ["counters", "get", "get_into", "look", "lookup", "memcpy", "publish", "put", "view"]
 
 
 def counters(store: Store) -> dict[str, Any]:
@@ -47,24 +48,39 @@ def get_into(store: Store, ring: Ring, batch: int, seconds: float) -> float:
 
 
 def put(store: Store, ring: Ring, batch: int, seconds: float) -> float:
-    """The ring's objects, over those that were put before; read back at the end."""
+    """The ring's objects, which are dropped before each turn, off the clock; read back at the end."""
     pairs = list(zip(ring.keys, ring.payloads, strict=True))
-    parts = [pairs[at : at + batch] for at in range(0, len(pairs), batch)]
-    for key in ring.keys:
-        store.put(key, b"")
-
-    def one_by_one() -> None:
-        for key, payload in pairs:
-            store.put(key, payload)
-
-    def together() -> None:
-        for part in parts:
-            store.put_many(part)
-
-    taken = seconds_each(one_by_one if batch == 1 else together, len(ring), seconds)
+    taken, turns = 0.0, -1  # the first turn is not counted
+    while taken < seconds or turns < 1:
+        for key in ring.keys:
+            store.drop(key)
+        start = time.perf_counter()
+        if batch == 1:
+            outcomes = [store.put(key, payload) for key, payload in pairs]
+        else:
+            outcomes = []
+            for at in range(0, len(pairs), batch):
+                outcomes += store.put_many(pairs[at : at + batch])
+        turns += 1
+        taken = 0.0 if turns == 0 else taken + time.perf_counter() - start
+        if any(outcome is not PutOutcome.STORED for outcome in outcomes):
+            raise FarpoolError("farpool: an object that was dropped before is still there")
     ring.wipe()
-    _reading(store, ring, len(ring))()
+    store.get_into_many(zip(ring.keys, ring.buffers, strict=True))
     ring.check("farpool")
+    return taken / (turns * len(ring))
+
+
+def lookup(store: Store, ring: Ring, seconds: float) -> float:
+    """All of the ring's keys in one call; seconds for the call."""
+    found: list[Lookup] = []
+
+    def work() -> None:
+        found[:] = [store.lookup(ring.keys)]
+
+    taken = seconds_each(work, 1, seconds)
+    if found[0].leading != len(ring) or set(found[0].sizes) != {ring.nbytes}:
+        raise FarpoolError("farpool: an object that was put is missing, or has another size")
     return taken
 
 

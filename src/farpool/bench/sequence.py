@@ -38,7 +38,7 @@ def fewest_bytes(pool: Pool, step: Callable[[], object]) -> Moved:
 
 
 def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) -> tuple[Moved, ...]:
-    """The same for each phase of a step, which calls its argument between them.
+    """Bytes that each phase of a step moves in the way of `fewest_bytes`; the step calls its argument between phases.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) ->
     """
     events: list[Event] = []
     ends = [0]
-    """Of phases, in accesses."""
+    """Number of accesses before the first phase and at the end of each."""
 
     def note_end() -> None:
         ends.append(sum(event.kind == "compute" for event in events))

@@ -1,7 +1,8 @@
-"""Plain C sockets over TCP loopback: the limit of what a network transport can reach on this machine."""
+"""C sockets over TCP loopback, plain and with TLS: the limit of what a network transport can reach on this machine."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,13 +17,15 @@ _TIMEOUT = 60.0
 _MISSING = "no C compiler is installed; on Debian or Ubuntu: apt-get install gcc libc6-dev"
 
 
-def build_sockets(folder: Path) -> tuple[Path | None, str]:
-    """Compile the reference program into `folder`; without a compiler None and what to do about that."""
+def build_sockets(folder: Path, *, tls: bool = False) -> tuple[Path | None, str]:
+    """Compile the reference program into `folder`; without what that needs None and what to do about it."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None, _MISSING
-    program = folder / "sockets"
+    program = folder / ("sockets-tls" if tls else "sockets")
     command = [compiler, "-O2", "-std=gnu11", "-o", str(program), str(_SOURCE)]
+    if tls:
+        command += ["-DTLS", "-lssl", "-lcrypto"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     if done.returncode != 0:
         return None, f"{compiler} failed: {' '.join(done.stderr.split())[:300]}"
@@ -38,12 +41,16 @@ class Sockets:
         Of `build_sockets`.
     nbytes, ring : int
         Bytes of an object; how many there are.
+    certificates : Path or None
+        A folder with a certificate, its key and the authority, for both sides of a program with TLS.
     """
 
-    def __init__(self, program: Path, nbytes: int, ring: int) -> None:
+    def __init__(self, program: Path, nbytes: int, ring: int, certificates: Path | None = None) -> None:
         self._program = str(program)
+        self._environment = {**os.environ, "SOCKETS_TLS": str(certificates or "")}
         self._sizes = [str(nbytes), str(ring)]
-        self._server = subprocess.Popen([self._program, "serve", *self._sizes], stdout=subprocess.PIPE, text=True)
+        command = [self._program, "serve", *self._sizes]
+        self._server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environment)
         assert self._server.stdout is not None
         self._port = self._server.stdout.readline().strip()
         if not self._port:
@@ -56,7 +63,9 @@ class Sockets:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def seconds_each(self, write: bool, window: int, seconds: float, *, spin: bool) -> float:
+    def seconds_each(
+        self, write: bool, window: int, seconds: float, *, spin: bool, second: Sockets | None = None
+    ) -> float:
         """Seconds for one object, from a client in a process of its own. It compares the bytes at the end.
 
         Parameters
@@ -67,16 +76,21 @@ class Sockets:
             How long to go on.
         spin : bool
             Both sides ask again and again instead of going to sleep.
+        second : Sockets or None
+            Another server, to which each object is put once this one has answered; not with TLS.
 
         Raises
         ------
         FarpoolError
             The client failed; the message has what it said.
         """
-        what = [self._port, *self._sizes, str(window), repr(seconds), "spin" if spin else "block"]
+        port = self._port if second is None else f"{self._port},{second._port}"
+        what = [port, *self._sizes, str(window), repr(seconds), "spin" if spin else "block"]
         command = [self._program, "put" if write else "get", *what]
         timeout = _TIMEOUT + 10 * seconds
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, check=False, env=self._environment
+        )
         if done.returncode != 0:
             raise FarpoolError(f"the reference program for sockets failed: {' '.join(done.stderr.split())[:300]}")
         return float(done.stdout)

@@ -118,7 +118,8 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
         first = run(paged, "farpool")
         for _ in range(_SETTLE):
             run(paged, "farpool")
-        run(demand, "demand fetching")
+        for _ in range(_SETTLE if device == "cuda" else 1):  # page-locking its memory must not disturb what counts
+            run(demand, "demand fetching")
         if peer is not None:
             run(peer, "accelerate")
         for done in range(settings.rounds):

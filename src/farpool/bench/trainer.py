@@ -18,7 +18,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave: its loss, and the seconds of its phases."""
+    """Loss of a step, and the seconds of its phases."""
 
     loss: torch.Tensor
     forward: float

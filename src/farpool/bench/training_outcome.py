@@ -12,7 +12,7 @@ __all__ = ["Case", "InBackward", "Outcome", "Phase", "Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure.
+    """Sizes of a run.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out, case by case."""
+    """Results of a run, case by case."""
 
     device: str
     threads: int

@@ -76,5 +76,6 @@ def demo(
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     else:
         Console().print(report(outcome))
-    if not outcome.equal or (outcome.start_up is not None and not outcome.start_up.equal):
+    start_up = outcome.start_up
+    if not outcome.equal or (start_up is not None and not (start_up.equal and start_up.followed)):
         raise typer.Exit(1)

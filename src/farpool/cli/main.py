@@ -11,10 +11,12 @@ from typing import Annotated
 
 import typer
 
-from farpool.cli import bench, demo, node, store, tape
+from farpool.cli import bench, certs, demo, names, node, store, tape
 from farpool.errors import FarpoolError
 
 __all__ = ["app", "main"]
+
+assert names  # it adds its verbs to those of the store
 
 app = typer.Typer(
     name="farpool",
@@ -27,6 +29,7 @@ app = typer.Typer(
 app.command(name="demo")(demo.demo)
 app.command(name="node")(node.node)
 app.add_typer(bench.app, name="bench")
+app.add_typer(certs.app, name="certs")
 app.add_typer(store.app, name="store")
 app.add_typer(tape.app, name="tape")
 

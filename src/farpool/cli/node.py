@@ -10,17 +10,21 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from farpool.errors import ConfigError
+from farpool.net.access import load_keys
+from farpool.net.address import parse_address
+from farpool.net.certificate import CertificateFolder
 from farpool.node.logs import log
 from farpool.sizes import format_size, parse_size
-from farpool.transport.access import load_keys
-from farpool.transport.address import parse_address
 
 if TYPE_CHECKING:
     from farpool.node import Node
@@ -68,17 +72,46 @@ def node(
             metavar="SECONDS", min=0, help="How long to look for the next request before sleeping; 0 sleeps at once."
         ),
     ] = 50e-6,
-    nixl: Annotated[
-        bool,
+    share: Annotated[
+        list[str],
         typer.Option(
-            "--nixl", help="Expose memory for one-sided transfers, too (farpool[rdma]); see docs/nixl.md first."
+            metavar="TENANT=SIZE",
+            help="Memory guaranteed to a tenant, for example 3=512MiB; may be given several times.",
+            show_default=False,
         ),
+    ] = [],  # noqa: B006 - typer wants a list, and nobody changes it
+    fabric: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Expose memory over a one-sided fabric, too, for example nixl; see docs/nixl.md first.",
+            show_default=False,
+        ),
+    ] = "",
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Serve TLS with the certificate in this folder (tls.crt, tls.key, ca.crt); see farpool certs.",
+        ),
+    ] = None,
+    insecure_plaintext: Annotated[
+        bool, typer.Option("--insecure-plaintext", help="Listen beyond loopback without TLS, too.")
     ] = False,
+    socket_group: Annotated[
+        str,
+        typer.Option(
+            metavar="GROUP",
+            help="A group whose members may use the UNIX socket, and map memory read-only; they need keys.",
+            show_default=False,
+        ),
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Write the ready line and the log as JSON.")] = False,
 ) -> None:
     """Lend memory of this host to programs here and elsewhere, until SIGTERM or SIGINT.
 
-    Published objects and leases stay in shared memory for the next start with the same name or folder.
+    Objects and leases stay in shared memory for the next start with the same name or folder. SIGHUP reads --keys and
+    --tls again.
     """
     # Not above: the command's other verbs would wait for it.
     from farpool.node import Node
@@ -94,16 +127,43 @@ def node(
         ephemeral=ephemeral,
         grace=grace,
         nvme=(os.path.abspath(nvme[0]), parse_size(nvme[1], "size of --nvme")) if nvme[0] else None,
-        nixl=nixl,
+        fabric=fabric,
+        shares=_shares(share),
         spin=spin,
+        tls=None if tls is None else CertificateFolder(tls, "--tls"),
+        insecure_plaintext=insecure_plaintext,
+        socket_group=socket_group,
     )
     _allow_many_files()
     configure(json=json)
-    wait = _wait_for_stop()
+    wait = _wait_for_stop(partial(_reload, running, keys))
     with running:
         _announce(_ready_line(running, json=json))
         wait()
         log("stopping")
+
+
+def _shares(given: list[str]) -> dict[int, int]:
+    shares: dict[int, int] = {}
+    for text in given:
+        tenant, _, size = text.partition("=")
+        if not (tenant.isascii() and tenant.isdigit() and int(tenant) < 1 << 32 and int(tenant) not in shares):
+            raise ConfigError(
+                f"--share is {text!r}, expected a tenant's number, once, and a size, for example 3=512MiB",
+                setting="share",
+            )
+        shares[int(tenant)] = parse_size(size, f"--share of tenant {tenant}")
+    return shares
+
+
+def _reload(running: Node, keys: Path | None) -> None:
+    """Have the node use the keys and the certificate that are there now, or go on with the old ones and say why."""
+    try:
+        running.reload(None if keys is None else load_keys(keys))
+    except ConfigError as error:
+        log("not reloaded, the keys and the certificate stay as they were", level=logging.ERROR, reason=str(error))
+    except Exception:  # the thread that this runs in also waits for SIGTERM
+        log("failed", level=logging.ERROR, detail=traceback.format_exc())
 
 
 def _announce(line: str) -> None:
@@ -133,8 +193,8 @@ def _ready_line(running: Node, *, json: bool) -> str:
     return msgspec.json.encode(event).decode() + "\n"
 
 
-def _wait_for_stop() -> Callable[[], object]:
-    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one.
+def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
+    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one. SIGHUP calls `reload`.
 
     A later one ends the process. One that comes within a second is the same stop: `timeout` and other wrappers signal
     the process and then its whole group.
@@ -143,17 +203,18 @@ def _wait_for_stop() -> Callable[[], object]:
     os.set_blocking(writable, False)
     # The signal may reach any thread; the handler would run in the main one, which nothing wakes then. The pipe does.
     signal.set_wakeup_fd(writable)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     stopping = threading.Event()
 
     def watch() -> None:
-        os.read(readable, 1)
+        while os.read(readable, 1)[0] == signal.SIGHUP:
+            reload()
         until = time.monotonic() + _SAME_STOP_SECONDS
         stopping.set()
         while True:
             [number] = os.read(readable, 1)
-            if time.monotonic() > until:
+            if number != signal.SIGHUP and time.monotonic() > until:
                 os._exit(
                     128 + number
                 )  # as a shell says it; the default action could be restored by the main thread only

@@ -1,4 +1,4 @@
-"""``farpool store``: published objects on nodes."""
+"""``farpool store``: objects on nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated, BinaryIO
@@ -17,8 +16,9 @@ import typer
 
 from farpool.cli.progress import progress_bars
 from farpool.errors import ConfigError
-from farpool.sizes import format_size
+from farpool.sizes import format_size, parse_rate
 from farpool.store import ObjectInfo, Store
+from farpool.store.arguments import ttl_of
 
 __all__ = ["app"]
 
@@ -26,18 +26,22 @@ _CHUNK = 8 << 20
 _Progress = Callable[[str, int, int], None]
 
 app = typer.Typer(
-    help="Put, get and look at published objects on nodes.",
+    help="Put, get and look at objects on nodes. A key is written once: its first value stays until it is dropped.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Node = Annotated[
     list[str] | None,
-    typer.Option("--node", metavar="ADDRESS", help="A node; once for each. Default: those in FARPOOL_NODES."),
+    typer.Option(
+        "--node", metavar="ADDRESS", help="A node, tcp://HOST:PORT; once for each. Default: those in FARPOOL_NODES."
+    ),
 ]
-Replicas = Annotated[int, typer.Option(metavar="N", min=1, help="Copies, as the programs that use the store have it.")]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a call may take.")]
-Key = Annotated[str, typer.Argument(metavar="KEY", show_default=False)]
+Replicas = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Copies of each object; give the number that your programs give.")
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a call may take, connecting included.")]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="1 to 256 bytes of text.", show_default=False)]
 
 
 def _store(node: list[str] | None, replicas: int, timeout: float) -> Store:
@@ -59,26 +63,51 @@ def _missing(key: str) -> typer.Exit:
 @app.command()
 def put(
     key: Key,
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="What to publish; - for stdin.", show_default=False)],
-    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="When it expires.")] = None,
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="What to store; - for stdin.", show_default=False)],
+    ttl: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="How long it lives. Default: until it is dropped or evicted."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail if the key has a value of another size or checksum.")
+    ] = False,
     node: Node = None,
     replicas: Replicas = 1,
-    timeout: Timeout = 30.0,
+    timeout: Timeout = 10.0,
 ) -> None:
-    """Publish a file under a key."""
-    with _store(node, replicas, timeout) as store, progress_bars() as progress:
+    """Store a file under a key. A value that the key has already stays; stderr says "stored" or "present"."""
+    ttl_of(ttl)  # what is wrong with it is told before anything is read
+    with progress_bars() as progress, _opened(file) as source, _store(node, replicas, timeout) as store:
+        largest = store.largest()
+        total = os.fstat(source.fileno()).st_size
         value = bytearray()
-        try:
-            with open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-") as source:
-                total = os.fstat(source.fileno()).st_size
-                while chunk := source.read(_CHUNK):
-                    value += chunk
-                    progress("read", len(value) >> 20, max(total, len(value)) >> 20)
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
-        progress("publish", 0, 1)
-        store.put(os.fsencode(key), value, ttl=ttl)
-        progress("publish", 1, 1)
+        while chunk := _read(source, file):
+            value += chunk
+            if len(value) > largest:
+                raise ConfigError(
+                    f"{file} has more than {largest} bytes ({format_size(largest)}), which is all that the largest "
+                    "node can hold; give a smaller file",
+                    setting="file",
+                )
+            progress("read", len(value) >> 20, max(total, len(value)) >> 20)
+        progress("put", 0, 1)
+        outcome = store.put(os.fsencode(key), value, ttl=ttl, check=check)
+        progress("put", 1, 1)
+    typer.echo(f"{outcome}: {_shown(os.fsencode(key))}", err=True)
+
+
+def _opened(file: str) -> BinaryIO:
+    try:
+        return open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
+
+
+def _read(source: BinaryIO, file: str) -> bytes:
+    try:
+        return source.read(_CHUNK)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
 
 
 @app.command()
@@ -89,9 +118,9 @@ def get(
     ] = None,
     node: Node = None,
     replicas: Replicas = 1,
-    timeout: Timeout = 30.0,
+    timeout: Timeout = 10.0,
 ) -> None:
-    """Write an object to a file or to stdout; exit code 1 if there is none. A file is there whole or not at all."""
+    """Write an object to a file or to stdout; exit code 1 if there is none. A file is written whole or not at all."""
     with _store(node, replicas, timeout) as store, progress_bars() as progress:
         progress("get", 0, 1)
         value = store.get(os.fsencode(key))
@@ -148,16 +177,16 @@ def ls(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
     node: Node = None,
     replicas: Replicas = 1,
-    timeout: Timeout = 30.0,
+    timeout: Timeout = 10.0,
 ) -> None:
-    """List objects: key, size, expiry; in no order."""
+    """List objects: size, key and how long they still live; in no order."""
     with _store(node, replicas, timeout) as store:
         for info in store.objects(os.fsencode(prefix)):
             if json:
                 typer.echo(_encoded(info))
             else:
-                expires = "" if info.expires is None else f"  until {_time(info.expires)}"
-                typer.echo(f"{format_size(info.nbytes):>10}  {_shown(info.key)}{expires}")
+                ttl = "" if info.ttl is None else f"  for {_span(info.ttl)}"
+                typer.echo(f"{format_size(info.nbytes):>10}  {_shown(info.key)}{ttl}")
 
 
 @app.command()
@@ -166,7 +195,7 @@ def stat(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     node: Node = None,
     replicas: Replicas = 1,
-    timeout: Timeout = 30.0,
+    timeout: Timeout = 10.0,
 ) -> None:
     """Show what is known about an object (exit code 1 if there is none), or how the nodes are."""
     from rich.console import Console
@@ -195,28 +224,87 @@ def stat(
         if json:
             typer.echo(_encoded(info))
             return
-        expires = "never" if info.expires is None else _time(info.expires)
+        expires = "never" if info.ttl is None else f"in {_span(info.ttl)}"
         typer.echo(
             f"key         {_shown(info.key)}\nbytes       {info.nbytes} ({format_size(info.nbytes)})\n"
-            f"generation  {info.generation}\nexpires     {expires}\npins        {info.pins}"
+            f"copies      {info.copies}\nexpires     {expires}\npins        {info.pins}\n"
+            f"kept        {'yes' if info.kept else 'no'}"
         )
 
 
 @app.command()
-def rm(key: Key, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
-    """Delete an object; exit code 1 if there was none."""
+def rm(key: Key, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0) -> None:
+    """Drop an object, so that its key is free again; exit code 1 if there was none."""
     with _store(node, replicas, timeout) as store:
-        if not store.delete(os.fsencode(key)):
+        if not store.drop(os.fsencode(key)):
             raise _missing(key)
+
+
+@app.command()
+def repair(
+    bandwidth: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes to copy in a second at most, for example 100MB.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    node: Node = None,
+    replicas: Replicas = 1,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Make copies again that were lost with their nodes, fewest copies first; exit code 1 if some could not be made."""
+    rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
+    with _store(node, replicas, timeout) as store, progress_bars() as progress:
+        repaired = store.repair(bandwidth=rate, progress=lambda done, whole: progress("repair", done, whole))
+    if json:
+        typer.echo(msgspec.json.encode(repaired).decode())
+    else:
+        typer.echo(
+            f"{repaired.objects} objects, {repaired.endangered} with too few copies, {repaired.mended} mended "
+            f"({format_size(repaired.nbytes)} copied)"
+        )
+    if repaired.mended < repaired.endangered:
+        raise typer.Exit(1)
+
+
+@app.command("rotate-tenant")
+def rotate_tenant(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    node: Node = None,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Make everything that the access key's tenant has put so far unreadable; exit code 1 if a node was not reached.
+
+    Nobody reads it again, on no node and after no restart; what a program has pinned stays in memory until it lets go.
+    The key needs the rights "admin" and "publish". A node that was not reached may still give out what it has. It
+    learns of the rotation from the first program with the right "publish" that has met it and a node that was reached,
+    for example "farpool store ls". Names whose objects are gone say so when they are opened.
+    """
+    with _store(node, 1, timeout) as store:
+        rotation = store.rotate_tenant()
+    if json:
+        typer.echo(msgspec.json.encode(rotation).decode())
+    else:
+        for one in rotation.nodes:
+            gone = f"{one.objects} objects ({format_size(one.nbytes)}) can no longer be read"
+            typer.echo(
+                f"{one.node}: " + (f"epoch {rotation.epoch}, {gone}" if one.rotated else f"NOT REACHED: {one.error}")
+            )
+    if not rotation.complete:
+        typer.echo(
+            "A node was not reached: it may still give out what was put before. When it is back, run "
+            '"farpool store ls" with all nodes and the same key, which tells it.',
+            err=True,
+        )
+        raise typer.Exit(1)
 
 
 def _encoded(info: ObjectInfo) -> str:
     fields = {
         "key": info.key.decode(errors="backslashreplace"),
-        "generation": info.generation,
         "bytes": info.nbytes,
-        "expires": info.expires,
+        "ttl": info.ttl,
+        "copies": info.copies,
         "pins": info.pins,
+        "kept": info.kept,
     }
     return msgspec.json.encode(fields).decode()
 
@@ -227,8 +315,10 @@ def _shown(key: bytes) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def _time(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-    except (ValueError, OverflowError, OSError):  # a year that no calendar has
-        return f"{seconds:.0f} seconds after 1970"
+def _span(seconds: float) -> str:
+    """A time to live for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 3600 * 48:
+        return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    return f"{seconds / 86400:.0f} days"

@@ -19,7 +19,7 @@ import torch
 from farpool import Dram, Nvme, Pool, Remote, offload, restore
 from farpool.demo.corpus import Passage, folder_passages, library_passages, pick
 from farpool.demo.figures import Counts, Timing, counts_between
-from farpool.demo.model import Batch, Embedder, load_embedder
+from farpool.demo.model import Batch, Embedder, load_embedder, tune
 from farpool.demo.nodes import bytes_sent, lending
 from farpool.demo.settings import Settings
 from farpool.demo.start_up import StartUp, compare_starts
@@ -242,21 +242,28 @@ def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Itera
 def _second_act(
     settings: Settings, node: str, passages: Sequence[Passage], reference: Embedder, progress: Progress
 ) -> StartUp:
-    """Processes that start with weights from a node, and what the model gives in this one."""
+    """Processes that start with weights from a node, and what the model, which is tuned, gives in this one."""
     texts = [settings.question, *(passage.text for passage in passages)][:BATCH]
-    expected = torch.empty(len(texts), reference.width)
-    for batch in reference.batches(texts, BATCH):
-        expected[list(batch.rows)] = reference.embed(batch)
-    return compare_starts(
-        node,
-        texts,
-        expected.numpy().tobytes(),
-        batch=BATCH,
-        threads=torch.get_num_threads(),
-        processes=settings.starts,
-        sent=lambda: bytes_sent(node),
-        progress=lambda done, total: progress("Starting processes", done, total),
-    )
+    expected = []
+    for turn in range(2):
+        if turn:
+            tune(reference.module)
+        embeddings = torch.empty(len(texts), reference.width)
+        for batch in reference.batches(texts, BATCH):
+            embeddings[list(batch.rows)] = reference.embed(batch)
+        expected.append(embeddings.numpy().tobytes())
+    with tempfile.TemporaryDirectory(prefix="farpool-") as folder:
+        return compare_starts(
+            node,
+            str(Path(folder, "registry.sqlite")),
+            texts,
+            *expected,
+            batch=BATCH,
+            threads=torch.get_num_threads(),
+            processes=settings.starts,
+            sent=lambda: bytes_sent(node),
+            progress=lambda done, total: progress("Starting processes", done, total),
+        )
 
 
 def _passages(settings: Settings, progress: Progress) -> list[Passage]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers.models.bert import BertConfig
 
-__all__ = ["Batch", "Embedder", "all_tensors", "build_on", "load_embedder", "load_pretrained", "with_tokenizer"]
+__all__ = ["Batch", "Embedder", "all_tensors", "build_on", "load_embedder", "load_pretrained", "tune", "with_tokenizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,12 @@ def load_pretrained() -> torch.nn.Module:
 def all_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers by name, also buffers that a state dict leaves out."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def tune(module: torch.nn.Module) -> None:
+    """Make another version of the model: one of its tensors is changed in place."""
+    with torch.no_grad():
+        module.get_parameter("encoder.layer.5.output.LayerNorm.weight").mul_(1.5)
 
 
 def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:

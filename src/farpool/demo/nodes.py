@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 
 from farpool.errors import FarpoolError
+from farpool.net.address import parse_address
+from farpool.net.channel import Channel
 from farpool.node.process import running_node
-from farpool.transport.address import parse_address
-from farpool.transport.channel import Channel
 
 __all__ = ["bytes_sent", "lending"]
 

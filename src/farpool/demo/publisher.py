@@ -1,4 +1,4 @@
-"""A process that publishes the model's weights into a node's store.
+"""A process that publishes the model's weights under a name, as they are or tuned.
 
 Reads a `PublishRequest` from stdin, writes a `Published` to stdout.
 """
@@ -10,8 +10,7 @@ import time
 
 import msgspec
 
-import farpool
-from farpool.demo.model import all_tensors, load_embedder
+from farpool.demo.model import all_tensors, load_embedder, tune
 from farpool.demo.start_up import Published, PublishRequest
 from farpool.store import Store
 
@@ -22,14 +21,15 @@ def main() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401 - so that loading is timed without it
 
     begin = time.monotonic()
-    tensors = all_tensors(load_embedder().module)
+    module = load_embedder().module
+    if request.tuned:
+        tune(module)
     loaded = time.monotonic()
-    with Store(request.node) as store:
+    with Store(request.node, registry=request.registry) as store:
         start = time.monotonic()
-        farpool.publish_tensors(store, request.name, tensors)
+        info = store.publish(request.name, all_tensors(module))
         seconds = time.monotonic() - start
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    published = Published(len(tensors), nbytes, loaded - begin, seconds)
+    published = Published(info.version, len(all_tensors(module)), info.nbytes, loaded - begin, seconds)
     sys.stdout.buffer.write(msgspec.json.encode(published))
 
 

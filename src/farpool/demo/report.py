@@ -111,6 +111,10 @@ def _start_up_verdict(start_up: StartUp) -> Panel:
         f"[bold]moved[/]  {start_up.tensors} tensors, {_mb(start_up.nbytes)}, once, which took "
         f"{start_up.publish_seconds:.2f} s; then {start_up.sent_bytes:,} bytes to each process that mapped them",
         f"[bold]start[/]  weights ready in {start_up.relative_weights:.0%} of the time that the file takes",
+        "[bold green]next[/]   a process on mapped weights was told of a second version, mapped it and gave its "
+        f"embeddings, bit for bit; {start_up.changed_tensors} tensors of it, {start_up.changed_bytes:,} bytes, were new"
+        if start_up.followed
+        else "[bold red]NOT EQUAL[/]  a process that was told of a second version gave other embeddings",
     ]
     return Panel("\n".join(lines), title="Weights published by one process, mapped by others", expand=True)
 

@@ -2,6 +2,7 @@
 
 Each process is new, and both kinds import the same packages. What is compared is the time until the weights are ready:
 read from their file the way the library does it (it maps the file, which is in the page cache), or mapped from a node.
+Then a second version is published under the same name while a process that has mapped the first waits for it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import msgspec
 
 from farpool.errors import FarpoolError
+from farpool.store import Store
 
-__all__ = ["PublishRequest", "Published", "Start", "StartRequest", "StartUp", "Started", "compare_starts"]
+__all__ = ["PATIENCE", "PublishRequest", "Published", "Start", "StartRequest", "StartUp", "Started", "compare_starts"]
 
-_PATIENCE = 300.0
+PATIENCE = 300.0
 """Seconds for one process."""
 _NAME = "minilm"
 Way = Literal["file", "mapped"]
@@ -28,15 +31,18 @@ _Reply = TypeVar("_Reply")
 
 
 class PublishRequest(msgspec.Struct, frozen=True):
-    """Where to publish the weights, and under which name."""
+    """Where to publish the weights, under which name, and if they are to be tuned before."""
 
     node: str
+    registry: str
     name: str
+    tuned: bool
 
 
 class Published(msgspec.Struct, frozen=True):
     """What was published, and the seconds of loading it before and of publishing it."""
 
+    version: int
     tensors: int
     nbytes: int
     loading: float
@@ -44,24 +50,28 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class StartRequest(msgspec.Struct, frozen=True):
-    """How to start, and what to embed then."""
+    """How to start, what to embed then, and if to do so again with the next version of the weights."""
 
     way: Way
     node: str
+    registry: str
     name: str
+    version: int | None
+    follow: bool
     texts: list[str]
     batch: int
     threads: int
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Moments of the monotonic clock, which is the same for all processes; seconds of mapping; embeddings."""
+    """Moments of the clock that all processes share, seconds of mapping, and embeddings, also of the next version."""
 
     imported: float
     mapping: float
     ready: float
     answered: float
     embeddings: bytes
+    later: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,10 @@ class StartUp:
         Seconds until the weights are ready, mapped over file; median over the pairs.
     sent_bytes : int
         Bytes that the node sent to one process on mapped weights, on average: everything but the weights.
+    followed : bool
+        Whether a process that had mapped the first version was told of the second and gave its embeddings, bit for bit.
+    changed_tensors, changed_bytes : int
+        What of the second version is not in the first.
     """
 
     equal: bool
@@ -123,12 +137,17 @@ class StartUp:
     mapped: Start
     relative_weights: float
     sent_bytes: int
+    followed: bool
+    changed_tensors: int
+    changed_bytes: int
 
 
 def compare_starts(
     node: str,
+    registry: str,
     texts: Sequence[str],
     expected: bytes,
+    expected_later: bytes,
     *,
     batch: int,
     threads: int,
@@ -136,16 +155,18 @@ def compare_starts(
     sent: Callable[[], int],
     progress: Callable[[int, int], None],
 ) -> StartUp:
-    """Publish once, then start processes in either way, in turn.
+    """Publish, then start processes in either way, in turn, then publish the next version and have one follow.
 
     Parameters
     ----------
     node : str
         Address of a node on this host with room for the weights.
+    registry : str
+        Where the name is kept.
     texts : sequence of str
         What each process embeds.
-    expected : bytes
-        The embeddings that must come out.
+    expected, expected_later : bytes
+        The embeddings that must come out, of the first version and of the second.
     batch : int
         Texts in a batch.
     threads : int
@@ -157,16 +178,16 @@ def compare_starts(
     progress : callable
         Told how many processes have ended, and how many there will be.
     """
-    last = 2 * processes + 1
+    last = 2 * processes + 2
     progress(0, last)
-    published, _ = _ask("publisher", PublishRequest(node, _NAME), Published)
+    published, _ = _ask("publisher", PublishRequest(node, registry, _NAME, tuned=False), Published)
     progress(1, last)
     starts: dict[Way, list[Start]] = {"file": [], "mapped": []}
     equal, sent_bytes = True, 0
     for number in range(processes):
         for turn, way in enumerate(starts):
             before = sent()
-            request = StartRequest(way, node, _NAME, list(texts), batch, threads)
+            request = StartRequest(way, node, registry, _NAME, None, False, list(texts), batch, threads)
             started, begin = _ask("starter", request, Started)
             starts[way].append(
                 Start(
@@ -181,6 +202,20 @@ def compare_starts(
                 equal = equal and started.embeddings == expected
                 sent_bytes += sent() - before
             progress(2 * number + turn + 2, last)
+    with (
+        Store(node, registry=registry) as store,
+        store.open(_NAME) as first,  # so that it can be mapped however late the other process comes
+        ThreadPoolExecutor() as beside,
+    ):
+        version = first.info.version
+        request = StartRequest("mapped", node, registry, _NAME, version, True, list(texts), batch, threads)
+        follower = beside.submit(_ask, "starter", request, Started)
+        _ask("publisher", PublishRequest(node, registry, _NAME, tuned=True), Published)
+        followed, _ = follower.result()
+        before_it = {entry.key for entry in first.tensors()}
+        with store.open(_NAME) as second:
+            changed = [entry for entry in second.tensors() if entry.key not in before_it]
+    progress(last, last)
     pairs = zip(starts["file"], starts["mapped"], strict=True)
     return StartUp(
         equal=equal,
@@ -193,6 +228,9 @@ def compare_starts(
         mapped=_median(starts["mapped"]),
         relative_weights=statistics.median(mapped.weights / file.weights for file, mapped in pairs),
         sent_bytes=sent_bytes // processes,
+        followed=(followed.embeddings, followed.later) == (expected, expected_later),
+        changed_tensors=len(changed),
+        changed_bytes=sum(entry.nbytes for entry in changed),
     )
 
 
@@ -203,7 +241,7 @@ def _ask(module: str, request: msgspec.Struct, reply: type[_Reply]) -> tuple[_Re
         [sys.executable, "-m", f"farpool.demo.{module}"],
         input=msgspec.json.encode(request),
         capture_output=True,
-        timeout=_PATIENCE,
+        timeout=PATIENCE,
         check=False,
     )
     if done.returncode:

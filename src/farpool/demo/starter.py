@@ -1,16 +1,21 @@
 """A process that starts with the model's weights, from their file or mapped from a node, and embeds texts.
 
-Reads a `StartRequest` from stdin, writes a `Started` to stdout.
+Reads a `StartRequest` from stdin, writes a `Started` to stdout. With `follow` it embeds them again with the next
+version of the weights, once that is published.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from farpool.demo.start_up import Started, StartRequest
+from farpool.demo.start_up import PATIENCE, Started, StartRequest
+
+if TYPE_CHECKING:
+    from farpool.demo.model import Embedder
 
 
 def main() -> None:
@@ -26,21 +31,32 @@ def main() -> None:
 
     torch.set_num_threads(request.threads)
     imported = time.monotonic()
+    store = Store(request.node, transport="mapped", registry=request.registry)
     if request.way == "file":
         module = load_pretrained()
         mapping = 0.0
     else:
-        store = Store(request.node, transport="mapped")
-        tensors = farpool.map_tensors(store, request.name)
+        tensors = farpool.map_tensors(store, request.name, request.version)
         mapping = time.monotonic() - imported
         module = build_on(tensors)
     ready = time.monotonic()
-    embedder = with_tokenizer(module)
+    embeddings = _embed(with_tokenizer(module), request)
+    answered = time.monotonic()
+    later = b""
+    if request.follow:
+        with store.watch(request.name, after=request.version or 0) as watch:
+            if watch.next(PATIENCE):
+                later = _embed(with_tokenizer(build_on(farpool.map_tensors(store, request.name))), request)
+    sys.stdout.buffer.write(msgspec.json.encode(Started(imported, mapping, ready, answered, embeddings, later)))
+
+
+def _embed(embedder: Embedder, request: StartRequest) -> bytes:
+    import torch
+
     embeddings = torch.empty(len(request.texts), embedder.width)
     for batch in embedder.batches(request.texts, request.batch):
         embeddings[list(batch.rows)] = embedder.embed(batch)
-    started = Started(imported, mapping, ready, time.monotonic(), embeddings.numpy().tobytes())
-    sys.stdout.buffer.write(msgspec.json.encode(started))
+    return embeddings.numpy().tobytes()
 
 
 if __name__ == "__main__":

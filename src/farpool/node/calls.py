@@ -11,14 +11,14 @@ import msgspec
 
 from farpool._native import NodeServer
 from farpool.errors import AccessDeniedError, ProtocolError
-from farpool.node.nixl import Exposures
-from farpool.transport.frames import LARGEST_KEY, Right
-from farpool.transport.handshake import Accepted
+from farpool.net.frames import LARGEST_KEY, Right
+from farpool.net.handshake import Accepted
+from farpool.node.exposures import Exposures
 
-__all__ = ["Call", "PassedFile", "make_call", "open_files", "parse_call"]
+__all__ = ["Call", "PassedFiles", "make_call", "parse_call"]
 
-PassedFile = Callable[[], int]
-"""Opens a file that is to be passed; the descriptor is the caller's."""
+PassedFiles = Callable[[], list[int]]
+"""Opens the files that are to be passed; the descriptors are the caller's."""
 
 MOST_LISTED = 128
 """A list of the longest keys fits into a frame's meta, also with the few more that the data loop may give."""
@@ -34,16 +34,9 @@ class Stats(msgspec.Struct, tag="stats", tag_field="call"):
 
 
 class List(msgspec.Struct, tag="list", tag_field="call"):
-    """Ask for published objects, some at a time."""
+    """Ask which objects there are, some at a time."""
 
     prefix: _Key = b""
-    after: _Key = b""
-    limit: _Limit = MOST_LISTED
-
-
-class Tombstones(msgspec.Struct, tag="tombstones", tag_field="call"):
-    """Ask for deletions that not every replica has confirmed, some at a time."""
-
     after: _Key = b""
     limit: _Limit = MOST_LISTED
 
@@ -65,7 +58,7 @@ class Leases(msgspec.Struct, tag="leases", tag_field="call"):
 
 
 class AttachObjects(msgspec.Struct, tag="attach_objects", tag_field="call"):
-    """Ask for the files of the tenant's published objects."""
+    """Ask for the files of the tenant's objects."""
 
 
 class AttachLease(msgspec.Struct, tag="attach_lease", tag_field="call"):
@@ -74,25 +67,26 @@ class AttachLease(msgspec.Struct, tag="attach_lease", tag_field="call"):
     lease: _Lease
 
 
-class NixlMetadata(msgspec.Struct, tag="nixl_metadata", tag_field="call"):
-    """Ask for what one-sided transfers with a lease need, or with the tenant's published objects."""
+class Expose(msgspec.Struct, tag="expose", tag_field="call"):
+    """Ask for what one-sided transfers with a lease need, or with the tenant's objects."""
 
+    fabric: str
     lease: _Lease | None = None
+    failed: bytes = b""
 
 
-Call = Stats | List | Tombstones | Lend | Release | Leases | AttachObjects | AttachLease | NixlMetadata
+Call = Stats | List | Lend | Release | Leases | AttachObjects | AttachLease | Expose
 
 _DECODER: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 _NEEDED: dict[type[Call], Right] = {
     Stats: _LOOKING,
     List: _LOOKING,
-    Tombstones: _LOOKING,
     Lend: Right.WRITE,
     Release: Right.WRITE,
     Leases: Right.WRITE,
     AttachObjects: Right.READ,
     AttachLease: Right.WRITE,
-    NixlMetadata: Right.WRITE | Right.PUBLISH,
+    Expose: Right.WRITE | Right.PUBLISH,
 }
 
 
@@ -111,7 +105,9 @@ def make_call(
     server: NodeServer,
     stats: Callable[[], dict[str, int | float]],
     exposures: Exposures | None,
-) -> tuple[dict[str, Any], list[PassedFile]]:
+    *,
+    own: bool,
+) -> tuple[dict[str, Any], PassedFiles | None]:
     """Do what is asked for. May block for as long as making memory takes.
 
     Parameters
@@ -126,13 +122,15 @@ def make_call(
         Returns the node's counters.
     exposures : Exposures or None
         Exposes memory for one-sided transfers, if the node does.
+    own : bool
+        The client is a process of the node's own user.
 
     Returns
     -------
     dict of str to object
         The result.
-    list of PassedFile
-        Files to be opened and passed with it.
+    PassedFiles or None
+        Opens the files that are to be passed with it. None for none.
 
     Raises
     ------
@@ -146,16 +144,13 @@ def make_call(
         raise AccessDeniedError(
             f"the access key {client.key!r} lacks the right for this call, which is {_named(needed)}"
         )
-    files: list[PassedFile] = []
+    files: PassedFiles | None = None
     match call:
         case Stats():
             result: dict[str, Any] = dict(stats())
         case List():
             objects = server.list(client.tenant, call.after, call.prefix, call.limit)
             result = {"objects": objects, "next": _next([entry[0] for entry in objects], call.limit)}
-        case Tombstones():
-            tombstones = server.tombstones(client.tenant, call.after, call.limit)
-            result = {"tombstones": tombstones, "next": _next([entry[0] for entry in tombstones], call.limit)}
         case Lend():
             result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
         case Release():
@@ -167,51 +162,57 @@ def make_call(
         case Leases():
             result = {"leases": server.leases(client.session)}
         case AttachObjects():
-            writable = bool(client.rights & Right.PUBLISH)
-            index, data = server.objects_paths(client.tenant)
-            files = [
-                partial(_open, index, os.O_RDONLY),
-                partial(_open, data, os.O_RDWR if writable else os.O_RDONLY),
-                partial(server.objects_visited, client.tenant),
-            ]
+            # Another user is never let write what others read: it sends what it publishes.
+            writable = own and bool(client.rights & Right.PUBLISH)
+            files = partial(_objects, server, client, writable)
             result = {"writable": writable}
         case AttachLease():
-            files = [partial(_open, server.lease_path(client.session, call.lease), os.O_RDWR)]
+            server.lease_path(client.session, call.lease)
+            files = partial(_lease, server, client, call.lease)
             result = {}
-        case NixlMetadata():
-            result = _exposed(call.lease, client, server, exposures)
+        case Expose():
+            result = _expose(call, client, server, exposures)
     return result, files
 
 
-def _exposed(lease: int | None, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
-    if exposures is None:
-        raise ProtocolError("the node exposes no memory for one-sided transfers; start it with --nixl")
+def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Exposures | None) -> dict[str, Any]:
+    if exposures is None or exposures.fabric != call.fabric:
+        raise ProtocolError(
+            f"the node exposes no memory over the fabric {call.fabric!r}, only over "
+            f"{repr(exposures.fabric) if exposures else 'none'}; start it with --fabric {call.fabric}"
+        )
     # What is exposed can be read and written, whatever the client means to do with it.
-    needed = Right.READ | Right.PUBLISH if lease is None else Right.WRITE
+    needed = Right.READ | Right.PUBLISH if call.lease is None else Right.WRITE
     if needed not in client.rights:
         raise AccessDeniedError(
             f"the access key {client.key!r} lacks a right for one-sided transfers, which need {_named(needed, ' and ')}"
         )
+    lease = call.lease
     path = server.objects_paths(client.tenant)[1] if lease is None else server.lease_path(client.session, lease)
-    exposed = exposures.expose(client.session, path)
-    return {"metadata": exposed.metadata, "address": exposed.address, "nbytes": exposed.nbytes}
+    opened = (
+        partial(_data, server, client.tenant) if lease is None else partial(server.lease_file, client.session, lease)
+    )
+    return msgspec.structs.asdict(exposures.expose(client.session, path, opened, call.failed))
 
 
-def open_files(files: list[PassedFile]) -> list[int]:
-    """File descriptors of these files; all or none."""
-    opened: list[int] = []
+def _objects(server: NodeServer, client: Accepted, writable: bool) -> list[int]:
+    """Descriptors of the index, the data, and the session's own marks of visits."""
+    visited = server.objects_visited(client.session, client.tenant)
     try:
-        for open_one in files:
-            opened.append(open_one())
-    except OSError:
-        for file in opened:
-            os.close(file)
+        return [*server.objects_files(client.tenant, writable), visited]
+    except BaseException:
+        os.close(visited)
         raise
-    return opened
 
 
-def _open(path: str, mode: int) -> int:
-    return os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _lease(server: NodeServer, client: Accepted, lease: int) -> list[int]:
+    return [server.lease_file(client.session, lease)]
+
+
+def _data(server: NodeServer, tenant: int) -> int:
+    index, data = server.objects_files(tenant, writable=True)
+    os.close(index)
+    return data
 
 
 def _next(keys: list[bytes], limit: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,13 @@ import msgspec
 
 from farpool._native import NodeServer
 from farpool.errors import FarpoolError, ProtocolError
-from farpool.node.calls import make_call, open_files, parse_call
+from farpool.net.frames import Frame, FrameReader, Op, Status, pack_frame
+from farpool.net.handshake import Accepted
+from farpool.net.refusals import status_of
+from farpool.node.arrival import Arrival
+from farpool.node.calls import make_call, parse_call
+from farpool.node.exposures import Exposures
 from farpool.node.logs import log
-from farpool.node.nixl import Exposures
-from farpool.transport.frames import Frame, FrameReader, Op, Status, pack_frame
-from farpool.transport.handshake import Accepted
-from farpool.transport.refusals import status_of
 
 __all__ = ["STALL_SECONDS", "ControlService"]
 
@@ -46,9 +46,8 @@ class ControlService:
         self._stats = stats
         self._exposures = exposures
 
-    async def serve(self, connection: socket.socket, client: Accepted) -> None:
-        """Answer calls until the connection ends. The caller closes it."""
-        self._server.hold(client.session)
+    async def serve(self, connection: Arrival, client: Accepted) -> None:
+        """Answer calls until the connection ends. The caller closes it, and holds the client's session meanwhile."""
         if self._exposures is not None:
             self._exposures.hold(client.session)
         try:
@@ -62,10 +61,9 @@ class ControlService:
         finally:
             if self._exposures is not None:
                 self._exposures.drop(client.session)
-            self._server.drop(client.session)
 
-    async def _answer(self, connection: socket.socket, frame: Frame, client: Accepted) -> None:
-        status, result, files = await self._outcome(frame, client, passes_files=connection.family == socket.AF_UNIX)
+    async def _answer(self, connection: Arrival, frame: Frame, client: Accepted) -> None:
+        status, result, files = await self._outcome(frame, client, connection)
         try:
             reply = pack_frame(
                 Op.CALL,
@@ -74,27 +72,31 @@ class ControlService:
                 request=frame.request,
                 tenant=client.tenant,
             )
-            sent = socket.send_fds(connection, [reply], files) if files else 0
+            sent = connection.send_files(reply, files) if files else 0
         finally:
             for file in files:
                 os.close(file)
         async with asyncio.timeout(STALL_SECONDS):
-            await asyncio.get_running_loop().sock_sendall(connection, reply[sent:])
+            await connection.send(reply[sent:])
 
     async def _outcome(
-        self, frame: Frame, client: Accepted, *, passes_files: bool
+        self, frame: Frame, client: Accepted, connection: Arrival
     ) -> tuple[Status, dict[str, Any], list[int]]:
         try:
             if frame.op != Op.CALL:
                 raise ValueError(f"operation {frame.op} on a control connection, expected {Op.CALL.value} (call)")
             call = parse_call(frame.meta)
             # In a thread, as memory that is lent may have to be made first.
-            result, files = await asyncio.to_thread(make_call, call, client, self._server, self._stats, self._exposures)
-            if files and not passes_files:
+            result, files = await asyncio.to_thread(
+                make_call, call, client, self._server, self._stats, self._exposures, own=connection.is_own
+            )
+            if files is None:
+                return Status.DONE, result, []
+            if not connection.is_local:
                 raise ValueError(
                     "this call passes files, for which the connection has to be over the node's UNIX socket"
                 )
-            return Status.DONE, result, open_files(files)
+            return Status.DONE, result, files()
         except KeyError as error:
             return Status.UNKNOWN, {"error": str(error.args[0])}, []
         except FarpoolError as error:
@@ -105,15 +107,14 @@ class ControlService:
             return Status.FULL, {"error": f"the node lacks what this needs: {error.strerror}"}, []
 
 
-async def _received(connection: socket.socket, reader: FrameReader) -> Frame | None:
+async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
     """The next frame; None if the client ended the connection between two frames."""
-    loop = asyncio.get_running_loop()
-    data = await loop.sock_recv(connection, reader.needed)
+    data = await connection.receive(reader.needed)
     if not data:
         return None
     async with asyncio.timeout(STALL_SECONDS):
         while (frame := reader.feed(data)) is None:
-            data = await loop.sock_recv(connection, reader.needed)
+            data = await connection.receive(reader.needed)
             if not data:
                 raise ConnectionResetError
     return frame

@@ -6,17 +6,20 @@ import contextlib
 import fcntl
 import os
 import re
+import socket
 import stat
 from pathlib import Path
 
 from farpool.errors import ConfigError
+from farpool.net.address import LONGEST_PATH
 from farpool.sizes import format_size
-from farpool.transport.address import LONGEST_PATH
 
 __all__ = ["Folder", "check_name", "default_folder"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = "node.lock"
+_IDENTITY = "identity"
+_IDENTITY_BYTES = 16
 _SOCKET = "socket"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -46,6 +49,8 @@ class Folder:
     ----------
     path : str or path-like
         Where it is, or will be.
+    group : int or None
+        A group whose members may pass through it, to the socket; they cannot list what is there.
 
     Attributes
     ----------
@@ -60,11 +65,12 @@ class Folder:
         The path is empty.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], group: int | None = None) -> None:
         if not os.fspath(path):  # would be the current folder
             raise ConfigError("--folder is '', expected the path of a folder", setting="folder")
         self.path = Path(path).absolute()
         self.socket_path = self.path / _SOCKET
+        self._group = group
         self._lock = -1
         self._is_own = self.path.parent == _base()
 
@@ -104,7 +110,7 @@ class Folder:
                     f"{os.getuid()}; choose another --folder",
                     setting="folder",
                 )
-            if state.st_mode & 0o077:
+            if state.st_mode & (0o066 if path == _base() else 0o067):
                 raise ConfigError(
                     f"the folder {path} has mode {stat.S_IMODE(state.st_mode):04o}, so that others may use what is in "
                     f"it; expected 0700: chmod 700 {path}",
@@ -141,11 +147,38 @@ class Folder:
                     self._is_own |= path == self.path
             self._check_private()
             self._lock = self._locked()
-            os.truncate(self._lock, 0)
-            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            self._set_mode()
+        except ConfigError:
+            self.give_back()
+            raise
         except OSError as error:
             self.give_back()
             raise ConfigError(f"the folder {self.path} cannot be used: {error.strerror}", setting="folder") from error
+
+    def _set_mode(self) -> None:
+        """Let nobody but the group in; a start before this one may have let in another."""
+        if self._group is None:
+            self.path.chmod(0o700)
+            return
+        try:
+            os.chown(self.path, -1, self._group)
+        except PermissionError as error:
+            raise ConfigError(
+                f"--socket-group is group {self._group}, which user {os.geteuid()} is no member of; choose a group of "
+                "this user",
+                setting="socket_group",
+            ) from error
+        self.path.chmod(0o710)
+        if self.path.parent == _base():
+            _base().chmod(0o711)
+        for parent in self.path.parents:
+            state = parent.stat()
+            if not state.st_mode & (0o010 if state.st_gid == self._group else 0o001):
+                raise ConfigError(
+                    f"the folder {parent} has mode {stat.S_IMODE(state.st_mode):04o}, so that --socket-group cannot "
+                    f"reach the socket in {self.path}; chmod o+x {parent}, or choose another --folder",
+                    setting="socket_group",
+                )
 
     def _locked(self) -> int:
         path = self.path / _LOCK
@@ -158,7 +191,7 @@ class Folder:
                     if os.path.samestat(os.fstat(lock), path.lstat()):
                         return lock
             except BlockingIOError:
-                owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                owner = _owner(lock)
                 os.close(lock)
                 raise ConfigError(
                     f"the folder {self.path} is in use by the node with process id {owner}; stop that one, or choose "
@@ -166,6 +199,65 @@ class Folder:
                     setting="folder",
                 ) from None
             os.close(lock)
+
+    def identity(self, *, kept: bool) -> bytes:
+        """Bytes that name the node which has this folder. Call `take` before.
+
+        Parameters
+        ----------
+        kept : bool
+            The same from the first start on; False for new ones, and what an earlier node has kept goes.
+
+        Raises
+        ------
+        ConfigError
+            The file cannot be read or made, or is not what a node has written.
+        """
+        path = self.path / _IDENTITY
+        try:
+            if not kept:
+                path.unlink(missing_ok=True)
+                return os.urandom(_IDENTITY_BYTES)
+            if not os.path.lexists(path):
+                made = path.with_suffix(".new")  # a node that is killed meanwhile leaves no half of one
+                made.touch(mode=0o600)
+                made.write_bytes(os.urandom(_IDENTITY_BYTES))
+                made.rename(path)
+            path.chmod(0o600)
+            identity = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"the node's identity {path} cannot be used: {error.strerror}", setting="folder"
+            ) from error
+        if len(identity) != _IDENTITY_BYTES:
+            raise ConfigError(
+                f"the node's identity {path} has {len(identity)} bytes, expected {_IDENTITY_BYTES}; remove it, and the "
+                "node becomes another one, whose objects are looked for elsewhere",
+                setting="folder",
+            )
+        return identity
+
+    def listen(self, backlog: int) -> socket.socket:
+        """Listen at the socket's path, which is this node's alone. Call `take` before.
+
+        Raises
+        ------
+        ConfigError
+            The socket cannot be made.
+        """
+        path = self.socket_path
+        path.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(str(path))
+            if self._group is not None:
+                os.chown(path, -1, self._group)
+            path.chmod(0o600 if self._group is None else 0o660)
+            listening.listen(backlog)  # nobody gets in before
+        except OSError as error:
+            listening.close()
+            raise ConfigError(f"the socket {path} cannot be made: {error.strerror}", setting="folder") from error
+        return listening
 
     def give_back(self) -> None:
         """Unlock, and remove the folder if it was made here and no segment is left in it. Idempotent."""
@@ -177,3 +269,15 @@ class Folder:
                 self.path.rmdir()
         os.close(self._lock)
         self._lock = -1
+
+
+def _owner(lock: int) -> str:
+    """The process that has a file locked. Asked of the system: a lock with bytes in it would take a page of memory."""
+    state = os.fstat(lock)
+    number = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, file, *_ = line.split()
+            if (kind, file) == ("FLOCK", number):
+                return process
+    return "unknown"

@@ -1,36 +1,45 @@
 """Where clients arrive: listening sockets, the handshake under a deadline, and who serves what comes of it.
 
-Runs in a thread of its own. Connections that have not proved themselves are bounded in number and in time; further ones
-wait in the system's backlog, each kind of socket for itself, so that strangers on the network do not keep local
-programs out.
+Runs in a thread of its own. Connections that have not proved themselves are bounded in time and in number, of one
+address and in all, each kind of socket for itself. Where there are too many the oldest is dropped, so that strangers
+who say nothing keep nobody out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from farpool._native import NodeServer
-from farpool.errors import NodeError
+from farpool._native import NodeServer, TlsContext
+from farpool.errors import AccessDeniedError, NodeError, ProtocolError
+from farpool.net.access import Grant
+from farpool.net.handshake import Accepted, NodeHandshake, refused_frame
+from farpool.net.tcp import set_options
+from farpool.node.access import NodeAccess
+from farpool.node.arrival import Arrival
 from farpool.node.control import ControlService
+from farpool.node.half_open import HalfOpen
 from farpool.node.logs import log
-from farpool.transport.handshake import Accepted, NodeHandshake
-from farpool.transport.tcp import set_options
 
 __all__ = ["Listener"]
 
 _HANDSHAKE_SECONDS = 5.0
 _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 1 << 20
-_MOST_UNPROVED = 256
+_MOST_HALF_OPEN = 1024
+_MOST_HALF_OPEN_OF_ONE = 256
 _RETRY_SECONDS = 0.1
 _EVENTS_SECONDS = 1.0
+_EXPECTS_TLS = refused_frame(
+    ProtocolError("it expects TLS: give its address as tls://HOST:PORT, and a certificate in FARPOOL_TLS")
+)
 
 
 class Listener:
@@ -40,8 +49,8 @@ class Listener:
     ----------
     sockets : sequence of socket.socket
         Listening sockets, which this object owns from `start` on.
-    make_handshake : callable
-        Makes the node's half of a handshake.
+    access : NodeAccess
+        Who may come in.
     server : NodeServer
         Takes over data connections.
     control : ControlService
@@ -51,19 +60,28 @@ class Listener:
     def __init__(
         self,
         sockets: Sequence[socket.socket],
-        make_handshake: Callable[[], NodeHandshake],
+        access: NodeAccess,
         server: NodeServer,
         control: ControlService,
     ) -> None:
         self.refused = 0
         """Connections that were refused in the handshake."""
         self._sockets = sockets
-        self._make_handshake = make_handshake
+        self._access = access
         self._server = server
         self._control = control
+        self._half_open = [HalfOpen(_MOST_HALF_OPEN, _MOST_HALF_OPEN_OF_ONE) for _ in sockets]
+        self._dropped = 0
+        self._serving: dict[asyncio.Task[None], str] = {}
+        """Control connections, and the names of the keys that opened them."""
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="farpool-listener", daemon=True)
+
+    @property
+    def half_open(self) -> int:
+        """Connections whose handshake is under way."""
+        return sum(len(one) for one in self._half_open)
 
     def start(self) -> None:
         """Begin to accept."""
@@ -75,6 +93,21 @@ class Listener:
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
+    def replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> None:
+        """Use other keys and another certificate from now on, and end what was opened with keys that are gone."""
+        with contextlib.suppress(RuntimeError):  # the node is stopping
+            # In the loop's thread, so that no handshake with an old key ends between the two.
+            self._loop.call_soon_threadsafe(self._replace, keys, tls)
+
+    def _replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> None:
+        gone = self._access.replace(keys, tls)
+        for name in gone:
+            self._server.end_key(name)
+        for task, name in self._serving.items():
+            if name in gone:
+                task.cancel()
+        log("reloaded", keys=len(keys or {}), tls=tls is not None, ended=" ".join(gone))
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve_all())
@@ -82,7 +115,10 @@ class Listener:
     async def _serve_all(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                serving = [tasks.create_task(self._accept(listening, tasks)) for listening in self._sockets]
+                serving = [
+                    tasks.create_task(self._accept(listening, half_open, tasks))
+                    for listening, half_open in zip(self._sockets, self._half_open, strict=True)
+                ]
                 serving.append(tasks.create_task(self._keep_logging()))
                 await self._stopping.wait()
                 raise _Stopped
@@ -102,23 +138,31 @@ class Listener:
         for kind, session, text in self._server.events():
             level = logging.INFO if kind == "freed" else logging.WARNING
             log(kind, level=level, session=_short(session), detail=text)
+        dropped = sum(one.dropped for one in self._half_open)
+        if dropped > self._dropped:
+            log("too many half-open connections", level=logging.WARNING, dropped=dropped - self._dropped)
+            self._dropped = dropped
 
-    async def _accept(self, listening: socket.socket, tasks: asyncio.TaskGroup) -> None:
+    async def _accept(self, listening: socket.socket, half_open: HalfOpen, tasks: asyncio.TaskGroup) -> None:
         listening.setblocking(False)
-        places = asyncio.Semaphore(_MOST_UNPROVED)
         while True:
-            await places.acquire()
             try:
-                connection = await self._accepted(listening)
+                arrival = Arrival(await self._accepted(listening))
             except OSError as error:
                 # Out of descriptors, most likely: the listening socket stays readable, so wait instead of spinning.
-                places.release()
                 log("cannot accept", level=logging.ERROR, reason=str(error))
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
-                meeting = tasks.create_task(self._meet(connection, places))
+                meeting = tasks.create_task(self._meet(arrival, half_open))
                 # Also where it is cancelled before its first step, which then never comes.
-                meeting.add_done_callback(partial(_close, connection))
+                meeting.add_done_callback(partial(self._ended, arrival, half_open))
+                half_open.enter(meeting, arrival.origin)
+                await asyncio.sleep(0)  # those that came before have their turn, however many come
+
+    def _ended(self, arrival: Arrival, half_open: HalfOpen, meeting: asyncio.Task[None]) -> None:
+        half_open.leave(meeting)
+        self._serving.pop(meeting, None)
+        arrival.close()
 
     async def _accepted(self, listening: socket.socket) -> socket.socket:
         """As `sock_accept` of the loop, which drops what it has accepted when it is cancelled just then."""
@@ -132,80 +176,107 @@ class Listener:
             finally:
                 self._loop.remove_reader(listening)
 
-    async def _meet(self, connection: socket.socket, places: asyncio.Semaphore) -> None:
+    async def _meet(self, arrival: Arrival, half_open: HalfOpen) -> None:
         """Serve one connection; whatever goes wrong with it stays with it."""
         try:
-            await self._serve(connection, places)
+            await self._serve(arrival, half_open)
         except Exception:
             log("failed", level=logging.ERROR, detail=traceback.format_exc())
 
-    async def _serve(self, connection: socket.socket, places: asyncio.Semaphore) -> None:
+    async def _serve(self, arrival: Arrival, half_open: HalfOpen) -> None:
         """One connection, from its first byte to its end or to the data loop."""
-        with connection:
-            try:
-                connection.setblocking(False)
-                client = await self._shake_hands(connection)
-            finally:
-                places.release()
-            if client is None:
-                return
+        client = await self._shake_hands(arrival)
+        meeting = asyncio.current_task()
+        assert meeting is not None
+        half_open.leave(meeting)
+        if client is None:
+            return
+        try:
             if client.purpose == "control":
-                await self._control.serve(connection, client)
+                self._serving[meeting] = client.key
+                await self._control.serve(arrival, client)
             else:
-                self._server.adopt(connection.detach(), client.session, client.tenant, int(client.rights))
+                rights = int(client.rights)
+                self._server.adopt(arrival.detach(), client.session, client.tenant, rights, client.key)
+        finally:
+            self._server.drop(client.session)
 
-    async def _shake_hands(self, connection: socket.socket) -> Accepted | None:
-        handshake = self._make_handshake()
+    async def _shake_hands(self, arrival: Arrival) -> Accepted | None:
         try:
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                if connection.family != socket.AF_UNIX:
-                    set_options(connection)
-                while handshake.accepted is None:
-                    data = await self._loop.sock_recv(connection, handshake.needed)
-                    if not data:
-                        raise ConnectionResetError("the client ended the connection during the handshake")
-                    to_send = handshake.feed(data)
-                    if to_send:
-                        await self._loop.sock_sendall(connection, to_send)
-        except NodeError as error:
-            self.refused += 1
-            log("refused", level=logging.WARNING, peer=_peer(connection), reason=str(error))
-            await self._tell(connection, handshake.refused(error))
+                stranger = self._access.refusal(arrival.socket)  # asked before TLS takes the socket
+                handshake = self._access.handshake(await self._secured(arrival))
+                client = await self._introduced(arrival, handshake, stranger)
+        except _Refused as refused:
+            await self._refuse(arrival, str(refused), refused.frame)
             return None
         except OSError as error:
-            self.refused += 1
-            reason = str(error) or f"no handshake within {_HANDSHAKE_SECONDS:g} s"
-            log("refused", level=logging.WARNING, peer=_peer(connection), reason=reason)
+            reason = error.strerror or str(error) or f"no handshake within {_HANDSHAKE_SECONDS:g} s"
+            await self._refuse(arrival, reason, plain=_EXPECTS_TLS if error.errno == errno.EPROTONOSUPPORT else b"")
             return None
-        client = handshake.accepted
         log("accepted", level=logging.DEBUG, key=client.key, purpose=client.purpose, session=_short(client.session))
         return client
 
-    async def _tell(self, connection: socket.socket, refusal: bytes) -> None:
-        """Send why, and let it arrive: closing a socket with unread bytes would throw away what is on its way."""
+    async def _introduced(
+        self, arrival: Arrival, handshake: NodeHandshake, stranger: AccessDeniedError | None
+    ) -> Accepted:
+        """Hold the session of a client that has proved itself and is no stranger, until the connection ends."""
+        while True:
+            data = await arrival.receive(handshake.needed)
+            if not data:
+                raise ConnectionResetError("the client ended the connection during the handshake")
+            try:
+                to_send = handshake.feed(data)
+                client = handshake.accepted
+                if client is not None:
+                    if stranger is not None:
+                        raise stranger
+                    if not self._access.still_grants(handshake):
+                        raise AccessDeniedError("its access key has just been changed")
+                    # Before the welcome, which would promise what another key or tenant has.
+                    self._server.hold(client.session, client.tenant, client.key)
+            except NodeError as error:
+                raise _Refused(str(error), refused_frame(error)) from error
+            if handshake.accepted is None:
+                await arrival.send(to_send)
+                continue
+            try:
+                await arrival.send(to_send)
+            except BaseException:
+                self._server.drop(handshake.accepted.session)
+                raise
+            return handshake.accepted
+
+    async def _refuse(self, arrival: Arrival, reason: str, frame: bytes = b"", plain: bytes = b"") -> None:
+        self.refused += 1
+        log("refused", level=logging.WARNING, peer=arrival.peer, reason=reason)
+        if not frame and not arrival.is_secure:
+            return
+        # Let it arrive, with what TLS itself may have said.
         with contextlib.suppress(OSError):
             async with asyncio.timeout(_LINGER_SECONDS):
-                await self._loop.sock_sendall(connection, refusal)
-                connection.shutdown(socket.SHUT_WR)
-                unread = _LINGER_BYTES
-                while unread > 0 and (data := await self._loop.sock_recv(connection, 1 << 16)):
-                    unread -= len(data)
+                if frame:
+                    await arrival.send(frame)
+                await arrival.end(_LINGER_BYTES, plain)
+
+    async def _secured(self, arrival: Arrival) -> str | None:
+        """The name in the client's certificate, where the connection is to have TLS."""
+        if arrival.is_local:
+            return None
+        set_options(arrival.socket)
+        return None if self._access.tls is None else await arrival.secure(self._access.tls)
+
+
+class _Refused(Exception):  # noqa: N818 - the client's error, not the node's
+    """A client is to be told why it may not come in."""
+
+    def __init__(self, reason: str, frame: bytes) -> None:
+        super().__init__(reason)
+        self.frame = frame
 
 
 class _Stopped(Exception):  # noqa: N818 - it is no error
     """Ends the task group with everything in it."""
-
-
-def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:
-    connection.close()
-
-
-def _peer(connection: socket.socket) -> str:
-    if connection.family == socket.AF_UNIX:
-        return "unix"
-    with contextlib.suppress(OSError):
-        return str(connection.getpeername()[0])
-    return "gone"
 
 
 def _short(session: int) -> str:

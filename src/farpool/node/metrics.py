@@ -1,41 +1,52 @@
-"""The node's counters for Prometheus, at ``/metrics``."""
+"""The node's counters for Prometheus, as metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from farpool.errors import ConfigError
-from farpool.transport.address import Address
-
-__all__ = ["MetricsServer", "NodeCollector"]
+__all__ = ["NodeCollector"]
 
 Stats = Mapping[str, int | float]
+Tenants = Mapping[int, Mapping[str, int]]
 
 _GAUGES = {
     "capacity": ("capacity_bytes", "Bytes that the node may lend"),
-    "used": ("used_bytes", "Bytes in use for objects and leases"),
+    "used": ("used_bytes", "Bytes in use for objects, their tables and leases"),
+    "backed": (
+        "backed_bytes",
+        "Memory that counts against what the node may lend: objects, their holes and tables, leases",
+    ),
+    "taken": ("taken_bytes", "Shared memory that the node's files take, as the system tells it"),
+    "process": ("process_bytes", "Memory of the node's process beside its files"),
     "lent": ("lent_bytes", "Bytes of leases"),
     "leases": ("leases", "Leases"),
-    "objects": ("objects", "Published objects"),
-    "object_bytes": ("object_bytes", "Bytes of published objects"),
-    "index_bytes": ("index_bytes", "Bytes of the indexes of published objects"),
-    "adopted": ("adopted_objects", "Published objects taken over from an earlier start"),
-    "tombstones": ("tombstones", "Deletions that not every replica has confirmed"),
+    "objects": ("objects", "Objects"),
+    "object_bytes": ("object_bytes", "Bytes of objects"),
+    "index_bytes": ("index_bytes", "Bytes of the indexes of objects"),
+    "adopted": ("adopted_objects", "Objects taken over from an earlier start"),
     "nvme_capacity": ("nvme_capacity_bytes", "Bytes of the NVMe file"),
     "nvme_used": ("nvme_used_bytes", "Bytes in use of the NVMe file"),
-    "nvme_objects": ("nvme_objects", "Published objects whose payload lies in the NVMe file"),
+    "nvme_objects": ("nvme_objects", "Objects whose payload lies in the NVMe file"),
     "connections": ("connections", "Open data connections"),
     "sessions": ("sessions", "Programs that hold something or are connected"),
+    "half_open": ("half_open_connections", "Connections whose handshake is under way"),
+}
+_OF_TENANTS = {
+    "objects": ("objects", "Published objects of a tenant"),
+    "used": ("used_bytes", "Bytes that a tenant uses for objects, their tables and leases"),
+    "backed": ("backed_bytes", "Memory of a tenant that counts against what the node may lend"),
+    "taken": ("taken_bytes", "Shared memory that a tenant's files take, as the system tells it"),
+    "lent": ("lent_bytes", "Bytes of a tenant's leases"),
+    "share": ("share_bytes", "Bytes within which nobody else evicts a tenant's objects"),
 }
 _COUNTERS = {
     "gets": ("gets", "Objects asked for over a connection"),
     "hits": ("hits", "Objects asked for over a connection and found"),
-    "puts": ("puts", "Objects published"),
-    "deletes": ("deletes", "Objects deleted"),
+    "puts": ("puts", "Objects put"),
+    "drops": ("drops", "Objects dropped by programs"),
     "evictions": ("evictions", "Objects forgotten to make room"),
     "demotions": ("demotions", "Objects moved from memory to the NVMe file"),
     "promotions": ("promotions", "Objects moved from the NVMe file back to memory"),
@@ -55,12 +66,15 @@ class NodeCollector(Collector):
     ----------
     stats : callable
         Returns the counters by name; nothing while there are none.
+    tenants : callable
+        Returns what each tenant has; nothing while there are none.
     node : str
         The node's name; a label of every metric.
     """
 
-    def __init__(self, stats: Callable[[], Stats], node: str) -> None:
+    def __init__(self, stats: Callable[[], Stats], tenants: Callable[[], Tenants], node: str) -> None:
         self._stats = stats
+        self._tenants = tenants
         self._node = node
 
     def collect(self) -> Iterator[Metric]:
@@ -71,48 +85,13 @@ class NodeCollector(Collector):
             gauge = GaugeMetricFamily(f"farpool_node_{metric}", text, labels=["node"])
             gauge.add_metric([self._node], stats[name])
             yield gauge
+        tenants = self._tenants()
+        for name, (metric, text) in _OF_TENANTS.items():
+            gauge = GaugeMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
+            for tenant, has in tenants.items():
+                gauge.add_metric([self._node, str(tenant)], has[name])
+            yield gauge
         for name, (metric, text) in _COUNTERS.items():
             counter = CounterMetricFamily(f"farpool_node_{metric}", text, labels=["node"])
             counter.add_metric([self._node], stats[name])
             yield counter
-
-
-class MetricsServer:
-    """Serves the metrics over HTTP, in a thread of its own, until closed.
-
-    Parameters
-    ----------
-    address : Address
-        Where to listen; port 0 for any free one.
-    collector : NodeCollector
-        What to serve.
-
-    Attributes
-    ----------
-    address : Address
-        Where it listens.
-
-    Raises
-    ------
-    ConfigError
-        It cannot listen there.
-    """
-
-    def __init__(self, address: Address, collector: NodeCollector) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(collector)
-        try:
-            self._server, self._thread = start_http_server(address.port, address.host, registry)
-        except OSError as error:
-            raise ConfigError(
-                f"--metrics is {address.host}:{address.port}, where this process cannot listen: {error.strerror}; "
-                "choose another port",
-                setting="metrics",
-            ) from error
-        self.address = Address("tcp", address.host, self._server.server_port)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

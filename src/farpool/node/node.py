@@ -10,17 +10,24 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
-from farpool._native import NodeServer
+from farpool._native import NodeServer, tls_available
+from farpool.available import available_memory
 from farpool.errors import ConfigError
+from farpool.net.access import Grant
+from farpool.net.address import Address
+from farpool.net.certificate import CertificateFolder
+from farpool.net.frames import Right
+from farpool.net.handshake import Identity
+from farpool.net.host import host_id
+from farpool.node.access import NodeAccess
 from farpool.node.control import ControlService
+from farpool.node.exposures import Exposures
 from farpool.node.folder import Folder, check_name, default_folder
 from farpool.node.listener import Listener
-from farpool.node.nixl import Exposures
-from farpool.transport.access import Grant
-from farpool.transport.address import Address
-from farpool.transport.handshake import Identity, NodeHandshake
-from farpool.transport.host import host_id
+from farpool.node.users import group_id
+from farpool.sizes import format_size
 
 __all__ = ["Node"]
 
@@ -41,7 +48,8 @@ class Node:
     folder : str or path-like or None
         Where its segments are; by default ``/dev/shm/farpool-UID/NAME``. What an earlier node left there is taken over.
     keys : mapping of str to Grant, or None
-        Access keys by name. Without any, the node listens on loopback only and lets everybody there do everything.
+        Access keys by name. Without any, the node listens on loopback only and lets its own user do everything, and
+        nobody else anything.
     metrics : Address or None
         Where to serve metrics for Prometheus; port 0 for any free one.
     ephemeral : bool
@@ -52,8 +60,18 @@ class Node:
         Seconds for which the data loop asks for more before it sleeps; 0 to sleep at once.
     nvme : pair of str and int, or None
         A file and its bytes: objects that have to leave memory go there instead of being forgotten.
-    nixl : bool
-        Expose memory for one-sided transfers with NIXL, too.
+    fabric : str
+        Name of a one-sided fabric over which memory is exposed, too; empty for none.
+    shares : mapping of int to int, or None
+        Bytes guaranteed to tenants: nobody else's use evicts their objects below that. The other tenants that hold
+        something have equal parts of the rest.
+    tls : CertificateFolder or None
+        The node's certificate: connections over TCP begin with TLS then, and each client shows one of its own.
+    insecure_plaintext : bool
+        Listen beyond loopback without TLS, too.
+    socket_group : str
+        A group, by name or number, whose members may use the UNIX socket with a key, and map memory read-only; empty
+        where only the node's own user may.
 
     Attributes
     ----------
@@ -78,7 +96,11 @@ class Node:
         grace: float = 10.0,
         spin: float = 50e-6,
         nvme: tuple[str, int] | None = None,
-        nixl: bool = False,
+        fabric: str = "",
+        shares: Mapping[int, int] | None = None,
+        tls: CertificateFolder | None = None,
+        insecure_plaintext: bool = False,
+        socket_group: str = "",
     ) -> None:
         self.address = listen
         self.name = name
@@ -90,7 +112,11 @@ class Node:
         self._grace = grace
         self._spin = spin
         self._nvme = nvme
-        self._nixl = nixl
+        self._fabric = fabric
+        self._shares = dict(shares or {})
+        self._tls = tls
+        self._insecure_plaintext = insecure_plaintext
+        self._socket_group = socket_group
         self._folder: Folder | None = None
         self._server: NodeServer | None = None
         self._listener: Listener | None = None
@@ -121,15 +147,44 @@ class Node:
                 raise ConfigError(f"--{setting} is {seconds}, expected seconds, 0 or more", setting=setting)
         if self.metrics_address is not None and self.metrics_address.scheme != "tcp":
             raise ConfigError(f"--metrics is {str(self.metrics_address)!r}, expected HOST:PORT", setting="metrics")
+        if sum(self._shares.values()) > self._capacity:
+            raise ConfigError(
+                f"--share guarantees {format_size(sum(self._shares.values()))} altogether, but --dram is "
+                f"{format_size(self._capacity)}",
+                setting="share",
+            )
+        if self._socket_group and self._keys is None:
+            raise ConfigError(
+                f"--socket-group is {self._socket_group!r}, but there are no access keys, without which only the "
+                "node's own user is let in; give --keys FILE",
+                setting="socket_group",
+            )
         target = self._resolved()
         folder = self._own_folder(self.name or str(self.address.port)) if self.name or self.address.port else None
         with ExitStack() as undo:
             listening = undo.enter_context(_listening(target, self.address))
-            self.address = Address("tcp", self.address.host, listening.getsockname()[1])
+            scheme: Literal["tcp", "tls"] = "tcp" if self._tls is None else "tls"
+            self.address = Address(scheme, self.address.host, listening.getsockname()[1])
             self.name = self.name or str(self.address.port)
             self._folder = folder or self._own_folder(self.name)
             self._open(listening, self._folder, undo)
             self._undo = undo.pop_all()
+
+    def reload(self, keys: Mapping[str, Grant] | None) -> None:
+        """Use other keys from now on, and the certificate as it is in its folder now.
+
+        Connections that were opened with keys that are gone or were changed are ended, all others go on.
+
+        Raises
+        ------
+        ConfigError
+            The certificate cannot be used; all stays as it was.
+        """
+        tls = None if self._tls is None else self._tls.reload()
+        self._keys = keys
+        if self._server is not None and self._listener is not None:
+            self._server.expect_tenants(_tenants_of(keys))
+            self._listener.replace(keys, tls)
 
     def stop(self) -> None:
         """End listening and all connections; the segments stay for the next start unless ephemeral. Idempotent."""
@@ -142,7 +197,17 @@ class Node:
         server, listener = self._server, self._listener
         if server is None or listener is None:
             return {}
-        return {**server.stats(), "refused": listener.refused}
+        return {
+            **server.stats(),
+            "process": _own_memory(),
+            "refused": listener.refused,
+            "half_open": listener.half_open,
+        }
+
+    def tenants(self) -> dict[int, dict[str, int]]:
+        """Objects and bytes (used, backed by memory, taken, lent, guaranteed) by tenant; empty unless it runs."""
+        server = self._server
+        return {} if server is None else server.tenants()
 
     def __enter__(self) -> Node:
         self.start()
@@ -156,27 +221,30 @@ class Node:
     def _open(self, listening: socket.socket, folder: Folder, undo: ExitStack) -> None:
         if self.metrics_address is not None:
             # Not above: most nodes serve none, and are to start at once.
-            from farpool.node.metrics import MetricsServer, NodeCollector
+            from farpool.node.metrics import NodeCollector
+            from farpool.node.metrics_server import MetricsServer
 
-            metrics = MetricsServer(self.metrics_address, NodeCollector(self.stats, self.name))
+            metrics = MetricsServer(self.metrics_address, NodeCollector(self.stats, self.tenants, self.name))
             undo.callback(metrics.close)
             self.metrics_address = metrics.address
         exposures = None
-        if self._nixl:
+        if self._fabric:
             here = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
-            exposures = Exposures(loopback=here.is_loopback)
+            exposures = Exposures(self._fabric, loopback=here.is_loopback)
             undo.callback(exposures.close)
         folder.take()
         undo.callback(folder.give_back)
         server = self._server_in(folder)
         undo.callback(server.stop)
-        local = undo.enter_context(_listening_at(folder.socket_path))
+        server.expect_tenants(_tenants_of(self._keys))
+        local = undo.enter_context(folder.listen(_BACKLOG))
         undo.callback(folder.socket_path.unlink, missing_ok=True)
         server.start()
-        identity = Identity(self.name, os.urandom(16), self._capacity, host_id(), str(folder.socket_path))
-        keys = self._keys
+        own = folder.identity(kept=not self._ephemeral)
+        identity = Identity(self.name, os.urandom(16), own, self._capacity, host_id(), str(folder.socket_path))
+        access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
         control = ControlService(server, self.stats, exposures)
-        listener = Listener([listening, local], lambda: NodeHandshake(identity, keys), server, control)
+        listener = Listener([listening, local], access, server, control)
         self._server, self._listener = server, listener
         listener.start()
         undo.callback(listener.stop)
@@ -193,6 +261,7 @@ class Node:
                 spin=self._spin,
                 nvme=path,
                 nvme_capacity=nvme_capacity,
+                shares=self._shares,
             )
         except (OSError, ValueError, RuntimeError) as error:
             if path and not was_there:
@@ -206,14 +275,25 @@ class Node:
             raise ConfigError(f"the folder {folder.path} cannot be used: {error}", setting="folder") from error
 
     def _own_folder(self, name: str) -> Folder:
-        folder = Folder(default_folder(name) if self._path is None else self._path)
-        folder.check(self._capacity)
+        group = group_id(self._socket_group) if self._socket_group else None
+        folder = Folder(default_folder(name) if self._path is None else self._path, group)
+        folder.check(0 if self._ephemeral else self._capacity)
+        if self._ephemeral and self._capacity > (room := available_memory()):
+            raise ConfigError(
+                f"--dram is {format_size(self._capacity)}, but the host has {format_size(room)} of memory left; lend "
+                "less",
+                setting="dram",
+            )
         return folder
 
     def _resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
         """What to bind: an address of the host to listen at, IPv4 first."""
-        if self.address.scheme != "tcp":
+        if self.address.scheme == "unix":
             raise ConfigError(f"--listen is {str(self.address)!r}, expected HOST:PORT", setting="listen")
+        if self.address.scheme == "tls" and self._tls is None:
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, but there is no certificate; give --tls DIR", setting="listen"
+            )
         try:
             found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
@@ -222,13 +302,34 @@ class Node:
             ) from error
         family, _, _, _, target = min(found, key=lambda entry: entry[0] != socket.AF_INET)
         host = str(target[0])
-        if self._keys is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        beyond = not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        if self._keys is None and beyond:
             raise ConfigError(
                 f"--listen is {str(self.address)!r}, which other hosts can reach, but there are no access keys; give "
                 "--keys FILE, or listen on 127.0.0.1",
                 setting="listen",
             )
+        if self._tls is None and beyond and not self._insecure_plaintext:
+            missing = "" if tls_available else " (first sudo apt-get install libssl-dev, and build farpool again)"
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, which other hosts can reach, but there is no TLS: give --tls DIR, "
+                f"a folder of 'farpool certs issue'{missing}, listen on 127.0.0.1, or give --insecure-plaintext where "
+                "nobody else can reach the network",
+                setting="listen",
+            )
         return family, (host, int(target[1]))
+
+
+def _tenants_of(keys: Mapping[str, Grant] | None) -> set[int]:
+    """The tenants whose keys can hold something."""
+    holders = Right.READ | Right.WRITE | Right.PUBLISH
+    return {grant.tenant for grant in (keys or {}).values() if grant.rights & holders}
+
+
+def _own_memory() -> int:
+    """Resident bytes of this process that are neither files nor shared memory."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _listening(target: tuple[socket.AddressFamily, tuple[str, int]], address: Address) -> socket.socket:
@@ -245,17 +346,4 @@ def _listening(target: tuple[socket.AddressFamily, tuple[str, int]], address: Ad
             f"--listen is {str(address)!r}, where this process cannot listen: {advice or error.strerror}",
             setting="listen",
         ) from error
-    return listening
-
-
-def _listening_at(path: Path) -> socket.socket:
-    """Listen at a path that is this node's alone, as it has the folder's lock."""
-    path.unlink(missing_ok=True)
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listening.bind(str(path))
-        listening.listen(_BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(f"the socket {path} cannot be made: {error.strerror}", setting="folder") from error
     return listening

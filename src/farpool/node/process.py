@@ -80,8 +80,9 @@ class RunningNode:
     @property
     def log(self) -> str:
         """What the node has logged so far, over all its starts."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
+        # Without seeking: the process writes where this file stands, and would overwrite what is being read.
+        descriptor = self._log.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def start(self) -> None:
         """Start the process and wait until it is ready; RuntimeError with its log if it ends or takes too long."""

@@ -251,6 +251,11 @@ class Storage:
         return f"Storage({self.name or self.cls}, {self.nbytes} bytes in {self.count} blocks)"
 
     @property
+    def gradient_name(self) -> str:
+        """The name for the storage of its gradient."""
+        return f"{self.name}.grad" if self.name else ""
+
+    @property
     def first(self) -> int:
         return self.layout.first
 

@@ -1,10 +1,26 @@
-"""Published objects on nodes: immutable values under keys, with copies (docs/store.md)."""
+"""Objects on nodes: immutable values under write-once keys, with copies (docs/store.md)."""
 
 from __future__ import annotations
 
-from farpool.store.asynchronous import AsyncStore
-from farpool.store.messages import ObjectInfo
-from farpool.store.pin import Pin
+from farpool.store.asynchronous import AsyncOpenedName, AsyncStore
+from farpool.store.messages import Lookup, ObjectInfo, PutOutcome, Touched
+from farpool.store.pin import Pin, Pins
+from farpool.store.repair import Repaired
+from farpool.store.rotation import RotatedNode, Rotation
 from farpool.store.store import NodeStatus, Store
 
-__all__ = ["AsyncStore", "NodeStatus", "ObjectInfo", "Pin", "Store"]
+__all__ = [
+    "AsyncOpenedName",
+    "AsyncStore",
+    "Lookup",
+    "NodeStatus",
+    "ObjectInfo",
+    "Pin",
+    "Pins",
+    "PutOutcome",
+    "Repaired",
+    "RotatedNode",
+    "Rotation",
+    "Store",
+    "Touched",
+]

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
+from farpool._native import as_keys as native_keys
 from farpool.errors import ConfigError
-from farpool.transport.frames import LARGEST_KEY
+from farpool.net.frames import LARGEST_KEY
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from typing_extensions import Buffer
 
-__all__ = ["as_key", "as_payload", "as_prefix", "as_target", "expiry_of"]
+__all__ = [
+    "Payload",
+    "as_key",
+    "as_keys",
+    "as_payload",
+    "as_prefix",
+    "as_target",
+    "content_key",
+    "nbytes_of",
+    "ttl_of",
+]
 
 _LONGEST_TTL = 1e16
 """Seconds; about what the wire can say."""
-"""Seconds; the system takes its milliseconds as 32 bits."""
 
 
 def as_key(key: str | bytes) -> bytes:
@@ -30,6 +42,13 @@ def as_key(key: str | bytes) -> bytes:
         It is neither text nor bytes.
     """
     return _bytes_of(key, "key", 1)
+
+
+def as_keys(keys: Iterable[str | bytes]) -> list[bytes]:
+    """Keys as bytes; errors as of `as_key`."""
+    given = list(keys)
+    checked = native_keys(given)
+    return [as_key(key) for key in given] if checked is None else checked
 
 
 def as_prefix(prefix: str | bytes) -> bytes:
@@ -58,8 +77,17 @@ def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
     return data
 
 
-def as_payload(value: Buffer) -> memoryview:
-    """A value as memory that can be sent without a copy.
+Payload = memoryview | tuple[memoryview, ...]
+"""Memory of a value: in one piece, or in pieces that follow each other."""
+
+
+def nbytes_of(payload: Payload) -> int:
+    """Bytes of a payload."""
+    return payload.nbytes if isinstance(payload, memoryview) else sum(part.nbytes for part in payload)
+
+
+def as_payload(value: Buffer | tuple[Buffer, ...]) -> Payload:
+    """A value, or the pieces of one, as memory that can be sent without a copy.
 
     Raises
     ------
@@ -68,14 +96,32 @@ def as_payload(value: Buffer) -> memoryview:
     ValueError
         Its bytes are not contiguous.
     """
+    if isinstance(value, tuple):
+        return tuple(_sendable(part) for part in value)
+    return _sendable(value)
+
+
+def content_key(payload: Payload) -> str:
+    """The key of a value that is stored under the hash of its bytes."""
+    digest = hashlib.sha256()
+    for part in payload if isinstance(payload, tuple) else (payload,):
+        digest.update(part)
+    return f"sha256-{digest.hexdigest()}"
+
+
+def _sendable(value: Buffer) -> memoryview:
     view = memoryview(value)
     if not view.c_contiguous:
         raise ValueError(f"the value ({type(value).__name__} of shape {view.shape}) is not contiguous; copy it first")
     return view
 
 
-def as_target(buffer: Buffer) -> memoryview:
-    """A buffer that an object can be read into.
+@overload
+def as_target(buffer: Buffer) -> memoryview: ...
+@overload
+def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload: ...
+def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload:
+    """A buffer, or several that follow each other, that an object can be read into.
 
     Raises
     ------
@@ -84,6 +130,8 @@ def as_target(buffer: Buffer) -> memoryview:
     ValueError
         Its bytes are read-only or not contiguous.
     """
+    if isinstance(buffer, tuple):
+        return tuple(as_target(part) for part in buffer)
     view = memoryview(buffer)
     if view.readonly or not view.c_contiguous:
         wrong = "read-only" if view.readonly else "not contiguous"
@@ -91,8 +139,8 @@ def as_target(buffer: Buffer) -> memoryview:
     return view
 
 
-def expiry_of(ttl: float | None) -> int:
-    """When an object with this time to live expires, as on the wire.
+def ttl_of(ttl: float | None) -> int:
+    """A time to live in milliseconds, as on the wire; 0 for None.
 
     Raises
     ------
@@ -106,7 +154,7 @@ def expiry_of(ttl: float | None) -> int:
             f"ttl is {_brief(ttl)}, expected seconds above 0 and at most {_LONGEST_TTL:g}, or None for no limit",
             setting="ttl",
         )
-    return math.ceil((time.time() + ttl) * 1000)
+    return math.ceil(ttl * 1000)
 
 
 def _brief(value: object) -> str:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from farpool.errors import StoreClosedError
-from farpool.store.messages import ObjectInfo
-from farpool.store.pin import Pin
+from farpool.net.access import AccessKey
+from farpool.net.channel import SPIN_SECONDS, Transport
+from farpool.registry import Registry
+from farpool.store.messages import Lookup, ObjectInfo, PutOutcome, Touched
+from farpool.store.names import NameInfo, OpenedName, TensorEntry
+from farpool.store.pin import Pin, Pins
+from farpool.store.repair import Repaired
+from farpool.store.rotation import Rotation
 from farpool.store.store import Key, NodeStatus, Store
-from farpool.transport.access import AccessKey
-from farpool.transport.channel import SPIN_SECONDS, Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["AsyncStore"]
+    from farpool.store.store import Value
+
+__all__ = ["AsyncOpenedName", "AsyncStore"]
 
 Parameters = ParamSpec("Parameters")
 ResultT = TypeVar("ResultT")
 
 _THREADS = 8
+_SLICE = 0.5
+"""Seconds of one wait of a watch; a cancellation waits for its end."""
 
 
 class AsyncStore:
@@ -47,8 +56,19 @@ class AsyncStore:
         timeout: float = 5.0,
         transport: Transport = "auto",
         spin: float = SPIN_SECONDS,
+        registry: Registry | str | os.PathLike[str] | None = None,
     ) -> None:
-        self._begin(Store(*nodes, replicas=replicas, key=key, timeout=timeout, transport=transport, spin=spin))
+        self._begin(
+            Store(
+                *nodes,
+                replicas=replicas,
+                key=key,
+                timeout=timeout,
+                transport=transport,
+                spin=spin,
+                registry=registry,
+            )
+        )
 
     def _begin(self, store: Store) -> None:
         self._store = store
@@ -58,22 +78,15 @@ class AsyncStore:
         self, call: Callable[Parameters, ResultT], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> ResultT:
         self._store._open()
-        work = self._threads.submit(call, *args, **kwargs)
-        future = asyncio.wrap_future(work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            if not work.cancel():
-                while not future.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait([future])
-                if future.exception() is None and isinstance(held := future.result(), Pin):
-                    held.release()
-            raise
+        return await _end_of(self._threads.submit(call, *args, **kwargs))
 
-    async def put(self, key: Key, value: Buffer, *, ttl: float | None = None) -> int:
+    async def put(self, key: Key, value: Buffer, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
         """As `Store.put`."""
-        return await self._call(self._store.put, key, value, ttl=ttl)
+        return await self._call(self._store.put, key, value, ttl=ttl, check=check)
+
+    async def put_content(self, value: Value, *, ttl: float | None = None) -> str:
+        """As `Store.put_content`."""
+        return await self._call(self._store.put_content, value, ttl=ttl)
 
     async def get(self, key: Key) -> bytes | None:
         """As `Store.get`."""
@@ -83,26 +96,44 @@ class AsyncStore:
         """As `Store.get_into`."""
         return await self._call(self._store.get_into, key, buffer)
 
+    async def put_parts(
+        self, key: Key, parts: Iterable[Buffer], *, ttl: float | None = None, check: bool = False
+    ) -> PutOutcome:
+        """As `Store.put_parts`."""
+        return await self._call(self._store.put_parts, key, parts, ttl=ttl, check=check)
+
+    async def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
+        """As `Store.get_into_parts`."""
+        return await self._call(self._store.get_into_parts, key, buffers)
+
     async def exists(self, key: Key) -> bool:
         """As `Store.exists`."""
         return await self._call(self._store.exists, key)
+
+    async def lookup(self, keys: Iterable[Key]) -> Lookup:
+        """As `Store.lookup`."""
+        return await self._call(self._store.lookup, keys)
 
     async def stat(self, key: Key) -> ObjectInfo | None:
         """As `Store.stat`."""
         return await self._call(self._store.stat, key)
 
-    async def delete(self, key: Key) -> bool:
-        """As `Store.delete`."""
-        return await self._call(self._store.delete, key)
+    async def drop(self, key: Key) -> bool:
+        """As `Store.drop`."""
+        return await self._call(self._store.drop, key)
 
-    async def touch(self, key: Key, ttl: float | None) -> bool:
+    async def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
         """As `Store.touch`."""
-        return await self._call(self._store.touch, key, ttl)
+        return await self._call(self._store.touch, key, ttl, keep=keep)
+
+    async def touch_many(self, keys: Iterable[Key], ttl: float | None, *, keep: bool | None = None) -> Touched:
+        """As `Store.touch_many`."""
+        return await self._call(self._store.touch_many, keys, ttl, keep=keep)
 
     @contextlib.asynccontextmanager
-    async def pin(self, key: Key) -> AsyncIterator[Pin]:
+    async def pin(self, key: Key, *, ttl: float | None = None) -> AsyncIterator[Pin]:
         """As `Store.pin`, for ``async with``."""
-        held = await self._call(self._store.pin, key)
+        held = await self._call(self._store.pin, key, ttl=ttl)
         try:
             yield held
         except BaseException as error:
@@ -110,7 +141,18 @@ class AsyncStore:
             raise
         await self._leave(held, None)
 
-    async def _leave(self, held: Pin, error: BaseException | None) -> None:
+    @contextlib.asynccontextmanager
+    async def pin_many(self, keys: Iterable[Key], *, ttl: float | None = None) -> AsyncIterator[Pins]:
+        """As `Store.pin_many`, for ``async with``."""
+        held = await self._call(self._store.pin_many, keys, ttl=ttl)
+        try:
+            yield held
+        except BaseException as error:
+            await self._leave(held, error)
+            raise
+        await self._leave(held, None)
+
+    async def _leave(self, held: Pin | Pins, error: BaseException | None) -> None:
         """End the block of a pin, as `Pin.__exit__`."""
         kind = None if error is None else type(error)
         try:
@@ -119,10 +161,14 @@ class AsyncStore:
             held.__exit__(kind, error, None)
 
     async def put_many(
-        self, items: Mapping[Key, Buffer] | Iterable[tuple[Key, Buffer]], *, ttl: float | None = None
-    ) -> list[int]:
+        self,
+        items: Mapping[Key, Buffer] | Iterable[tuple[Key, Buffer]],
+        *,
+        ttl: float | None = None,
+        check: bool = False,
+    ) -> list[PutOutcome]:
         """As `Store.put_many`."""
-        return await self._call(self._store.put_many, items, ttl=ttl)
+        return await self._call(self._store.put_many, items, ttl=ttl, check=check)
 
     async def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
         """As `Store.get_many`."""
@@ -131,14 +177,6 @@ class AsyncStore:
     async def get_into_many(self, pairs: Iterable[tuple[Key, Buffer]]) -> list[int | None]:
         """As `Store.get_into_many`."""
         return await self._call(self._store.get_into_many, pairs)
-
-    async def exists_many(self, keys: Iterable[Key]) -> list[bool]:
-        """As `Store.exists_many`."""
-        return await self._call(self._store.exists_many, keys)
-
-    async def delete_many(self, keys: Iterable[Key]) -> list[bool]:
-        """As `Store.delete_many`."""
-        return await self._call(self._store.delete_many, keys)
 
     async def objects(self, prefix: Key = "") -> AsyncIterator[ObjectInfo]:
         """As `Store.objects`."""
@@ -151,13 +189,62 @@ class AsyncStore:
         async for info in self.objects(prefix):
             yield info.key
 
+    async def publish(
+        self, name: str, value: Buffer | Iterable[Buffer] | Mapping[str, Any], *, expect: int | None = None
+    ) -> NameInfo:
+        """As `Store.publish`."""
+        return await self._call(self._store.publish, name, value, expect=expect)
+
+    @contextlib.asynccontextmanager
+    async def open(self, name: str, version: int | None = None) -> AsyncIterator[AsyncOpenedName]:
+        """As `Store.open`, for ``async with``."""
+        opened = await self._call(self._store.open, name, version)
+        try:
+            yield AsyncOpenedName(opened, self._call)
+        finally:
+            await asyncio.to_thread(opened.close)
+
+    async def watch(self, name: str, after: int = 0) -> AsyncGenerator[NameInfo, None]:
+        """New versions of a name above `after`, for ``async for``; the current one comes first if it is.
+
+        Versions that were passed over meanwhile are not told one by one.
+
+        Raises
+        ------
+        RegistryAwayError
+            The registry cannot be asked. Watch it anew, after the last version that was told.
+        """
+        watching = await self._call(self._store.watch, name, after)
+        with watching, ThreadPoolExecutor(1, "farpool-watch") as thread:
+            while True:
+                self._store._open()
+                info = await _end_of(thread.submit(watching.next, _SLICE))
+                if info is not None:
+                    yield info
+
+    async def list_names(self, prefix: str = "") -> list[NameInfo]:
+        """As `Store.list_names`."""
+        return await self._call(self._store.list_names, prefix)
+
+    async def history(self, name: str) -> list[NameInfo]:
+        """As `Store.history`."""
+        return await self._call(self._store.history, name)
+
+    async def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
+        """As `Store.unpublish`."""
+        return await self._call(self._store.unpublish, name, expect=expect)
+
     async def nodes(self) -> list[NodeStatus]:
         """As `Store.nodes`."""
         return await self._call(self._store.nodes)
 
-    async def reconcile(self) -> int:
-        """As `Store.reconcile`."""
-        return await self._call(self._store.reconcile)
+    async def repair(self, *, bandwidth: float | None = None) -> Repaired:
+        """As `Store.repair`."""
+        return await self._call(self._store.repair, bandwidth=bandwidth)
+
+    async def rotate_tenant(self) -> Rotation:
+        """As `Store.rotate_tenant`."""
+        return await self._call(self._store.rotate_tenant)
 
     async def close(self) -> None:
         """As `Store.close`."""
@@ -171,3 +258,54 @@ class AsyncStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class AsyncOpenedName:
+    """`OpenedName` with its reads as coroutines.
+
+    Attributes
+    ----------
+    info : NameInfo
+        Which version it is.
+    """
+
+    def __init__(self, opened: OpenedName, call: Callable[..., Any]) -> None:
+        self.info = opened.info
+        self._opened = opened
+        self._call = call
+
+    async def read(self) -> bytes:
+        """As `OpenedName.read`."""
+        value: bytes = await self._call(self._opened.read)
+        return value
+
+    async def read_into(self, buffer: Buffer) -> int:
+        """As `OpenedName.read_into`."""
+        nbytes: int = await self._call(self._opened.read_into, buffer)
+        return nbytes
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """As `OpenedName.tensors`."""
+        return self._opened.tensors()
+
+    async def read_tensors_into(self, pairs: Iterable[tuple[TensorEntry, Buffer]]) -> None:
+        """As `OpenedName.read_tensors_into`."""
+        await self._call(self._opened.read_tensors_into, pairs)
+
+
+async def _end_of(work: Future[ResultT]) -> ResultT:
+    future = asyncio.wrap_future(work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        if not work.cancel():
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            if future.exception() is None:
+                held = future.result()
+                if isinstance(held, Pin | Pins):
+                    held.release()
+                elif isinstance(held, OpenedName):
+                    held.close()
+        raise

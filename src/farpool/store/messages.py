@@ -1,126 +1,162 @@
-"""What the rules of the store exchange with whoever carries it out.
-
-An *operation* is a generator: it yields requests that may go out at the same time, is sent their answers in the same
-order, and returns its result. So the rules stand without sockets, threads and clocks.
-"""
+"""Results and requests that the parts of the store exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from enum import StrEnum
+from typing import TypeVar
 
-from farpool.errors import NodeError
-from farpool.transport.frames import Op
+import msgspec
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from farpool.net.frames import HEAD, Op
+from farpool.store.arguments import Payload
 
-__all__ = ["Answer", "BusyError", "Group", "ObjectInfo", "Operation", "Reply", "Request"]
-
-ResultT = TypeVar("ResultT")
+__all__ = ["Ask", "Lookup", "ObjectInfo", "PutOutcome", "Touched", "object_head", "results", "seconds_left"]
 
 
-class BusyError(NodeError):
-    """The node has just come back and has as many writes under way as it is given."""
+class PutOutcome(StrEnum):
+    """How a put ended.
+
+    Attributes
+    ----------
+    STORED
+        Each copy is the value that was put.
+    PRESENT
+        A copy was there already and has stayed; its bytes may be others.
+    """
+
+    STORED = "stored"
+    PRESENT = "present"
 
 
-class Reply(Protocol):
-    """What a node replied; `farpool._native.Reply` is one."""
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """Size and state of a stored object, as one node knows them.
+
+    Attributes
+    ----------
+    key : bytes
+        Its key.
+    nbytes : int
+        Bytes of its value.
+    ttl : float or None
+        Seconds until it expires; None for never.
+    copies : int
+        Number of copies that the program asked for which put it.
+    pins : int
+        How many programs hold it in its place on that node.
+    kept : bool
+        It is never evicted.
+    """
+
+    key: bytes
+    nbytes: int
+    ttl: float | None
+    copies: int
+    pins: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Which of many keys have a value.
+
+    Attributes
+    ----------
+    sizes : sequence of int or None
+        Bytes of each key's value, in the order of the keys; None where there is none.
+    """
+
+    sizes: Sequence[int | None]
 
     @property
-    def status(self) -> int: ...
+    def leading(self) -> int:
+        """Number of keys, from the first on, that have a value without a gap."""
+        return next((number for number, size in enumerate(self.sizes) if size is None), len(self.sizes))
+
     @property
-    def generation(self) -> int: ...
-    @property
-    def meta(self) -> bytes: ...
-    @property
-    def payload(self) -> bytes | None: ...
-    @property
-    def nbytes(self) -> int: ...
+    def found(self) -> list[bool]:
+        """For each key, if it has a value."""
+        return [size is not None for size in self.sizes]
 
 
-Answer = Reply | Exception
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """How many copies of objects a touch has reached.
+
+    Attributes
+    ----------
+    copies : sequence of int
+        Number of nodes that have touched their copy, for each key in the order of the keys.
+    complete : bool
+        All nodes have answered. Otherwise those that have not may hold copies which are as they were.
+    """
+
+    copies: Sequence[int]
+    complete: bool
 
 
-@dataclass(slots=True)
-class Request:
-    """Something to ask one node.
+class Ask(msgspec.Struct, gc=False):
+    """One request to one node.
 
     Attributes
     ----------
     node : int
         Number of the node.
     op : Op
-        What is asked.
+        The operation.
     meta : bytes
-        Key or arguments. A put's meta is that of the operation ``put``; it may travel as ``prepare`` and ``commit``.
-    generation : int
-        Of the frame.
-    payload : buffer or None
-        What is sent.
-    into : buffer or None
-        Where a reply's payload is to be written.
-    last : bool
-        There is no other node to go to: it may take all the time that is left, else half of it.
-    patient : bool
-        A write to a node that has just come back waits for its turn; otherwise it is `BusyError` at once.
+        A key or arguments.
+    serial : int
+        Serial of the object, of operations on a certain one.
+    payload : buffer, tuple of buffers or None
+        Bytes to send.
+    into : buffer, tuple of buffers or None
+        Place for the reply's payload; None for new bytes.
     """
 
     node: int
     op: Op
     meta: bytes
-    generation: int = 0
-    payload: Buffer | None = None
-    into: Buffer | None = None
-    last: bool = True
-    patient: bool = True
+    serial: int = 0
+    payload: Payload | bytes | None = None
+    into: Payload | None = None
 
 
-Operation = Generator[Sequence[Request], Sequence[Answer], ResultT]
+ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The nodes among which a key's copies are.
+def results(outcomes: Sequence[ResultT | Exception], done: int = 0) -> list[ResultT]:
+    """Return the outcomes if none of them is an error, else raise the first. `done` more went well before.
 
-    Attributes
+    Raises
+    ------
+    Exception
+        An operation's, with a note of how many there were.
+    """
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if errors:
+        whole = done + len(outcomes)
+        if whole > 1:
+            errors[0].add_note(f"{len(errors)} of {whole} operations of this batch failed; the others were done.")
+        raise errors[0]
+    return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+
+
+def object_head(ttl: int, copies: int) -> bytes:
+    """Pack the properties that a put gives to an object.
+
+    Parameters
     ----------
-    nodes : tuple of int
-        In the order of their ranks.
+    ttl : int
+        Milliseconds until it expires; 0 for never.
     copies : int
-        How many of them have to confirm a put or a delete.
+        Number of copies.
     """
-
-    nodes: tuple[int, ...]
-    copies: int
-
-    @property
-    def quorum(self) -> int:
-        """Of so many nodes at least one has confirmed whatever was confirmed."""
-        return len(self.nodes) - self.copies + 1
+    return HEAD.pack(ttl, copies, 0, 1, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """A published object.
-
-    Attributes
-    ----------
-    key : bytes
-        Its key.
-    generation : int
-        Of its publish.
-    nbytes : int
-        Of its payload.
-    expires : float or None
-        Seconds since 1970; None for never.
-    pins : int
-        How many hold it in its place on the node that was asked.
-    """
-
-    key: bytes
-    generation: int
-    nbytes: int
-    expires: float | None
-    pins: int
+def seconds_left(milliseconds: int) -> float | None:
+    """Convert a time to live of the wire to seconds; None for no end."""
+    return milliseconds / 1000 if milliseconds else None

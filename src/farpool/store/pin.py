@@ -1,44 +1,47 @@
-"""An object that stays where it is while it is used."""
+"""Objects that stay where they are while they are used."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import math
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from farpool._native import buffer_address, crc32c
-from farpool.errors import ChecksumError, NodeError
-from farpool.store.core import Core
-from farpool.store.deadline import share_of
-from farpool.store.reading import find, read
-from farpool.transport.frames import OFFSET, PLACE, Op, Status
+from farpool.errors import ChecksumError
+from farpool.net.frames import PLACE, TTL, UNPIN, Op, Status
+from farpool.store.cluster import share_of
+from farpool.store.messages import Ask, results
+from farpool.store.reading import fetch
 
 if TYPE_CHECKING:
-    from farpool.store.member import Member
+    from farpool.store.cluster import Cluster
 
-__all__ = ["Pin", "pin"]
+__all__ = ["Pin", "Pins", "pin_all"]
 
 
 class Pin:
-    """A published object in memory; a context manager.
+    """An object in memory; a context manager.
 
     On a node of this host the view is the node's memory itself, mapped, and the node keeps the object in its place
-    until the pin is released, also when it is replaced or deleted meanwhile. From elsewhere it is a copy.
+    until the pin is released, also when it is dropped or expires meanwhile. From elsewhere it is a copy.
 
     Attributes
     ----------
-    generation : int
-        Of the object.
     is_mapped : bool
         Whether the view is the node's memory.
     """
 
-    def __init__(self, key: bytes, generation: int, view: memoryview, crc: int | None, place: _Place | None) -> None:
-        self.generation = generation
+    def __init__(
+        self, key: bytes, view: memoryview, crc: int | None, place: _Place | None, until: float = math.inf
+    ) -> None:
         self.is_mapped = place is not None
         self._key = key
+        self._until = until
         # Mapped memory is shown through an object of the pin's own, whose references tell whether any view is left.
         self._shown = _shown(view) if place is not None else view
         self._view: memoryview | None = self._look()
@@ -47,9 +50,17 @@ class Pin:
 
     @property
     def view(self) -> memoryview:
-        """The object's bytes, read-only."""
+        """The object's bytes, read-only.
+
+        Raises
+        ------
+        ValueError
+            The pin was released, or its time to live is over.
+        """
         if self._view is None:
             raise ValueError(f"the pin of {self._key!r} was released")
+        if time.monotonic() >= self._until:
+            raise ValueError(f"the pin of {self._key!r} has ended with its time to live; pin it again")
         return self._view
 
     def verify(self) -> None:
@@ -58,10 +69,12 @@ class Pin:
         Raises
         ------
         ChecksumError
-            The bytes are not those that were published.
+            The bytes are not those that were put.
         """
-        if self._crc is not None and crc32c(self.view) != self._crc:
-            raise ChecksumError(f"{self._key!r}: the bytes of the pinned object are not those that were published")
+        whole = self._crc is None or crc32c(self.view) == self._crc
+        self.view  # noqa: B018 - raises if the time was over meanwhile, and the bytes may have been others
+        if not whole:
+            raise ChecksumError(f"{self._key!r}: the bytes of the pinned object are not those that were put")
 
     def release(self) -> None:
         """Let the object go. Idempotent.
@@ -71,16 +84,21 @@ class Pin:
         BufferError
             Something made from the view (an array, a tensor) still uses it; the object stays pinned.
         """
+        place = self._leave()
+        if place is not None:
+            place.release()
+
+    def _leave(self) -> _Place | None:
+        """Show nothing any more; the place that the node is still to be told of."""
         if self._view is None:
-            return
+            return None
         if self._place is not None and not self._let_go():
             raise BufferError(
                 f"the pin of {self._key!r} cannot be released while arrays, tensors or views that were made from its "
                 "view are in use; drop them first"
             )
         self._view = None
-        if self._place is not None:
-            self._place.release(self.generation)
+        return self._place
 
     def _look(self) -> memoryview:
         return memoryview(self._shown).toreadonly().cast("B")
@@ -111,6 +129,61 @@ class Pin:
             error.add_note(str(held))  # the traceback itself may hold what was made from the view
 
 
+class Pins(Sequence[Pin | None]):
+    """Objects that are pinned together, in the order of their keys; a context manager that releases all of them.
+
+    A key that has no value has None in its place.
+    """
+
+    def __init__(self, pins: Sequence[Pin | None]) -> None:
+        self._pins = list(pins)
+
+    @overload
+    def __getitem__(self, place: int) -> Pin | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Pin | None]: ...
+    def __getitem__(self, place: int | slice) -> Pin | list[Pin | None] | None:
+        return self._pins[place]
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def release(self) -> None:
+        """Let all objects go, with all nodes told at the same time. Idempotent.
+
+        Raises
+        ------
+        BufferError
+            Something made from a view still uses it; that object stays pinned, the others are released.
+        """
+        places: list[_Place] = []
+        held: BufferError | None = None
+        for pin in self._pins:
+            try:
+                place = None if pin is None else pin._leave()
+            except BufferError as error:
+                held = held or error
+            else:
+                if place is not None:
+                    places.append(place)
+        _release(places)
+        if held is not None:
+            raise held
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release()
+        except BufferError as held:
+            if error is None:
+                raise
+            error.add_note(str(held))
+
+
 def _shown(view: memoryview) -> Any:
     """The same memory as a buffer of its own, which keeps the mapping."""
     shown = (ctypes.c_ubyte * view.nbytes).from_address(buffer_address(view))
@@ -118,58 +191,85 @@ def _shown(view: memoryview) -> Any:
     return shown
 
 
+@dataclass(frozen=True, slots=True)
 class _Place:
     """Where an object is pinned."""
 
-    __slots__ = ("_core", "_member", "_offset")
+    cluster: Cluster
+    node: int
+    offset: int
+    number: int
+    serial: int
 
-    def __init__(self, core: Core, member: Member, offset: int) -> None:
-        self._core = core
-        self._member = member
-        self._offset = offset
-
-    def release(self, generation: int, deadline: float | None = None) -> None:
-        """Let the object go by the deadline, that of a call that begins now unless given."""
-        until = self._core.deadline() if deadline is None else deadline
-        # A node that cannot be reached frees the pin with the session.
-        with contextlib.suppress(NodeError):
-            self._member.exchange(Op.UNPIN, OFFSET.pack(self._offset), until, generation)
+    def release(self) -> None:
+        """Let the object go."""
+        _release([self])
 
 
-def pin(core: Core, key: bytes) -> Pin | None:
-    """Pin the newest object of a key; None if there is none."""
-    group, deadline = core.group(key), core.deadline()
-    nodes, newest = list(group.nodes), 0
-    if len(nodes) > 1:
-        found = core.run(find(key, group, core.names, core.unconfirmed), deadline)
-        if found is None:
-            return None
-        nodes, newest = found.nodes, found.generation
-    for rank, node in enumerate(nodes, 1):
-        # The others of the group can be read, if nothing else: only where there are none it may take all the time.
-        until = share_of(deadline, last=rank == len(group.nodes))
-        pinned = _pin_at(core, core.members[node], key, newest, until)
-        if pinned is not None:
-            return pinned
-    reply = core.run(read(key, group, core.names, core.unconfirmed), deadline)
-    return None if reply is None else Pin(key, reply.generation, memoryview(reply.payload or b""), None, None)
+def _release(places: Sequence[_Place]) -> None:
+    """Have the nodes let objects go."""
+    if places:
+        # The answers do not matter: a node that cannot be reached frees the pins with the session.
+        cluster = places[0].cluster
+        asks = [Ask(one.node, Op.UNPIN, UNPIN.pack(one.offset, one.number), one.serial) for one in places]
+        cluster.ask(asks, cluster.deadline())
 
 
-def _pin_at(core: Core, member: Member, key: bytes, newest: int, deadline: float) -> Pin | None:
-    """Pin an object in mapped memory, if it is there and no older than `newest`."""
+def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
+    """Pin objects in mapped memory, or else copy them; None for what there is not.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    keys : sequence of bytes
+        The keys.
+    ttl_ms : int
+        Milliseconds after which the nodes let them go; 0 for as long as the program runs.
+    """
+    now = time.monotonic()
+    deadline = cluster.deadline()
+    # Counted from before the nodes count, so that nobody looks at what they have let go.
+    until = now + ttl_ms / 1000 if ttl_ms else math.inf
+    orders = [cluster.order(key, deadline) for key in keys]
+    pins: list[Pin | None] = [None] * len(keys)
     try:
-        reader = member.attach(deadline)
-        if reader is None:
-            return None
-        reply = member.exchange(Op.PIN, key, deadline)
-    except NodeError:  # what follows says whether another copy does
-        return None
-    if reply.status != Status.DONE:
-        return None
-    offset, nbytes, crc, _ = PLACE.unpack(reply.meta)
-    place = _Place(core, member, offset)
-    # New contact may have been made in between, with other files.
-    if reply.generation < newest or member.channel.reader is not reader:
-        place.release(reply.generation, deadline)
-        return None
-    return Pin(key, reply.generation, reader.view(offset, nbytes), crc, place)
+        for rank in range(max(map(len, orders), default=0)):
+            places = [(number, order[rank]) for number, order in enumerate(orders) if pins[number] is None]
+            # The copies of others can be read, if nothing else, so none of them may take all the time.
+            _pin_at(cluster, keys, places, pins, ttl_ms, until, share_of(deadline, last=False))
+        left = [number for number, pinned in enumerate(pins) if pinned is None]
+        copies = fetch(cluster, [keys[number] for number in left], [None] * len(left), deadline)
+        for number, found in zip(left, results(copies, len(keys) - len(left)), strict=True):
+            if found is not None:
+                pins[number] = Pin(keys[number], memoryview(found[1].payload or b""), None, None, until)
+    except BaseException:
+        Pins(pins).release()
+        raise
+    return Pins(pins)
+
+
+def _pin_at(
+    cluster: Cluster,
+    keys: Sequence[bytes],
+    places: Sequence[tuple[int, int]],
+    pins: list[Pin | None],
+    ttl_ms: int,
+    until: float,
+    deadline: float,
+) -> None:
+    """Pin what is in the mapped memory of certain nodes, all at the same time."""
+    readers = [cluster.members[node].channel.reader for _, node in places]
+    asked = [(*place, reader) for place, reader in zip(places, readers, strict=True) if reader is not None]
+    asks = [Ask(node, Op.PIN, TTL.pack(ttl_ms) + keys[number]) for number, node, _ in asked]
+    lost: list[_Place] = []
+    for (number, node, reader), reply in zip(asked, cluster.ask(asks, deadline) if asks else (), strict=True):
+        if isinstance(reply, Exception) or reply.status != Status.DONE:
+            continue
+        offset, nbytes, crc, pin_number = PLACE.unpack(reply.meta)
+        place = _Place(cluster, node, offset, pin_number, reply.serial)
+        if cluster.members[node].channel.reader is reader:
+            pins[number] = Pin(keys[number], reader.view(offset, nbytes), crc, place, until)
+        else:  # new contact was made in between, with other files
+            lost.append(place)
+    _release(lost)

@@ -1,144 +1,329 @@
-"""Finding the newest object of a key: the rules (docs/store.md)."""
+"""Finding objects: the nodes of a key are asked in their order until one has it (docs/store.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from farpool.errors import AccessDeniedError, ChecksumError, ReplicationError
-from farpool.store.messages import Group, ObjectInfo, Operation, Reply, Request
-from farpool.store.tally import Tally
-from farpool.transport.frames import STATED, Op
+from farpool._native import looked_up, lookup_requests
+from farpool.errors import NodeError, ReplicationError
+from farpool.net.frames import Op, Status
+from farpool.net.refusals import refusal
+from farpool.store.arguments import Payload
+from farpool.store.cluster import is_away, share_of
+from farpool.store.messages import Ask, Lookup, ObjectInfo, seconds_left
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from farpool._native import Reply
+    from farpool.store.cluster import Cluster
 
-__all__ = ["Found", "find", "info_of", "read", "unreachable"]
-
-Outdated = Callable[[bytes, int, list[int]], None]
-"""Is told of a key, the generation of its tombstone, and the nodes that still have an older object."""
+__all__ = ["fetch", "listing", "look_up", "probe"]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The newest object of a key.
+@dataclass(slots=True, eq=False)
+class _Search:
+    """A key that is looked for: nodes that may have it, and what the others said."""
 
-    Attributes
+    number: int
+    key: bytes
+    order: list[int]
+    sources: list[int]
+    missing: set[int] = field(default_factory=set)
+    failures: dict[int, Exception] = field(default_factory=dict)
+    size: int | None = None
+
+    def retry(self, cluster: Cluster, deadline: float) -> None:
+        """Count nodes that were away as not asked."""
+        self.order = cluster.order(self.key, deadline)
+        for node in self.away():
+            del self.failures[node]
+
+    def note(self, ask: Ask, answer: Reply | Exception, name: str) -> None:
+        """Remember why a node did not give it."""
+        if isinstance(answer, Exception):
+            self.failures[ask.node] = answer
+        elif answer.status == Status.MISSING:
+            self.missing.add(ask.node)
+        else:
+            said = answer.meta.decode(errors="replace")
+            self.failures[ask.node] = refusal(answer.status, said, name, Op(ask.op))
+
+    def unasked(self) -> list[int]:
+        """Nodes of which it is not known if they have it."""
+        return [node for node in self.order if node not in self.missing and node not in self.failures]
+
+    def away(self) -> list[int]:
+        """Nodes that could not be asked."""
+        return [node for node, failure in self.failures.items() if is_away(failure)]
+
+    def absent(self, cluster: Cluster) -> bool:
+        """Tell if it is nowhere: too few nodes are away, or had not been met when it began, to hold all copies."""
+        others = any(not is_away(failure) for failure in self.failures.values())
+        unmet = len(cluster.members) - len(self.order)
+        return not others and len(self.away()) + unmet < cluster.copies
+
+    def failure(self, cluster: Cluster) -> Exception:
+        """Explain why it cannot be known where it is, or cannot be read."""
+        worst = [failure for failure in self.failures.values() if not is_away(failure)]
+        if worst:
+            return worst[0]
+        errors: list[Exception] = [*self.failures.values(), *cluster.unmet(self.order)]
+        if cluster.copies == 1:
+            return errors[0]
+        reasons = "; ".join(dict.fromkeys(map(str, errors)))
+        return ReplicationError(
+            f"{self.key!r}: nodes cannot be asked, and they may be all that have a copy of it ({reasons})"
+        )
+
+
+def fetch(
+    cluster: Cluster,
+    keys: Sequence[bytes],
+    targets: Sequence[Payload | None],
+    deadline: float,
+    op: Op = Op.GET,
+    meta: bytes = b"",
+    first: tuple[Ask, Reply | Exception] | None = None,
+) -> list[tuple[int, Reply] | Exception | None]:
+    """Ask for objects: the first rank of each key, then whichever node says that it has it.
+
+    Parameters
     ----------
-    generation : int
-        Its generation.
-    nodes : list of int
-        Which nodes have it, as far as they were asked.
-    reply : Reply
-        One of their replies.
+    cluster : Cluster
+        The nodes.
+    keys : sequence of bytes
+        The keys.
+    targets : sequence of memoryview, tuple of them, or None
+        Places for the payloads.
+    deadline : float
+        By the monotonic clock. Nodes that fail are asked again until then, where the answer depends on them.
+    op : Op
+        ``GET``, or another operation on one object (``STAT``, ``PIN``).
+    meta : bytes
+        What stands before the key.
+    first : tuple of Ask and Reply or Exception, optional
+        What the first rank of the only key has been asked already, and its answer.
+
+    Returns
+    -------
+    list of tuple, None or Exception
+        The node and its reply, None where there is no such object, or why that cannot be known.
     """
-
-    generation: int
-    nodes: list[int]
-    reply: Reply
-
-
-def unreachable(key: bytes, tally: Tally, group: Group) -> Exception:
-    """Why it cannot be known which object is the newest."""
-    failures = list(tally.failures.values())
-    if len(group.nodes) == 1 or (failures and all(isinstance(failure, AccessDeniedError) for failure in failures)):
-        return failures[0]
-    reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
-    return ReplicationError(
-        f"{key!r}: {tally.answered} of {len(group.nodes)} nodes answered, {group.quorum} are needed to know the newest "
-        f"copy ({reasons})"
-    )
-
-
-def find(
-    key: bytes, group: Group, names: tuple[str, ...], outdated: Outdated, op: Op = Op.STAT, meta: bytes | None = None
-) -> Operation[Found | None]:
-    """Ask as many nodes as are needed to know which object is the newest; None if there is none.
-
-    With another `op` that says what the node knows (``touch``), all nodes are asked.
-    """
-    meta = key if meta is None else meta
-    tally = Tally(names, op)
-    replies: dict[int, Reply] = {}
-    waiting = list(group.nodes)
-    wanted = group.quorum if op == Op.STAT else len(waiting)
-    while waiting:
-        asked, waiting = waiting[:wanted], waiting[wanted:]
-        answers = yield [Request(node, op, meta, last=not waiting and len(asked) == 1) for node in asked]
-        for node, answer in zip(asked, answers, strict=True):
-            if tally.note(node, answer) and not isinstance(answer, Exception):
-                replies[node] = answer
-        if tally.newest and tally.vouching >= group.quorum:
+    outcomes: list[tuple[int, Reply] | Exception | None] = [None] * len(keys)
+    if first is not None:
+        asks, answers = [first[0]], [first[1]]
+    else:
+        asks = [
+            Ask(cluster.order(key, deadline)[0], op, meta + key, 0, None, into)
+            for key, into in zip(keys, targets, strict=True)
+        ]
+        answers = cluster.ask(asks, share_of(deadline, last=len(cluster.members) == 1))
+    searches: list[_Search] = []
+    for number, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        if not isinstance(answer, Exception) and answer.status == Status.DONE:
+            outcomes[number] = ask.node, answer
+        else:
+            search = _Search(number, keys[number], cluster.order(keys[number], deadline), [])
+            searches.append(search)
+            search.note(ask, answer, cluster.members[ask.node].name)
+    while searches:
+        _find_sources(cluster, searches, deadline)
+        while asked := [search for search in searches if search.sources]:
+            asks = [Ask(one.sources.pop(0), op, meta + one.key, 0, None, targets[one.number]) for one in asked]
+            answers = cluster.ask(asks, share_of(deadline, last=False))
+            for search, ask, answer in zip(asked, asks, answers, strict=True):
+                if not isinstance(answer, Exception) and answer.status == Status.DONE:
+                    outcomes[search.number] = ask.node, answer
+                    searches.remove(search)
+                else:
+                    search.note(ask, answer, cluster.members[ask.node].name)
+        for search in searches:
+            absent = search.absent(cluster)
+            outcomes[search.number] = None if absent else search.failure(cluster)
+        searches = [
+            search
+            for search in searches
+            if outcomes[search.number] is not None and all(map(is_away, search.failures.values()))
+        ]
+        if not searches or not cluster.wait(deadline):
             break
-        wanted = 1
-    if tally.deleted and (stale := tally.outdated()):
-        outdated(key, tally.newest, stale)
-    if tally.answered < group.quorum:
-        raise unreachable(key, tally, group)
-    if tally.deleted or not tally.newest or tally.vouching < group.quorum:
-        return None
-    nodes = tally.holders()
-    return Found(tally.newest, nodes, replies[nodes[0]])
+        for search in searches:
+            search.retry(cluster, deadline)
+    return outcomes
 
 
-def info_of(key: bytes, found: Found) -> ObjectInfo:
-    """What a reply to ``stat`` says."""
-    nbytes, expiry, _, pins = STATED.unpack(found.reply.meta)
-    return ObjectInfo(key, found.generation, nbytes, expiry / 1000 if expiry else None, pins)
+def _find_sources(cluster: Cluster, searches: Sequence[_Search], deadline: float) -> None:
+    """Ask the other nodes which of the keys they have, each node once for all keys."""
+    wanted: dict[int, list[_Search]] = defaultdict(list)
+    for search in searches:
+        for node in search.unasked():
+            wanted[node].append(search)
+    keys = {node: [one.key for one in own] for node, own in wanted.items()}
+    found = probe(cluster, keys, deadline)
+    for node, own in wanted.items():
+        answer = found[node]
+        for place, search in enumerate(own):
+            if isinstance(answer, Exception):
+                search.failures[node] = answer
+            elif answer.sizes[place] is None:
+                search.missing.add(node)
+            else:
+                search.sources.append(node)
+                search.size = answer.sizes[place]
+    for search in searches:
+        search.sources.sort(key=search.order.index)
 
 
-def read(
-    key: bytes, group: Group, names: tuple[str, ...], outdated: Outdated, into: Buffer | None = None
-) -> Operation[Reply | None]:
-    """The newest object, its payload verified; None if there is none.
+@dataclass(slots=True)
+class Probed:
+    """What a node has of some keys: the bytes of each value, None where there is none, and the places of those."""
 
-    The first rank is asked for the bytes and, at the same time, as many others as are needed for what they know. Where
-    that does not do (a node is down, has dropped the object, has an older one or a damaged copy), the further ranks
-    are asked.
+    sizes: list[int | None]
+    missing: list[int]
+
+
+def probe(
+    cluster: Cluster, wanted: dict[int, list[bytes]], deadline: float, *, use: bool = False
+) -> dict[int, Probed | Exception]:
+    """Ask each node which of its keys it has.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    wanted : dict of int to list of bytes
+        The keys for each node.
+    deadline : float
+        By the monotonic clock.
+    use : bool
+        Count it as a use of what is there, so that it stays longer.
+
+    Returns
+    -------
+    dict of int to Probed or Exception
+        What each node has, or why it does not say.
     """
-    tally = Tally(names)
-    held: Reply | None = None  # the last payload that came; with `into` there is only one
-    unusable: dict[int, Exception] = {}
-    waiting = list(group.nodes)
-    asked = [(node, Op.GET if rank == 0 else Op.STAT) for rank, node in enumerate(waiting[: group.quorum])]
-    del waiting[: group.quorum]
-    while asked:
-        last = not waiting and len(asked) == 1
-        answers = yield [Request(node, op, key, into=into if op == Op.GET else None, last=last) for node, op in asked]
-        again: list[tuple[int, Op]] = []
-        for (node, op), answer in zip(asked, answers, strict=True):
-            if op == Op.GET and isinstance(answer, Exception):
-                unusable[node] = answer
-                if into is not None:
-                    held = None
-                if isinstance(answer, ChecksumError | ValueError):
-                    # The bytes are of no use, but what the node knows still counts.
-                    again.append((node, Op.STAT))
-                    continue
-            if tally.note(node, answer) and op == Op.GET and not isinstance(answer, Exception):
-                held = answer
-        if tally.deleted and tally.vouching >= group.quorum:
-            break
-        if held is not None and held.generation == tally.newest and tally.vouching >= group.quorum:
-            return held
-        asked = again
-        if tally.newest and not tally.deleted:
-            sources = [node for node in tally.holders() if node not in unusable]
-            if (held is None or held.generation != tally.newest) and sources:
-                asked.append((sources[0], Op.GET))
-            lacking = group.quorum - tally.vouching - len(again)
-            further, waiting = waiting[: max(0, lacking)], waiting[max(0, lacking) :]
-            asked += [(node, Op.STAT) for node in further]
-            if not asked and waiting:  # those that have it cannot be read
-                asked = [(waiting.pop(0), Op.GET)]
-        elif waiting and not again:
-            asked.append((waiting.pop(0), Op.STAT if tally.deleted else Op.GET))
-    if tally.deleted and (stale := tally.outdated()):
-        outdated(key, tally.newest, stale)
-    if tally.answered < group.quorum:
-        raise unreachable(key, tally, group)
-    if not tally.deleted and tally.newest and tally.vouching >= group.quorum:
-        for node in tally.holders():
-            raise unusable[node]
-    return None
+    found: dict[int, Probed | Exception] = {}
+    asks: list[Ask] = []
+    asked: list[tuple[Probed, list[int]]] = []
+    for node, keys in wanted.items():
+        reader = cluster.members[node].channel.reader
+        probed = Probed([None] * len(keys), list(range(len(keys))))
+        if reader is not None:
+            probed = Probed(*reader.lookup(keys, visit=use))
+        found[node] = probed
+        if probed.missing:
+            for meta, places in lookup_requests(keys, probed.missing, use):
+                asks.append(Ask(node, Op.LOOKUP, meta))
+                asked.append((probed, places))
+            probed.missing = []
+    if not asks:
+        return found
+    answers = cluster.ask(asks, share_of(deadline, last=len(wanted) == 1))
+    for ask, (probed, places), answer in zip(asks, asked, answers, strict=True):
+        name = cluster.members[ask.node].name
+        if isinstance(answer, Exception):
+            found[ask.node] = answer
+        elif answer.status != Status.DONE:
+            found[ask.node] = refusal(answer.status, answer.meta.decode(errors="replace"), name, ask.op)
+        else:
+            try:
+                probed.missing += looked_up(answer.meta, places, probed.sizes, name)
+            except NodeError as error:
+                found[ask.node] = error
+    return found
+
+
+def look_up(cluster: Cluster, keys: list[bytes], deadline: float) -> Lookup:
+    """Find out which keys have a value: the first rank of each is asked, then the others for what it does not have.
+
+    Raises
+    ------
+    NodeError, ReplicationError
+        Nodes cannot be asked that may be all that have a copy.
+    """
+    sizes: list[int | None] = [None] * len(keys)
+    groups = cluster.by_first(keys, deadline)
+    whole = len(groups) == 1  # nothing to be picked out and put together
+    found = probe(cluster, {node: keys if whole else [keys[n] for n in own] for node, own in groups.items()}, deadline)
+    searches: list[_Search] = []
+    for node, numbers in groups.items():
+        answer = found[node]
+        if isinstance(answer, Exception):
+            lacking = numbers
+        else:
+            lacking = [numbers[place] for place in answer.missing]
+            if whole:
+                sizes = answer.sizes
+            else:
+                for number, size in zip(numbers, answer.sizes, strict=True):
+                    sizes[number] = size
+        for number in lacking:
+            search = _Search(number, keys[number], cluster.order(keys[number], deadline), [])
+            if isinstance(answer, Exception):
+                search.failures[node] = answer
+            else:
+                search.missing.add(node)
+            searches.append(search)
+    while searches:
+        _find_sources(cluster, searches, deadline)
+        for search in searches:
+            if search.sources:
+                sizes[search.number] = search.size
+        searches = [search for search in searches if not search.sources and not search.absent(cluster)]
+        for search in searches:
+            if not all(map(is_away, search.failures.values())):
+                raise search.failure(cluster)
+        if searches and not cluster.wait(deadline):
+            raise searches[0].failure(cluster)
+        for search in searches:
+            search.retry(cluster, deadline)
+    return Lookup(sizes)
+
+
+def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[int, ObjectInfo]]:
+    """All objects under keys that begin with `prefix`, once for each copy, with the node that has it.
+
+    What comes and goes meanwhile may be among them or not.
+
+    Raises
+    ------
+    NodeError, ReplicationError
+        So many nodes cannot be asked that they may be all that have a copy of some object.
+    """
+    cluster.tell_epoch(deadline())  # requests to list tell none
+    nodes = cluster.reachable(deadline())
+    failures = cluster.unmet(nodes)
+    _require_few(cluster, failures)
+    for node in nodes:
+        try:
+            for page in _pages_of(cluster, node, prefix, deadline):
+                for key, _, nbytes, ttl, pins, copies, kept in page:
+                    yield node, ObjectInfo(key, nbytes, seconds_left(ttl), copies, pins, bool(kept))
+        except NodeError as error:
+            failures.append(error)
+            _require_few(cluster, failures)
+
+
+def _require_few(cluster: Cluster, failures: Sequence[NodeError]) -> None:
+    """Raise if so many nodes have failed that they may be all that have a copy of some object."""
+    if len(failures) < cluster.copies:
+        return
+    if cluster.copies == 1:
+        raise failures[0]
+    reasons = "; ".join(dict.fromkeys(map(str, failures)))
+    raise ReplicationError(
+        f"{len(failures)} nodes cannot be asked, and they may be all that have a copy of some object ({reasons})"
+    ) from failures[-1]
+
+
+def _pages_of(cluster: Cluster, node: int, prefix: bytes, deadline: Callable[[], float]) -> Iterator[list[Any]]:
+    after = b""
+    while True:
+        result: dict[str, Any] = cluster.members[node].call("list", deadline(), after=after, prefix=prefix)
+        yield result["objects"]
+        after = result["next"]
+        if not after:
+            return

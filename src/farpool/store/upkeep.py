@@ -1,16 +1,33 @@
-"""What goes on beside calls: deletions are brought to nodes that were away."""
+"""Work beside calls: other copies of what is read are kept warm, and missing ones are made again.
+
+A hit is a use of one copy only. Without this the others would look unused to their nodes, be evicted, and be gone when
+the first node is lost.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from farpool.errors import FarpoolError
+from farpool.net.frames import COPIED, HEAD, KEPT, TOUCH, Op, Status
+from farpool.store.messages import Ask
+from farpool.store.reading import probe
 
-__all__ = ["Upkeep"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-_PAUSE = 0.5
-"""Seconds between attempts; a node that is down is asked when its breaker allows it."""
+    from farpool.store.cluster import Cluster
+
+__all__ = ["Upkeep", "mend"]
+
+_PAUSE = 0.005
+"""Seconds in which hits are collected. A small cache is full of other objects a few of them later."""
+_MOST = 65536
+"""Keys that are remembered; more in one pause are left to a later hit."""
 
 
 class Upkeep:
@@ -18,61 +35,100 @@ class Upkeep:
 
     Parameters
     ----------
-    settle : callable
-        Brings deletions of this program to nodes that have not confirmed them; returns whether none is left.
-    reconcile : callable
-        Finishes what any program has left, on all nodes.
+    cluster : Cluster
+        The nodes.
     """
 
-    def __init__(self, settle: Callable[[], bool], reconcile: Callable[[], object]) -> None:
-        self._settle = settle
-        self._reconcile = reconcile
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._lock = threading.Lock()
+        self._hits: dict[bytes, int] = {}
+        self._lacking: set[bytes] = set()
         self._thread: threading.Thread | None = None
-        self._wanted = False
-        self._returned = False
         self._closing = threading.Event()
+        self._until = math.inf
 
-    def wake(self) -> None:
-        """There is a deletion to bring to a node."""
+    def note(self, key: bytes, node: int) -> None:
+        """Note a hit on a node."""
         with self._lock:
-            self._wanted = True
-            if self._thread is None and not self._closing.is_set():
+            if self._closing.is_set():
+                return
+            if len(self._hits) < _MOST:
+                self._hits[key] = node
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="farpool-store-upkeep", daemon=True)
                 self._thread.start()
 
-    def node_returned(self) -> None:
-        """A node has come back: it may have missed deletions, also those of other programs."""
-        self._returned = True
-        self.wake()
+    def finish(self, deadline: float) -> None:
+        """Do what is left to do for hits so far, until the deadline by the monotonic clock. Idempotent.
 
-    def stop(self) -> None:
-        """Begin nothing more. Idempotent."""
-        self._closing.set()
-
-    def join(self) -> None:
-        """Wait for the end of what is under way, after `stop`."""
-        thread = self._thread
+        A program that reads and ends at once is to leave as many copies behind as one that stays.
+        """
+        with self._lock:
+            self._until = deadline
+            self._closing.set()
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _work(self) -> None:
-        while not self._closing.is_set():
+        while time.monotonic() < self._until:
+            self._closing.wait(_PAUSE)
             with self._lock:
-                if not self._wanted:
+                hits, self._hits = self._hits, {}
+                if not hits:
                     self._thread = None
                     return
-                self._wanted = False
-                returned, self._returned = self._returned, False
-            if not self._round(returned):
-                with self._lock:
-                    self._wanted = True
-                self._closing.wait(_PAUSE)
+            try:
+                self._visit(hits)
+            except FarpoolError:  # a later hit tries again
+                continue
 
-    def _round(self, returned: bool) -> bool:
-        try:
-            if returned:
-                self._reconcile()
-            return self._settle()
-        except FarpoolError:  # no node could be asked
-            return False
+    def _visit(self, hits: dict[bytes, int]) -> None:
+        cluster = self._cluster
+        deadline = self._deadline()
+        wanted: dict[int, list[bytes]] = defaultdict(list)
+        for key, holder in hits.items():
+            for node in cluster.order(key, deadline)[: cluster.copies]:
+                if node != holder:
+                    wanted[node].append(key)
+        lacking: dict[bytes, list[int]] = defaultdict(list)
+        for node, answer in probe(cluster, wanted, deadline, use=True).items():
+            if not isinstance(answer, Exception):
+                for place in answer.missing:
+                    lacking[wanted[node][place]].append(node)
+        # What is being put or dropped is on some nodes only, for a moment: a copy is missing if it still is later.
+        # There is no later once the store is being closed.
+        again = set() if self._closing.is_set() else lacking.keys() - self._lacking
+        self._lacking = again
+        with self._lock:
+            for key in again:
+                self._hits.setdefault(key, hits[key])
+        for key in lacking.keys() - again:
+            if time.monotonic() > self._until:
+                return
+            mend(cluster, key, [hits[key]], lacking[key], self._deadline())
+
+    def _deadline(self) -> float:
+        return min(self._cluster.deadline(), self._until)
+
+
+def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[int], deadline: float) -> int:
+    """Copy an object from the first of some nodes that gives it whole to others; how many have it now that had not.
+
+    The copies get the time to live that is left, and are kept if the source is. A node where the key was dropped
+    lately takes none: the drop may have come after the source was read. Nor does one that is in a later epoch than the
+    source was: the head of what was read says in which.
+    """
+    for holder in holders:
+        (source,) = cluster.ask([Ask(holder, Op.GET, key)], deadline)
+        if not isinstance(source, Exception) and source.status == Status.DONE:
+            break
+    else:
+        return 0
+    *head, flags = HEAD.unpack(source.meta)
+    meta, payload = HEAD.pack(*head, flags & ~KEPT | COPIED) + key, source.payload or b""
+    answers = cluster.ask([Ask(node, Op.PUT, meta, 0, payload) for node in nodes], deadline)
+    if flags & KEPT:
+        answers = cluster.ask([Ask(node, Op.TOUCH, TOUCH.pack(0, 1) + key) for node in nodes], deadline)
+    return sum(not isinstance(answer, Exception) and answer.status == Status.DONE for answer in answers)

@@ -1,146 +1,279 @@
-"""Publishing, deleting and what follows a deletion: the rules (docs/store.md)."""
+"""Putting and dropping objects, with as many copies as the store has (docs/store.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from farpool.errors import AccessDeniedError, NodeError, ObjectTooLargeError, ReplicationError
-from farpool.store.clock import GenerationClock
-from farpool.store.messages import Answer, BusyError, Group, Operation, Request
-from farpool.store.tally import Tally
-from farpool.transport.frames import EXPIRY, Op, Status
-from farpool.transport.refusals import refusal
+from farpool._native import crc32c
+from farpool.errors import (
+    AccessDeniedError,
+    FarpoolError,
+    KeyConflictError,
+    NodeError,
+    ObjectTooLargeError,
+    ReplicationError,
+)
+from farpool.net.frames import COMMIT, OFFSET, PRESENT, Op, Status
+from farpool.net.refusals import refusal
+from farpool.store.arguments import Payload, nbytes_of
+from farpool.store.cluster import is_away, share_of
+from farpool.store.messages import Ask, PutOutcome, Touched
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from farpool._native import ObjectReader, Reply
+    from farpool.store.cluster import Cluster
 
-__all__ = ["Unconfirmed", "finish", "publish", "remove"]
+__all__ = ["THROUGH_MEMORY", "everywhere", "put"]
 
-_ATTEMPTS = 64
-"""Each loses against a program that published the same key in between."""
-
-Unconfirmed = Callable[[bytes, int, list[int]], None]
-"""Is told of a key, the generation of its deletion, and the nodes that have not confirmed it."""
+THROUGH_MEMORY = 64 << 10
+"""Bytes above which a payload is written into mapped memory rather than sent."""
 
 
-def _failure(answer: Answer, name: str, op: Op, nbytes: int | None = None) -> Exception:
-    if isinstance(answer, Exception):
-        return answer
-    return refusal(answer.status, answer.meta.decode(errors="replace"), name, op, nbytes)
+@dataclass(slots=True)
+class _Put:
+    """A put under way: nodes that have confirmed, nodes still to be asked, and why others did not take it."""
 
+    key: bytes
+    payload: Payload
+    known: list[int]
+    waiting: list[int]
+    confirmed: int = 0
+    present: list[Reply] = field(default_factory=list)
+    refused: list[Exception] = field(default_factory=list)
+    away: dict[int, Exception] = field(default_factory=dict)
 
-def _too_few(key: bytes, what: str, confirmed: int, group: Group, failures: Iterable[Exception]) -> Exception:
-    errors = list(failures)
-    same = type(errors[0])
-    if group.copies == 1 or (
-        issubclass(same, AccessDeniedError | ObjectTooLargeError) and all(type(error) is same for error in errors)
-    ):
-        return errors[0]
-    reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
-    return ReplicationError(f"{key!r}: {confirmed} of {group.copies} nodes confirmed the {what} ({reasons})")
+    def next_nodes(self, copies: int) -> list[int]:
+        """Take as many nodes as confirmations are lacking."""
+        lacking = copies - self.confirmed
+        nodes, self.waiting = self.waiting[:lacking], self.waiting[lacking:]
+        return nodes
 
+    def is_waiting(self, cluster: Cluster) -> bool:
+        """Tell if enough nodes are away, or had not been met when it began, to confirm it after all."""
+        unmet = len(cluster.members) - len(self.known)
+        return 0 < cluster.copies - self.confirmed <= len(self.away) + unmet
 
-def publish(
-    key: bytes, payload: Buffer, expiry: int, group: Group, names: tuple[str, ...], clock: GenerationClock
-) -> Operation[int]:
-    """Write to the first nodes of the group that take it; the generation once enough have confirmed."""
-    meta = EXPIRY.pack(expiry) + key
-    for _ in range(_ATTEMPTS):
-        generation = clock.next()
-        waiting = list(group.nodes)
-        confirmed = newer = 0
-        busy: list[int] = []
-        failures: list[Exception] = []
-        while confirmed < group.copies and (waiting or busy) and not newer:
-            lacking = group.copies - confirmed
-            source = waiting or busy
-            patient = source is busy or not (waiting[lacking:] or busy)
-            asked = source[:lacking]
-            del source[:lacking]
-            last = patient and len(asked) == 1
-            answers = yield [Request(node, Op.PUT, meta, generation, payload, None, last, patient) for node in asked]
-            for node, answer in zip(asked, answers, strict=True):
-                if isinstance(answer, BusyError):
-                    busy.append(node)
-                elif not isinstance(answer, Exception) and answer.status == Status.DONE:
-                    confirmed += 1
-                elif not isinstance(answer, Exception) and answer.status == Status.STALE:
-                    newer = max(newer, answer.generation)
-                else:
-                    failures.append(_failure(answer, names[node], Op.PUT, memoryview(payload).nbytes))
-        if newer:
-            clock.observe(newer)
-            continue
-        if confirmed < group.copies:
-            raise _too_few(key, "publish", confirmed, group, failures)
-        return generation
-    raise NodeError(f"{key!r}: other programs published or deleted it {_ATTEMPTS} times while it was being published")
+    def retry(self, cluster: Cluster, deadline: float) -> list[int]:
+        """Take nodes that were away again, and those that have been met since."""
+        if not self.is_waiting(cluster):
+            return []
+        order = cluster.order(self.key, deadline)
+        self.waiting = [node for node in order if node in self.away or node not in self.known]
+        self.known = order
+        self.away.clear()
+        return self.next_nodes(cluster.copies)
 
-
-def remove(
-    key: bytes, group: Group, names: tuple[str, ...], clock: GenerationClock, unconfirmed: Unconfirmed
-) -> Operation[bool]:
-    """Leave tombstones on all nodes of the group; whether there was an object, once enough have confirmed."""
-    existed = False
-    for _ in range(_ATTEMPTS):
-        generation = clock.next()
-        nodes = group.nodes
-        alone = len(nodes) == 1
-        # What was there is asked for on the same way, just before. A single node has nobody to wait for.
-        before = [] if alone else [Request(node, Op.STAT, key, last=False) for node in nodes]
-        after = [Request(nodes[0], Op.FORGET, key, generation)] if alone else []
-        deletes = [Request(node, Op.DELETE, key, generation, last=alone) for node in nodes]
-        answers = yield [*before, *deletes, *after]
-        tally = Tally(names)
-        for node, answer in zip(nodes, answers[: len(before)], strict=False):
-            tally.note(node, answer)
-        # Once is enough: a later attempt meets what an earlier one has left.
-        existed = existed or (tally.newest > 0 and not tally.deleted)
-        blind = bool(tally.failures) and not tally.answered
-        answers = answers[len(before) : len(before) + len(nodes)]
-        open_nodes: list[int] = []
-        failures: list[Exception] = []
-        newer = was = 0
-        for node, answer in zip(nodes, answers, strict=True):
-            if not isinstance(answer, Exception) and answer.status == Status.DONE:
-                was = max(was, answer.generation)
-            elif not isinstance(answer, Exception) and answer.status == Status.STALE:
-                newer = max(newer, answer.generation)
+    def note(self, node: int, answer: Reply | Exception, name: str) -> None:
+        """Count what a node said."""
+        if isinstance(answer, Exception):
+            if is_away(answer):
+                self.away[node] = answer
             else:
-                open_nodes.append(node)
-                failures.append(_failure(answer, names[node], Op.DELETE))
-        existed = existed or (blind and was > 0)
-        if newer > generation or (newer and not alone):
-            clock.observe(newer)
-            continue
-        if len(nodes) - len(open_nodes) < group.copies:
-            raise _too_few(key, "deletion", len(nodes) - len(open_nodes), group, failures)
-        if open_nodes:
-            unconfirmed(key, generation, open_nodes)
-        elif not alone:
-            yield [Request(node, Op.FORGET, key, generation, last=False) for node in nodes]
-        return was > 0 if alone else existed
-    raise NodeError(f"{key!r}: other programs published it {_ATTEMPTS} times while it was being deleted")
+                self.refused.append(answer)
+        elif answer.status in (Status.DONE, Status.PRESENT):
+            self.confirmed += 1
+            if answer.status == Status.PRESENT:
+                self.present.append(answer)
+        else:
+            said = answer.meta.decode(errors="replace")
+            self.refused.append(refusal(answer.status, said, name, Op.PUT, nbytes_of(self.payload)))
+
+    def outcome(self, cluster: Cluster, *, check: bool) -> PutOutcome | Exception:
+        """How it ended."""
+        if self.confirmed < cluster.copies:
+            return self._too_few(cluster)
+        if check and self.present:
+            crc = 0
+            for part in self.payload if isinstance(self.payload, tuple) else (self.payload,):
+                crc = crc32c(part, crc)
+            for reply in self.present:
+                there, there_crc, _ = PRESENT.unpack_from(reply.meta)
+                if (there, there_crc) != (nbytes_of(self.payload), crc):
+                    return KeyConflictError(
+                        f"{self.key!r} has a value of {there} bytes with CRC32C {there_crc:#010x}; this one has "
+                        f"{nbytes_of(self.payload)} bytes with CRC32C {crc:#010x}. A key is written once: drop it "
+                        "first, or use another key"
+                    )
+        return PutOutcome.PRESENT if self.present else PutOutcome.STORED
+
+    def _too_few(self, cluster: Cluster) -> Exception:
+        copies = cluster.copies
+        errors = list(self.refused)
+        if self.is_waiting(cluster):
+            errors += [*self.away.values(), *cluster.unmet(self.known)]
+        same = type(errors[0])
+        if copies == 1 or (
+            issubclass(same, AccessDeniedError | ObjectTooLargeError) and all(type(error) is same for error in errors)
+        ):
+            return errors[0]
+        reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
+        return ReplicationError(f"{self.key!r}: {self.confirmed} of {copies} nodes confirmed the put ({reasons})")
 
 
-def finish(key: bytes, generation: int, nodes: Iterable[int], group: Group) -> Operation[list[int]]:
-    """Bring a deletion to nodes that have not confirmed it; once none is left, the tombstones go.
+def put(
+    cluster: Cluster, items: Sequence[tuple[bytes, Payload]], head: bytes, deadline: float, *, check: bool = False
+) -> list[PutOutcome | Exception]:
+    """Write each object to the first nodes of its order that take it.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    items : sequence of tuple
+        Keys and payloads.
+    head : bytes
+        As of `object_head`.
+    deadline : float
+        By the monotonic clock. Nodes that fail are asked again until then.
+    check : bool
+        A copy that is there has to have the same size and checksum.
 
     Returns
     -------
-    list of int
-        The nodes that still have not confirmed.
+    list of PutOutcome or Exception
+        How each ended.
     """
-    lacking = list(nodes)
-    answers = yield [Request(node, Op.DELETE, key, generation, last=False) for node in lacking]
-    # A node that calls it stale knows this deletion or something newer.
-    confirmed = (Status.DONE, Status.STALE)
-    left = [
-        node
-        for node, answer in zip(lacking, answers, strict=True)
-        if isinstance(answer, Exception) or answer.status not in confirmed
-    ]
-    if not left:
-        yield [Request(node, Op.FORGET, key, generation, last=False) for node in group.nodes]
-    return left
+    copies = cluster.copies
+    orders: list[list[int]] = []
+    asked: list[tuple[int, int]] = []
+    for number, (key, _) in enumerate(items):
+        order = cluster.order(key, deadline)
+        orders.append(order)
+        for node in order[:copies]:
+            asked.append((number, node))
+    epoch = cluster.epoch.value
+    answers = _write(cluster, items, asked, head, share_of(deadline, last=len(cluster.members) == copies))
+    if len(asked) == copies * len(items):  # else too few nodes have been met
+        for answer in answers:
+            if isinstance(answer, Exception) or answer.status != Status.DONE:
+                break
+        else:
+            if cluster.epoch.value == epoch:
+                return [PutOutcome.STORED] * len(items)
+    puts = [_Put(key, payload, order, order[copies:]) for (key, payload), order in zip(items, orders, strict=True)]
+    while True:
+        for (number, node), answer in zip(asked, answers, strict=True):
+            puts[number].note(node, answer, cluster.members[node].name)
+        asked = [(number, node) for number, one in enumerate(puts) for node in one.next_nodes(copies)]
+        if not asked:
+            if not any(one.is_waiting(cluster) for one in puts) or not cluster.wait(deadline):
+                if cluster.epoch.value != epoch:  # some copies may be of the earlier epoch, and gone
+                    return put(cluster, items, head, deadline, check=check)
+                return [one.outcome(cluster, check=check) for one in puts]
+            asked = [(number, node) for number, one in enumerate(puts) for node in one.retry(cluster, deadline)]
+        last = not any(one.waiting for one in puts)
+        answers = _write(cluster, items, asked, head, share_of(deadline, last=last))
+
+
+def _write(
+    cluster: Cluster,
+    items: Sequence[tuple[bytes, Payload]],
+    asked: Sequence[tuple[int, int]],
+    head: bytes,
+    deadline: float,
+) -> list[Reply | Exception]:
+    """Send payloads, or write them into mapped memory: all at the same time, each checksum computed once."""
+    asks: list[Ask] = []
+    mapped: dict[int, ObjectReader] = {}
+    for place, (number, node) in enumerate(asked):
+        key, payload = items[number]
+        nbytes = payload.nbytes if isinstance(payload, memoryview) else nbytes_of(payload)
+        reader = cluster.members[node].channel.reader if nbytes > THROUGH_MEMORY else None
+        if reader is None or not reader.writable:
+            asks.append(Ask(node, Op.PUT, head + key, 0, payload))
+        else:
+            mapped[place] = reader
+            asks.append(Ask(node, Op.PREPARE, OFFSET.pack(nbytes) + head + key))
+    answers = cluster.ask(asks, deadline)
+    if mapped:
+        _fill(cluster, items, asked, mapped, answers, deadline)
+    return answers
+
+
+def _fill(
+    cluster: Cluster,
+    items: Sequence[tuple[bytes, Payload]],
+    asked: Sequence[tuple[int, int]],
+    mapped: dict[int, ObjectReader],
+    answers: list[Reply | Exception],
+    deadline: float,
+) -> None:
+    """Write payloads into the memory that was prepared for them, and commit them."""
+    prepared = {
+        place: answer
+        for place in mapped
+        if not isinstance(answer := answers[place], Exception) and answer.status == Status.DONE
+    }
+    ends: list[Ask] = []
+    try:
+        for place, answer in prepared.items():
+            number, node = asked[place]
+            member, reader = cluster.members[node], mapped[place]
+            (offset,) = OFFSET.unpack(answer.meta)
+            try:
+                if member.channel.reader is not reader:
+                    raise NodeError(f"{member.name} was lost while an object was written", node=member.name)
+                crc = reader.write(offset, items[number][1])
+            except (FarpoolError, ValueError) as error:
+                answers[place] = error
+                ends.append(Ask(node, Op.ABORT, answer.meta, answer.serial))
+            else:
+                ends.append(Ask(node, Op.COMMIT, COMMIT.pack(offset, crc, 0), answer.serial))
+        for place, end, ended in zip(prepared, ends, cluster.ask(ends, deadline) if ends else (), strict=True):
+            if end.op == Op.COMMIT:
+                answers[place] = ended
+    except BaseException:  # an interrupt: what was prepared would lie there until the program ends
+        aborts = [Ask(asked[place][1], Op.ABORT, answer.meta, answer.serial) for place, answer in prepared.items()]
+        cluster.ask(aborts, deadline)
+        raise
+
+
+def everywhere(cluster: Cluster, op: Op, metas: Sequence[bytes], deadline: float, *, copies: int = 1) -> Touched:
+    """Have all nodes do something to objects.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    op : Op
+        The operation.
+    metas : sequence of bytes
+        Arguments and key of each object.
+    deadline : float
+        By the monotonic clock. Nodes are asked again until then for objects of which no node has said anything.
+    copies : int
+        On how many nodes it has to be done; then it does not matter that others refuse it.
+
+    Raises
+    ------
+    NodeError
+        No node could be asked by the deadline, or one refuses it.
+    """
+    done = [0] * len(metas)
+    left = list(range(len(metas)))
+    complete = True
+    while left:
+        nodes = cluster.reachable(deadline)
+        asks = [Ask(node, op, metas[number]) for number in left for node in nodes]
+        answers = cluster.ask(asks, share_of(deadline, last=len(nodes) == 1))
+        unknown, failures = [], []
+        for place, number in enumerate(left):
+            answered = answers[place * len(nodes) : (place + 1) * len(nodes)]
+            replies = [answer for answer in answered if not isinstance(answer, Exception)]
+            done[number] = sum(reply.status == Status.DONE for reply in replies)
+            if done[number] < copies:
+                for node, answer in zip(nodes, answered, strict=True):
+                    if not isinstance(answer, Exception) and answer.status not in (Status.DONE, Status.MISSING):
+                        said = answer.meta.decode(errors="replace")
+                        raise refusal(answer.status, said, cluster.members[node].name, op)
+            if replies:
+                complete = complete and len(replies) == len(cluster.members)
+            else:
+                unknown.append(number)
+                failures += [answer for answer in answered if isinstance(answer, Exception)]
+        left = unknown
+        if left and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
+            raise failures[0]
+    return Touched(done, complete)

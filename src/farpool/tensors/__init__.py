@@ -6,10 +6,10 @@ import farpool.tensors.rules  # noqa: F401  (registers them)
 from farpool.tensors import integration, methods
 from farpool.tensors.loading import load_safetensors
 from farpool.tensors.mode import paged
+from farpool.tensors.named import map_tensors, publish_tensors, read_tensors
 from farpool.tensors.offload import offload, restore
 from farpool.tensors.paged_tensor import PagedTensor, use_methods
 from farpool.tensors.pretrained import from_pretrained
-from farpool.tensors.published import map_tensors, publish_tensors
 
 __all__ = [
     "PagedTensor",
@@ -19,6 +19,7 @@ __all__ = [
     "offload",
     "paged",
     "publish_tensors",
+    "read_tensors",
     "restore",
 ]
 

@@ -69,11 +69,15 @@ def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that ``torch.preserve_format`` gives to a copy of `tensor`."""
-    if is_dense(tensor):
+def dense_strides(
+    tensor: torch.Tensor, memory_format: torch.memory_format | None = torch.preserve_format
+) -> tuple[int, ...]:
+    """The strides of a copy of `tensor`, or of a tensor like it, in a memory format."""
+    memory_format = memory_format or torch.preserve_format
+    if memory_format is torch.preserve_format and is_dense(tensor):
         return tuple(tensor.stride())
-    return tuple(torch.empty_like(meta_view(tensor)).stride())
+    # Not empty_like: on the meta device it has an opinion of its own about the strides of dimensions of one element.
+    return tuple(stand_in(tensor).clone(memory_format=memory_format).stride())
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:

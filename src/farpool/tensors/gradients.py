@@ -37,5 +37,4 @@ def _page(tensor: torch.Tensor) -> None:
         return
     if type(tensor) is PagedTensor and grad.device == tensor.device:
         storage = tensor._storage
-        name = f"{storage.name}.grad" if storage.name else ""
-        tensor.grad = from_tensor(storage.pool, grad, cls="gradient", name=name)
+        tensor.grad = from_tensor(storage.pool, grad, cls="gradient", name=storage.gradient_name)

@@ -162,7 +162,7 @@ def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
         )
         grad = tensor.grad
         if grad is not None and type(grad) is torch.Tensor and is_strided(grad) and not grad.requires_grad:
-            twin.grad = from_tensor(pool, grad, cls="gradient", name=f"{storage.name}.grad")
+            twin.grad = from_tensor(pool, grad, cls="gradient", name=storage.gradient_name)
         paged.append(twin)
     return paged
 

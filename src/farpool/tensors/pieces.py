@@ -10,9 +10,12 @@ compiler may contract one of them and not the other. So a cut must not change ho
 - Fused optimizers divide a tensor at cache lines, so only its very last elements are computed one by one. Cuts are made
   at whole vectors.
 
-`tests/tensors/test_pieces.py` shows it for each operator, by NaNs whose bits tell how they were computed. A GPU has one
-thread for an element and no vectors; but that a compiler contracts alike in the kernels for aligned and other addresses
-has not been shown, so there only what rounds once is computed in pieces.
+`tests/tensors/test_pieces.py` shows it for each operator, by NaNs whose bits tell how they were computed.
+
+On a GPU torch has two kernels for most operations, one for aligned vectors and one for the rest, and that a compiler
+contracts alike in both has not been shown. Fused optimizers choose by the address and by whether the number of elements
+is a multiple of four. So a tensor of whole vectors, cut at whole vectors, is computed by the first kernel in pieces,
+too; `tests/gpu/test_pieces.py` compares the bits. Of everything else only what rounds once is computed in pieces there.
 """
 
 from __future__ import annotations
@@ -62,9 +65,12 @@ class _Operand:
 
 def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
     """Whether pieces are known to have the bits of the whole, on this device."""
+    if func._opname == "_fused_sgd_" and tensor.dtype not in _EXACT:
+        return False  # on the CPU, torch's leaves other bits in half-precision moments from run to run, also at once
     if tensor.device.type == "cpu":
-        # torch's fused SGD leaves other bits in half-precision moments from run to run, also at once.
-        return tensor.dtype in (_EXACT if func._opname == "_fused_sgd_" else _DTYPES)
+        return tensor.dtype in _DTYPES
+    if func._opname.startswith("_fused_"):
+        return tensor.dtype in _DTYPES and tensor.numel() % _VECTOR == 0
     name = func._opname.removeprefix("_foreach_").removesuffix("_")
     return name in _ROUND_ONCE and tensor.dtype in _EXACT and kwargs.get("alpha", 1) == 1
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from farpool._native import PythonPort, RemotePort, VerifiedPort
 from farpool.errors import ConfigError, TierError
+from farpool.net.access import AccessKey, client_key
+from farpool.net.address import Address, parse_address
+from farpool.net.channel import Channel, Transport
+from farpool.net.lease import Lease
+from farpool.net.settings import checked_timeout, checked_transport
 from farpool.sizes import format_size, parse_size
 from farpool.tiers.base import Extent, TierInfo
 from farpool.tiers.port_tier import PortTier
-from farpool.tiers.remote_nixl import OneSidedStripes
 from farpool.tiers.remote_nodes import Contact, borrow, free_bytes, give_back
+from farpool.tiers.remote_one_sided import OneSidedStripes
 from farpool.tiers.space import ExtentSpace
-from farpool.transport.access import AccessKey, client_key
-from farpool.transport.address import Address, parse_address
-from farpool.transport.channel import Channel, Transport
-from farpool.transport.lease import Lease
-from farpool.transport.settings import checked_timeout, checked_transport
 
 if TYPE_CHECKING:
     from farpool._native import Port
@@ -60,7 +60,7 @@ class Remote(PortTier):
         at open has a second more for each 512 MiB of it.
     transport : str
         ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
-        where that is possible, ``nixl`` reads and writes one-sided (docs/nixl.md).
+        where that is possible, and the name of a fabric such as ``nixl`` reads and writes one-sided (docs/nixl.md).
 
     Raises
     ------
@@ -193,8 +193,10 @@ class Remote(PortTier):
         return self._verified
 
     def _port_of(self, channels: list[Channel], leases: list[Lease]) -> Port:
-        if self._transport == "nixl":
-            return PythonPort(OneSidedStripes(channels, leases, STRIPE, self._timeout))
+        pairs = zip(channels, leases, strict=True)
+        one_sided = [(channel.one_sided, lease.id) for channel, lease in pairs if channel.one_sided is not None]
+        if one_sided:
+            return PythonPort(OneSidedStripes(one_sided, STRIPE, self._timeout))
         ends = [lease.end(self._timeout) for lease in leases]
         return RemotePort(self._name, ends, stripe=STRIPE, timeout=self._timeout)
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TypeVar
 
 from farpool.errors import ConfigError, NodeError
-from farpool.transport.channel import Channel
-from farpool.transport.lease import Lease
+from farpool.net.channel import Channel
+from farpool.net.lease import Lease
 
 __all__ = ["Contact", "borrow", "free_bytes", "give_back"]
 

@@ -16,6 +16,7 @@ from msgspec.structs import fields, force_setattr
 
 from farpool.checks import require_type
 from farpool.errors import ConfigError
+from farpool.net.channel import Transport
 from farpool.sizes import parse_rate, parse_size
 from farpool.tiers.base import Tier
 from farpool.tiers.dram import Dram
@@ -24,7 +25,6 @@ from farpool.tiers.remote import Remote, node_addresses
 from farpool.tiers.throttled import Throttled
 from farpool.tiers.traced import Traced
 from farpool.tiers.verified import Verified
-from farpool.transport.channel import Transport
 
 __all__ = ["DramSpec", "NvmeSpec", "RemoteSpec", "ThrottledSpec", "TierSpec", "TracedSpec", "tier_spec"]
 

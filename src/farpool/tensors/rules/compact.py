@@ -16,9 +16,9 @@ import torch
 from farpool.pager import ALIGNMENT
 from farpool.tensors.geometry import plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.rules.rows import gather_rows, is_table, scatter_rows
+from farpool.tensors.rules.rows import gather_rows, is_table, named_once, scatter_rows
 
-__all__ = ["Compact", "can_be_compacted", "compact", "from_the_front"]
+__all__ = ["Compact", "can_be_compacted", "compact"]
 
 
 def can_be_compacted(table: Any) -> bool:
@@ -80,20 +80,6 @@ class Compact(NamedTuple):
         return values if self.size == self.rows.numel() else values.index_select(0, self.places)
 
 
-def _named_once(indices: torch.Tensor) -> torch.Tensor:
-    """The elements of an expanded tensor. What is made of them is expanded again: torch picks a kernel by that."""
-    for dim, stride in enumerate(indices.stride()):
-        if stride == 0 and indices.size(dim) > 1:
-            indices = indices.narrow(dim, 0, 1)
-    return indices
-
-
-def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """The same rows of `count`, with those that were counted from the end counted from the front."""
-    single = _named_once(indices)
-    return torch.where(single < 0, single + count, single).expand(indices.size())
-
-
 def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     """The rows that an operation touches.
 
@@ -106,7 +92,7 @@ def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
     *extra : int
         Rows beside those of the indices.
     """
-    single = _named_once(indices)
+    single = named_once(indices)
     flat = single.reshape(-1).long()
     if extra:
         flat = torch.cat((flat, flat.new_tensor(extra)))

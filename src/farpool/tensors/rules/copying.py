@@ -11,7 +11,7 @@ from farpool.tensors.arena import is_device
 from farpool.tensors.compute import compute
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate
-from farpool.tensors.geometry import stand_in
+from farpool.tensors.geometry import dense_strides
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import (
     convertible,
@@ -93,9 +93,9 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def copy_like(source: PagedTensor, dtype: torch.dtype, memory_format: torch.memory_format | None) -> PagedTensor:
     """A paged copy with a storage of its own, of the same class."""
-    shape = torch.empty_like(stand_in(source), dtype=dtype, memory_format=memory_format or torch.preserve_format)
     storage = source._storage
-    copy = allocate(storage.pool, shape.size(), shape.stride(), dtype, cls=storage.cls, name=storage.name)
+    strides = dense_strides(source, memory_format)
+    copy = allocate(storage.pool, source.size(), strides, dtype, cls=storage.cls, name=storage.name)
     _aten.copy_.default(copy, source)
     return copy
 

@@ -10,7 +10,7 @@ from farpool.errors import UnsupportedError
 from farpool.tensors.arena import is_device
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate, class_of_moments, from_tensor
-from farpool.tensors.geometry import meta_view, stand_in
+from farpool.tensors.geometry import dense_strides, meta_view
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import fill_dense
 
@@ -28,14 +28,11 @@ def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:
             f"a tensor like {describe(source)} cannot be page-locked or of another layout: "
             "make it from a plain copy, pool.materialize(t)"
         )
-    shape = torch.empty_like(
-        stand_in(source),
-        dtype=kwargs.get("dtype"),
-        memory_format=kwargs.get("memory_format") or torch.preserve_format,
-    )
+    strides = dense_strides(source, kwargs.get("memory_format"))
     storage = source._storage
     cls = class_of_moments(source)
-    return allocate(storage.pool, shape.size(), shape.stride(), shape.dtype, cls=cls, name=storage.name)
+    dtype = kwargs.get("dtype") or source.dtype
+    return allocate(storage.pool, source.size(), strides, dtype, cls=cls, name=storage.name)
 
 
 def _plain_like(source: PagedTensor) -> torch.Tensor:

@@ -24,8 +24,10 @@ from farpool.tensors.transfer import spans_blocks
 
 __all__ = [
     "INDEX_TYPES",
+    "from_the_front",
     "gather_rows",
     "is_table",
+    "named_once",
     "out_of_range",
     "plain",
     "raise_as_torch",
@@ -227,6 +229,20 @@ def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | No
     return found
 
 
+def named_once(indices: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor. What is made of them is expanded again: torch picks a kernel by that."""
+    for dim, stride in enumerate(indices.stride()):
+        if stride == 0 and indices.size(dim) > 1:
+            indices = indices.narrow(dim, 0, 1)
+    return indices
+
+
+def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """The same rows of `count`, with those that were counted from the end counted from the front."""
+    single = named_once(indices)
+    return torch.where(single < 0, single + count, single).expand(indices.size())
+
+
 def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Run an operation with an index out of range on plain memory of the table's shape, for its error.
 
@@ -272,7 +288,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = table.size(0)
     if out_of_range(first, rows, -rows):
         raise_as_torch(func, table, (indices,), kwargs)
-    wrapped = torch.where(first < 0, first + rows, first).to(table.device)
+    wrapped = from_the_front(first, rows).to(table.device)
     if all(index is None for index in others):
         return gather_rows(table, wrapped.reshape(-1), "aten.index").view(*wrapped.size(), *table.size()[1:])
     if not table.is_contiguous():
@@ -284,6 +300,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule(_aten.gather.default)
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table, dim, indices = args[0], args[1], plain(args[2])
+    # A dimension that is not there but a multiple (4 of 2) comes through: `func` below gets it as it is, and raises.
     if not is_table(table) or dim % table.dim() != 0 or indices.dtype not in INDEX_TYPES:
         return NotImplemented
     if indices.dim() != table.dim() or out_of_range(indices, table.size(0)):

@@ -25,8 +25,8 @@ from farpool.tensors.factories import allocate
 from farpool.tensors.geometry import contiguous_strides
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.bags import MAX, renamed_padding, rows_of_bags
-from farpool.tensors.rules.compact import Compact, can_be_compacted, compact, from_the_front
-from farpool.tensors.rules.rows import INDEX_TYPES, without_masks
+from farpool.tensors.rules.compact import Compact, can_be_compacted, compact
+from farpool.tensors.rules.rows import INDEX_TYPES, from_the_front, without_masks
 from farpool.tensors.transfer import block_cuts, stream
 
 _aten = torch.ops.aten
@@ -56,7 +56,7 @@ class _Table:
         self.size = tuple(table.size())
         self.row_bytes = table.stride(0) * table.itemsize
         self._dtype = table.dtype
-        self._name = f"{storage.name}.grad" if storage.name else ""
+        self._name = storage.gradient_name
 
     def takes(self, grad: torch.Tensor) -> bool:
         """Whether the gradient of the table can be computed by rows."""

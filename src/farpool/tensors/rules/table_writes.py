@@ -16,8 +16,8 @@ import torch
 from farpool.pager import Mode
 from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
-from farpool.tensors.rules.compact import can_be_compacted, compact, from_the_front
-from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, raise_as_torch, without_masks
+from farpool.tensors.rules.compact import can_be_compacted, compact
+from farpool.tensors.rules.rows import INDEX_TYPES, from_the_front, out_of_range, plain, raise_as_torch, without_masks
 from farpool.tensors.transfer import block_cuts, flat, same_layout, stream
 
 __all__ = ["SCATTERS", "passes_by_other_rows"]

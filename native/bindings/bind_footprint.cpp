@@ -1,0 +1,67 @@
+// Footprints as Python makes them.
+#include "footprint.hpp"
+
+using farpool::pager::Layout;
+
+namespace {
+
+PyType_Slot footprint_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(Footprint::traverse)},
+                                 {Py_tp_clear, reinterpret_cast<void*>(Footprint::clear)},
+                                 {0, nullptr}};
+
+void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::object dtype, nb::handle size, nb::handle stride,
+                    std::int64_t offset, bool conj, bool neg) {
+    nb::object pool = storage.attr("pool");
+    nb::object driver = nb::getattr(pool, "driver", nb::none());  // not every owner of storages has one
+    BoundDriver* native = nullptr;
+    nb::try_cast(driver, native);
+    auto layout = nb::cast<std::shared_ptr<const Layout>>(storage.attr("layout"));
+    nb::object device = arena.attr("device");
+    const auto arena_start = nb::cast<std::uintptr_t>(arena.attr("start"));
+    const auto arena_stop = nb::cast<std::uintptr_t>(arena.attr("stop"));
+    const auto itemsize = nb::cast<std::int64_t>(dtype.attr("itemsize"));
+    const bool lazy = conj || neg || nb::cast<bool>(dtype.attr("is_complex"));
+    new (self) Footprint{std::move(storage), std::move(pool),  std::move(driver), native,           std::move(layout),
+                         std::move(arena),   std::move(device), arena_start,      arena_stop,       std::move(dtype),
+                         nb::tuple(size),    nb::tuple(stride), offset,           conj,             neg,              lazy};
+    std::int64_t reach = 0;
+    for (std::size_t dim = 0; dim < self->size.size(); ++dim) {
+        const auto extent = nb::cast<std::int64_t>(self->size[dim]);
+        if (extent == 0) {
+            return;
+        }
+        reach += (extent - 1) * nb::cast<std::int64_t>(self->stride[dim]);
+    }
+    self->start = offset * itemsize;
+    self->stop = (offset + reach + 1) * itemsize;
+}
+
+}  // namespace
+
+void bind_footprint(nb::module_& m) {
+    nb::class_<Footprint>(m, "Footprint", "A geometry over a storage.", nb::type_slots(footprint_slots), nb::is_weak_referenceable())
+        .def("__init__", make_footprint, nb::arg("storage"), nb::arg("arena"), nb::arg("dtype"), nb::arg("size"), nb::arg("stride"),
+             nb::arg("offset"), nb::kw_only(), nb::arg("conj") = false, nb::arg("neg") = false)
+        .def_ro("storage", &Footprint::storage)
+        .def_ro("arena", &Footprint::arena)
+        .def_ro("dtype", &Footprint::dtype)
+        .def_ro("size", &Footprint::size)
+        .def_ro("stride", &Footprint::stride)
+        .def_ro("offset", &Footprint::offset)
+        .def_ro("conj", &Footprint::conj)
+        .def_ro("neg", &Footprint::neg)
+        .def_ro("start", &Footprint::start)
+        .def_ro("stop", &Footprint::stop)
+        .def_ro("views", &Footprint::views)
+        .def("reader", [](Footprint& self) { return self.bound_use(false); })
+        .def("writer", [](Footprint& self) { return self.bound_use(true); })
+        .def(
+            "kept_real",
+            [](Footprint& self, std::int64_t place, bool requires_grad) {
+                return self.has_real(place, requires_grad) ? self.real : nb::none();
+            },
+            nb::arg("place"), nb::arg("requires_grad"))
+        .def("keep_real", &Footprint::keep_real, nb::arg("place"), nb::arg("requires_grad"), nb::arg("real"))
+        .def("check_real", &Footprint::check_real, nb::arg("real"))
+        .def("forget_real", &Footprint::forget_real);
+}

@@ -1,0 +1,127 @@
+// A geometry over a storage as the hot path of operations knows it, and how that calls Python objects.
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+
+#include "bound_driver.hpp"
+
+inline nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) {
+    PyObject* result = PyObject_Vectorcall(function.ptr(), std::data(arguments), std::size(arguments), nullptr);
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+inline nb::object call_method(nb::handle object, const nb::object& name) {
+    PyObject* result = PyObject_CallMethodNoArgs(object.ptr(), name.ptr());
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+inline nb::object interned(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
+
+inline nb::object attribute(nb::handle object, const nb::object& name) {
+    PyObject* result = PyObject_GetAttr(object.ptr(), name.ptr());
+    if (result == nullptr) {
+        throw nb::python_error();
+    }
+    return nb::steal(result);
+}
+
+// The bytes that a paged tensor touches of its storage, and what was made of them before. Nothing of it changes but what it remembers.
+struct Footprint {
+    nb::object storage;
+    nb::object pool;
+    nb::object driver;
+    BoundDriver* native;  // null where the driver is a Python object
+    std::shared_ptr<const farpool::pager::Layout> layout;
+    nb::object arena;  // its views
+    nb::object device;
+    std::uintptr_t arena_start;
+    std::uintptr_t arena_stop;
+    nb::object dtype;
+    nb::tuple size;
+    nb::tuple stride;
+    std::int64_t offset;  // in elements, from the storage's start
+    bool conj;
+    bool neg;
+    bool lazy;  // whether values may be conjugated or negated without having it in memory
+    std::int64_t start = 0;  // bytes of the storage that the elements touch
+    std::int64_t stop = 0;
+    nb::object reader = nb::none();
+    nb::object writer = nb::none();
+    // The real tensor made last, whether it requires a gradient, and where in the arena it lies.
+    nb::object real = nb::none();
+    bool trained = false;
+    std::int64_t place = farpool::pager::nowhere;
+    nb::dict views = nb::dict();
+
+    farpool::pager::Use use(bool write) const {
+        return {layout, start, stop, write ? farpool::pager::Mode::write : farpool::pager::Mode::read};
+    }
+    bool has_real(std::int64_t at, bool requires_grad) const {
+        return place == at && trained == requires_grad && !real.is_none();
+    }
+    void keep_real(std::int64_t at, bool requires_grad, nb::object made) {
+        place = at;
+        trained = requires_grad;
+        real = std::move(made);
+    }
+    void forget_real() { real = nb::none(); }
+    // A real tensor whose geometry an operation has changed is not used again.
+    void check_real(nb::handle made) {
+        static const nb::object size_name = interned("size");
+        static const nb::object stride_name = interned("stride");
+        if (!call_method(made, size_name).equal(size) || !call_method(made, stride_name).equal(stride)) {
+            forget_real();
+        }
+    }
+    // Bytes of a row along the first dimension; 0 where its elements do not lie side by side.
+    std::int64_t row_bytes() const {
+        std::int64_t elements = 1;
+        for (std::size_t dim = size.size(); dim-- > 1;) {
+            const auto extent = nb::cast<std::int64_t>(size[dim]);
+            if (extent != 1 && nb::cast<std::int64_t>(stride[dim]) != elements) {
+                return 0;
+            }
+            elements *= extent;
+        }
+        const bool rows = size.size() != 0 && nb::cast<std::int64_t>(stride[0]) >= elements && !conj && !neg;
+        return rows ? elements * nb::cast<std::int64_t>(dtype.attr("itemsize")) : 0;
+    }
+    // The same bytes as an object that Python code passes on.
+    const nb::object& bound_use(bool write) {
+        nb::object& bound = write ? writer : reader;
+        if (bound.is_none()) {
+            bound = nb::cast(BoundUse{storage, use(write)});
+        }
+        return bound;
+    }
+
+    static int traverse(PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self)) {
+            const Footprint& it = *nb::inst_ptr<Footprint>(self);
+            for (const nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real,
+                                           static_cast<const nb::object*>(&it.views)}) {
+                Py_VISIT(held->ptr());
+            }
+        }
+        return 0;
+    }
+    static int clear(PyObject* self) {
+        if (nb::inst_ready(self)) {
+            Footprint& it = *nb::inst_ptr<Footprint>(self);
+            it.native = nullptr;
+            for (nb::object* held : {&it.storage, &it.pool, &it.driver, &it.arena, &it.reader, &it.writer, &it.real}) {
+                *held = nb::none();
+            }
+            it.views.clear();
+        }
+        return 0;
+    }
+};

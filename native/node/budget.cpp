@@ -1,0 +1,146 @@
+#include "node/budget.hpp"
+
+#include <algorithm>
+
+#include "node/objects.hpp"
+
+namespace farpool {
+
+namespace {
+
+constexpr std::uint64_t page_nbytes = 4096;
+
+}  // namespace
+
+std::uint64_t Budget::Tenant::use() const { return lent + (objects == nullptr ? 0 : objects->used()); }
+
+std::uint64_t Budget::Tenant::reclaimable() const { return objects == nullptr ? 0 : objects->reclaimable(); }
+
+void Budget::lend(std::uint32_t tenant, std::uint64_t nbytes) {
+    used += nbytes;
+    tenants_[tenant].lent += nbytes;
+}
+
+void Budget::take_back(std::uint32_t tenant, std::uint64_t nbytes) {
+    used -= nbytes;
+    tenants_.at(tenant).lent -= nbytes;
+}
+
+// The share of those for whom none was set; `tenant`, and whoever is expected, counts as if it had something already.
+std::uint64_t Budget::common_share(std::uint32_t tenant, const std::set<std::uint32_t>& expected) const {
+    std::uint64_t rest = limit;
+    for (const auto& [owner, nbytes] : shares_) {
+        rest -= std::min(rest, nbytes);
+    }
+    const auto is_other = [&](std::uint32_t owner) { return owner != tenant && !shares_.contains(owner); };
+    std::uint64_t count = shares_.contains(tenant) ? 0 : 1;
+    for (const auto& [owner, held] : tenants_) {
+        count += is_other(owner) && (held.use() > 0 || expected.contains(owner)) ? 1 : 0;
+    }
+    for (const std::uint32_t owner : expected) {
+        count += is_other(owner) && !tenants_.contains(owner) ? 1 : 0;
+    }
+    return rest / std::max<std::uint64_t>(count, 1);
+}
+
+std::uint64_t Budget::share(std::uint32_t tenant, std::uint64_t common) const {
+    const auto found = shares_.find(tenant);
+    return found == shares_.end() ? common : found->second;
+}
+
+std::uint64_t Budget::share(std::uint32_t tenant) const { return share(tenant, common_share(tenant)); }
+
+std::uint64_t Budget::share_of_fixed(std::uint32_t tenant) const { return share(tenant, common_share(tenant, expected_)); }
+
+std::uint64_t Budget::use(std::uint32_t tenant) const {
+    const auto found = tenants_.find(tenant);
+    return found == tenants_.end() ? 0 : found->second.use();
+}
+
+std::uint64_t Budget::fixed(std::uint32_t tenant) const {
+    const auto found = tenants_.find(tenant);
+    return found == tenants_.end() ? 0 : found->second.use() - found->second.reclaimable();
+}
+
+bool Budget::may_fix(std::uint32_t tenant, std::uint64_t nbytes) const {
+    const std::uint64_t own = share_of_fixed(tenant);
+    return own >= limit || fixed(tenant) + nbytes <= own;  // who has the node for itself finds out what fits
+}
+
+std::uint64_t Budget::share_of_objects(std::uint32_t tenant) const {
+    const auto found = tenants_.find(tenant);
+    const std::uint64_t own = share_of_fixed(tenant);
+    return own - std::min(own, found == tenants_.end() ? 0 : found->second.lent);
+}
+
+bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes) {
+    const std::uint64_t common = common_share(tenant);
+    Objects* victim = nullptr;
+    std::int64_t farthest = 0;
+    for (const auto& [owner, held] : tenants_) {
+        const bool own = owner == tenant;
+        const auto above = static_cast<std::int64_t>(held.use() + (own ? nbytes : 0)) - static_cast<std::int64_t>(share(owner, common));
+        if ((own || above > 0) && held.reclaimable() > 0 && (victim == nullptr || above > farthest)) {
+            victim = held.objects;
+            farthest = above;
+        }
+    }
+    return victim != nullptr && victim->evict_one();
+}
+
+bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
+    if (left() >= nbytes) {
+        return true;
+    }
+    const std::uint64_t common = common_share(tenant);
+    std::uint64_t possible = left();
+    for (const auto& [owner, held] : tenants_) {
+        const std::uint64_t use = held.use();
+        const std::uint64_t own = share(owner, common);
+        possible += owner == tenant ? held.reclaimable() : std::min(held.reclaimable(), use > own ? use - own : 0);
+    }
+    return possible >= nbytes;
+}
+
+bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
+    if (!can_make_room(tenant, nbytes)) {
+        return false;
+    }
+    while (left() < nbytes) {
+        if (!evict_one(tenant, nbytes)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
+    // The last page may be a part of one.
+    const auto fits = [&] { return taken() + nbytes < limit + page_nbytes + leaving; };
+    if (fits()) {
+        return true;
+    }
+    trim();
+    while (!fits()) {  // objects share their pages with holes
+        const std::uint64_t enough = used - std::min(used, std::max(nbytes, limit / 64));
+        bool evicted = false;
+        while (used > enough && evict_one(tenant, nbytes)) {
+            evicted = true;
+        }
+        if (!evicted) {
+            return false;
+        }
+        trim();
+    }
+    return true;
+}
+
+void Budget::trim() {
+    for (const auto& [owner, held] : tenants_) {
+        if (held.objects != nullptr) {
+            held.objects->trim();
+        }
+    }
+}
+
+}  // namespace farpool

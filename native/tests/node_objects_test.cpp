@@ -1,0 +1,189 @@
+// A tenant's objects and what a node lends, without the node round them.
+#include "node/objects.hpp"
+
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <random>
+#include <string>
+
+#include "core/crc32c.hpp"
+#include "testing.hpp"
+
+using farpool::Budget;
+using farpool::Found;
+using farpool::Keep;
+using farpool::ObjectHead;
+using farpool::Objects;
+using farpool::Status;
+
+namespace {
+
+constexpr std::uint64_t mib = std::uint64_t{1} << 20;
+
+class Folder {
+public:
+    Folder() {
+        std::string name = (std::filesystem::temp_directory_path() / "farpool-objects-XXXXXX").string();
+        CHECK(mkdtemp(name.data()) != nullptr);
+        path_ = name;
+    }
+    ~Folder() { std::filesystem::remove_all(path_); }
+    Folder(const Folder&) = delete;
+    Folder& operator=(const Folder&) = delete;
+    std::string path() const { return path_.string(); }
+
+private:
+    std::filesystem::path path_;
+};
+
+Objects opened(const Folder& folder, Budget& budget, std::uint32_t tenant = 0) {
+    std::string note;
+    return Objects(folder.path(), tenant, budget, nullptr, true, note);
+}
+
+Found announced(Objects& objects, const std::string& key, std::uint64_t nbytes) {
+    return objects.prepare(key, nbytes, ObjectHead{}, Objects::Arrival::in_slices);
+}
+
+Status put(Objects& objects, const std::string& key, std::uint64_t nbytes) {
+    const Found place = objects.prepare(key, nbytes, ObjectHead{});
+    return place.status == Status::done ? objects.commit(place.offset, place.serial, 0).status : place.status;
+}
+
+// As a connection does it when bytes come; false where there was no room.
+bool arrives(Objects& objects, const Found& place, std::uint64_t nbytes) {
+    while (objects.writable(place.offset) < nbytes) {
+        if (objects.extend(place.offset) != Status::done) {
+            return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+TEST("what is announced is charged a slice at a time, and given back whole") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    const Found place = announced(objects, "large", 10 * mib);
+    CHECK(place.status == Status::done);
+    CHECK(budget.used <= mib + 128);
+    for (std::uint64_t slices = 2; slices <= 10; ++slices) {
+        CHECK(objects.extend(place.offset) == Status::done);
+        CHECK_EQUAL(objects.writable(place.offset), slices * mib);
+        CHECK(budget.used <= slices * mib + 128);
+    }
+    CHECK(objects.abort(place.offset, place.serial));
+    CHECK_EQUAL(budget.used, 0u);
+    CHECK(!objects.may_announce(16 * mib + 1));
+}
+
+TEST("programs of random puts, in slices or not, keep accounts and stay within what is lent") {
+    for (unsigned seed = 0; seed < 30; ++seed) {
+        std::mt19937 random(seed);
+        const Folder folder;
+        Budget budget{8 * mib};
+        Objects objects = opened(folder, budget);
+        std::map<std::string, std::pair<Found, std::uint64_t>> arriving;
+        for (int step = 0; step < 600; ++step) {
+            const std::string key = std::to_string(random() % 60);
+            const std::uint64_t nbytes = random() % (random() % 4 == 0 ? 5 * mib : 100'000);
+            switch (random() % 5) {
+                case 0:
+                    if (!arriving.contains(key)) {
+                        const Found place = announced(objects, key, nbytes);
+                        if (place.status == Status::done) {
+                            arriving.emplace(key, std::pair(place, nbytes));
+                        }
+                    }
+                    break;
+                case 1:
+                    if (!arriving.empty()) {
+                        const auto [place, size] = arriving.begin()->second;
+                        const bool whole = arrives(objects, place, size);
+                        if (whole) {
+                            CHECK(objects.commit(place.offset, place.serial, 0).status != Status::unknown);
+                        } else {
+                            CHECK(objects.abort(place.offset, place.serial));
+                        }
+                        arriving.erase(arriving.begin());
+                    }
+                    break;
+                case 2:
+                    if (!arriving.empty()) {
+                        static_cast<void>(objects.extend(arriving.rbegin()->second.first.offset));
+                    }
+                    break;
+                case 3: static_cast<void>(objects.remove(key)); break;
+                default: static_cast<void>(put(objects, key, nbytes));
+            }
+            CHECK_EQUAL(budget.used, objects.used());
+            CHECK(budget.used <= budget.limit);
+            CHECK(budget.taken() <= budget.limit + 4096);
+        }
+        for (const auto& [key, one] : arriving) {
+            CHECK(objects.abort(one.first.offset, one.first.serial));
+        }
+        for (int key = 0; key < 60; ++key) {
+            static_cast<void>(objects.remove(std::to_string(key)));
+        }
+        CHECK_EQUAL(objects.used(), objects.tables());
+    }
+}
+
+TEST("an extension that finds no room leaves what there is as it was") {
+    const Folder folder;
+    Budget budget{4 * mib + 8192};
+    Objects objects = opened(folder, budget);
+    const Found one = announced(objects, "one", 3 * mib);
+    const Found other = announced(objects, "other", 3 * mib);
+    CHECK(one.status == Status::done && other.status == Status::done);
+    CHECK(arrives(objects, one, 3 * mib - 200));
+    const std::uint64_t used = budget.used;
+    CHECK(objects.extend(other.offset) == Status::full);
+    CHECK_EQUAL(budget.used, used);
+    CHECK_EQUAL(objects.writable(other.offset), mib);
+    CHECK(objects.commit(one.offset, one.serial, 0).status == Status::done);
+    CHECK(objects.extend(other.offset) == Status::done);  // what was committed may go
+    CHECK(objects.find("one", false).status == Status::missing);
+}
+
+TEST("what one tenant fixes leaves the shares of all that are expected") {
+    const Folder folder;
+    Budget budget{16 * mib, {{7, 4 * mib}}};
+    Objects one = opened(folder, budget, 1);
+    CHECK_EQUAL(budget.share_of_fixed(1), 12 * mib);
+    budget.expect({1, 2, 3, 7});
+    CHECK_EQUAL(budget.share(1), 12 * mib);
+    CHECK_EQUAL(budget.share_of_fixed(1), 4 * mib);
+    CHECK_EQUAL(budget.share_of_fixed(7), 4 * mib);
+    CHECK_EQUAL(budget.share_of_fixed(9), 3 * mib);
+    for (int number = 0; number < 11; ++number) {
+        CHECK(put(one, std::to_string(number), mib - 1024) == Status::done);
+    }
+    int kept = 0;
+    for (int number = 0; number < 11; ++number) {
+        kept += one.touch(std::to_string(number), 0, Keep::keep) == Status::done ? 1 : 0;
+    }
+    CHECK_EQUAL(kept, 3);  // of 4 MiB, and an eighth is for what comes and goes
+    CHECK(budget.may_fix(2, 4 * mib));
+    CHECK(!budget.may_fix(2, 4 * mib + 64));
+}
+
+TEST("what was used lately does not go because it lies beside what does") {
+    const Folder folder;
+    Budget budget{mib};
+    Objects objects = opened(folder, budget);
+    std::uint64_t nbytes = 10'000;
+    for (int number = 0; number < 2000; ++number) {  // each larger than any hole: at last holes have to be made
+        CHECK(put(objects, std::to_string(number), nbytes) == Status::done);
+        nbytes = nbytes < 60'000 ? nbytes + 64 : 10'000;
+        for (int hot = 0; hot < std::min(number, 8); ++hot) {
+            CHECK(objects.find(std::to_string(hot), true).status == Status::done);
+        }
+    }
+}
+
+int main() { return farpool::testing::run(); }

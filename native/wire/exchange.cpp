@@ -1,0 +1,216 @@
+#include "wire/exchange.hpp"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "core/clock.hpp"
+#include "core/relax.hpp"
+#include "wire/payload_sum.hpp"
+
+namespace farpool {
+
+namespace {
+
+constexpr std::size_t turn_nbytes = std::size_t{256} << 10;  // sent to one node before the next has its turn
+constexpr std::size_t shared_nbytes = 4096;                  // smaller checksums are not worth to be remembered
+
+// By the payload: whoever sends the same bytes to two nodes gives the same pieces twice.
+using Sums = std::map<const iovec*, PayloadSum>;
+
+// One connection and its share of the requests.
+class Lane {
+public:
+    explicit Lane(Connection& connection) : connection_(connection) {}
+
+    void add(std::size_t ask) { asks_.push_back(ask); }
+    bool open() const noexcept { return received_ < asks_.size(); }
+    bool sending() const noexcept { return outgoing_.has_value(); }
+    Connection& connection() const noexcept { return connection_; }
+
+    // Sends and receives what can be without waiting.
+    void advance(std::span<Ask> asks, Sums& sums, const Place& place, std::size_t turn) {
+        try {
+            send(asks, sums, turn);
+            while (open() && received_ < sent_ && receive(asks, place)) {
+                send(asks, sums, turn);
+            }
+        } catch (const PortFailure& failure) {
+            fail(asks, failure.error());
+        }
+    }
+
+    // There is nothing more to come from this connection.
+    void fail(std::span<Ask> asks, const PortError& error) {
+        connection_.give_up();
+        outgoing_.reset();
+        for (; received_ < asks_.size(); ++received_) {
+            asks[asks_[received_]].error = error;
+        }
+    }
+
+    void time_out(std::span<Ask> asks) {
+        try {
+            connection_.fail(ErrorKind::node_timeout, sending() ? "the node did not take the request within the deadline"
+                                                                : "the node did not answer within the deadline");
+        } catch (const PortFailure& failure) {
+            fail(asks, failure.error());
+        }
+    }
+
+private:
+    void send(std::span<Ask> asks, Sums& sums, std::size_t turn) {
+        for (;;) {
+            if (!outgoing_) {
+                if (sent_ == asks_.size() || sent_ - received_ >= window || (sent_ > received_ && nbytes_ >= window_nbytes)) {
+                    return;
+                }
+                const Request& request = asks[asks_[sent_]].request;
+                PayloadSum* sum = nullptr;
+                if (request.nbytes >= shared_nbytes) {
+                    sum = &sums.try_emplace(request.payload.data(), request.payload, request.nbytes).first->second;
+                }
+                outgoing_ = connection_.begin(request, sum);
+                ++sent_;
+                nbytes_ += request.nbytes;
+            }
+            if (!connection_.send_some(*outgoing_, turn)) {
+                return;
+            }
+            outgoing_.reset();
+        }
+    }
+
+    // Whether something more of the replies was here.
+    bool receive(std::span<Ask> asks, const Place& place) {
+        const std::size_t number = asks_[received_];
+        Ask& ask = asks[number];
+        if (!has_head_) {
+            if (!connection_.receive_head_some(ask.head)) {
+                return false;
+            }
+            has_head_ = true;
+            into_ = {};
+            if (ask.head.nbytes > 0) {
+                try {
+                    into_ = place(number, ask.head);
+                } catch (const PortFailure& failure) {
+                    if (failure.error().kind != ErrorKind::value) {
+                        throw;  // no memory: the payload may be as long as no memory is
+                    }
+                    ask.error = failure.error();
+                }
+            }
+        }
+        try {
+            if (!connection_.receive_payload_some(into_)) {
+                return false;
+            }
+        } catch (const PortFailure& failure) {
+            if (connection_.broken()) {
+                throw;
+            }
+            ask.error = failure.error();
+        }
+        has_head_ = false;
+        nbytes_ -= ask.request.nbytes;
+        ++received_;
+        return true;
+    }
+
+    Connection& connection_;
+    std::vector<std::size_t> asks_;
+    std::size_t sent_ = 0;
+    std::size_t received_ = 0;
+    std::size_t nbytes_ = 0;
+    std::optional<Outgoing> outgoing_;
+    bool has_head_ = false;
+    Parts into_{};
+};
+
+// Sleeps until a connection can go on, or the deadline; what a signal's handler throws comes out of here.
+void await(const std::vector<Lane>& lanes, double deadline) {
+    std::vector<pollfd> entries;
+    entries.reserve(lanes.size());
+    for (const Lane& lane : lanes) {
+        if (lane.open()) {
+            const auto events = static_cast<short>(lane.connection().receives_on() | (lane.sending() ? POLLOUT : 0));
+            entries.push_back({lane.connection().fd(), events, 0});
+        }
+    }
+    const int ready = poll_until(entries, deadline);
+    const Connection::Settings& settings = lanes.front().connection().settings();
+    if (ready < 0 && settings.interrupted != nullptr) {
+        settings.interrupted();
+    }
+}
+
+std::uint64_t moved(const std::vector<Lane>& lanes) {
+    std::uint64_t bytes = 0;
+    for (const Lane& lane : lanes) {
+        bytes += lane.connection().moved();
+    }
+    return bytes;
+}
+
+}  // namespace
+
+void exchange(std::span<Ask> asks, const Place& place, double deadline) {
+    std::vector<Lane> lanes;
+    for (std::size_t number = 0; number < asks.size(); ++number) {
+        Connection* const connection = asks[number].connection;
+        const auto lane = std::find_if(lanes.begin(), lanes.end(), [&](Lane& one) { return &one.connection() == connection; });
+        (lane == lanes.end() ? lanes.emplace_back(*connection) : *lane).add(number);
+    }
+    Sums sums;
+    const std::size_t turn = lanes.size() > 1 ? turn_nbytes : std::size_t{1} << 40;
+    double spin_until = 0;
+    std::uint64_t before = 0;
+    try {
+        for (unsigned attempt = 1;; ++attempt) {
+            bool open = false;
+            bool sending = false;
+            for (Lane& lane : lanes) {
+                if (lane.open()) {
+                    lane.advance(asks, sums, place, turn);
+                    open = open || lane.open();
+                    sending = sending || (lane.open() && lane.sending());
+                }
+            }
+            if (!open) {
+                return;
+            }
+            const double now = monotonic_seconds();
+            if (const std::uint64_t bytes = moved(lanes); attempt == 1 || bytes != before) {
+                before = bytes;
+                spin_until = std::min(now + lanes.front().connection().settings().spin, deadline);
+                attempt = 1;
+                continue;  // a turn may have ended before the socket was full
+            }
+            if (now >= deadline) {
+                for (Lane& lane : lanes) {
+                    if (lane.open()) {
+                        lane.time_out(asks);
+                    }
+                }
+                return;
+            }
+            // A socket that is full is one whose node has more to do than this side: it gets the processor.
+            if (now < spin_until && !sending) {
+                relax(attempt);
+            } else {
+                await(lanes, deadline);
+            }
+        }
+    } catch (...) {
+        for (Lane& lane : lanes) {
+            if (lane.open()) {
+                lane.connection().give_up();
+            }
+        }
+        throw;
+    }
+}
+
+}  // namespace farpool

@@ -1,0 +1,35 @@
+// Requests to several nodes at the same time, many under way on each connection: the one way in which a client asks.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <span>
+
+#include "core/error.hpp"
+#include "wire/connection.hpp"
+
+namespace farpool {
+
+constexpr std::size_t window = 64;                           // requests under way on a connection
+constexpr std::size_t window_nbytes = std::size_t{8} << 20;  // bytes of their payloads; one request may always have more
+
+// One request and what it came to. Several may have the same payload: its checksum is computed once, and it goes out to their
+// nodes chunk by chunk, while it is in the processor's cache.
+struct Ask {
+    Connection* connection;
+    Request request;
+    ReplyHead head{};
+    std::optional<PortError> error{};  // where there is no reply, or its payload is damaged or has no place
+};
+
+// Where the payload of a reply goes: memory for at least `head.nbytes` bytes, which stays there until exchange() ends. A failure of kind `value` is that request's own, and the payload
+// is dropped; any other breaks the connection.
+using Place = std::function<Parts(std::size_t ask, const ReplyHead& head)>;
+
+// Sends all requests, in their order on each connection, and takes all replies. A connection that fails, or has not
+// answered by the deadline, is broken afterwards, and what it has not answered fails; the others go on. Throws only what
+// `interrupted` of a connection's settings throws; connections that have not answered everything are broken then.
+void exchange(std::span<Ask> asks, const Place& place, double deadline);
+
+}  // namespace farpool

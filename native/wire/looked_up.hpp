@@ -1,0 +1,66 @@
+// The answer to a lookup of many keys (docs/wire.md): which are there, how many without a gap, and their sizes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace farpool {
+
+class LookedUp {
+public:
+    // Bytes of an answer for so many keys.
+    static constexpr std::uint64_t nbytes(std::uint64_t count) noexcept { return sizes_at(count) + count * sizeof(std::uint64_t); }
+
+    explicit LookedUp(std::uint32_t count) : meta(nbytes(count), '\0'), sizes_at_(sizes_at(count)) {
+        std::memcpy(meta.data(), &count, sizeof count);
+    }
+
+    // The key of this number is there. Numbers come in order; those left out are missing.
+    void add(std::uint32_t number, std::uint64_t nbytes) noexcept {
+        leading_ += leading_ == number ? 1 : 0;
+        std::memcpy(meta.data() + sizeof number, &leading_, sizeof leading_);
+        char& bits = meta[bitmap_at + number / 8];
+        bits = static_cast<char>(static_cast<unsigned char>(bits) | 1u << number % 8);
+        std::memcpy(meta.data() + sizes_at_ + std::uint64_t{number} * sizeof nbytes, &nbytes, sizeof nbytes);
+    }
+
+    std::string meta;
+
+private:
+    friend class LookupReply;
+    static constexpr std::uint64_t bitmap_at = 2 * sizeof(std::uint32_t);
+    static constexpr std::uint64_t sizes_at(std::uint64_t count) noexcept { return bitmap_at + (count + 63) / 64 * 8; }
+
+    std::uint64_t sizes_at_;
+    std::uint32_t leading_ = 0;
+};
+
+// The same as it came from a node, for so many keys.
+class LookupReply {
+public:
+    LookupReply(std::string_view meta, std::uint64_t count) noexcept : meta_(meta), count_(count) {}
+
+    bool whole() const noexcept {
+        std::uint32_t count = 0;
+        return meta_.size() == LookedUp::nbytes(count_) && (std::memcpy(&count, meta_.data(), sizeof count), count == count_);
+    }
+
+    // Of a whole one: bytes of the value of the key with this number; none where it is missing.
+    std::optional<std::uint64_t> nbytes_of(std::uint64_t number) const noexcept {
+        if ((static_cast<unsigned char>(meta_[LookedUp::bitmap_at + number / 8]) >> number % 8 & 1u) == 0) {
+            return std::nullopt;
+        }
+        std::uint64_t nbytes = 0;
+        std::memcpy(&nbytes, meta_.data() + LookedUp::sizes_at(count_) + number * sizeof nbytes, sizeof nbytes);
+        return nbytes;
+    }
+
+private:
+    std::string_view meta_;
+    std::uint64_t count_;
+};
+
+}  // namespace farpool

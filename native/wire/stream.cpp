@@ -1,0 +1,77 @@
+#include "wire/stream.hpp"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <utility>
+
+#include "wire/tls.hpp"
+
+namespace farpool {
+
+Stream::Stream() noexcept = default;
+
+Stream::Stream(int fd) noexcept : fd_(fd) {}
+
+Stream::Stream(int fd, std::unique_ptr<TlsSession> tls) : fd_(fd), tls_(std::move(tls)) {}
+
+Stream::Stream(Stream&& other) noexcept : fd_(std::exchange(other.fd_, -1)), tls_(std::move(other.tls_)) {}
+
+Stream& Stream::operator=(Stream&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    std::swap(tls_, other.tls_);
+    return *this;
+}
+
+Stream::~Stream() { close(); }
+
+void Stream::close() noexcept {
+    tls_.reset();
+    if (fd_ >= 0) {
+        ::close(std::exchange(fd_, -1));
+    }
+}
+
+ssize_t Stream::receive(void* into, std::size_t nbytes) {
+    if (tls_ == nullptr) {
+        return recv(fd_, into, nbytes, MSG_DONTWAIT);
+    }
+    iovec part{into, nbytes};
+    return tls_->receive(&part, 1);
+}
+
+ssize_t Stream::receive(iovec* parts, std::size_t count) {
+    if (tls_ != nullptr) {
+        return tls_->receive(parts, count);
+    }
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    return recvmsg(fd_, &message, MSG_DONTWAIT);
+}
+
+ssize_t Stream::send(iovec* parts, std::size_t count) {
+    if (tls_ != nullptr) {
+        return tls_->send(parts, count);
+    }
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    return sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+bool Stream::pending() const noexcept { return tls_ != nullptr && tls_->pending(); }
+
+bool Stream::receiving_sends() const noexcept { return tls_ != nullptr && tls_->receiving_sends(); }
+
+bool Stream::has_input() const noexcept {
+    char byte = 0;
+    return (tls_ != nullptr && tls_->holds_input()) || recv(fd_, &byte, 1, MSG_DONTWAIT | MSG_PEEK) > 0;
+}
+
+std::string Stream::trouble(int code) const {
+    return tls_ != nullptr && !tls_->trouble().empty() ? tls_->trouble() : std::strerror(code);
+}
+
+}  // namespace farpool

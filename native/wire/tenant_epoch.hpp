@@ -1,0 +1,23 @@
+// How often everything that a tenant has put was made unreadable, as far as a program knows.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace farpool {
+
+// The highest epoch that any node has told. Shared by a program's connections and readers of mapped memory; thread-safe.
+class TenantEpoch {
+public:
+    std::uint32_t get() const noexcept { return value_.load(std::memory_order_relaxed); }
+    void meet(std::uint32_t other) noexcept {
+        std::uint32_t known = get();
+        while (other > known && !value_.compare_exchange_weak(known, other, std::memory_order_relaxed)) {
+        }
+    }
+
+private:
+    std::atomic<std::uint32_t> value_{0};
+};
+
+}  // namespace farpool

@@ -1,0 +1,1 @@
+"""NIXL as a one-sided fabric for farpool (docs/nixl.md)."""

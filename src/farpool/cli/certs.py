@@ -1,0 +1,80 @@
+"""``farpool certs``: certificates for nodes and programs, of an authority of one's own."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Make the certificates with which nodes and programs prove themselves (TLS).",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Ca = Annotated[Path, typer.Option("--ca", metavar="DIR", help="The authority's folder.")]
+Days = Annotated[int, typer.Option(metavar="N", min=1, max=36500, help="How long it is valid.")]
+
+
+class _Role(StrEnum):
+    NODE = "node"
+    CLIENT = "client"
+
+
+@app.command()
+def init(
+    ca: Ca = Path("farpool-ca"),
+    name: Annotated[str, typer.Option(metavar="NAME", help="The authority's name.")] = "farpool",
+    days: Days = 3650,
+) -> None:
+    """Make an authority. Whoever has its ca.key can make certificates that all nodes believe: keep it off the nodes."""
+    from farpool.net.authority import Authority
+
+    Authority.create(ca, name, days)
+    typer.echo(f"{ca}: an authority, valid for {days} days; keep {ca / 'ca.key'} to yourself")
+
+
+@app.command()
+def issue(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Of a client: its access key's name at the nodes.", show_default=False),
+    ],
+    role: Annotated[_Role, typer.Option(help="Who shows it.", show_default=False)],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="Of a node: a name or IP address that it is reached by; once for each."),
+    ] = None,
+    ca: Ca = Path("farpool-ca"),
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder to make; NAME by default.", show_default=False)
+    ] = None,
+    days: Days = 90,
+) -> None:
+    """Make a key and a certificate, as a folder for `farpool node --tls` or for FARPOOL_TLS."""
+    from farpool.net.authority import Authority
+
+    folder = Path(name) if out is None else out
+    end = Authority(ca).issue(folder, name, role.value, host or [], days=days)
+    use = f"farpool node --tls {folder}" if role is _Role.NODE else f"FARPOOL_TLS={folder}"
+    typer.echo(f"{folder}: the {role.value} {name}, valid until {end:%Y-%m-%d}; to be used with {use}")
+
+
+@app.command()
+def rotate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of 'issue'.", show_default=False)],
+    ca: Ca = Path("farpool-ca"),
+    days: Days = 90,
+) -> None:
+    """Put a new key and certificate in the place of those in a folder, of the same name, role and hosts.
+
+    A node uses them after SIGHUP, a program from its next connection on. What is connected goes on.
+    """
+    from farpool.net.authority import Authority
+
+    name, end = Authority(ca).rotate(folder, days=days)
+    typer.echo(f"{folder}: a new certificate of {name}, valid until {end:%Y-%m-%d}; send SIGHUP to a node that uses it")

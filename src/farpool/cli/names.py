@@ -1,0 +1,240 @@
+"""``farpool store publish`` and the other verbs on names: versioned pointers to objects, kept in a registry."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+import typer
+
+from farpool.cli.progress import progress_bars
+from farpool.cli.store import Node, Replicas, Timeout, _is_special, _store, app
+from farpool.errors import ConfigError
+from farpool.sizes import format_size
+from farpool.store.names import NameInfo, Names
+
+__all__: list[str] = []
+
+_PART = 16 << 20
+_SLICE = 5.0  # seconds of one wait; a signal is seen in between
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
+RegistryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        envvar="FARPOOL_REGISTRY",
+        show_envvar=True,
+        help="Where the names are: a path, or etcd://HOST,HOST2/PREFIX. Default: a file of yours on this host.",
+    ),
+]
+Expect = Annotated[
+    int | None,
+    typer.Option(metavar="VERSION", min=0, help="Fail unless the name has this version now; 0 for none yet."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+Hold = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long the version before stays.")]
+
+
+@app.command()
+def publish(
+    name: NameArgument,
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="What to publish; - for stdin.", show_default=False)],
+    expect: Expect = None,
+    hold: Hold = 60.0,
+    json: Json = False,
+    registry: RegistryOption = None,
+    node: Node = None,
+    replicas: Replicas = 1,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Publish a file as the next version of a name, in parts, so that a large one is never in memory as a whole."""
+    with _store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
+        with progress_bars() as progress:
+            try:
+                with open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-") as source:
+                    info = names.publish(name, _parts(source, file, progress), expect=expect)
+            except OSError as error:
+                if error.filename != file:
+                    raise
+                raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
+        _tell([info], json)
+
+
+def _parts(source: BinaryIO, file: str, progress: Any) -> Iterator[bytes]:
+    total, done = os.fstat(source.fileno()).st_size, 0
+    while True:
+        try:
+            part = source.read(_PART)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
+        if not part:
+            return
+        done += len(part)
+        yield part
+        progress("publish", done >> 20, max(total, done) >> 20)
+
+
+@app.command("open")
+def open_name(
+    name: NameArgument,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write it. Default: stdout.")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(metavar="VERSION", min=1, help="An older one that is held yet.")
+    ] = None,
+    registry: RegistryOption = None,
+    node: Node = None,
+    replicas: Replicas = 1,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Write a name's value to a file or to stdout; of tensors, list them. A file is there whole or not at all."""
+    with (
+        _store(node, replicas, timeout) as store,
+        _names(store, registry, timeout) as names,
+        names.open(name, version) as opened,
+    ):
+        if opened.info.tensors:
+            if output is not None:
+                raise ConfigError(
+                    f"the name {name!r} holds tensors, which have no file; leave --output out to list them"
+                )
+            for entry in opened.tensors():
+                typer.echo(
+                    f"{format_size(entry.nbytes):>10}  {entry.dtype:<8}  {list(entry.shape)}  {_text(entry.name)}"
+                )
+        elif output is None:
+            sys.stdout.buffer.writelines(opened.parts())
+            sys.stdout.buffer.flush()
+        else:
+            _save(output, opened.parts())
+
+
+def _save(path: Path, parts: Iterable[bytes]) -> None:
+    try:
+        if _is_special(path):
+            with open(path, "wb") as file:
+                file.writelines(parts)
+            return
+        path = Path(os.path.realpath(path))  # a link stays one
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(descriptor, "wb") as file:
+                umask = os.umask(0)
+                os.umask(umask)
+                os.fchmod(descriptor, 0o666 & ~umask)
+                file.writelines(parts)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        if error.errno is None:  # of a node or of the registry
+            raise
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", setting="output") from error
+
+
+@app.command("names")
+def names_(
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")] = "",
+    json: Json = False,
+    registry: RegistryOption = None,
+    timeout: Timeout = 30.0,
+) -> None:
+    """List names with their current versions."""
+    with _names(None, registry, timeout) as names:
+        _tell(names.list_names(prefix), json)
+
+
+@app.command()
+def history(name: NameArgument, json: Json = False, registry: RegistryOption = None, timeout: Timeout = 30.0) -> None:
+    """List the versions of a name, the oldest first; exit code 1 if it has never been published."""
+    with _names(None, registry, timeout) as names:
+        versions = names.history(name)
+        _tell(versions, json)
+        if not versions:
+            raise typer.Exit(1)
+
+
+@app.command()
+def unpublish(
+    name: NameArgument,
+    expect: Expect = None,
+    hold: Hold = 60.0,
+    json: Json = False,
+    registry: RegistryOption = None,
+    node: Node = None,
+    replicas: Replicas = 1,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Take a name away; who reads its last version keeps it."""
+    with _store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
+        _tell([names.unpublish(name, expect=expect)], json)
+
+
+@app.command()
+def watch(
+    name: NameArgument,
+    after: Annotated[int, typer.Option(metavar="VERSION", min=0, help="Only versions above this one.")] = 0,
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="End after so many versions.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0, help="End after so long; exit code 1 if none came.")
+    ] = None,
+    json: Json = False,
+    registry: RegistryOption = None,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Print each new version of a name when it comes, the current one first."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    told = 0
+    with _names(None, registry, timeout) as names, names.watch(name, after) as watching:
+        while count is None or told < count:
+            left = _SLICE if deadline is None else deadline - time.monotonic()
+            info = watching.next(max(0.0, min(_SLICE, left)))
+            if info is not None:
+                _tell([info], json)
+                told += 1
+            elif deadline is not None and time.monotonic() >= deadline:
+                break
+    if not told:
+        raise typer.Exit(1)
+
+
+@app.command()
+def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
+    """Let go of the objects of old versions that nobody holds. Each publish does it, too."""
+    with _store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
+        swept = names.sweep()
+        typer.echo("another program is doing so" if swept is None else f"{swept} objects let go")
+
+
+def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:
+    """Names over a store; None where no object is touched."""
+    return Names(store, registry or None, hold=hold, timeout=timeout)
+
+
+def _tell(versions: list[NameInfo], json: bool) -> None:
+    for info in versions:
+        if json:
+            typer.echo(msgspec.json.encode(info).decode())
+        else:
+            state = f"{format_size(info.nbytes):>10}" if info.published else "unpublished"
+            when = datetime.fromtimestamp(info.time).astimezone().isoformat(timespec="seconds")
+            kind = "  tensors" if info.tensors else ""
+            typer.echo(f"{_text(info.name)}  version {info.version}  {state}  {when}  by {_text(info.writer)}{kind}")
+    sys.stdout.flush()
+
+
+def _text(text: str) -> str:
+    """Text that a terminal shows and does not obey."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -1,0 +1,127 @@
+"""Certificates for TLS: the folder with a certificate, its private key and the authority, and its state in memory.
+
+The three files have the names of a Kubernetes TLS secret: ``tls.crt``, ``tls.key`` and ``ca.crt``. ``farpool certs
+issue`` makes such a folder (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from farpool._native import TlsContext, tls_available
+from farpool.errors import ConfigError
+from farpool.net.private_file import read_file
+
+__all__ = ["AUTHORITY", "CERTIFICATE", "PRIVATE_KEY", "TLS_VARIABLE", "CertificateFolder", "client_certificate"]
+
+TLS_VARIABLE = "FARPOOL_TLS"
+CERTIFICATE = "tls.crt"
+PRIVATE_KEY = "tls.key"
+AUTHORITY = "ca.crt"
+_MISSING = (
+    "this farpool was built without TLS, as OpenSSL was not there; on Debian or Ubuntu: sudo apt-get install "
+    "libssl-dev, then build farpool again"
+)
+
+
+class CertificateFolder:
+    """A folder with a certificate, read again when its files have changed. Thread-safe.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The folder.
+    what : str
+        Which setting names it; for errors.
+
+    Raises
+    ------
+    ConfigError
+        This farpool has no TLS, or the files cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], what: str) -> None:
+        if not tls_available:
+            raise ConfigError(f"{what}: {_MISSING}", setting=what)
+        self._path = Path(path)
+        self._what = what
+        self._lock = threading.Lock()
+        self._state = self._stated()
+        self._context = self._read()
+
+    @property
+    def context(self) -> TlsContext:
+        """What new connections begin with. While changed files cannot be used, what they were before."""
+        with self._lock:
+            state = self._stated()
+            if state != self._state:
+                try:
+                    self._context = self._read()
+                except ConfigError:
+                    return self._context  # they may be only half written: asked again at the next connection
+                self._state = state
+            return self._context
+
+    def reload(self) -> TlsContext:
+        """Read the files now, changed or not.
+
+        Raises
+        ------
+        ConfigError
+            They cannot be used; `context` stays as it was.
+        """
+        with self._lock:
+            state = self._stated()
+            self._context = self._read()
+            self._state = state
+            return self._context
+
+    def _stated(self) -> tuple[tuple[int, int, int], ...]:
+        states = []
+        for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY):
+            try:
+                found = os.stat(self._path / name)
+                states.append((found.st_ino, found.st_size, found.st_mtime_ns))
+            except OSError:
+                states.append((0, 0, 0))
+        return tuple(states)
+
+    def _read(self) -> TlsContext:
+        certificate = read_file(self._path / CERTIFICATE, self._what)
+        key = read_file(self._path / PRIVATE_KEY, self._what, private=True)
+        authority = read_file(self._path / AUTHORITY, self._what)
+        try:
+            return TlsContext(certificate, key, authority)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self._what}: {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY} in {self._path} cannot be used: {error}",
+                setting=self._what,
+            ) from error
+
+
+def client_certificate(environment: Mapping[str, str] = os.environ) -> CertificateFolder:
+    """The certificate that a program shows to nodes: of the folder that ``FARPOOL_TLS`` names.
+
+    Raises
+    ------
+    ConfigError
+        The variable is not set, or its folder cannot be used.
+    """
+    path = environment.get(TLS_VARIABLE, "")
+    if not path:
+        raise ConfigError(
+            f"an address that begins with tls:// needs a certificate: set {TLS_VARIABLE} to a folder with "
+            f"{CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY}, for example of 'farpool certs issue'",
+            setting=TLS_VARIABLE,
+        )
+    with _lock:
+        if path not in _known:
+            _known[path] = CertificateFolder(path, TLS_VARIABLE)
+        return _known[path]
+
+
+_known: dict[str, CertificateFolder] = {}
+_lock = threading.Lock()

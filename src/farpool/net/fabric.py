@@ -1,0 +1,132 @@
+"""One-sided fabrics: packages that read and write a node's memory without the node's taking part (docs/nixl.md).
+
+A fabric moves bytes and nothing else. Who may get at a segment is decided by the node, and what is read is verified by
+the program. A package offers its fabric as an entry point of the group ``farpool.fabrics``: the name is what
+``transport=`` and ``farpool node --fabric`` are given, the value a class of `Fabric` that is called without arguments.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from farpool.errors import ConfigError
+
+__all__ = ["GROUP", "Endpoint", "Exposed", "Exposure", "Fabric", "Region", "load_fabric"]
+
+GROUP = "farpool.fabrics"
+"""Group of the entry points."""
+
+
+class Exposed(msgspec.Struct, frozen=True):
+    """A segment file that can be read and written one-sided, as a node describes it to a program.
+
+    `metadata` says how it is reached in the fabric's own terms, in a few KiB at most, and tells this exposure from all
+    others; `address` is where its first byte lies in the process that exposes it.
+    """
+
+    metadata: bytes
+    address: int
+    nbytes: int
+
+
+class Region(Protocol):
+    """A program's way to the bytes of one segment. Thread-safe.
+
+    Offsets count from the beginning of the file, buffers are contiguous, a deadline is a time of `time.monotonic`.
+    Both directions raise `ValueError` for a range outside of the segment, `NodeTimeoutError` where a transfer did not
+    end in time, and `NodeError` where it failed or the other end is gone; the caller then attaches anew.
+    """
+
+    def read(self, offset: int, into: memoryview, deadline: float) -> None:
+        """Fill a buffer: unspecified after a failure, and never written once this call has ended."""
+        ...
+
+    def write(self, offset: int, data: memoryview, deadline: float) -> None:
+        """Copy a buffer. After `NodeTimeoutError` it may still arrive, but before anything done here later."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the segment. Nothing new is begun with this object; what other threads have begun may fail."""
+        ...
+
+
+class Endpoint(Protocol):
+    """A program's end of all transfers with one node. Thread-safe."""
+
+    def attach(self, exposed: Exposed) -> Region:
+        """Get at a segment; NodeError if the description is none that the fabric can use."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Nobody uses this object or its regions any more."""
+        ...
+
+
+class Exposure(Protocol):
+    """A segment file that a node exposes."""
+
+    @property
+    def exposed(self) -> Exposed:
+        """Description for the program that may get at it."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Tell if the segment can still be reached; where it cannot, the node exposes it anew."""
+        ...
+
+    def close(self) -> None:
+        """Expose it no longer: what a program reads or writes after this fails. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Fabric(Protocol):
+    """A one-sided fabric. Its constructor raises `ConfigError` where the fabric cannot be used on this host."""
+
+    def endpoint(self, node: str) -> Endpoint:
+        """Open a program's end. `node` is the node's address, for errors."""
+        ...
+
+    def expose(self, file: int, *, loopback: bool) -> Exposure:
+        """Let programs, with `loopback` of this host alone, read and write a file; NodeError if that cannot be.
+
+        The descriptor is open for both; the caller closes it.
+        """
+        ...
+
+
+def load_fabric(name: object, what: str = "transport", others: str = "") -> Fabric:
+    """Load an installed fabric.
+
+    Errors call the setting that names it `what`, for example ``transport of remote``, and say it may have `others`.
+
+    Raises
+    ------
+    ConfigError
+        No installed package brings it, or it cannot be loaded or used here.
+    """
+    setting = what.lstrip("-").partition(" ")[0]
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if not isinstance(name, str) or name not in found:
+        raise ConfigError(
+            f"{what} is {name!r}, expected {others}the name of an installed one-sided fabric "
+            f"({', '.join(sorted(found)) or 'there is none'}); 'nixl', for example, comes with the package "
+            "farpool-nixl: pip install 'farpool[nixl]'",
+            setting=setting,
+        )
+    entry = found[name]
+    try:
+        fabric = entry.load()()
+        if not isinstance(fabric, Fabric):
+            raise TypeError(f"{fabric!r} is no fabric")
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever another package's code raises
+        package = entry.dist.name if entry.dist else "that brings it"
+        raise ConfigError(
+            f"{what} is {name!r}, but {entry.value} of the package {package} cannot be loaded: {error}", setting=setting
+        ) from error
+    return fabric

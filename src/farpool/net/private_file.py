@@ -1,0 +1,51 @@
+"""Small configuration files: read whole, bounded, and refused where others could read what is secret."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from farpool.errors import ConfigError
+
+__all__ = ["read_file"]
+
+_LARGEST = 1 << 20
+
+
+def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False) -> bytes:
+    """The content of a small file.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file.
+    what : str
+        Which setting names it; for errors.
+    private : bool
+        Refuse a file that others than its owner may read or write.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be read, is no file, too large, or not private.
+    """
+    name = os.fspath(path)
+    try:
+        # Opened without blocking, as the path may name a pipe.
+        with open(name, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                raise ConfigError(f"{what}: {name} is no file", setting=what)
+            if private and state.st_mode & 0o077:
+                raise ConfigError(
+                    f"{what}: {name} has mode {stat.S_IMODE(state.st_mode):04o}, so that others than its owner may use "
+                    f"it; expected 0600: chmod 600 {name}",
+                    setting=what,
+                )
+            if state.st_size > _LARGEST:
+                raise ConfigError(
+                    f"{what}: {name} has {state.st_size} bytes, expected at most {_LARGEST}", setting=what
+                )
+            return file.read(_LARGEST)
+    except OSError as error:
+        raise ConfigError(f"{what}: {name} cannot be read: {error.strerror}", setting=what) from error

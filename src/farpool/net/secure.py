@@ -1,0 +1,126 @@
+"""The client's socket with TLS, for the handshake and for control connections.
+
+It has what they use of a socket: whole sends, receives and deadlines. `detach` hands the stream on to the native code
+that moves data.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import time
+from typing import Any
+
+from farpool._native import Stream, TlsContext
+from farpool.errors import AccessDeniedError, ProtocolError
+
+__all__ = ["SecureSocket"]
+
+
+class SecureSocket:
+    """A connected socket with TLS over it. Its methods are those of `socket.socket` of the same names.
+
+    Parameters
+    ----------
+    connected : socket.socket
+        Belongs to this object from now on.
+    context : TlsContext
+        This side's certificate and the authority.
+    host : str
+        Whose certificate the node has to show: a name or an IP address.
+    node : str
+        The node's address, for errors.
+    """
+
+    family = socket.AF_INET
+    """No file can be passed, as over a UNIX socket."""
+
+    def __init__(self, connected: socket.socket, context: TlsContext, host: str, node: str) -> None:
+        self._node = node
+        self._timeout: float | None = connected.gettimeout()
+        connected.setblocking(False)
+        self._stream = context.connect(connected.detach(), host)
+
+    def do_handshake(self) -> None:
+        """Prove both sides' certificates to each other.
+
+        Raises
+        ------
+        AccessDeniedError
+            One side does not accept the other's certificate.
+        ProtocolError
+            The node does not speak TLS 1.3.
+        """
+        until = self._until()
+        try:
+            while events := self._stream.handshake():
+                self._wait(events, until)
+        except OSError as error:
+            raise self._explained(error) from error
+
+    def settimeout(self, timeout: float | None) -> None:
+        """Seconds that each later call may take; None for no limit."""
+        self._timeout = timeout
+
+    def sendall(self, data: bytes) -> None:
+        """Send all of the bytes."""
+        until = self._until()
+        done = 0
+        while done < len(data):
+            try:
+                sent = self._stream.send(data, done)
+            except OSError as error:
+                raise self._explained(error) from error
+            done += sent
+            if not sent:
+                self._wait(select.POLLOUT, until)
+
+    def recv(self, nbytes: int) -> bytes:
+        """At least one byte and at most so many; none at the end."""
+        until = self._until()
+        while True:
+            try:
+                data = self._stream.receive(nbytes)
+            except OSError as error:
+                raise self._explained(error) from error
+            if data is not None:
+                return data
+            self._wait(select.POLLOUT if self._stream.receiving_sends else select.POLLIN, until)
+
+    def recvmsg(self, nbytes: int, _room: int = 0, _flags: int = 0) -> tuple[bytes, list[Any], int, None]:
+        """As `recv`, without files."""
+        return self.recv(nbytes), [], 0, None
+
+    def shutdown(self, how: int) -> None:
+        """End the connection for whoever waits for it."""
+        self._stream.shut_down(writing=how == socket.SHUT_WR)
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once closed or detached."""
+        return self._stream.fileno()
+
+    def detach(self) -> Stream:
+        """The native stream; this object is of no more use."""
+        return self._stream
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._stream.close()
+
+    def _until(self) -> float | None:
+        return None if self._timeout is None else time.monotonic() + self._timeout
+
+    def _wait(self, events: int, until: float | None) -> None:
+        asked = select.poll()
+        asked.register(self._stream.fileno(), events)
+        left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+        if not asked.poll(left):
+            raise TimeoutError
+
+    def _explained(self, error: OSError) -> OSError:
+        if error.errno == errno.EACCES:
+            return AccessDeniedError(f"{self._node}: {error.strerror}", node=self._node)
+        if error.errno in (errno.EPROTO, errno.EPROTONOSUPPORT):
+            return ProtocolError(f"{self._node}: {error.strerror}", node=self._node)
+        return error

@@ -1,0 +1,65 @@
+"""Who may come in: the node's access keys and its certificate, as they are now."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from farpool._native import TlsContext
+from farpool.errors import AccessDeniedError
+from farpool.net.access import Grant
+from farpool.net.handshake import Identity, NodeHandshake
+from farpool.node.users import user_of
+
+__all__ = ["NodeAccess"]
+
+
+class NodeAccess:
+    """Begins handshakes with the keys and the certificate of the moment. For one thread.
+
+    Parameters
+    ----------
+    identity : Identity
+        What the node says about itself.
+    keys : mapping of str to Grant, or None
+        Access keys by name; None where the node's own user may do everything, and nobody else anything.
+    tls : TlsContext or None
+        The node's certificate; None where it serves without TLS.
+
+    Attributes
+    ----------
+    tls : TlsContext or None
+        What a new connection from the network begins with.
+    """
+
+    def __init__(self, identity: Identity, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> None:
+        self.tls = tls
+        self._identity = identity
+        self._keys = keys
+
+    def handshake(self, certificate: str | None) -> NodeHandshake:
+        """The node's half for a new connection; `certificate` is the name in the client's, None without TLS."""
+        return NodeHandshake(self._identity, self._keys, certificate)
+
+    def refusal(self, connection: socket.socket) -> AccessDeniedError | None:
+        """Why a new connection may not be used, whatever comes over it; None if it may."""
+        if self._keys is not None or (user := user_of(connection)) == os.geteuid():
+            return None
+        who = "the system does not tell whose this connection is" if user is None else f"this is user {user}"
+        return AccessDeniedError(
+            f"the node has no access keys, so that only its own user {os.geteuid()} may use it, and {who}; give the "
+            "node --keys FILE"
+        )
+
+    def still_grants(self, handshake: NodeHandshake) -> bool:
+        """Tell if a handshake that is over would end in the same way now."""
+        if self._keys is None or handshake.accepted is None:
+            return self._keys is None
+        return self._keys.get(handshake.accepted.key) == handshake.grant
+
+    def replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> list[str]:
+        """Use other keys and another certificate from now on; the names of the keys that are gone or were changed."""
+        before = self._keys or {}
+        self._keys, self.tls = keys, tls
+        return [name for name, grant in before.items() if (keys or {}).get(name) != grant]

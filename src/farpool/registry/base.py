@@ -1,0 +1,369 @@
+"""The registry's contract: a small consistent key-value store, as the control plane needs it.
+
+The contract is that of etcd, cut down to what both back ends keep: each successful transaction that changes anything
+has a revision of its own, above all before it; an entry knows the revision that wrote it; a transaction compares such
+revisions and changes everything or nothing; entries may be bound to a lease and vanish with it; a watch tells each
+change after a revision, once and in order.
+
+Every call has a deadline and uses it up: it tries again, at other endpoints too, for as long as there is time.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from farpool.errors import ConfigError
+
+__all__ = [
+    "LARGEST_OPERATIONS",
+    "LARGEST_VALUE",
+    "LONGEST_KEY",
+    "Changes",
+    "Commit",
+    "Condition",
+    "Delete",
+    "Entry",
+    "Operation",
+    "Put",
+    "Registry",
+    "Snapshot",
+    "Watch",
+    "checked_key",
+    "checked_transaction",
+    "checked_ttl",
+    "deadline_of",
+]
+
+LONGEST_KEY = 1024
+"""Bytes of a key in UTF-8."""
+LARGEST_VALUE = 1 << 20
+"""Bytes of a value. An etcd takes requests of 1.5 MiB unless it is told otherwise."""
+LARGEST_OPERATIONS = 100
+"""Conditions, and operations, in one transaction. An etcd takes 128 of each unless it is told otherwise."""
+_LONGEST_TTL = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key with its value.
+
+    Attributes
+    ----------
+    key : str
+        The key.
+    value : bytes
+        The value; empty in an entry that tells of a deletion.
+    revision : int
+        The revision that wrote (or deleted) it.
+    lease : int
+        The lease that it is bound to; 0 for none.
+    deleted : bool
+        The change was a deletion. Only in what a watch tells.
+    """
+
+    key: str
+    value: bytes
+    revision: int
+    lease: int = 0
+    deleted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Entries as they were at one revision.
+
+    Attributes
+    ----------
+    revision : int
+        A watch after this revision tells all that changes later.
+    entries : tuple of Entry
+        In the order of their keys, prefix by prefix.
+    """
+
+    revision: int
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A key has to be as it was read.
+
+    Attributes
+    ----------
+    key : str
+        The key.
+    revision : int
+        The revision of its entry; 0 if there has to be none.
+    """
+
+    key: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write a value, bound to a lease unless that is 0."""
+
+    key: str
+    value: bytes
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete a key. One that is not there is no error."""
+
+    key: str
+
+
+Operation = Put | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The end of a transaction.
+
+    Attributes
+    ----------
+    succeeded : bool
+        All conditions held and all operations were done. Otherwise nothing was changed.
+    revision : int
+        The revision of the changes; where nothing was changed, one at which that was so.
+    """
+
+    succeeded: bool
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The next changes that a watch has seen; none if its wait ended before any.
+
+    Attributes
+    ----------
+    revision : int
+        A watch after this revision goes on where this one stands.
+    entries : tuple of Entry
+        In the order of their revisions. All changes of one transaction come together.
+    """
+
+    revision: int
+    entries: tuple[Entry, ...]
+
+
+class Watch(ABC):
+    """Changes of keys under a prefix, one wait after another. Not for several threads at a time."""
+
+    @abstractmethod
+    def next(self, timeout: float) -> Changes:
+        """Wait for changes.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait at most; 0 to look only. Where a member of a cluster has to be found first, that may take
+            a second.
+
+        Raises
+        ------
+        RegistryCompactedError
+            Changes in between are no longer kept.
+        RegistryAwayError
+            The registry could not be asked until the end of the wait. The next wait goes on at the same revision.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the watch. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Registry(ABC):
+    """A small consistent key-value store. Thread-safe; a forked child makes its own connections.
+
+    Keys are text of 1 to 1024 bytes, values bytes of at most 1 MiB. All calls raise `RegistryAwayError` when the
+    registry cannot be reached before the deadline, `RegistryDeniedError` where the user lacks the right, and
+    `ConfigError` for arguments that no registry takes.
+
+    Attributes
+    ----------
+    address : str
+        Where the registry is, without secrets; named in errors.
+    """
+
+    address: str
+
+    @abstractmethod
+    def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
+        """Read a key's entry as of now, after all changes that have ended; None if there is none.
+
+        Parameters
+        ----------
+        key : str
+            The key.
+        timeout : float, optional
+            Seconds that the call may take; None for the registry's own.
+        """
+
+    @abstractmethod
+    def range(self, *prefixes: str, timeout: float | None = None) -> Snapshot:
+        """Read all entries whose keys begin with one of the prefixes, at one revision.
+
+        Parameters
+        ----------
+        *prefixes : str
+            At most 100; the empty one is that of all keys.
+        timeout : float, optional
+            Seconds that the call may take; None for the registry's own.
+        """
+
+    @abstractmethod
+    def commit(
+        self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
+    ) -> Commit:
+        """Do all operations if all conditions hold, else nothing.
+
+        A transaction that changes a key of its own conditions is done at most once, also where it has to be sent again
+        because a reply is lost. Any other may then be done twice.
+
+        Parameters
+        ----------
+        conditions : sequence of Condition
+            At most 100. With none the operations are done in any case.
+        operations : sequence of Put or Delete
+            At most 100, each of another key.
+        timeout : float, optional
+            Seconds that the call may take; None for the registry's own.
+
+        Raises
+        ------
+        RegistryLeaseError
+            An entry was to be bound to a lease that is not there. Nothing was changed.
+        RegistryAwayError
+            With `uncertain` if the transaction was sent and nobody said how it ended.
+        """
+
+    @abstractmethod
+    def watch(self, prefix: str, after: int) -> Watch:
+        """Watch for changes of keys that begin with a prefix.
+
+        Parameters
+        ----------
+        prefix : str
+            What the keys begin with.
+        after : int
+            The revision after which changes are told: that of a snapshot, a commit or earlier changes.
+        """
+
+    @abstractmethod
+    def compact(self, revision: int, *, timeout: float | None = None) -> None:
+        """Forget the changes up to a revision. Entries stay; watches from before it raise `RegistryCompactedError`."""
+
+    @abstractmethod
+    def grant(self, ttl: float, *, timeout: float | None = None) -> int:
+        """Make a lease that ends after `ttl` seconds unless it is kept alive; its number.
+
+        The registry may round the time up, to whole seconds and to a time that it needs to be sure.
+        """
+
+    @abstractmethod
+    def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
+        """Begin a lease's time anew; how many seconds it is.
+
+        Raises
+        ------
+        RegistryLeaseError
+            It has ended.
+        """
+
+    @abstractmethod
+    def remaining(self, lease: int, *, timeout: float | None = None) -> float:
+        """Seconds after which a lease ends unless it is kept alive.
+
+        Raises
+        ------
+        RegistryLeaseError
+            It has ended.
+        """
+
+    @abstractmethod
+    def revoke(self, lease: int, *, timeout: float | None = None) -> None:
+        """End a lease now and delete what is bound to it. One that is not there is no error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections. Idempotent. Leases end by themselves."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def deadline_of(timeout: float | None, default: float) -> float:
+    """Turn a call's timeout into a deadline of the monotonic clock."""
+    seconds = default if timeout is None else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1e6:
+        raise ConfigError(f"timeout is {seconds!r}, expected seconds from 0 to 1,000,000", setting="timeout")
+    return time.monotonic() + seconds
+
+
+def checked_ttl(ttl: float) -> float:
+    """A lease's time in seconds, checked."""
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _LONGEST_TTL:
+        raise ConfigError(f"ttl is {ttl!r}, expected seconds above 0 and at most {_LONGEST_TTL:g}", setting="ttl")
+    return float(ttl)
+
+
+def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:
+    """A key (or prefix) as UTF-8, checked."""
+    if not isinstance(key, str):
+        raise TypeError(f"a registry's {what} is a str, this one is a {type(key).__name__}: {key!r}")
+    try:
+        data = key.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the {what} {key!r} has a character that UTF-8 does not have", setting=what) from error
+    if not fewest <= len(data) <= LONGEST_KEY or b"\0" in data:
+        raise ConfigError(
+            f"the {what} {key!r} has {len(data)} bytes, expected {fewest} to {LONGEST_KEY}, none of them zero",
+            setting=what,
+        )
+    return data
+
+
+def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Operation]) -> None:
+    """Raise unless both back ends could do the transaction."""
+    for many, what in ((conditions, "conditions"), (operations, "operations")):
+        if len(many) > LARGEST_OPERATIONS:
+            raise ConfigError(
+                f"the transaction has {len(many)} {what}, expected at most {LARGEST_OPERATIONS}", setting=what
+            )
+    for condition in conditions:
+        checked_key(condition.key)
+        if condition.revision < 0:
+            raise ConfigError(f"the revision of {condition.key!r} is {condition.revision}, expected at least 0")
+    keys = [operation.key for operation in operations]
+    for operation in operations:
+        checked_key(operation.key)
+        if keys.count(operation.key) > 1:
+            raise ConfigError(f"the transaction changes {operation.key!r} twice, expected once", setting="operations")
+        if isinstance(operation, Put) and len(operation.value) > LARGEST_VALUE:
+            raise ConfigError(
+                f"the value of {operation.key!r} has {len(operation.value)} bytes, expected at most {LARGEST_VALUE}",
+                setting="value",
+            )

@@ -1,0 +1,490 @@
+"""The registry in one SQLite file, for the processes of one host.
+
+Every change is one ``BEGIN IMMEDIATE`` transaction in write-ahead-log mode: a process killed at any point leaves all of
+it or nothing. A watch looks every `POLL_SECONDS` at the file's change counter (``PRAGMA data_version``), which costs no
+read of the file; so that is its latency, half of it on average. Leases end by ``CLOCK_BOOTTIME``, which all processes
+of a host share, nobody can set and sleep does not stop; after a restart of the host all have ended. Whoever writes or
+watches sweeps what has ended; whoever only reads does not see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from farpool.errors import (
+    RegistryAwayError,
+    RegistryCompactedError,
+    RegistryDeniedError,
+    RegistryError,
+    RegistryLeaseError,
+)
+from farpool.registry.base import (
+    Changes,
+    Commit,
+    Condition,
+    Delete,
+    Entry,
+    Operation,
+    Registry,
+    Snapshot,
+    Watch,
+    checked_key,
+    checked_transaction,
+    checked_ttl,
+    deadline_of,
+)
+
+__all__ = ["POLL_SECONDS", "SqliteRegistry"]
+
+POLL_SECONDS = 0.005
+"""How often a watch looks for changes of other connections."""
+_MAGIC = 0x46505247  # "FPRG", SQLite's application id
+_VERSION = 1
+_CHANGES_KEPT = 20_000
+_IDLE = 8  # connections that wait for the next call
+_SCHEMA = """
+CREATE TABLE state (revision INTEGER NOT NULL, compacted INTEGER NOT NULL, boot TEXT NOT NULL);
+CREATE TABLE entry (
+    key BLOB PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL, lease INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX entry_lease ON entry (lease) WHERE lease != 0;
+CREATE TABLE change (
+    revision INTEGER NOT NULL, key BLOB NOT NULL, value BLOB, lease INTEGER NOT NULL, PRIMARY KEY (revision, key)
+) WITHOUT ROWID;
+CREATE TABLE lease (number INTEGER PRIMARY KEY, milliseconds INTEGER NOT NULL, ends INTEGER NOT NULL);
+CREATE INDEX lease_ends ON lease (ends);
+"""
+_LAST = b"\xff"  # above every byte of UTF-8
+
+
+class SqliteRegistry(Registry):
+    """A registry in a SQLite file.
+
+    Parameters
+    ----------
+    path : str or path
+        The file; made, with its folder, if it is not there. It has to be on a disk of this host: SQLite's locks do not
+        work over network file systems.
+    timeout : float
+        Seconds that a call may take unless it says otherwise.
+
+    Raises
+    ------
+    RegistryError
+        The file is no registry, or one of a newer farpool. It was not touched.
+    RegistryDeniedError
+        The file cannot be opened or made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, timeout: float = 5.0) -> None:
+        self._path = Path(path).absolute()
+        self.address = f"sqlite://{self._path}"
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._idle: list[sqlite3.Connection] = []
+        self._closed = False
+        self._pid = os.getpid()
+        self._begin(deadline_of(None, timeout))
+
+    # Connections: one for each call that is under way, since a transaction belongs to its connection.
+
+    def _begin(self, deadline: float) -> None:
+        try:
+            with contextlib.suppress(FileExistsError):
+                self._path.parent.mkdir(parents=True, mode=0o700)
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise RegistryDeniedError(
+                f"{self._path} cannot be opened: {error.strerror}; expected a file for the registry",
+                registry=self.address,
+            ) from error
+        with self._errors("opened", deadline):
+            connection = self._borrow(deadline)
+            try:
+                self._prepare(connection, deadline)
+            except BaseException:
+                connection.close()
+                raise
+            self._return(connection)
+
+    def _prepare(self, connection: sqlite3.Connection, deadline: float) -> None:
+        """Check what the file is, and write the schema into a new one."""
+        connection.execute("BEGIN")  # so that all is read at one time, also while another process makes the file
+        try:
+            known = self._known(connection)
+        finally:
+            connection.rollback()
+        if not known:
+            _begin_writing(connection, deadline)
+            try:
+                if not self._known(connection):  # nobody else has made it in between
+                    for statement in _SCHEMA.split(";\n"):
+                        connection.execute(statement)
+                    connection.execute("INSERT INTO state VALUES (1, 0, ?)", (_boot(),))
+                    connection.execute(f"PRAGMA application_id = {_MAGIC}")
+                    connection.execute(f"PRAGMA user_version = {_VERSION}")
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.rollback()
+                raise
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:  # SQLite does not wait here while another process does the same
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(POLL_SECONDS)
+
+    def _known(self, connection: sqlite3.Connection) -> bool:
+        """True for a registry of this version, False for an empty file."""
+        magic = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if magic == _MAGIC and version == _VERSION:
+            return True
+        if magic == _MAGIC:
+            raise RegistryError(
+                f"{self._path} is a registry of version {version}, this farpool reads version {_VERSION}; "
+                "use the farpool that made it, or another path",
+                registry=self.address,
+            )
+        if magic or version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            raise RegistryError(
+                f"{self._path} is a SQLite file of something else; it was not touched. Choose another path",
+                registry=self.address,
+            )
+        return False
+
+    def _borrow(self, deadline: float) -> sqlite3.Connection:
+        """A connection that no other thread uses."""
+        with self._lock:
+            if self._closed:
+                raise RegistryError(f"the registry {self.address} was closed; make a new one", registry=self.address)
+            if os.getpid() != self._pid:  # a connection that a fork has copied must not be used, nor closed
+                _FORKED.extend(self._idle)
+                self._idle, self._pid = [], os.getpid()
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA busy_timeout = {_milliseconds_left(deadline)}")
+        return connection
+
+    def _return(self, connection: sqlite3.Connection) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _IDLE:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    @contextlib.contextmanager
+    def _errors(self, done: str, deadline: float) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                waited = time.monotonic() - began
+                raise RegistryAwayError(
+                    f"the registry {self.address} could not be {done}: another process has had it locked for the "
+                    f"{waited:.1f} s of this call; look for a stopped process that uses it",
+                    registry=self.address,
+                    endpoints={self.address: waited},
+                ) from error
+            kind = RegistryDeniedError if code in _DENIED else RegistryError
+            raise kind(f"the registry {self.address} could not be {done}: {error}", registry=self.address) from error
+
+    @contextlib.contextmanager
+    def _reading(self, timeout: float | None) -> Iterator[sqlite3.Connection]:
+        deadline = deadline_of(timeout, self._timeout)
+        with self._errors("read", deadline):
+            connection = self._borrow(deadline)
+            try:
+                connection.execute("BEGIN")
+                yield connection
+            finally:
+                connection.rollback()
+                self._return(connection)
+
+    @contextlib.contextmanager
+    def _writing(self, timeout: float | None) -> Iterator[sqlite3.Connection]:
+        deadline = deadline_of(timeout, self._timeout)
+        with self._errors("written", deadline):
+            connection = self._borrow(deadline)
+            try:
+                _begin_writing(connection, deadline)
+                _sweep(connection)
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                connection.rollback()  # of no effect after the commit
+                self._return(connection)
+
+    # Entries
+
+    def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
+        data = checked_key(key)
+        with self._reading(timeout) as connection:
+            row = connection.execute(f"{_SELECT} WHERE key = ? AND {_ALIVE}", (data, *_alive(connection))).fetchone()
+        return None if row is None else _entry(row)
+
+    def range(self, *prefixes: str, timeout: float | None = None) -> Snapshot:
+        wanted = [checked_key(prefix, "prefix", fewest=0) for prefix in prefixes]
+        entries: list[Entry] = []
+        with self._reading(timeout) as connection:
+            revision = _revision(connection)
+            alive = _alive(connection)
+            for prefix in wanted:
+                rows = connection.execute(
+                    f"{_SELECT} WHERE key >= ? AND key < ? AND {_ALIVE} ORDER BY key", (prefix, prefix + _LAST, *alive)
+                )
+                entries += map(_entry, rows)
+        return Snapshot(revision, tuple(entries))
+
+    def commit(
+        self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
+    ) -> Commit:
+        checked_transaction(conditions, operations)
+        with self._writing(timeout) as connection:
+            for condition in conditions:
+                row = connection.execute(
+                    "SELECT revision FROM entry WHERE key = ?", (condition.key.encode(),)
+                ).fetchone()
+                if (row[0] if row else 0) != condition.revision:
+                    return Commit(False, _revision(connection))
+            changes: list[tuple[bytes, bytes | None, int]] = []
+            for operation in operations:
+                key = operation.key.encode()
+                if isinstance(operation, Delete):
+                    if connection.execute("SELECT 1 FROM entry WHERE key = ?", (key,)).fetchone():
+                        changes.append((key, None, 0))
+                    continue
+                if operation.lease and not _lease(connection, operation.lease):
+                    raise self._lease_error(operation.lease)
+                changes.append((key, bytes(operation.value), operation.lease))
+            return Commit(True, _apply(connection, changes) if changes else _revision(connection))
+
+    def watch(self, prefix: str, after: int) -> Watch:
+        return _SqliteWatch(self, checked_key(prefix, "prefix", fewest=0), after)
+
+    def compact(self, revision: int, *, timeout: float | None = None) -> None:
+        with self._writing(timeout) as connection:
+            now = _revision(connection)
+            if revision > now:
+                raise RegistryError(
+                    f"the registry {self.address} is at revision {now}; it cannot be compacted at {revision}",
+                    registry=self.address,
+                )
+            _forget(connection, revision)
+
+    # Leases
+
+    def grant(self, ttl: float, *, timeout: float | None = None) -> int:
+        milliseconds = max(1, round(checked_ttl(ttl) * 1000))
+        number = secrets.randbelow(2**62) + 1
+        with self._writing(timeout) as connection:
+            connection.execute("INSERT INTO lease VALUES (?, ?, ?)", (number, milliseconds, _now() + milliseconds))
+        return number
+
+    def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
+        with self._writing(timeout) as connection:
+            row = _lease(connection, lease)
+            if row is None:
+                raise self._lease_error(lease)
+            connection.execute("UPDATE lease SET ends = ? WHERE number = ?", (_now() + row[0], lease))
+        return row[0] / 1000
+
+    def remaining(self, lease: int, *, timeout: float | None = None) -> float:
+        with self._reading(timeout) as connection:
+            row, boot, now = _lease(connection, lease), *_alive(connection)
+            if row is None or row[1] <= now or not boot:
+                raise self._lease_error(lease)
+        return (row[1] - now) / 1000
+
+    def revoke(self, lease: int, *, timeout: float | None = None) -> None:
+        with self._writing(timeout) as connection:
+            _end_leases(connection, [lease])
+
+    def _lease_error(self, lease: int) -> RegistryLeaseError:
+        return RegistryLeaseError(
+            f"the registry {self.address} has no lease {lease}: it has ended; grant a new one",
+            registry=self.address,
+            lease=lease,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle, self._closed = self._idle, [], True
+        if os.getpid() != self._pid:
+            _FORKED.extend(idle)
+            return
+        for connection in idle:
+            connection.close()
+
+
+_FORKED: list[sqlite3.Connection] = []
+"""Connections of the process that this one was forked from: closing them would drop its locks."""
+_SELECT = "SELECT key, value, revision, lease FROM entry"
+# An entry is there if it has no lease or its lease has not ended. The parameters are those of `_alive`.
+_ALIVE = "(lease = 0 OR (? AND EXISTS (SELECT 1 FROM lease WHERE number = entry.lease AND ends > ?)))"
+_DENIED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
+
+
+class _SqliteWatch(Watch):
+    def __init__(self, registry: SqliteRegistry, prefix: bytes, after: int) -> None:
+        self._registry = registry
+        self._prefix = prefix
+        self._after = after
+        self._seen = -1  # the change counter at the last look
+        self._connection: sqlite3.Connection | None = None  # of its own: the counter is a connection's
+        self._pid = os.getpid()
+        self._closed = False
+
+    def next(self, timeout: float) -> Changes:
+        registry = self._registry
+        deadline = deadline_of(timeout, 0.0)
+        while True:
+            if self._closed:
+                raise RegistryError(f"this watch of {registry.address} was closed", registry=registry.address)
+            with registry._errors("watched", deadline):
+                counter = self._counter(deadline)
+                if counter != self._seen:
+                    changes = self._look(max(0.0, deadline - time.monotonic()))
+                    self._seen = counter
+                    if changes.entries:
+                        return changes
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Changes(self._after, ())
+            time.sleep(min(POLL_SECONDS, left))
+
+    def _counter(self, deadline: float) -> int:
+        """A number that changes when another connection changes the file; sweeps ended leases before."""
+        if self._connection is None or self._pid != os.getpid():
+            self._drop()
+            self._connection = self._registry._borrow(deadline)
+        if self._connection.execute("SELECT 1 FROM lease WHERE ends <= ? LIMIT 1", (_now(),)).fetchone():
+            with contextlib.suppress(RegistryAwayError), self._registry._writing(0.0):
+                pass
+        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None and self._pid != os.getpid():
+            _FORKED.append(connection)
+        elif connection is not None:
+            self._registry._return(connection)
+        self._pid, self._seen = os.getpid(), -1
+
+    def _look(self, timeout: float) -> Changes:
+        registry = self._registry
+        with registry._reading(timeout) as connection:
+            revision, compacted = connection.execute("SELECT revision, compacted FROM state").fetchone()
+            if self._after < compacted:
+                raise RegistryCompactedError(
+                    f"the registry {registry.address} keeps changes after revision {compacted}, expected those after "
+                    f"{self._after}; read the entries anew and watch from there",
+                    registry=registry.address,
+                    oldest=compacted,
+                )
+            rows = connection.execute(
+                "SELECT key, coalesce(value, x''), revision, lease, value IS NULL FROM change "
+                "WHERE revision > ? AND key >= ? AND key < ? ORDER BY revision, key",
+                (self._after, self._prefix, self._prefix + _LAST),
+            ).fetchall()
+        self._after = max(self._after, revision)
+        return Changes(self._after, tuple(map(_entry, rows)))
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop()
+
+
+def _entry(row: tuple[bytes, bytes, int, int] | tuple[bytes, bytes, int, int, int]) -> Entry:
+    return Entry(row[0].decode(), row[1], row[2], row[3], bool(row[4]) if len(row) == 5 else False)
+
+
+def _milliseconds_left(deadline: float) -> int:
+    return max(0, min(1_000_000_000, int((deadline - time.monotonic()) * 1000)))
+
+
+def _begin_writing(connection: sqlite3.Connection, deadline: float) -> None:
+    connection.execute(f"PRAGMA busy_timeout = {_milliseconds_left(deadline)}")
+    connection.execute("BEGIN IMMEDIATE")
+
+
+def _revision(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("SELECT revision FROM state").fetchone()[0])
+
+
+def _now() -> int:
+    """Milliseconds since the host started, sleep included."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+
+
+def _boot() -> str:
+    """An identity of the host's run, which a restart changes."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+_THIS_BOOT = _boot()
+
+
+def _alive(connection: sqlite3.Connection) -> tuple[bool, int]:
+    """Parameters of `_ALIVE`: False, after a restart of the host, if no lease can be alive; and the time."""
+    return connection.execute("SELECT boot FROM state").fetchone()[0] == _THIS_BOOT, _now()
+
+
+def _lease(connection: sqlite3.Connection, number: int) -> tuple[int, int] | None:
+    """A lease's time and end, in milliseconds."""
+    row: tuple[int, int] | None = connection.execute(
+        "SELECT milliseconds, ends FROM lease WHERE number = ?", (number,)
+    ).fetchone()
+    return row
+
+
+def _sweep(connection: sqlite3.Connection) -> None:
+    """End the leases whose time is over."""
+    boot, now = _alive(connection)
+    if boot:
+        ended = connection.execute("SELECT number FROM lease WHERE ends <= ?", (now,)).fetchall()
+    else:
+        ended = connection.execute("SELECT number FROM lease").fetchall()
+        connection.execute("UPDATE state SET boot = ?", (_THIS_BOOT,))
+    _end_leases(connection, [number for (number,) in ended])
+
+
+def _end_leases(connection: sqlite3.Connection, numbers: list[int]) -> None:
+    for number in numbers:
+        bound = connection.execute("SELECT key FROM entry WHERE lease = ? AND lease != 0", (number,)).fetchall()
+        if bound:
+            _apply(connection, [(key, None, 0) for (key,) in bound])
+        connection.execute("DELETE FROM lease WHERE number = ?", (number,))
+
+
+def _apply(connection: sqlite3.Connection, changes: list[tuple[bytes, bytes | None, int]]) -> int:
+    """Change entries under a new revision; None as a value deletes."""
+    revision = _revision(connection) + 1
+    connection.execute("UPDATE state SET revision = ?", (revision,))
+    for key, value, lease in changes:
+        connection.execute("INSERT INTO change VALUES (?, ?, ?, ?)", (revision, key, value, lease))
+        if value is None:
+            connection.execute("DELETE FROM entry WHERE key = ?", (key,))
+        else:
+            connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?)", (key, value, revision, lease))
+    if revision % 1000 == 0:
+        _forget(connection, revision - _CHANGES_KEPT)
+    return revision
+
+
+def _forget(connection: sqlite3.Connection, revision: int) -> None:
+    connection.execute("DELETE FROM change WHERE revision <= ?", (revision,))
+    connection.execute("UPDATE state SET compacted = max(compacted, ?)", (revision,))

@@ -1,0 +1,88 @@
+"""What one version of a name consists of: an object that lists objects.
+
+The object is ``FPNAME``, a zero byte and the format's version as one byte, then the manifest in MessagePack. A value is
+cut into pieces; a tensor is one object.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from farpool.errors import ConfigError
+
+__all__ = ["Manifest", "Piece", "TensorEntry", "decode_manifest", "encode_manifest"]
+
+_MAGIC = b"FPNAME\0"
+_VERSION = 1
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a value: the key of its object and its bytes."""
+
+    key: str
+    nbytes: _Count
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a name.
+
+    Attributes
+    ----------
+    name : str
+        Its name among the tensors.
+    dtype : str
+        Its type as PyTorch calls it, for example ``bfloat16``.
+    shape : tuple of int
+        Its sizes.
+    nbytes : int
+        Bytes of its elements.
+    key : str
+        Its object: the elements in row-major order. Empty where there are none.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[_Count, ...]
+    nbytes: _Count
+    key: str
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """One version: pieces of a value, or tensors."""
+
+    pieces: tuple[Piece, ...] = ()
+    tensors: tuple[TensorEntry, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value, or of all tensors."""
+        return sum(part.nbytes for part in self.pieces) + sum(part.nbytes for part in self.tensors or ())
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """A manifest as an object's bytes."""
+    return _MAGIC + bytes([_VERSION]) + msgspec.msgpack.encode(manifest)
+
+
+def decode_manifest(data: bytes, what: str) -> Manifest:
+    """Read a manifest; `what` is named in the error.
+
+    Raises
+    ------
+    ConfigError
+        The bytes are no manifest, or one of a newer farpool.
+    """
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise ConfigError(f"{what} points to an object that is no manifest; publish it again", setting="name")
+    if data[len(_MAGIC)] != _VERSION:
+        raise ConfigError(
+            f"{what} has a manifest of version {data[len(_MAGIC)]}, this farpool reads version {_VERSION}",
+            setting="name",
+        )
+    try:
+        return msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) + 1 :], type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ConfigError(f"{what} has a damaged manifest: {error}; publish it again", setting="name") from None

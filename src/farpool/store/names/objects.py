@@ -1,0 +1,39 @@
+"""The part of a store that names need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from farpool.store.messages import Touched
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ObjectStore"]
+
+
+class ObjectStore(Protocol):
+    """Write-once objects, as `farpool.Store` keeps them."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies that each object is to have."""
+
+    def put_many(
+        self, items: Iterable[tuple[str, Buffer]], /, *, ttl: float | None = None, check: bool = False
+    ) -> object:
+        """Keep values. Those that are there stay; the longer time to live counts."""
+
+    def touch_many(self, keys: Iterable[str], ttl: float | None, /, *, keep: bool | None = None) -> Touched:
+        """Renew the time to live, and tell how many copies of each value there are.
+
+        With `keep` True the values are never evicted and do not expire. With False they may be, and `ttl` counts even
+        if it is shorter than what was left.
+        """
+
+    def get(self, key: str, /) -> bytes | None:
+        """The value of a key; None if there is none."""
+
+    def get_into_many(self, pairs: Iterable[tuple[str, Buffer]], /) -> list[int | None]:
+        """Read values into buffers; the bytes of each, or None if there is none."""

@@ -1,0 +1,233 @@
+"""Sending the objects of a version that is about to be published.
+
+Objects are sent with a time to live, small ones together, and those that have all their copies already are not sent
+again. Then the registry is told, in a publication with a hold of its writer, that they
+are to be held, and only then are they kept for ever: so whoever sweeps knows of all that is kept. An object that went
+in between, since a sweep let it go for an older version or the node needed the room, is sent again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from farpool.errors import NameLostError, NameMovedError, RegistryLeaseError
+from farpool.registry import Condition, Operation, Put, Registry
+from farpool.store.arguments import content_key
+from farpool.store.names.manifest import Manifest, Piece, TensorEntry, encode_manifest
+from farpool.store.names.objects import ObjectStore
+from farpool.store.names.records import (
+    PART,
+    SWEEPER,
+    Holder,
+    NameRecord,
+    Publication,
+    decode,
+    encode,
+    hold_key,
+    name_key,
+    publication_key,
+)
+from farpool.store.names.sources import sources_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["BATCH", "PAUSE", "PIECE", "Sending", "writer_lost"]
+
+PIECE = 64 << 20
+"""Bytes of a piece of a value, and about what is in memory at a time of one whose parts are made one after another."""
+BATCH = 4 << 20
+"""Bytes of small objects that are sent with one another; about what is in memory of tensors at a time."""
+PAUSE = 0.05
+"""Seconds between two looks if another program is done."""
+_TRIES = 3
+
+
+class Sending:
+    """The objects of one publication.
+
+    Parameters
+    ----------
+    store : ObjectStore
+        Where they go.
+    registry : Registry
+        Where they are written down.
+    name : str
+        For errors.
+    quoted : str
+        The name in the registry's keys.
+    writer : Condition
+        The writer is still the one.
+    lease : int
+        The writer's.
+    who : str
+        The writer, for people.
+    ttl : float
+        Seconds that objects live whose name was never moved to them.
+    timeout : float
+        Seconds to wait for a sweep that is at work.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        registry: Registry,
+        *,
+        name: str,
+        quoted: str,
+        writer: Condition,
+        lease: int,
+        who: str,
+        ttl: float,
+        timeout: float,
+    ) -> None:
+        self._store, self._registry = store, registry
+        self._name, self._quoted = name, quoted
+        self._writer, self._lease, self._who = writer, lease, who
+        self._ttl, self._timeout = ttl, timeout
+        self.publication = secrets.token_hex(8)
+        self.hold: Condition | None = None
+        """The writer's hold, once there is one."""
+        self.keys: set[str] = set()
+        self._outgoing: dict[str, memoryview] = {}  # made, and not yet sent
+        self._outgoing_bytes = 0
+        self._waiting: dict[str, Callable[[], Buffer]] = {}  # sent, and not yet held: how to get the bytes again
+        self._waiting_bytes = 0  # in memory for that reason
+        self._parts = 0
+
+    def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:
+        """Send all objects, the manifest last, and have them held; the manifest's key, and the manifest.
+
+        Raises
+        ------
+        NameMovedError
+            The writer's lease has ended.
+        NameLostError
+            Objects are evicted again and again before they can be kept.
+        TypeError, ValueError
+            The value is none.
+        """
+        if isinstance(value, Mapping):
+            manifest = Manifest((), tuple(self._tensors(value)))
+        else:
+            manifest = Manifest(tuple(self._pieces(value)))
+        content = encode_manifest(manifest)
+        key = self._add(memoryview(content), lambda: content)
+        self._hold_all()
+        return key, manifest
+
+    def _pieces(self, value: Buffer | Iterable[Buffer]) -> Iterator[Piece]:
+        try:
+            whole = memoryview(value)  # type: ignore[arg-type]
+        except TypeError:
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise TypeError(
+                    f"the value of {self._name!r} is a {type(value).__name__}, expected bytes, parts of them or tensors"
+                ) from None
+            for part in value:
+                for cut in _cut(memoryview(part)):
+                    yield Piece(self._add(cut, lambda cut=cut: cut), cut.nbytes)  # type: ignore[misc]
+                    self._waiting_bytes += cut.nbytes
+                    if self._waiting_bytes >= PIECE:
+                        self._hold_all()
+            return
+        for cut in _cut(whole):
+            yield Piece(self._add(cut, lambda cut=cut: cut), cut.nbytes)  # type: ignore[misc]
+
+    def _tensors(self, tensors: Mapping[Any, Any]) -> Iterator[TensorEntry]:
+        for name, source in sources_of(tensors).items():
+            content = memoryview(source.data())
+            key = self._add(content, source.data) if content.nbytes else ""
+            yield TensorEntry(name, source.dtype, source.shape, content.nbytes, key)
+            del content  # before the next one is made
+
+    def _add(self, content: memoryview, again: Callable[[], Buffer]) -> str:
+        key = content_key(content)
+        if key not in self.keys:
+            self.keys.add(key)
+            self._waiting[key] = again
+            self._outgoing[key] = content
+            self._outgoing_bytes += content.nbytes
+            if len(self._waiting) == PART:
+                self._hold_all()
+            elif self._outgoing_bytes >= BATCH:
+                self._send()
+        return key
+
+    def _send(self) -> None:
+        """Send what lacks copies."""
+        outgoing, self._outgoing = self._outgoing, {}
+        self._outgoing_bytes = 0
+        copies = self._store.touch_many(outgoing, self._ttl).copies
+        lacking = [item for item, there in zip(outgoing.items(), copies, strict=True) if there < self._store.replicas]
+        self._store.put_many(lacking, ttl=self._ttl, check=True)
+
+    def _hold_all(self) -> None:
+        """Have all copies of what was made held, then kept."""
+        self._send()
+        self._announce(list(self._waiting))
+        left = list(self._waiting)
+        for _ in range(_TRIES):
+            copies = self._store.touch_many(left, None, keep=True).copies
+            left = [key for key, kept in zip(left, copies, strict=True) if kept < self._store.replicas]
+            if not left:
+                break
+            for key in left:
+                self._store.put_many([(key, self._waiting[key]())], ttl=self._ttl, check=True)
+        else:
+            raise NameLostError(
+                f"copies of the object {left[0]} of {self._name!r} go again and again before they can be kept; nothing "
+                "was published. Lend more memory, or publish less",
+                name=self._name,
+                key=left[0],
+            )
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _announce(self, keys: list[str]) -> None:
+        """Write down, while nobody sweeps, which objects the version will hold."""
+        deadline = time.monotonic() + self._timeout
+        part = publication_key(self._quoted, self.publication, self._parts)
+        operations: list[Operation] = [Put(part, encode(Publication.of(keys)))]
+        if self.hold is None:
+            hold = hold_key(self._quoted, self.publication, "writer")
+            operations.append(Put(hold, encode(Holder(self._who)), self._lease))
+        conditions = [Condition(part, 0), Condition(SWEEPER, 0), self._writer]
+        while True:
+            try:
+                done = self._registry.commit(conditions, operations, timeout=self._timeout)
+            except RegistryLeaseError as error:
+                raise writer_lost(self._registry, self._name, self._quoted) from error
+            if done.succeeded:
+                break
+            mine = self._registry.get(self._writer.key, timeout=self._timeout)
+            if time.monotonic() >= deadline or mine is None or mine.revision != self._writer.revision:
+                raise writer_lost(self._registry, self._name, self._quoted)
+            time.sleep(PAUSE)
+        self._parts += 1
+        if self.hold is None:
+            self.hold = Condition(hold, done.revision)
+
+
+def writer_lost(registry: Registry, name: str, quoted: str) -> NameMovedError:
+    """The error of a writer whose lease has ended before it was done."""
+    entry = registry.get(name_key(quoted))
+    version = decode(entry.value, NameRecord, entry.key).version if entry else 0
+    return NameMovedError(
+        f"the lease of the writer of {name!r} has ended before the name was moved, or others sweep all the time; "
+        f"nothing was published, and the name has version {version}. Try again",
+        name=name,
+        version=version,
+    )
+
+
+def _cut(view: memoryview) -> Iterator[memoryview]:
+    """A value in pieces; at least one, which may be empty."""
+    if not view.c_contiguous:
+        raise ValueError(f"the value ({view.nbytes} bytes of shape {view.shape}) is not contiguous; copy it first")
+    flat = view.cast("B") if view.nbytes else memoryview(b"")
+    for begin in range(0, max(1, flat.nbytes), PIECE):
+        yield flat[begin : begin + PIECE]

@@ -1,0 +1,91 @@
+"""Tensors as bytes, one at a time, so that a state dict is never in memory twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from farpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["TensorSource", "source_of", "sources_of", "use_tensors"]
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """A tensor that is to be published."""
+
+    @property
+    def dtype(self) -> str:
+        """Its type as PyTorch calls it, for example ``float32``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    def data(self) -> Buffer:
+        """Its elements in row-major order, contiguous. Asked for once or twice; what it gives is dropped after use."""
+
+
+class _Array:
+    """An array that shows its memory, such as one of numpy."""
+
+    def __init__(self, view: memoryview, dtype: str) -> None:
+        self.dtype, self.shape, self._view = dtype, tuple(view.shape or ()), view
+
+    def data(self) -> Buffer:
+        return self._view if self._view.c_contiguous else self._view.tobytes()
+
+
+_FORMATS = {
+    **{"?": "bool", "b": "int8", "B": "uint8", "h": "int16", "H": "uint16", "i": "int32", "I": "uint32"},
+    **{"l": "int64", "L": "uint64", "q": "int64", "Q": "uint64", "e": "float16", "f": "float32", "d": "float64"},
+}
+_loader: Callable[[], Callable[[str, Any], TensorSource | None]] | None = None
+
+
+def use_tensors(loader: Callable[[], Callable[[str, Any], TensorSource | None]]) -> None:
+    """Set what makes sources of PyTorch's tensors; called at the first tensor that is none of the other kinds."""
+    global _loader
+    _loader = loader
+
+
+def sources_of(tensors: Mapping[Any, Any]) -> dict[str, TensorSource]:
+    """Each tensor with its name, checked; none is copied yet.
+
+    Raises
+    ------
+    TypeError
+        A name is no text, or what it names is no tensor.
+    """
+    sources = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is a {type(name).__name__}, expected tensors under names that are text")
+        sources[name] = source_of(name, tensor)
+    if not sources:
+        raise ConfigError("there are no tensors to publish, expected at least one", setting="value")
+    return sources
+
+
+def source_of(name: str, tensor: Any) -> TensorSource:
+    """A tensor as a source: a source itself, an array that shows its memory, or one of PyTorch's.
+
+    Raises
+    ------
+    TypeError
+        It is none of these.
+    """
+    if _loader is not None and type(tensor).__module__.partition(".")[0] in ("torch", "farpool"):
+        source = _loader()(name, tensor)
+        if source is not None:
+            return source
+    if isinstance(tensor, TensorSource) and isinstance(tensor.dtype, str):
+        return tensor
+    try:
+        view = memoryview(tensor)
+        return _Array(view, _FORMATS[view.format.lstrip("@=<")])
+    except (TypeError, ValueError, KeyError):
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, expected a tensor or an array of numbers") from None

@@ -1,0 +1,72 @@
+"""A sweep over all nodes that makes missing copies again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from farpool.store.reading import listing
+from farpool.store.upkeep import mend
+
+if TYPE_CHECKING:
+    from farpool.store.cluster import Cluster
+
+__all__ = ["Repaired", "repair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """Outcome of a sweep.
+
+    Attributes
+    ----------
+    objects : int
+        Objects that were found.
+    endangered : int
+        Those of them with fewer copies than they are to have; of what is kept, with fewer that are kept.
+    mended : int
+        Those that have all their copies again.
+    nbytes : int
+        Bytes that were copied.
+    """
+
+    objects: int
+    endangered: int
+    mended: int
+    nbytes: int
+
+
+def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, int], None] | None = None) -> Repaired:
+    """Copy objects with too few copies to the first nodes of their order that lack them; see `Store.repair`."""
+    kept: dict[bytes, list[int]] = {}
+    others: dict[bytes, list[int]] = {}
+    about: dict[bytes, tuple[int, int]] = {}
+    for node, info in listing(cluster, b"", cluster.deadline):
+        (kept if info.kept else others).setdefault(info.key, []).append(node)
+        about[info.key] = info.nbytes, max(info.copies, about.get(info.key, (0, 0))[1])
+    # Of what is kept, only copies that are kept count: a node that could not be told so evicts its copy one day.
+    holders = others | kept
+    places = len(cluster.reachable(cluster.deadline()))
+    lacking = {key: min(copies, places) - len(holders[key]) for key, (_, copies) in about.items()}
+    endangered = sorted((key for key, lack in lacking.items() if lack > 0), key=lambda key: len(holders[key]))
+    begun = time.monotonic()
+    mended = nbytes = 0
+    for done, key in enumerate(endangered):
+        if progress is not None:
+            progress(done, len(endangered))
+        deadline = cluster.deadline()
+        free = [node for node in cluster.order(key, deadline) if node not in holders[key]]
+        free.sort(key=lambda node: node not in others.get(key, ()))
+        copied = 0
+        while free and copied < lacking[key]:
+            nodes, free = free[: lacking[key] - copied], free[lacking[key] - copied :]
+            copied += mend(cluster, key, holders[key], nodes, deadline)
+        mended += copied == lacking[key]
+        nbytes += copied * about[key][0]
+        if bandwidth is not None:
+            time.sleep(max(0.0, begun + nbytes / bandwidth - time.monotonic()))
+    if progress is not None:
+        progress(len(endangered), len(endangered))
+    return Repaired(len(about), len(endangered), mended, nbytes)

@@ -1,0 +1,233 @@
+"""PyTorch's tensors under names: published, read into memory of one's own, or mapped where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from farpool._native import buffer_address
+from farpool.errors import ConfigError, UnsupportedError
+from farpool.tensors.factories import materialize
+from farpool.tensors.paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from farpool.store import Pin, Store
+    from farpool.store.names import NameInfo, OpenedName, TensorEntry, TensorSource
+
+__all__ = ["map_tensors", "publish_tensors", "read_tensors", "tensor_source"]
+
+_BATCH = 4 << 20
+"""Bytes of small tensors that are mapped with one another; each batch has the time of one call."""
+
+
+def publish_tensors(
+    store: Store, name: str, tensors: Mapping[str, torch.Tensor], *, expect: int | None = None
+) -> NameInfo:
+    """Publish tensors as the next version of a name, for `map_tensors` and `read_tensors`; see `Store.publish`.
+
+    Tensors that have not changed since another version are not sent again.
+
+    Raises
+    ------
+    UnsupportedError
+        One is not dense, or has no elements to publish (``meta``).
+    TypeError
+        A name is no text, or what it names is no tensor.
+    ConfigError
+        There are no tensors.
+    NameHeldError, NameMovedError, RegistryAwayError, NodeError
+        As of ``store.publish``.
+    """
+    return store.publish(name, tensors, expect=expect)
+
+
+class _Source:
+    """A tensor of any kind; its plain copy, where one is needed, lives only while it is sent."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.shape = tuple(tensor.shape)
+
+    def data(self) -> memoryview:
+        tensor = self._tensor
+        plain = materialize(tensor) if isinstance(tensor, PagedTensor) else tensor.detach()
+        return _bytes_of(plain.cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def tensor_source(name: str, tensor: object) -> TensorSource | None:
+    """A tensor as a source for `Store.publish`; None if it is none of PyTorch's. `name` is named in errors.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not dense, or has no elements.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    if tensor.is_meta:
+        raise UnsupportedError(f"{name!r} is on the meta device: it has no elements that could be published")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnsupportedError(f"{name!r} is {tensor.layout} and {tensor.dtype}; only dense tensors can be published")
+    return _Source(tensor)
+
+
+def read_tensors(opened: OpenedName) -> dict[str, torch.Tensor]:
+    """Read all tensors of an opened name into new memory, by name. All bytes are verified.
+
+    Parameters
+    ----------
+    opened : OpenedName
+        From ``store.open(name)``.
+
+    Raises
+    ------
+    NameLostError
+        An object of it is on no node any more.
+    ConfigError
+        The name holds no tensors, or some of a type that this torch does not have.
+    """
+    tensors = {entry.name: _empty(entry) for entry in opened.tensors()}
+    opened.read_tensors_into((entry, _bytes_of(tensors[entry.name])) for entry in opened.tensors())
+    return tensors
+
+
+def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str, torch.Tensor]:
+    """The tensors that are published under a name, where they lie.
+
+    What lies on a node of this host is not copied, however many processes map it. That memory is read-only, and a write
+    to such a tensor ends the process: clone what is to change. Other tensors are copied once. All bytes are verified.
+
+    Parameters
+    ----------
+    store : Store
+        Where from. What is mapped stays as it is, and its version is held, for as long as one of the tensors lives,
+        unless the store is closed.
+    name : str
+        Their name.
+    version : int, optional
+        An older version that is still held; None for the current one.
+
+    Raises
+    ------
+    NameMissingError
+        Nothing is published under the name, or not in that version any more.
+    NameLostError
+        An object of it is on no node any more.
+    ChecksumError
+        The bytes are not those that were published.
+    ConfigError
+        The name holds no tensors, or some of a type that this torch does not have.
+    NodeError
+        As of ``store.pin``.
+    """
+    opened = store.open(name, version)
+    held = _Held(store)
+    weakref.finalize(held, opened.defer, opened.close).atexit = False
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for batch in _batches(opened.tensors()):
+            tensors.update(_mapped(store, opened, batch, held))
+    except BaseException:
+        opened.close()
+        raise
+    return tensors
+
+
+class _Held:
+    """What mapped tensors have in common: the version is let go when the last of them is gone."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+
+def _batches(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    batch: list[TensorEntry] = []
+    nbytes = 0
+    for entry in entries:
+        batch.append(entry)
+        nbytes += entry.nbytes
+        if nbytes >= _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
+
+
+def _mapped(
+    store: Store, opened: OpenedName, entries: Sequence[TensorEntry], held: _Held
+) -> Iterator[tuple[str, torch.Tensor]]:
+    pins = store.pin_many(entry.key for entry in entries if entry.nbytes)
+    try:
+        left = iter(pins)
+        for entry in entries:
+            if not entry.nbytes:
+                yield entry.name, _empty(entry)
+                continue
+            pin = next(left)
+            if pin is None:
+                raise opened.lost(entry.key)
+            yield entry.name, _over(pin, opened, entry, held)
+    except BaseException:
+        pins.release()
+        raise
+
+
+def _over(pin: Pin, opened: OpenedName, entry: TensorEntry, held: _Held) -> torch.Tensor:
+    """A tensor over a pinned object, or a copy of one that is not mapped."""
+    dtype = _dtype_of(entry)
+    pin.verify()
+    if pin.view.nbytes != entry.nbytes:
+        raise ConfigError(
+            f"the object of the tensor {entry.name!r} has {pin.view.nbytes} bytes, expected {entry.nbytes}",
+            setting="name",
+        )
+    if not pin.is_mapped:
+        tensor = _empty(entry)
+        _bytes_of(tensor)[:] = pin.view
+        return tensor
+    # torch.frombuffer would warn that the view is read-only; and this keeps store, version and pin for the tensor.
+    memory = (ctypes.c_ubyte * entry.nbytes).from_address(buffer_address(pin.view))
+    memory.held = held  # type: ignore[attr-defined]
+    weakref.finalize(memory, opened.defer, pin.release).atexit = False
+    return torch.frombuffer(memory, dtype=dtype).view(entry.shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(bytearray())
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def _empty(entry: TensorEntry) -> torch.Tensor:
+    dtype = _dtype_of(entry)
+    try:
+        return torch.empty(entry.shape, dtype=dtype)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the tensor {entry.name!r} of {dtype} and shape {entry.shape} cannot be made: {error}", setting="name"
+        ) from None
+
+
+def _dtype_of(entry: TensorEntry) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype, None)
+    # A quantized type is none of a dense tensor, and torch crashes when it is given one over a buffer.
+    if not isinstance(dtype, torch.dtype) or entry.dtype.startswith("q"):
+        raise ConfigError(
+            f"the tensor {entry.name!r} has the type {entry.dtype!r}, which no dense tensor of this torch has; use a "
+            "newer one",
+            setting="name",
+        )
+    expected = math.prod(entry.shape) * dtype.itemsize
+    if entry.nbytes != expected:
+        raise ConfigError(
+            f"the tensor {entry.name!r} of {dtype} and shape {entry.shape} has {entry.nbytes} bytes, expected "
+            f"{expected}",
+            setting="name",
+        )
+    return dtype

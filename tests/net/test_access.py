@@ -1,0 +1,127 @@
+"""Where access keys come from, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farpool.errors import ConfigError
+from farpool.net.access import AccessKey, Grant, client_key, load_keys
+from farpool.net.frames import Right
+
+SECRET = "0123456789abcdef"
+FILE = f"""
+[keys.trainer]
+secret = "{SECRET}"
+rights = ["read", "write", "publish"]
+tenant = 3
+
+[keys.monitor]
+secret = "{SECRET[::-1]}"
+rights = ["admin"]
+"""
+
+
+def private(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_file_gives_names_secrets_rights_and_tenants(tmp_path: Path) -> None:
+    assert load_keys(private(tmp_path / "keys.toml", FILE)) == {
+        "trainer": Grant(SECRET.encode(), Right.READ | Right.WRITE | Right.PUBLISH, 3),
+        "monitor": Grant(SECRET[::-1].encode(), Right.ADMIN, 0),
+    }
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_file_that_others_may_use_is_refused_with_the_command_that_helps(tmp_path: Path, mode: int) -> None:
+    path = private(tmp_path / "keys.toml", FILE)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"has mode {mode:04o}.*chmod 600 {path}"):
+        load_keys(path)
+    with pytest.raises(ConfigError, match=f"chmod 600 {path}"):
+        client_key(environment={"FARPOOL_KEY_FILE": str(path)})
+
+
+def entry(secret: str = f'"{SECRET}"', rights: str = '["read"]', name: str = "a", rest: str = "") -> str:
+    return f"[keys.{name}]\nsecret = {secret}\nrights = {rights}\n{rest}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has nothing, expected"),
+        ("[key.a]\n", r"has key, expected \[keys.NAME\]"),
+        ("keys = 3\n", "expected"),
+        ("[keys.a\n", "is no TOML"),
+        (b"\xff\xfe", "is not text in UTF-8"),
+        (entry(secret='"short"'), "keys.a has a secret of 5 bytes, expected at least 16"),
+        (entry(secret="5"), r"keys.a: .*`str`.*\$.secret"),
+        (entry(rights='["raed"]'), "keys.a.rights has 'raed', expected some of read, write, publish, admin"),
+        (entry(rights='["READ"]'), "has 'READ'"),
+        (entry(rest="tennant = 3"), "unknown field `tennant`"),
+        (entry(rest="tenant = -1"), r"\$.tenant"),
+        (entry(name='"a b"'), "has the name 'a b'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = private(tmp_path / "keys.toml", text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_keys(path)
+    assert str(path) in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_keys(tmp_path / "none")
+    with pytest.raises(ConfigError, match="is no file"):
+        load_keys("/dev/null")
+
+
+def test_a_key_is_a_name_a_colon_and_a_secret() -> None:
+    assert AccessKey.parse(f"trainer:{SECRET}:more") == AccessKey("trainer", f"{SECRET}:more".encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SECRET, "has no colon"),
+        (f":{SECRET}", "has the name ''"),
+        ("trainer:tooshort", "8 bytes, expected at least 16"),
+    ],
+)
+def test_what_is_no_key_is_refused_without_repeating_the_secret(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        AccessKey.parse(text, "--key")
+    assert "--key" in str(caught.value)
+    assert text.rpartition(":")[2] not in str(caught.value)
+
+
+def test_the_argument_wins_over_the_environment() -> None:
+    environment = {"FARPOOL_KEY": f"env:{SECRET}"}
+    assert client_key(f"arg:{SECRET}", environment) == AccessKey("arg", SECRET.encode())
+    assert client_key(AccessKey("arg", SECRET.encode()), environment) == AccessKey("arg", SECRET.encode())
+    assert client_key(None, environment) == AccessKey("env", SECRET.encode())
+
+
+def test_without_a_key_there_is_none() -> None:
+    assert client_key(None, {"FARPOOL_KEY": "", "FARPOOL_KEY_FILE": ""}) is None
+
+
+def test_a_key_file_holds_one_line(tmp_path: Path) -> None:
+    path = private(tmp_path / "key", f"file:{SECRET}\n")
+    assert client_key(None, {"FARPOOL_KEY_FILE": str(path)}) == AccessKey("file", SECRET.encode())
+
+
+def test_two_variables_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="FARPOOL_KEY and FARPOOL_KEY_FILE are both set"):
+        client_key(None, {"FARPOOL_KEY": f"env:{SECRET}", "FARPOOL_KEY_FILE": str(tmp_path)})
+
+
+def test_a_mistake_in_the_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="FARPOOL_KEY has no colon"):
+        client_key(None, {"FARPOOL_KEY": "nothing"})

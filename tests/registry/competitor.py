@@ -1,0 +1,29 @@
+"""A process that competes for one key: ``python -m tests.registry.competitor ADDRESS NAME TURNS``.
+
+It reads the key and writes its own mark where it found that revision, again and again, and prints what came of each
+turn as JSON: the revision that it read, the mark that it wrote, and the revision of its write (0 if another was first).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from farpool.registry import Condition, Put, open_registry
+
+
+def main() -> None:
+    address, name, turns = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    with open_registry(address, timeout=120.0) as registry:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for turn in range(turns):
+            entry = registry.get("contested")
+            read = entry.revision if entry else 0
+            mark = f"{name}/{turn}"
+            done = registry.commit([Condition("contested", read)], [Put("contested", mark.encode())])
+            print(json.dumps([read, mark, done.revision if done.succeeded else 0]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

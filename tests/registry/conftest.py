@@ -1,0 +1,60 @@
+"""Registries for tests: each test has one that is empty, of each kind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from farpool.registry import Registry
+from farpool.registry.sqlite import SqliteRegistry
+from tests.registry.cluster import ETCD, Cluster, running_cluster
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def single() -> Iterator[Cluster]:
+    """A cluster of one member, which stays up for all tests."""
+    if ETCD is None:
+        pytest.skip("etcd is not installed (Debian: etcd-server)")
+    with running_cluster(1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["sqlite", "etcd"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An address under which there is nothing yet."""
+    if request.param == "sqlite":
+        return str(tmp_path / "registry.sqlite")
+    cluster: Cluster = request.getfixturevalue("single")
+    return f"etcd://{cluster.hosts}/test-{next(_NUMBERS)}"
+
+
+@pytest.fixture
+def fresh(place: str) -> Iterator[Callable[[], Registry]]:
+    """Opens the same registry again and again."""
+    from farpool.registry import open_registry
+
+    opened: list[Registry] = []
+
+    def open_one() -> Registry:
+        opened.append(open_registry(place, timeout=60.0))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def registry(fresh: Callable[[], Registry]) -> Registry:
+    return fresh()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SqliteRegistry]:
+    with SqliteRegistry(tmp_path / "registry.sqlite", timeout=60.0) as registry:
+        yield registry

@@ -1,0 +1,197 @@
+"""What is special about the registry in a file: its format, its locks, its leases, writers that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError, RegistryLeaseError
+from farpool.registry import Condition, Delete, Put
+from farpool.registry import sqlite as module
+from farpool.registry.sqlite import SqliteRegistry
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "registry.sqlite"
+    with SqliteRegistry(path) as registry:
+        registry.commit([], [Put("a", b"1")])
+        for one in path.parent.iterdir():
+            assert stat.S_IMODE(one.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("CREATE TABLE other (a)", "is a SQLite file of something else; it was not touched"),
+        ("PRAGMA application_id = 7", "is a SQLite file of something else; it was not touched"),
+        (
+            f"PRAGMA application_id = {0x46505247}; PRAGMA user_version = 2",
+            "is a registry of version 2, this farpool reads version 1; use the farpool that made it",
+        ),
+        (None, "file is not a database"),
+    ],
+)
+def test_a_file_of_something_else_or_newer_is_refused_by_name_and_not_touched(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    path = tmp_path / "file"
+    if content is None:
+        path.write_bytes(b"no database" * 1000)
+    else:
+        connection = sqlite3.connect(path)
+        connection.executescript(content)
+        connection.close()
+    before = path.read_bytes()
+    with pytest.raises(RegistryError, match=said) as error:
+        SqliteRegistry(path)
+    assert str(path) in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_a_path_that_cannot_be_a_file_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RegistryDeniedError, match="cannot be opened: Is a directory"):
+        SqliteRegistry(tmp_path)
+    with pytest.raises(RegistryDeniedError, match="cannot be opened: Not a directory"):
+        SqliteRegistry(tmp_path / "file" / "registry")
+
+
+def test_a_file_that_another_process_has_locked_is_an_error_at_the_deadline_and_works_again_after(
+    file: SqliteRegistry,
+) -> None:
+    path = file.address.removeprefix("sqlite://")
+    file.commit([], [Put("a", b"1")])
+    locker = sqlite3.connect(path, isolation_level=None)
+    locker.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    with pytest.raises(RegistryAwayError, match="another process has had it locked for the 0") as error:
+        file.commit([], [Put("a", b"2")], timeout=0.5)
+    assert time.monotonic() - began >= 0.5
+    assert not error.value.uncertain
+    assert list(error.value.endpoints) == [file.address]
+    entry = file.get("a")  # reading goes on
+    assert entry is not None
+    assert entry.value == b"1"
+    locker.execute("COMMIT")
+    locker.close()
+    assert file.commit([], [Put("a", b"2")]).succeeded
+
+
+def test_leases_of_an_earlier_run_of_the_host_have_ended(file: SqliteRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = file.grant(10_000)
+    start = file.commit([], [Put("held", b"", lease), Put("free", b"")]).revision
+    monkeypatch.setattr(module, "_THIS_BOOT", "another")
+    assert [entry.key for entry in file.range("").entries] == ["free"]
+    with pytest.raises(RegistryLeaseError):
+        file.remaining(lease)
+    with pytest.raises(RegistryLeaseError):
+        file.keep_alive(lease)
+    file.commit([], [Put("free", b"2")])
+    with file.watch("", start) as watch:
+        assert [(entry.key, entry.deleted) for entry in watch.next(30.0).entries] == [("held", True), ("free", False)]
+    new = file.grant(10_000)
+    assert file.commit([], [Put("held", b"", new)]).succeeded
+    assert file.get("held") is not None
+
+
+def test_changes_are_forgotten_in_time_and_entries_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHANGES_KEPT", 500)
+    with SqliteRegistry(tmp_path / "r", timeout=60) as registry:
+        connection = registry._idle[0]
+        connection.execute("PRAGMA synchronous = OFF")  # a thousand times
+        registry.commit([], [Put("first", b"")])
+        for i in range(1100):
+            registry.commit([], [Put("other", str(i).encode())])
+        assert registry.get("first") is not None
+        assert 500 <= connection.execute("SELECT count(*) FROM change").fetchone()[0] <= 1500
+        with registry.watch("", 1) as watch, pytest.raises(RegistryError, match="keeps changes after revision 500"):
+            watch.next(0.0)
+
+
+WRITER = """
+import sys
+from farpool.registry import Condition, Delete, Put, open_registry
+registry = open_registry(sys.argv[1], timeout=60)
+turn = 0
+while True:
+    entries = {entry.key: entry for entry in registry.range("").entries}
+    conditions = [Condition(key, entries[key].revision if key in entries else 0) for key in ("a", "b", "c")]
+    value = str(turn).encode()
+    done = registry.commit(conditions, [Put("a", value), Put("b", value), Delete("c") if turn % 2 else Put("c", value)])
+    assert done.succeeded
+    turn += 1
+    print(turn, done.revision, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_point_leaves_all_of_a_transaction_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "registry"
+    for trial in range(8):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        told = [writer.stdout.readline() for _ in range(3 + trial)][-1]
+        writer.send_signal(signal.SIGKILL)
+        told = [told, *writer.communicate(timeout=60)[0].splitlines()][-1]
+        with SqliteRegistry(path, timeout=60) as registry:
+            entries = {entry.key: entry for entry in registry.range("").entries}
+            assert entries["a"].value == entries["b"].value
+            turn = int(entries["a"].value)
+            assert ("c" in entries) == (turn % 2 == 0)
+            told_turn, told_revision = map(int, told.split())
+            assert turn in (told_turn - 1, told_turn)  # what was confirmed is there
+            assert entries["a"].revision >= told_revision
+            assert {entry.revision for entry in entries.values()} == {entries["a"].revision}
+            registry.commit([Condition("a", entries["a"].revision)], [Delete("a"), Delete("b"), Delete("c")])
+            path_again = os.stat(path)
+    assert path_again.st_size
+
+
+def test_many_threads_that_make_the_same_file_at_once_agree(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def make(path: Path, together: threading.Barrier) -> None:
+        together.wait(60)
+        try:
+            SqliteRegistry(path, timeout=60).close()
+        except BaseException as error:
+            failures.append(error)
+
+    for trial in range(20):
+        together = threading.Barrier(6)
+        threads = [threading.Thread(target=make, args=(tmp_path / f"r{trial}", together)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not failures
+
+
+def test_many_processes_that_make_the_same_file_at_once_agree(tmp_path: Path) -> None:
+    code = """
+import sys
+from farpool.registry import Put, open_registry
+open_registry(sys.argv[1], timeout=60).commit([], [Put(sys.argv[2], b"")])
+"""
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "r"), f"k{i}"], cwd=ROOT, stderr=subprocess.PIPE)
+        for i in range(6)
+    ]
+    for one in started:
+        errors = one.communicate(timeout=120)[1]
+        assert one.returncode == 0, errors
+    with SqliteRegistry(tmp_path / "r") as registry:
+        assert len(registry.range("k").entries) == 6

@@ -1,0 +1,99 @@
+"""Write-once objects in memory, as a store keeps them: time to live, kept objects, eviction on demand."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from farpool.store.arguments import content_key
+from farpool.store.messages import Touched
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class MemoryStore:
+    """Like `farpool.Store` on one node, with a clock that stands until it is moved."""
+
+    replicas = 1
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.now = 0.0
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        self.kept: set[str] = set()
+        self.sent = 0  # values that came over the wire
+        self.requests = 0  # batches of puts and touches
+        self.away = False  # another node, which may have copies
+        self.largest = 0
+        self.pause = 0.0  # before an object is let go, so that others come in between
+
+    def put_content(self, value: Buffer) -> None:
+        self.put_many([(content_key(memoryview(value)), value)])
+
+    def put_many(self, items: Iterable[tuple[str, Buffer]], *, ttl: float | None = None, check: bool = False) -> None:
+        with self.lock:
+            self.requests += 1
+            self.expire()
+            for key, value in items:
+                data = bytes(value)
+                if key not in self.objects:
+                    self.sent += 1
+                    self.largest = max(self.largest, len(data))
+                    self.objects[key] = data, -math.inf
+                assert self.objects[key][0] == data
+                self.extend(key, ttl)
+
+    def get(self, key: str) -> bytes | None:
+        with self.lock:
+            self.expire()
+            return self.objects[key][0] if key in self.objects else None
+
+    def get_into_many(self, pairs: Iterable[tuple[str, Buffer]]) -> list[int | None]:
+        sizes: list[int | None] = []
+        for key, buffer in pairs:
+            data = self.get(key)
+            if data is not None:
+                memoryview(buffer).cast("B")[: len(data)] = data
+            sizes.append(None if data is None else len(data))
+        return sizes
+
+    def touch_many(self, keys: Iterable[str], ttl: float | None, *, keep: bool | None = None) -> Touched:
+        self.requests += 1
+        return Touched([int(self.touch(key, ttl, keep)) for key in keys], not self.away)
+
+    def touch(self, key: str, ttl: float | None, keep: bool | None) -> bool:
+        if keep is False:
+            time.sleep(self.pause)
+        with self.lock:
+            self.expire()
+            if key not in self.objects:
+                return False
+            if keep is False:
+                self.kept.discard(key)
+                self.objects[key] = self.objects[key][0], -math.inf
+            elif keep:
+                self.kept.add(key)
+            self.extend(key, ttl)
+            return True
+
+    def extend(self, key: str, ttl: float | None) -> None:
+        data, ends = self.objects[key]
+        self.objects[key] = data, max(ends, math.inf if ttl is None else self.now + ttl)
+
+    def expire(self) -> None:
+        for key in [key for key, (_, ends) in self.objects.items() if ends <= self.now and key not in self.kept]:
+            del self.objects[key]
+
+    def pass_time(self, seconds: float) -> None:
+        with self.lock:
+            self.now += seconds
+            self.expire()
+
+    def evict(self) -> None:
+        """Drop everything that is not kept, as a node does that needs the room."""
+        with self.lock:
+            self.objects = {key: self.objects[key] for key in self.kept if key in self.objects}

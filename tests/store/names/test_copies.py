@@ -1,0 +1,154 @@
+"""Copies of what names hold: as many as asked for, all of them kept, through losses, reads and repairs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from farpool.errors import NameLostError, QuotaExceededError
+from farpool.store import Store
+from farpool.store.names import Names
+from farpool.store.names.sending import Sending
+from tests.nodes import eventually
+from tests.store.local_nodes import MIB, LocalNode, store_over
+
+VALUE = [os.urandom(1000), os.urandom(200_000)]  # the second goes through mapped memory where that is
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[LocalNode]]:
+    made = [LocalNode(tmp_path, number) for number in range(3)]
+    yield made
+    for node in made:
+        node.kill()
+
+
+@pytest.fixture
+def store(nodes: list[LocalNode], tmp_path: Path) -> Iterator[Store]:
+    with store_over(nodes, 2, registry=tmp_path / "registry") as store:
+        yield store
+
+
+def kept(nodes: list[LocalNode]) -> list[str]:
+    """Every kept copy, by its key."""
+    found = []
+    for node in nodes:
+        if node.server is not None:
+            found += [entry[0].decode() for entry in node.server.list(0, b"", b"", 1000) if entry[6]]
+    return sorted(found)
+
+
+def read(store: Store, name: str) -> bytes:
+    with store.open(name) as opened:
+        return opened.read()
+
+
+def keys_of(store: Store, name: str) -> list[str]:
+    with store.open(name) as opened:
+        return [piece.key for piece in opened.manifest.pieces]
+
+
+def answering(store: Store) -> Callable[[], bool]:
+    return lambda: all(status.stats is not None for status in store.nodes())
+
+
+def test_a_name_has_all_its_copies_kept_though_a_node_dies_while_it_is_published(
+    nodes: list[LocalNode], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put_many({f"{number}": b"" for number in range(9)})  # all nodes have been met
+    announce = Sending._announce
+
+    def dies(sending: Sending, keys: list[str]) -> None:
+        nodes[0].kill()
+        announce(sending, keys)
+
+    monkeypatch.setattr(Sending, "_announce", dies)
+    assert store.publish("n", VALUE).objects == 3
+    assert set(map(kept(nodes).count, kept(nodes))) == {2}
+    assert len(kept(nodes)) == 6
+    assert read(store, "n") == b"".join(VALUE)
+
+
+def test_names_live_through_the_replacement_of_every_node_with_repairs_between(
+    nodes: list[LocalNode], store: Store
+) -> None:
+    store.publish("n", VALUE)
+    before = kept(nodes)
+    assert len(before) == 6
+    for node in nodes:
+        node.replace()
+        eventually(answering(store))
+        lost = len(before) - len(kept(nodes))
+        repaired = store.repair()
+        assert (repaired.endangered, repaired.mended) == (lost, lost)
+        assert kept(nodes) == before
+    listed = [entry for node in nodes if node.server is not None for entry in node.server.list(0, b"", b"", 1000)]
+    assert {(entry[5], entry[6]) for entry in listed} == {(2, True)}  # so many copies are asked for, and all are kept
+    for number in range(30):  # more than the nodes have
+        store.put(f"filler {number}", os.urandom(MIB))
+    assert kept(nodes) == before
+    assert read(store, "n") == b"".join(VALUE)
+
+
+def test_a_copy_that_its_node_was_not_told_to_keep_is_kept_after_a_repair(nodes: list[LocalNode], store: Store) -> None:
+    store.put("k", b"value", ttl=1000)
+    cluster = store._open()
+    first, second, third = cluster.order(b"k", cluster.deadline())
+    nodes[second].kill()
+    assert store.touch("k", None, keep=True)
+    nodes[second].restart()
+    eventually(answering(store))
+    assert kept(nodes) == ["k"]
+    repaired = store.repair()
+    assert (repaired.endangered, repaired.mended) == (1, 1)
+    assert kept([nodes[first], nodes[second]]) == ["k", "k"]
+    assert kept([nodes[third]]) == []
+    assert store.repair().endangered == 0
+
+
+def test_a_read_makes_a_missing_copy_again_and_it_is_kept(nodes: list[LocalNode], store: Store) -> None:
+    store.publish("n", VALUE)
+    keys = set(kept(nodes))
+    for node in nodes:
+        node.replace()
+        eventually(answering(store))
+        assert read(store, "n") == b"".join(VALUE)
+        eventually(lambda: all(kept(nodes).count(key) >= 2 for key in keys))
+
+
+def test_a_name_says_so_when_all_copies_are_gone(nodes: list[LocalNode], store: Store) -> None:
+    store.publish("n", VALUE)
+    lost = keys_of(store, "n")[1]
+    assert store.drop(lost)
+    with store.open("n") as opened, pytest.raises(NameLostError, match="publish the name again") as caught:
+        opened.read()
+    assert (caught.value.name, caught.value.version, caught.value.key) == ("n", 1, lost)
+    assert store.publish("n", VALUE).version == 2
+    assert read(store, "n") == b"".join(VALUE)
+
+
+def test_what_one_of_the_nodes_may_not_keep_is_not_published(
+    nodes: list[LocalNode], store: Store, tmp_path: Path
+) -> None:
+    with Names(store, tmp_path / "registry", hold=0.0) as names:
+        names.publish("n", b"before")
+        before = kept(nodes)
+        with pytest.raises(QuotaExceededError, match="7/8"):
+            names.publish("n", [os.urandom(MIB * 3 // 2) for _ in range(7)])  # 21 MiB of 24, on three nodes
+        assert read(store, "n") == b"before"
+        names.sweep()
+        assert kept(nodes) == before
+
+
+def test_a_touch_of_many_tells_how_many_copies_it_has_reached(nodes: list[LocalNode], store: Store) -> None:
+    store.put_many({f"{number}": b"value" for number in range(2000)}, ttl=100)
+    touched = store.touch_many([*(f"{number}" for number in range(2000)), "missing"], 200.0)
+    assert list(touched.copies) == [2] * 2000 + [0]
+    assert touched.complete
+    nodes[0].kill()
+    touched = store.touch_many([f"{number}" for number in range(2000)], 200.0)
+    assert set(touched.copies) == {1, 2}
+    assert not touched.complete

@@ -1,0 +1,104 @@
+"""Names while their registry is away, or members of it are: reading what is known goes on, publishing says so."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from farpool.errors import NameMissingError, RegistryAwayError
+from farpool.registry.sqlite import SqliteRegistry
+from farpool.store.names import Names
+from tests.registry.cluster import Cluster, needs_etcd, running_cluster
+from tests.store.names.memory_store import MemoryStore
+
+LONG = 120.0
+
+
+def published(names: Names, value: bytes) -> None:
+    names.publish("n", value)
+    with names.open("n") as opened:
+        assert opened.held
+        assert opened.read() == value
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_publishing_goes_on_while_a_member_is_killed_and_another_stopped_in_turn() -> None:
+    with running_cluster(3) as cluster, _names(cluster, LONG) as names:
+        for turn, member in enumerate(cluster.members * 2):
+            published(names, b"before %d" % turn)
+            if turn % 2:
+                member.kill()
+            else:
+                member.stop()
+            try:
+                published(names, b"while %d" % turn)
+            finally:
+                if turn % 2:
+                    cluster.start(member)
+                else:
+                    member.go_on()
+            cluster.wait()
+        assert [info.version for info in names.history("n")] == list(range(1, 13))
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_without_a_majority_known_names_are_read_and_nothing_is_published() -> None:
+    with running_cluster(3) as cluster, _names(cluster, 3.0) as names, _names(cluster, 3.0) as stranger:
+        while names.info("n") is None:
+            names.publish("n", b"value")
+        before = names.history("n")
+        for member in cluster.members[:2]:
+            member.stop()
+        try:
+            for _ in range(3):
+                with names.open("n") as opened:
+                    assert opened.read() == b"value"
+                    assert not opened.held
+            assert names.info("n") == before[-1]
+            for call in (
+                lambda: names.publish("n", b"other"),
+                lambda: names.unpublish("n"),
+                lambda: names.list_names(),
+                lambda: names.open("unknown"),
+                lambda: stranger.open("n"),
+            ):
+                with pytest.raises(RegistryAwayError, match=r"has failed since \d\d:\d\d:\d\d UTC"):
+                    call()
+        finally:
+            for member in cluster.members[:2]:
+                member.go_on()
+        cluster.wait()
+        with _names(cluster, LONG) as later:
+            assert later.history("n") == before
+
+
+def test_a_locked_file_does_not_stop_readers(tmp_path: Path) -> None:
+    path, store = tmp_path / "registry", MemoryStore()
+    with SqliteRegistry(path, timeout=LONG) as registry, Names(store, registry, timeout=0.5) as names:
+        names.publish("n", b"value")
+        locker = sqlite3.connect(path, isolation_level=None)
+        locker.execute("BEGIN IMMEDIATE")
+        with names.open("n") as opened:
+            assert opened.read() == b"value"
+            assert not opened.held
+        with pytest.raises(RegistryAwayError, match="another process has had it locked"):
+            names.publish("n", b"other")
+        locker.execute("COMMIT")
+        locker.close()
+        time.sleep(2.1)  # until the registry is asked again
+        published(names, b"third")
+        assert [info.version for info in names.history("n")] == [1, 2]
+        with pytest.raises(NameMissingError):
+            names.open("unknown")
+
+
+def _names(cluster: Cluster, timeout: float) -> Names:
+    return Names(_STORE, f"etcd://{cluster.hosts}", timeout=timeout)
+
+
+_STORE = MemoryStore()
