@@ -239,6 +239,8 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
             # The copies of others can be read, if nothing else, so none of them may take all the time.
             _pin_at(cluster, keys, places, pins, ttl_ms, until, share_of(deadline, last=False))
         left = [number for number, pinned in enumerate(pins) if pinned is None]
+        if not left:
+            return Pins(pins)
         copies = fetch(cluster, [keys[number] for number in left], [None] * len(left), deadline)
         for number, found in zip(left, results(copies, len(keys) - len(left)), strict=True):
             if found is not None:
