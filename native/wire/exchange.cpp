@@ -1,6 +1,7 @@
 #include "wire/exchange.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
@@ -13,7 +14,8 @@ namespace farpool {
 
 namespace {
 
-constexpr std::size_t turn_nbytes = std::size_t{256} << 10;  // sent to one node before the next has its turn
+// Sent to one node before the next has its turn: as much as a socket of loopback takes at once.
+constexpr std::size_t turn_nbytes = std::size_t{512} << 10;
 constexpr std::size_t shared_nbytes = 4096;                  // smaller checksums are not worth to be remembered
 
 // By the payload: whoever sends the same bytes to two nodes gives the same pieces twice.
@@ -30,11 +32,11 @@ public:
     Connection& connection() const noexcept { return connection_; }
 
     // Sends and receives what can be without waiting.
-    void advance(std::span<Ask> asks, Sums& sums, const Place& place, std::size_t turn) {
+    void advance(std::span<Ask> asks, Sums& sums, const Place& place, bool alone) {
         try {
-            send(asks, sums, turn);
+            send(asks, sums, alone);
             while (open() && received_ < sent_ && receive(asks, place)) {
-                send(asks, sums, turn);
+                send(asks, sums, alone);
             }
         } catch (const PortFailure& failure) {
             fail(asks, failure.error());
@@ -60,7 +62,7 @@ public:
     }
 
 private:
-    void send(std::span<Ask> asks, Sums& sums, std::size_t turn) {
+    void send(std::span<Ask> asks, Sums& sums, bool alone) {
         for (;;) {
             if (!outgoing_) {
                 if (sent_ == asks_.size() || sent_ - received_ >= window || (sent_ > received_ && nbytes_ >= window_nbytes)) {
@@ -69,13 +71,13 @@ private:
                 const Request& request = asks[asks_[sent_]].request;
                 PayloadSum* sum = nullptr;
                 if (request.nbytes >= shared_nbytes) {
-                    sum = &sums.try_emplace(request.payload.data(), request.payload, request.nbytes).first->second;
+                    sum = &sums.try_emplace(request.payload.data(), request.payload, request.nbytes, alone).first->second;
                 }
                 outgoing_ = connection_.begin(request, sum);
                 ++sent_;
                 nbytes_ += request.nbytes;
             }
-            if (!connection_.send_some(*outgoing_, turn)) {
+            if (!connection_.send_some(*outgoing_, alone ? std::numeric_limits<std::size_t>::max() : turn_nbytes)) {
                 return;
             }
             outgoing_.reset();
@@ -158,13 +160,17 @@ std::uint64_t moved(const std::vector<Lane>& lanes) {
 
 void exchange(std::span<Ask> asks, const Place& place, double deadline) {
     std::vector<Lane> lanes;
+    bool large = false;
     for (std::size_t number = 0; number < asks.size(); ++number) {
         Connection* const connection = asks[number].connection;
         const auto lane = std::find_if(lanes.begin(), lanes.end(), [&](Lane& one) { return &one.connection() == connection; });
         (lane == lanes.end() ? lanes.emplace_back(*connection) : *lane).add(number);
+        large = large || asks[number].request.nbytes >= PayloadSum::worth_it;
     }
     Sums sums;
-    const std::size_t turn = lanes.size() > 1 ? turn_nbytes : std::size_t{1} << 40;
+    // Nodes on this host that all copy and verify need the cores more than another thread of this program's, or a busy look.
+    const bool alone = lanes.size() == 1;
+    const bool spins = alone || !large;
     double spin_until = 0;
     std::uint64_t before = 0;
     try {
@@ -173,7 +179,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
             bool sending = false;
             for (Lane& lane : lanes) {
                 if (lane.open()) {
-                    lane.advance(asks, sums, place, turn);
+                    lane.advance(asks, sums, place, alone);
                     open = open || lane.open();
                     sending = sending || (lane.open() && lane.sending());
                 }
@@ -197,7 +203,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
                 return;
             }
             // A socket that is full is one whose node has more to do than this side: it gets the processor.
-            if (now < spin_until && !sending) {
+            if (spins && now < spin_until && !sending) {
                 relax(attempt);
             } else {
                 await(lanes, deadline);

@@ -98,9 +98,9 @@ private:
 
 std::atomic<Summer*> Summer::current_ = nullptr;
 
-PayloadSum::PayloadSum(Parts parts, std::size_t nbytes) noexcept
+PayloadSum::PayloadSum(Parts parts, std::size_t nbytes, bool helped) noexcept
     : parts_(parts), data_(parts.size() == 1 ? static_cast<const std::byte*>(parts[0].iov_base) : nullptr), nbytes_(nbytes) {
-    if (nbytes >= worth_it && data_ != nullptr) {
+    if (helped && nbytes >= worth_it && data_ != nullptr) {
         Summer* const summer = Summer::of_this_process();
         summer_ = summer != nullptr && summer->offer(this) ? summer : nullptr;
     }

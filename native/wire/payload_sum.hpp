@@ -17,8 +17,8 @@ public:
     // Below this, waking a thread costs about as much as it saves.
     static constexpr std::size_t worth_it = std::size_t{256} << 10;
 
-    // Of pieces that follow each other; several are summed up by the caller alone.
-    PayloadSum(Parts parts, std::size_t nbytes) noexcept;
+    // Of pieces that follow each other. Several pieces, and what is not to be `helped`, are summed up by the caller alone.
+    PayloadSum(Parts parts, std::size_t nbytes, bool helped = true) noexcept;
     ~PayloadSum();
     PayloadSum(const PayloadSum&) = delete;
     PayloadSum& operator=(const PayloadSum&) = delete;
