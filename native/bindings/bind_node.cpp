@@ -177,17 +177,18 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("session"), nb::arg("tenant"))
         .def(
-            "list",
-            [](Server& self, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix, std::size_t limit) {
+            "list_some",
+            [](Server& self, std::uint32_t tenant, std::uint64_t place, const nb::bytes& after, const nb::bytes& prefix,
+               std::size_t limit) {
                 const std::string_view from = as_view(after);
                 const std::string_view with = as_view(prefix);
                 nb::list found;
-                for (const Listed& one : refusing([&] { return self.list(tenant, from, with, limit); })) {
+                for (const Listed& one : refusing([&] { return self.list_some(tenant, place, from, with, limit); })) {
                     found.append(nb::make_tuple(as_bytes(one.key), one.serial, one.nbytes, one.ttl_ms, one.pins, one.copies, one.kept));
                 }
-                return found;
+                return nb::make_tuple(found, place);
             },
-            nb::arg("tenant"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"))
+            nb::arg("tenant"), nb::arg("place"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"))
         .def("stats",
              [](Server& self) {
                  Server::Stats stats;

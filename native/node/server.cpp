@@ -23,6 +23,7 @@ namespace {
 
 constexpr std::size_t scratch_nbytes = 64 * 1024;
 constexpr std::size_t swept_slots = 20'000;
+constexpr std::size_t listed_slices = 32;  // in one turn
 constexpr std::size_t largest_events = 10'000;
 constexpr auto tick_period = std::chrono::seconds(1);
 
@@ -301,21 +302,22 @@ int Server::objects_visited(std::uint64_t session, std::uint32_t tenant) {
 }
 
 // In slices, and asleep for as long as each has taken: so whoever lists leaves the others most of the time, however much it asks.
-std::vector<Listed> Server::list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit) {
-    const std::lock_guard alone(listing_);
+// A whole walk is for the caller to go on with, who lets others have their turns in between.
+std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
+                                      std::size_t limit) {
     std::vector<Listed> found;
-    std::uint64_t place = 0;
-    for (bool begun = false; found.size() < limit && (!begun || place != 0); begun = true) {
+    for (std::size_t slice = 0; slice < listed_slices; ++slice) {
         const Clock::time_point before = Clock::now();
         {
             const Hold hold(mutex_);
             Objects& objects = objects_of(tenant);
-            place = begun ? place : objects.place_of(after);
+            place = place == 0 ? objects.place_of(after) : place;
             objects.list(place, after, prefix, limit, found);
         }
-        if (place != 0 && found.size() < limit) {
-            std::this_thread::sleep_for(Clock::now() - before);
+        if (place == 0 || found.size() >= limit) {
+            break;
         }
+        std::this_thread::sleep_for(Clock::now() - before);
     }
     return found;
 }

@@ -102,7 +102,10 @@ public:
     std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
     // A descriptor, the caller's, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
     int objects_visited(std::uint64_t session, std::uint32_t tenant);
-    std::vector<Listed> list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit);
+    // A part of a walk over a tenant's objects: what lies from `place` on (0 at first) behind the key `after`, until there are at
+    // least `limit` or enough was looked at for one turn; moves `place`, to 0 at the end.
+    std::vector<Listed> list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
+                                  std::size_t limit);
     Stats stats();
     std::map<std::uint32_t, TenantStats> tenants();
     std::vector<Event> events();
@@ -268,7 +271,6 @@ private:
     Counts counts_;
     std::vector<std::byte> scratch_;
     std::mutex mutex_;
-    std::mutex listing_;  // one walk over a tenant's objects at a time
     std::atomic<bool> stopping_{false};
     bool stopped_ = false;
     std::thread thread_;

@@ -470,15 +470,16 @@ class NodeServer:
     def objects_visited(self, session: int, tenant: int) -> int:
         """A descriptor, the caller's, of the session's own marks of visits: memory that has no name. QuotaExceededError where too
         many sessions of the tenant have some, or its share has no room for more."""
-    def list(
-        self, tenant: int, after: bytes, prefix: bytes, limit: int
-    ) -> builtins.list[tuple[bytes, int, int, int, int, int, bool]]:
-        """Key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if it is kept, of at least `limit` objects
-        if there are as many, from behind the key `after` on."""
+    def list_some(
+        self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int
+    ) -> tuple[list[tuple[bytes, int, int, int, int, int, bool]], int]:
+        """Key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if it is kept, of objects behind the key
+        `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at first
+        it is 0), 0 at the end."""
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
         """By tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and guaranteed."""
-    def events(self) -> builtins.list[tuple[str, int, str]]:
+    def events(self) -> list[tuple[str, int, str]]:
         """Kind, session and text of what happened since the last call."""
 
 class Mode(IntEnum):

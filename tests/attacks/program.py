@@ -24,6 +24,7 @@ MODULES = (
     "foreign_session",
     "idle_sockets",
     "quotas",
+    "many_lists",
     "one_host",
     "overwritten",
     "kill_with_nvme",

@@ -31,6 +31,8 @@ CURED = frozenset(
         "idle_sockets.at_the_metrics",
         "idle_sockets.before_the_handshake",
         "kill_with_nvme.kill_at_random",
+        "many_lists.beside_another_list",
+        "many_lists.beside_other_calls",
         "one_failure.one_holder_killed",
         "one_host.open_other_tenants_files",
         "one_host.reopen_for_writing",

@@ -16,8 +16,9 @@ from farpool.net.frames import Frame, FrameReader, Op, Status, pack_frame
 from farpool.net.handshake import Accepted
 from farpool.net.refusals import status_of
 from farpool.node.arrival import Arrival
-from farpool.node.calls import make_call, parse_call
+from farpool.node.calls import List, check_right, make_call, parse_call
 from farpool.node.exposures import Exposures
+from farpool.node.listing import Lists
 from farpool.node.logs import log
 
 __all__ = ["STALL_SECONDS", "ControlService"]
@@ -45,6 +46,11 @@ class ControlService:
         self._server = server
         self._stats = stats
         self._exposures = exposures
+        self._lists = Lists(server)
+
+    def close(self) -> None:
+        """End the thread that lists. No connection is served any more."""
+        self._lists.close()
 
     async def serve(self, connection: Arrival, client: Accepted) -> None:
         """Answer calls until the connection ends. The caller closes it, and holds the client's session meanwhile."""
@@ -86,6 +92,9 @@ class ControlService:
             if frame.op != Op.CALL:
                 raise ValueError(f"operation {frame.op} on a control connection, expected {Op.CALL.value} (call)")
             call = parse_call(frame.meta)
+            if isinstance(call, List):
+                check_right(call, client)
+                return Status.DONE, await self._lists.answer(call, client), []
             # In a thread, as memory that is lent may have to be made first.
             result, files = await asyncio.to_thread(
                 make_call, call, client, self._server, self._stats, self._exposures, own=connection.is_own

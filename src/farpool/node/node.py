@@ -244,6 +244,7 @@ class Node:
         identity = Identity(self.name, os.urandom(16), own, self._capacity, host_id(), str(folder.socket_path))
         access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
         control = ControlService(server, self.stats, exposures)
+        undo.callback(control.close)
         listener = Listener([listening, local], access, server, control)
         self._server, self._listener = server, listener
         listener.start()
