@@ -61,7 +61,7 @@ Server::Server(Settings settings)
         } else {
             lent_ += lease->nbytes();
             budget_.lend(lease->tenant, lease->nbytes());
-            ++charges_[lease->tenant].leases;
+            quotas_.lend({lease->tenant, lease->owner}, lease->nbytes());
             sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since = Clock::now();
         }
     }
@@ -233,6 +233,7 @@ void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, s
         fail("epoll_ctl");
     }
     ++holder.connections;
+    quotas_.connect(holder.charged());
     if (adopted.socket.pending()) {
         again_.emplace_back(fd, adopted.number);
         wake();
@@ -363,7 +364,8 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t use = budget_.use(tenant);
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
-        found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant)});
+        found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
+                                          quotas_.of_tenant(tenant)});
     }
     for (const auto& lease : leases_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {
@@ -434,6 +436,7 @@ void Server::close_peer(Peer& peer) {
             preparing.left_alone = Clock::now();
         }
     }
+    quotas_.disconnect(session.charged());
     if (--session.connections == 0) {
         session.empty_since = Clock::now();
     }

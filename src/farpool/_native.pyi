@@ -449,10 +449,14 @@ class NodeServer:
         another tenant's or another access key's."""
     def expect_tenants(self, tenants: set[int]) -> None:
         """Those that may come: what a tenant holds so that it cannot be evicted leaves room for the shares of the others."""
+    def expect_keys(self, keys: Mapping[str, tuple[int, bool, int]]) -> None:
+        """The access keys that may come: the tenant of each, True if it has a right with which it can hold something, and the
+        bytes that it may hold, 0 where nobody says."""
     def end_key(self, key: str) -> None:
         """Close all connections that were opened with this access key."""
     def hold(self, session: int, tenant: int, key: str) -> None:
-        """One more connection that the server does not serve itself keeps the session alive. AccessDeniedError as above."""
+        """One more connection that the server does not serve itself keeps the session alive. AccessDeniedError as above,
+        QuotaExceededError where the key or its tenant has too many connections."""
     def drop(self, session: int) -> None: ...
     def lend(self, session: int, tenant: int, nbytes: int) -> int:
         """The new lease's number. NodeFullError where there is no room, QuotaExceededError where the session or its tenant has too much."""
@@ -478,7 +482,11 @@ class NodeServer:
         it is 0), 0 at the end."""
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
-        """By tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and guaranteed."""
+        """By tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and guaranteed; pins,
+        preparations, leases and connections."""
+    def keys(self) -> dict[str, dict[str, int]]:
+        """By name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes, pins,
+        preparations, leases and connections."""
     def events(self) -> list[tuple[str, int, str]]:
         """Kind, session and text of what happened since the last call."""
 

@@ -22,7 +22,7 @@ OTHER = Key("other", tenant=1)
 
 @attack
 def beside_other_calls(lab: Lab, harmless: bool) -> Outcome:
-    """Ask for 64 lists with a prefix that no object has, and call `stats` as another tenant; the control asks for one."""
+    """Ask for 64 lists with a prefix that nobody has, and call `stats` as another tenant; the control asks for one."""
     node, asked = filled(lab), 1 if harmless else LISTS
     with ExitStack() as open_until, node.connect(OTHER, purpose="control") as calls, node.connect(OTHER) as data:
         assert data.put(b"key", b"value").done

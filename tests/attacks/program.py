@@ -25,6 +25,8 @@ MODULES = (
     "idle_sockets",
     "quotas",
     "many_lists",
+    "many_sessions",
+    "idle_clients",
     "one_host",
     "overwritten",
     "kill_with_nvme",

@@ -24,9 +24,7 @@ class TurnByTurn:
         self.go_on = threading.Event()
         self._last = turns
 
-    def list_some(
-        self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int
-    ) -> tuple[list[Entry], int]:
+    def list_some(self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int) -> tuple[list[Entry], int]:
         assert self.go_on.wait(20)
         self.turns.append((tenant, prefix))
         place += 1
@@ -98,7 +96,8 @@ def test_a_list_whose_client_has_gone_leaves_its_place_to_the_next() -> None:
     async def given_up() -> dict[str, Any]:
         with lists_of(server) as lists:
             first, second = (
-                asyncio.create_task(lists.answer(List(prefix=prefix), client(1, "a"))) for prefix in (b"first", b"second")
+                asyncio.create_task(lists.answer(List(prefix=prefix), client(1, "a")))
+                for prefix in (b"first", b"second")
             )
             await asyncio.sleep(0)
             first.cancel()
