@@ -91,7 +91,8 @@ std::string Quotas::refusal(const Owner& owner, std::size_t Charges::* what, std
     return {};
 }
 
-std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes) const {
+// Pins leave an eighth to publishes, as they do in a tenant's share. One publish may always be.
+std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use use) const {
     const auto key = keys_.find(owner);
     const bool is_told = key != keys_.end() && key->second.nbytes > 0;
     if (!is_told && expected_of(owner.first).holders <= 1) {
@@ -100,12 +101,13 @@ std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes) con
     if (nbytes > budget_.limit) {
         return {};  // which has an answer of its own
     }
-    const std::uint64_t most = is_told ? key->second.nbytes : budget_.share_of_fixed(owner.first) / 2;
+    const std::uint64_t all = is_told ? key->second.nbytes : budget_.share_of_fixed(owner.first) / 2;
+    const std::uint64_t most = use == Use::pin ? all - all / 8 : all;
     const std::uint64_t has = of_key(owner).nbytes;
-    if (nbytes <= most && has <= most - nbytes) {
+    if ((nbytes <= most && has <= most - nbytes) || (use == Use::publish && has == 0)) {
         return {};
     }
-    return "the access key may hold " + counted(most, "bytes") + " in leases, pins and unfinished publishes (" +
+    return "the access key may hold " + counted(most, "bytes") + (use == Use::pin ? " before it pins more (7/8 of " : " in leases, pins and unfinished publishes (") +
            (is_told ? "its bytes in the node's keys file" : "half of its tenant's share; its bytes in the node's keys file may say more") +
            "), it has " + std::to_string(has) + " and asks for " + std::to_string(nbytes);
 }
@@ -131,19 +133,19 @@ std::string Quotas::pin_refusal(const Owner& owner, std::size_t of_session, std:
     if (text.empty()) {
         const auto held = held_.find(owner);
         const bool is_pinned = held != held_.end() && held->second.pinned.contains(extent);
-        text = is_pinned ? std::string() : nbytes_refusal(owner, nbytes);
+        text = is_pinned ? std::string() : nbytes_refusal(owner, nbytes, Use::pin);
     }
     return text;
 }
 
 std::string Quotas::preparation_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const {
     std::string text = refusal(owner, &Charges::preparations, of_session, "unfinished publishes");
-    return text.empty() ? nbytes_refusal(owner, nbytes) : text;
+    return text.empty() ? nbytes_refusal(owner, nbytes, Use::publish) : text;
 }
 
 std::string Quotas::lease_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const {
     std::string text = refusal(owner, &Charges::leases, of_session, "leases");
-    text = text.empty() ? nbytes_refusal(owner, nbytes) : text;
+    text = text.empty() ? nbytes_refusal(owner, nbytes, Use::lease) : text;
     return text.empty() ? descriptor_refusal(owner) : text;
 }
 

@@ -74,7 +74,8 @@ private:
     void discharge(const Owner& owner, std::size_t Charges::* what, std::uint64_t nbytes);
     Expected expected_of(std::uint32_t tenant) const;
     std::string refusal(const Owner& owner, std::size_t Charges::* what, std::size_t of_session, const char* things) const;
-    std::string nbytes_refusal(const Owner& owner, std::uint64_t nbytes) const;
+    enum class Use { lease, pin, publish };
+    std::string nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use use) const;
     std::string descriptor_refusal(const Owner& owner) const;
 
     const Budget& budget_;

@@ -101,13 +101,15 @@ def test_an_object_that_a_key_pins_often_counts_once(tmp_path: Path) -> None:
         places = [reader.pin(b"a")[0] for reader in readers for _ in range(8)]
         told = server.keys()["one"]
         assert (told["pins"], told["held"] <= MIB) == (16, True)
-        for name in (b"b", b"c", b"d"):
+        for name in (b"b", b"c"):
             readers[0].pin(name)
+        assert readers[0].pinned(b"d").status == Status.BUSY  # an eighth is left to publishes
+        readers[0].prepare(b"published", MIB // 2)
         refused = readers[1].pinned(b"e")
         assert refused.status == Status.BUSY
         assert b"the access key may hold" in refused.meta
         assert writer.pinned(b"e").status == Status.DONE
-        assert server.tenants()[1]["pins"] == 20
+        assert server.tenants()[1]["pins"] == 19
         for number, place in enumerate(places):
             assert readers[number // 8].unpin(place, serials[b"a"]) == Status.DONE
         assert readers[1].pinned(b"e").status == Status.DONE
@@ -130,6 +132,18 @@ def test_unfinished_publishes_of_a_key_count_until_they_end(tmp_path: Path) -> N
         first.connection.close()
         until(lambda: server.keys()["one"]["preparations"] == 0, "what a session that has gone had prepared stays")
         assert server.keys()["one"]["held"] == 0
+
+
+def test_one_publish_of_a_key_may_be_larger_than_what_it_may_hold(tmp_path: Path) -> None:
+    with node(tmp_path, 16 * MIB) as server:
+        server.expect_tenants({1, 2})
+        server.expect_keys(TWO_KEYS)
+        peer = Peer(server, session=1, tenant=1, key="one")
+        offset, serial = peer.prepare(b"large", 6 * MIB)
+        assert peer.prepared(b"small", 1).status == Status.BUSY
+        assert peer.abort(offset, serial) == Status.DONE
+        peer.prepare(b"small", 1)
+        assert peer.prepared(b"large", 6 * MIB).status == Status.BUSY
 
 
 def test_a_key_has_half_of_its_tenants_unfinished_publishes_in_all_its_sessions(tmp_path: Path) -> None:
