@@ -2,6 +2,8 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include "bindings.hpp"
 #include "node/server.hpp"
@@ -45,6 +47,13 @@ nb::dict as_dict(const Server::Stats& stats) {
     made["checksum_errors"] = stats.checksum_errors;
     made["bad_frames"] = stats.bad_frames;
     return made;
+}
+
+void add_charges(nb::dict& made, const farpool::Quotas::Charges& charges) {
+    made["pins"] = charges.pins;
+    made["preparations"] = charges.preparations;
+    made["leases"] = charges.leases;
+    made["connections"] = charges.connections;
 }
 
 [[noreturn]] void fail_lease(const std::string& message) { throw nb::key_error(message.c_str()); }
@@ -98,6 +107,18 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), nb::arg("key"))
         .def("expect_tenants", &Server::expect_tenants, nb::arg("tenants"), Released())
+        .def(
+            "expect_keys",
+            [](Server& self, const std::map<std::string, std::tuple<std::uint32_t, bool, std::uint64_t>>& keys) {
+                std::map<std::string, Server::ExpectedKey> expected;
+                for (const auto& [name, key] : keys) {
+                    const auto& [tenant, holds, nbytes] = key;
+                    expected.emplace(name, Server::ExpectedKey{tenant, {holds, nbytes}});
+                }
+                nb::gil_scoped_release release;
+                self.expect_keys(expected);
+            },
+            nb::arg("keys"))
         .def(
             "end_key", [](Server& self, const std::string& key) { self.end_key(key); }, nb::arg("key"), Released())
         .def(
@@ -177,17 +198,18 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("session"), nb::arg("tenant"))
         .def(
-            "list",
-            [](Server& self, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix, std::size_t limit) {
+            "list_some",
+            [](Server& self, std::uint32_t tenant, std::uint64_t place, const nb::bytes& after, const nb::bytes& prefix,
+               std::size_t limit) {
                 const std::string_view from = as_view(after);
                 const std::string_view with = as_view(prefix);
                 nb::list found;
-                for (const Listed& one : refusing([&] { return self.list(tenant, from, with, limit); })) {
+                for (const Listed& one : refusing([&] { return self.list_some(tenant, place, from, with, limit); })) {
                     found.append(nb::make_tuple(as_bytes(one.key), one.serial, one.nbytes, one.ttl_ms, one.pins, one.copies, one.kept));
                 }
-                return found;
+                return nb::make_tuple(found, place);
             },
-            nb::arg("tenant"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"))
+            nb::arg("tenant"), nb::arg("place"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"))
         .def("stats",
              [](Server& self) {
                  Server::Stats stats;
@@ -208,7 +230,20 @@ void bind_node(nb::module_& m) {
                      made["taken"] = stats.taken;
                      made["lent"] = stats.lent;
                      made["share"] = stats.share;
+                     add_charges(made, stats.charges);
                      found[nb::int_(tenant)] = made;
+                 }
+                 return found;
+             })
+        .def("keys",
+             [](Server& self) {
+                 nb::dict found;
+                 for (const auto& [name, stats] : refusing([&] { return self.keys(); })) {
+                     nb::dict made;
+                     made["tenant"] = stats.tenant;
+                     made["held"] = stats.charges.nbytes;
+                     add_charges(made, stats.charges);
+                     found[name.c_str()] = made;
                  }
                  return found;
              })

@@ -18,6 +18,18 @@ namespace fs = std::filesystem;
 
 namespace {
 
+// A whole walk, turn after turn.
+std::vector<Listed> walked(Server& server, std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit) {
+    std::uint64_t place = 0;
+    std::vector<Listed> found = server.list_some(tenant, place, after, prefix, limit);
+    while (place != 0 && found.size() < limit) {
+        for (Listed& one : server.list_some(tenant, place, after, prefix, limit - found.size())) {
+            found.push_back(std::move(one));
+        }
+    }
+    return found;
+}
+
 constexpr int acts = 6000;
 constexpr std::size_t most_clients = 10;
 constexpr std::uint64_t absurd = std::uint64_t{1} << 40;  // a counter that fell below zero is beyond this
@@ -166,7 +178,7 @@ void World::look() {
     const std::string prefix = dice_.one_in(2) ? std::string() : std::string("key-1");
     std::map<std::string, int> seen;
     for (std::string after;;) {
-        const auto listed = server_->list(tenant, after, prefix, 1 + dice_.below(20));
+        const auto listed = walked(*server_, tenant, after, prefix, 1 + dice_.below(20));
         for (const Listed& one : listed) {
             require(one.key.starts_with(prefix) && (tenant == chaos || ++seen[one.key] == 1), "a wrong listing");
         }
@@ -215,7 +227,7 @@ void World::restart() {
     if (damaged) {  // nothing that is in there can be vouched for
         for (const std::uint32_t tenant : {1u, 2u, 3u}) {
             for (std::string after;;) {
-                const auto listed = server_->list(tenant, after, {}, 50);
+                const auto listed = walked(*server_, tenant, after, {}, 50);
                 if (listed.empty()) {
                     break;
                 }
@@ -280,7 +292,7 @@ void World::drop_all(std::uint32_t tenant) {
     int theirs = -1;
     clients_.push_back(std::make_unique<Client>(theirs, 100 + tenant, tenant, 15, &books_[tenant], false));
     server_->adopt(Stream(theirs), 100 + tenant, tenant, 15, "");
-    for (auto listed = server_->list(tenant, {}, {}, 1000); !listed.empty(); listed = server_->list(tenant, {}, {}, 1000)) {
+    for (auto listed = walked(*server_, tenant, {}, {}, 1000); !listed.empty(); listed = walked(*server_, tenant, {}, {}, 1000)) {
         for (const Listed& one : listed) {
             clients_.back()->ask({make_header(Op::drop), one.key, {}}, {});
             clients_.back()->push(1 << 20);

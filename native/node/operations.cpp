@@ -367,10 +367,9 @@ void Server::answer_pin(Peer& peer) {
 
 void Server::pin(Peer& peer, const Found& found, Reply& answer, std::uint64_t ttl_ms) {
     Session& session = sessions_.at(peer.session);
-    Charges& charges = charges_[peer.tenant];
-    if (session.pins.size() >= most_of_session.pins || charges.pins >= most_of_tenant.pins) {
-        return refuse(answer, Status::busy, "a session may hold " + std::to_string(most_of_session.pins) + " pins, a tenant " +
-                                                std::to_string(most_of_tenant.pins));
+    const std::uint64_t room = peer.objects->room_of(found);
+    if (std::string refusal = quotas_.pin_refusal(session.charged(), session.pins.size(), found.offset, room); !refusal.empty()) {
+        return refuse(answer, Status::busy, std::move(refusal));
     }
     if (!peer.objects->may_fix(found)) {
         return refuse(answer, Status::busy, beyond_share);
@@ -381,7 +380,7 @@ void Server::pin(Peer& peer, const Found& found, Reply& answer, std::uint64_t tt
                                                        std::pair(peer.session, place));
     peer.objects->pin(found);
     peer.objects->count_lent_out(1);
-    ++charges.pins;
+    quotas_.pin(session.charged(), found.offset, room);
     session.last_pin += session.last_pin + 1 == 0 ? 2 : 1;  // 0 stands for any
     session.pins.emplace(place, Pinned{found.offset, found.serial, session.last_pin, ending});
     answer.header.serial = found.serial;
@@ -414,18 +413,17 @@ void Server::answer_prepare(Peer& peer) {
         return;
     }
     Session& session = sessions_.at(peer.session);
-    Charges& charges = charges_[peer.tenant];
-    if (session.prepared.size() >= most_of_session.preparations || charges.preparations >= most_of_tenant.preparations) {
-        return reply(peer, Status::busy, 0, "a session may have " + std::to_string(most_of_session.preparations) +
-                                                " unfinished publishes, a tenant " + std::to_string(most_of_tenant.preparations));
+    const auto nbytes = number_at<std::uint64_t>(peer.meta, 0);
+    if (std::string refusal = quotas_.preparation_refusal(session.charged(), session.prepared.size(), nbytes); !refusal.empty()) {
+        return reply(peer, Status::busy, 0, std::move(refusal));
     }
-    const Found prepared = peer.objects->prepare(key, number_at<std::uint64_t>(peer.meta, 0),
+    const Found prepared = peer.objects->prepare(key, nbytes,
                                                  number_at<ObjectHead>(peer.meta, sizeof(std::uint64_t)));
     if (prepared.status != Status::done) {
         return reply(peer, prepared.status, prepared.serial, unfinished(prepared));
     }
-    session.prepared.emplace(Place{peer.tenant, prepared.payload}, Preparing{prepared.offset, prepared.serial, peer.number});
-    ++charges.preparations;
+    session.prepared.emplace(Place{peer.tenant, prepared.payload}, Preparing{prepared.offset, prepared.serial, peer.number, nbytes});
+    quotas_.prepare(session.charged(), nbytes);
     peer.objects->count_lent_out(1);
     reply(peer, Status::done, prepared.serial, packed(prepared.payload));
 }
@@ -475,7 +473,7 @@ bool Server::go_on_with_commit(Peer& peer) {
     if (whole) {
         finish(peer, preparing.extent, preparing.serial, peer.crc);
     }
-    end_preparation(place, preparing);
+    end_preparation(sessions_.at(peer.session), place, preparing);
     sessions_.at(peer.session).prepared.erase(place);
     if (!whole) {
         ++counts_.checksum_errors;
@@ -492,7 +490,7 @@ void Server::answer_abort(Peer& peer) {
     if (found == nullptr) {
         return;
     }
-    end_preparation(found->first, found->second);
+    end_preparation(sessions_.at(peer.session), found->first, found->second);
     sessions_.at(peer.session).prepared.erase(found->first);
     reply(peer, Status::done);
 }

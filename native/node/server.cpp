@@ -23,6 +23,7 @@ namespace {
 
 constexpr std::size_t scratch_nbytes = 64 * 1024;
 constexpr std::size_t swept_slots = 20'000;
+constexpr std::size_t listed_slices = 32;  // in one turn
 constexpr std::size_t largest_events = 10'000;
 constexpr auto tick_period = std::chrono::seconds(1);
 
@@ -60,7 +61,7 @@ Server::Server(Settings settings)
         } else {
             lent_ += lease->nbytes();
             budget_.lend(lease->tenant, lease->nbytes());
-            ++charges_[lease->tenant].leases;
+            quotas_.lend({lease->tenant, lease->owner}, lease->nbytes());
             sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since = Clock::now();
         }
     }
@@ -232,6 +233,7 @@ void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, s
         fail("epoll_ctl");
     }
     ++holder.connections;
+    quotas_.connect(holder.charged());
     if (adopted.socket.pending()) {
         again_.emplace_back(fd, adopted.number);
         wake();
@@ -301,21 +303,22 @@ int Server::objects_visited(std::uint64_t session, std::uint32_t tenant) {
 }
 
 // In slices, and asleep for as long as each has taken: so whoever lists leaves the others most of the time, however much it asks.
-std::vector<Listed> Server::list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit) {
-    const std::lock_guard alone(listing_);
+// A whole walk is for the caller to go on with, who lets others have their turns in between.
+std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
+                                      std::size_t limit) {
     std::vector<Listed> found;
-    std::uint64_t place = 0;
-    for (bool begun = false; found.size() < limit && (!begun || place != 0); begun = true) {
+    for (std::size_t slice = 0; slice < listed_slices; ++slice) {
         const Clock::time_point before = Clock::now();
         {
             const Hold hold(mutex_);
             Objects& objects = objects_of(tenant);
-            place = begun ? place : objects.place_of(after);
+            place = place == 0 ? objects.place_of(after) : place;
             objects.list(place, after, prefix, limit, found);
         }
-        if (place != 0 && found.size() < limit) {
-            std::this_thread::sleep_for(Clock::now() - before);
+        if (place == 0 || found.size() >= limit) {
+            break;
         }
+        std::this_thread::sleep_for(Clock::now() - before);
     }
     return found;
 }
@@ -361,7 +364,8 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t use = budget_.use(tenant);
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
-        found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant)});
+        found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
+                                          quotas_.of_tenant(tenant)});
     }
     for (const auto& lease : leases_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {
@@ -432,6 +436,7 @@ void Server::close_peer(Peer& peer) {
             preparing.left_alone = Clock::now();
         }
     }
+    quotas_.disconnect(session.charged());
     if (--session.connections == 0) {
         session.empty_since = Clock::now();
     }

@@ -25,6 +25,7 @@
 #include "node/leases.hpp"
 #include "node/objects.hpp"
 #include "node/peer.hpp"
+#include "node/quotas.hpp"
 
 namespace farpool {
 
@@ -71,6 +72,7 @@ public:
 
     struct TenantStats {
         std::uint64_t objects, used, backed, taken, lent, share;
+        Quotas::Charges charges;
     };
 
     explicit Server(Settings settings);
@@ -86,8 +88,15 @@ public:
     void adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key);
     // The tenants that may come; what one of them can fix leaves room for the others' shares.
     void expect_tenants(std::set<std::uint32_t> tenants);
+    // The access keys that may come, by name.
+    struct ExpectedKey {
+        std::uint32_t tenant;
+        Quotas::Key key;
+    };
+    void expect_keys(const std::map<std::string, ExpectedKey>& keys);
     // Closes all connections that were opened with this access key.
     void end_key(std::string_view key);
+    // Throws Denied, and Busy where the key or its tenant has too many connections.
     void hold(std::uint64_t session, std::uint32_t tenant, std::string_view key);
     void drop(std::uint64_t session);
     // 0 where there is no room; throws Busy and Denied.
@@ -102,9 +111,18 @@ public:
     std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
     // A descriptor, the caller's, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
     int objects_visited(std::uint64_t session, std::uint32_t tenant);
-    std::vector<Listed> list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit);
+    // A part of a walk over a tenant's objects: what lies from `place` on (0 at first) behind the key `after`, until there are at
+    // least `limit` or enough was looked at for one turn; moves `place`, to 0 at the end.
+    std::vector<Listed> list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
+                                  std::size_t limit);
     Stats stats();
     std::map<std::uint32_t, TenantStats> tenants();
+    struct KeyStats {
+        std::uint32_t tenant;
+        Quotas::Charges charges;
+    };
+    // Of the keys that may come, by name.
+    std::map<std::string, KeyStats> keys();
     std::vector<Event> events();
 
     // Works off what is there, waiting for it at most so long. For the loop's thread, and for tests that have none.
@@ -133,6 +151,7 @@ private:
         std::uint64_t extent;  // offset
         std::uint64_t serial;
         std::uint64_t peer;                              // the connection's number
+        std::uint64_t nbytes;                            // announced
         std::optional<Clock::time_point> left_alone{};   // since that was closed
     };
 
@@ -140,20 +159,13 @@ private:
         using Promise = std::pair<const Place, Preparing>;
         std::uint32_t tenant;
         std::uint64_t owner;  // of the access key
+        Quotas::Owner charged() const { return {tenant, owner}; }
         std::size_t connections = 0;
         Clock::time_point empty_since{};
         std::multimap<Place, Pinned> pins{};
         std::uint32_t last_pin = 0;
         std::map<Place, Preparing> prepared{};
     };
-
-    // What a tenant's sessions hold together.
-    struct Charges {
-        std::size_t pins = 0, preparations = 0, leases = 0;
-    };
-    // The node remembers each of them, and a lease takes a descriptor.
-    static constexpr Charges most_of_session{100'000, 4'096, 1'024};
-    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096};
 
     void run();
     Session& bind(std::uint64_t session, std::uint32_t tenant, std::string_view key);
@@ -230,11 +242,11 @@ private:
             note("error", 0, error.what());
         }
     }
-    void end_preparation(const Place& place, const Preparing& preparing);
+    void end_preparation(const Session& session, const Place& place, const Preparing& preparing);
     void abort_left_alone(Session& session);
     void free_session(std::uint64_t id, Session& session);
     void take_lease_back(const Lease& lease);
-    void uncharge_lease(std::uint32_t tenant, std::uint64_t nbytes);
+    void uncharge_lease(const Quotas::Owner& owner, std::uint64_t nbytes);
     std::shared_ptr<Lease> lease_of(std::uint64_t session, std::uint64_t lease) const;
     void note(std::string kind, std::uint64_t session, std::string text);
     Objects& objects_of(std::uint32_t tenant);
@@ -256,7 +268,8 @@ private:
     std::uint64_t numbers_ = 0;  // of connections
     std::uint64_t tickets_ = 0;
     std::unordered_map<std::uint64_t, Session> sessions_;
-    std::map<std::uint32_t, Charges> charges_;
+    Quotas quotas_{budget_};
+    std::map<std::string, std::uint32_t> key_tenants_;  // of the access keys that may come
     std::map<std::pair<std::uint32_t, std::uint64_t>, Unsent> unsent_;  // by tenant and access key
     bool room_in_lines_ = false;                                        // replies have gone for which others wait
     Endings endings_;
@@ -268,7 +281,6 @@ private:
     Counts counts_;
     std::vector<std::byte> scratch_;
     std::mutex mutex_;
-    std::mutex listing_;  // one walk over a tenant's objects at a time
     std::atomic<bool> stopping_{false};
     bool stopped_ = false;
     std::thread thread_;

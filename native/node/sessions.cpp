@@ -22,6 +22,26 @@ Server::Session& Server::bind(std::uint64_t session, std::uint32_t tenant, std::
     return found;
 }
 
+void Server::expect_keys(const std::map<std::string, ExpectedKey>& keys) {
+    const Hold hold(mutex_);
+    std::map<Quotas::Owner, Quotas::Key> found;
+    key_tenants_.clear();
+    for (const auto& [name, expected] : keys) {
+        found.emplace(Quotas::Owner{expected.tenant, owner_of(name)}, expected.key);
+        key_tenants_.emplace(name, expected.tenant);
+    }
+    quotas_.expect(std::move(found));
+}
+
+std::map<std::string, Server::KeyStats> Server::keys() {
+    const Hold hold(mutex_);
+    std::map<std::string, KeyStats> found;
+    for (const auto& [name, tenant] : key_tenants_) {
+        found.emplace(name, KeyStats{tenant, quotas_.of_key({tenant, owner_of(name)})});
+    }
+    return found;
+}
+
 // A session that may have no connection yet.
 Server::Session& Server::session_of(std::uint64_t session, std::uint32_t tenant) {
     Session& found = sessions_.try_emplace(session, Session{tenant, 0}).first->second;
@@ -36,13 +56,22 @@ Server::Session& Server::session_of(std::uint64_t session, std::uint32_t tenant)
 
 void Server::hold(std::uint64_t session, std::uint32_t tenant, std::string_view key) {
     const Hold hold(mutex_);
-    ++bind(session, tenant, key).connections;
+    Session& holder = bind(session, tenant, key);
+    if (const std::string refusal = quotas_.connection_refusal(holder.charged()); !refusal.empty()) {
+        throw Busy(refusal);
+    }
+    ++holder.connections;
+    quotas_.connect(holder.charged());
 }
 
 void Server::drop(std::uint64_t session) {
     const Hold hold(mutex_);
     const auto found = sessions_.find(session);
-    if (found != sessions_.end() && found->second.connections > 0 && --found->second.connections == 0) {
+    if (found == sessions_.end() || found->second.connections == 0) {
+        return;
+    }
+    quotas_.disconnect(found->second.charged());
+    if (--found->second.connections == 0) {
         found->second.empty_since = Clock::now();
     }
 }
@@ -55,10 +84,8 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
         if (stopped_ || nbytes > budget_.limit) {
             return 0;
         }
-        Charges& charges = charges_[tenant];
-        if (leases_.of(session).size() >= most_of_session.leases || charges.leases >= most_of_tenant.leases) {
-            throw Busy("a session may hold " + std::to_string(most_of_session.leases) + " leases, a tenant " +
-                       std::to_string(most_of_tenant.leases));
+        if (const std::string refusal = quotas_.lease_refusal({tenant, owner}, leases_.of(session).size(), nbytes); !refusal.empty()) {
+            throw Busy(refusal);
         }
         if (!budget_.may_fix(tenant, nbytes)) {
             throw Busy("what the tenant holds so that it cannot be evicted would be more than its share of " +
@@ -68,7 +95,7 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
             return 0;
         }
         lent_ += nbytes;
-        ++charges.leases;
+        quotas_.lend({tenant, owner}, nbytes);
         budget_.lend(tenant, nbytes);
     }
     // Backing a lease with memory takes long, and the loop goes on meanwhile.
@@ -77,7 +104,7 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
         lease = leases_.make(session, tenant, owner, nbytes);
     } catch (...) {
         const Hold hold(mutex_);
-        uncharge_lease(tenant, nbytes);
+        uncharge_lease({tenant, owner}, nbytes);
         throw;
     }
     const Hold hold(mutex_);
@@ -93,10 +120,10 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
     return lease->id;
 }
 
-void Server::uncharge_lease(std::uint32_t tenant, std::uint64_t nbytes) {
+void Server::uncharge_lease(const Quotas::Owner& owner, std::uint64_t nbytes) {
     lent_ -= nbytes;
-    --charges_[tenant].leases;
-    budget_.take_back(tenant, nbytes);
+    quotas_.take_back(owner, nbytes);
+    budget_.take_back(owner.first, nbytes);
 }
 
 std::shared_ptr<Lease> Server::lease_of(std::uint64_t session, std::uint64_t lease) const {
@@ -105,7 +132,7 @@ std::shared_ptr<Lease> Server::lease_of(std::uint64_t session, std::uint64_t lea
 }
 
 void Server::take_lease_back(const Lease& lease) {
-    uncharge_lease(lease.tenant, lease.nbytes());
+    uncharge_lease({lease.tenant, lease.owner}, lease.nbytes());
     leases_.remove(lease);
 }
 
@@ -143,17 +170,17 @@ int Server::lease_file(std::uint64_t session, std::uint64_t lease) {
     return found == nullptr ? -1 : found->segment.file.duplicate();
 }
 
-void Server::end_preparation(const Place& place, const Preparing& preparing) {
+void Server::end_preparation(const Session& session, const Place& place, const Preparing& preparing) {
     objects_.at(place.first)->abort(preparing.extent, preparing.serial);
     objects_.at(place.first)->count_lent_out(-1);
-    --charges_[place.first].preparations;
+    quotas_.end_preparation(session.charged(), preparing.nbytes);
 }
 
 void Server::unpin(Session& session, std::multimap<Place, Pinned>::iterator pin) {
     const auto& [place, pinned] = *pin;
     objects_.at(place.first)->unpin(pinned.extent);
     objects_.at(place.first)->count_lent_out(-1);
-    --charges_[place.first].pins;
+    quotas_.unpin(session.charged(), pinned.extent);
     if (pinned.ending != endings_.end()) {
         endings_.erase(pinned.ending);
     }
@@ -177,7 +204,7 @@ void Server::abort_left_alone(Session& session) {
     for (auto found = session.prepared.begin(); found != session.prepared.end();) {
         const auto& [place, preparing] = *found;
         if (preparing.left_alone && now - *preparing.left_alone > seconds(settings_.grace)) {
-            end_preparation(place, preparing);
+            end_preparation(session, place, preparing);
             found = session.prepared.erase(found);
         } else {
             ++found;
@@ -191,7 +218,7 @@ void Server::free_session(std::uint64_t id, Session& session) {
         unpin(session, session.pins.begin());
     }
     for (const auto& [place, preparing] : session.prepared) {
-        end_preparation(place, preparing);
+        end_preparation(session, place, preparing);
     }
     if (const auto objects = objects_.find(session.tenant); objects != objects_.end() && objects->second->visits().has(id)) {
         objects->second->end_visits(id);

@@ -449,10 +449,14 @@ class NodeServer:
         another tenant's or another access key's."""
     def expect_tenants(self, tenants: set[int]) -> None:
         """Those that may come: what a tenant holds so that it cannot be evicted leaves room for the shares of the others."""
+    def expect_keys(self, keys: Mapping[str, tuple[int, bool, int]]) -> None:
+        """The access keys that may come: the tenant of each, True if it has a right with which it can hold something, and the
+        bytes that it may hold, 0 where nobody says."""
     def end_key(self, key: str) -> None:
         """Close all connections that were opened with this access key."""
     def hold(self, session: int, tenant: int, key: str) -> None:
-        """One more connection that the server does not serve itself keeps the session alive. AccessDeniedError as above."""
+        """One more connection that the server does not serve itself keeps the session alive. AccessDeniedError as above,
+        QuotaExceededError where the key or its tenant has too many connections."""
     def drop(self, session: int) -> None: ...
     def lend(self, session: int, tenant: int, nbytes: int) -> int:
         """The new lease's number. NodeFullError where there is no room, QuotaExceededError where the session or its tenant has too much."""
@@ -470,15 +474,20 @@ class NodeServer:
     def objects_visited(self, session: int, tenant: int) -> int:
         """A descriptor, the caller's, of the session's own marks of visits: memory that has no name. QuotaExceededError where too
         many sessions of the tenant have some, or its share has no room for more."""
-    def list(
-        self, tenant: int, after: bytes, prefix: bytes, limit: int
-    ) -> builtins.list[tuple[bytes, int, int, int, int, int, bool]]:
-        """Key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if it is kept, of at least `limit` objects
-        if there are as many, from behind the key `after` on."""
+    def list_some(
+        self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int
+    ) -> tuple[list[tuple[bytes, int, int, int, int, int, bool]], int]:
+        """Key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if it is kept, of objects behind the key
+        `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at first
+        it is 0), 0 at the end."""
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
-        """By tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and guaranteed."""
-    def events(self) -> builtins.list[tuple[str, int, str]]:
+        """By tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and guaranteed; pins,
+        preparations, leases and connections."""
+    def keys(self) -> dict[str, dict[str, int]]:
+        """By name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes, pins,
+        preparations, leases and connections."""
+    def events(self) -> list[tuple[str, int, str]]:
         """Kind, session and text of what happened since the last call."""
 
 class Mode(IntEnum):

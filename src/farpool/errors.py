@@ -210,7 +210,7 @@ class NodeFullError(NodeError, MemoryError):
 
 
 class QuotaExceededError(NodeFullError):
-    """The tenant or the session holds as much at the node as it may."""
+    """The session, its access key or its tenant holds as much at the node as it may, or has as many connections."""
 
 
 class ObjectTooLargeError(NodeError, ValueError):

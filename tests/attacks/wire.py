@@ -312,8 +312,16 @@ class Connection:
 
     def call(self, name: str, **arguments: object) -> Answer:
         """One call of a control connection and its answer."""
-        self.send(frame(_CALL, msgspec.msgpack.encode({"call": name, **arguments})))
+        self.send_call(name, **arguments)
         return self.receive()
+
+    def send_call(self, name: str, **arguments: object) -> None:
+        """One call of a control connection, whose answer is not waited for."""
+        self.send(frame(_CALL, msgspec.msgpack.encode({"call": name, **arguments})))
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to wait for."""
+        return self._stream.fileno()
 
     def put(self, key: bytes, payload: bytes, about: bytes = head()) -> Answer:
         """Publish an object."""

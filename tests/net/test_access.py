@@ -36,6 +36,12 @@ def test_a_file_gives_names_secrets_rights_and_tenants(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("written", "nbytes"), [("3000", 3000), ('"4GiB"', 4 << 30)])
+def test_a_file_can_say_how_many_bytes_a_key_may_hold(tmp_path: Path, written: str, nbytes: int) -> None:
+    grants = load_keys(private(tmp_path / "keys.toml", entry(rest=f"bytes = {written}")))
+    assert grants["a"].bytes == nbytes
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 def test_a_file_that_others_may_use_is_refused_with_the_command_that_helps(tmp_path: Path, mode: int) -> None:
     path = private(tmp_path / "keys.toml", FILE)
@@ -64,6 +70,9 @@ def entry(secret: str = f'"{SECRET}"', rights: str = '["read"]', name: str = "a"
         (entry(rights='["READ"]'), "has 'READ'"),
         (entry(rest="tennant = 3"), "unknown field `tennant`"),
         (entry(rest="tenant = -1"), r"\$.tenant"),
+        (entry(rest='bytes = "much"'), "keys.a.bytes is 'much', expected a number of bytes or a size"),
+        (entry(rest="bytes = 0"), "keys.a.bytes is 0, expected at least 1 byte"),
+        (entry(rest="bytes = 1.5"), r"\$.bytes"),
         (entry(name='"a b"'), "has the name 'a b'"),
     ],
 )

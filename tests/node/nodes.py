@@ -76,6 +76,17 @@ def node(folder: Path, capacity: int = 1 << 20, **settings: Any) -> Iterator[_na
         server.stop()
 
 
+def walked(
+    server: _native.NodeServer, tenant: int, after: bytes, prefix: bytes, limit: int
+) -> list[tuple[bytes, int, int, int, int, int, bool]]:
+    """A whole walk over a tenant's objects, turn after turn."""
+    found, place = server.list_some(tenant, 0, after, prefix, limit)
+    while place and len(found) < limit:
+        some, place = server.list_some(tenant, place, after, prefix, limit - len(found))
+        found += some
+    return found
+
+
 class Peer:
     """A program's connection, with a method for each operation that it uses often."""
 

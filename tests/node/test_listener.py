@@ -11,15 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from farpool.errors import NodeError
+from farpool.net.access import AccessKey, Grant
 from farpool.net.address import parse_address
 from farpool.net.control import Control
 from farpool.net.dial import dial
-from farpool.net.frames import Op, pack_frame
+from farpool.net.frames import Op, Right, pack_frame
+from farpool.net.handshake import Accepted
 from farpool.node import Node, control, listener
+from farpool.node.calls import Lend
 from farpool.node.control import ControlService
 from tests.nodes import eventually
 
@@ -169,6 +173,43 @@ def test_a_client_that_was_accepted_just_before_the_node_stops_is_closed(
         assert ended(client)
     node.stop()
     assert [connection.fileno() for connection in accepted] == [-1]
+
+
+def test_memory_that_is_being_made_keeps_no_other_call_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    lending = threading.Semaphore(0)
+    make_call = control.make_call
+
+    def slow(call: Any, client: Accepted, *rest: Any, **options: Any) -> Any:
+        if isinstance(call, Lend) and client.tenant == 1:
+            lending.release()
+            assert go_on.wait(60)
+        return make_call(call, client, *rest, **options)
+
+    monkeypatch.setattr(control, "make_call", slow)
+    secret = b"sixteen bytes or more"
+    rights = Right.READ | Right.WRITE
+    keys = {name: Grant(secret, rights, tenant) for name, tenant in (("one", 1), ("two", 2))}
+    node = Node(parse_address("127.0.0.1:0", any_port=True), 1 << 20, folder=tmp_path / "n", ephemeral=True, keys=keys)
+    node.start()
+    with contextlib.ExitStack() as until_the_end:
+        connections = [
+            until_the_end.enter_context(
+                dial(node.address, "control", key=AccessKey("one", secret), deadline=soon()).socket
+            )
+            for _ in range(64)
+        ]
+        for connection in connections:
+            connection.sendall(pack_frame(Op.CALL, b"\x82\xa4call\xa4lend\xa5bytes\x01"))
+        assert lending.acquire(timeout=20)
+        with Control(dial(node.address, "control", key=AccessKey("two", secret), deadline=soon())) as calls:
+            assert calls.call("stats", soon())["capacity"] == 1 << 20
+            assert calls.call("lend", soon(), bytes=1)["lease"]
+        go_on.set()
+        for connection in connections:
+            connection.settimeout(20)
+            assert connection.recv(1) == b"F"
+    node.stop()
 
 
 class EventfulServer:

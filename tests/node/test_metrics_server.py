@@ -19,7 +19,7 @@ from tests.nodes import eventually
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    server = MetricsServer(parse_address("127.0.0.1:0", any_port=True), NodeCollector(dict, dict, "n1"))
+    server = MetricsServer(parse_address("127.0.0.1:0", any_port=True), NodeCollector(dict, dict, dict, "n1"))
     yield server
     server.close()
 

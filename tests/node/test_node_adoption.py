@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from farpool.net.frames import Op, Status
-from tests.node.nodes import Head, Peer, node, reader
+from tests.node.nodes import Head, Peer, node, reader, walked
 
 # Publishes until it is killed, each payload a function of its key and of how often that was put; says on stdout what it
 # is about to do and what it was told is done.
@@ -60,7 +60,7 @@ def test_a_restarted_node_has_its_objects_and_leases_and_new_serials(tmp_path: P
                 reply = peer.get(key)
                 assert (reply.status, reply.serial, reply.nbytes) == (Status.DONE, serial, nbytes)
                 assert reply.meta == head._replace(flags=key == b"8").packed()  # which is kept
-        assert [entry[0] for entry in server.list(0, b"", b"", 400) if entry[6]] == [b"8"]
+        assert [entry[0] for entry in walked(server, 0, b"", b"", 400) if entry[6]] == [b"8"]
         assert peer.published(b"7", b"again") > newest
 
 

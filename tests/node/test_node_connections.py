@@ -12,7 +12,7 @@ import pytest
 from farpool import _native
 from farpool.net.frames import Op, Right, Status, pack_frame
 from tests.forking import in_forked_child
-from tests.node.nodes import ALL, PATIENCE, PLAIN, Peer, node, reader, until
+from tests.node.nodes import ALL, PATIENCE, PLAIN, Peer, node, reader, until, walked
 
 
 def raw(server: _native.NodeServer, session: int = 7) -> socket.socket:
@@ -144,15 +144,15 @@ def test_a_listing_goes_on_where_it_was_while_the_table_grows(tmp_path: Path) ->
             peer.published(key, b"")
         found: list[bytes] = []
         more = 400
-        while batch := server.list(0, found[-1] if found else b"", b"", 50):
+        while batch := walked(server, 0, found[-1] if found else b"", b"", 50):
             found += [entry[0] for entry in batch]
             for _ in range(150):
                 peer.published(b"%d" % more, b"")
                 more += 1
         assert keys <= set(found)
         assert len(found) == len(set(found))
-        assert [entry[0] for entry in server.list(0, b"", b"1234", 5)]
-        assert server.list(0, b"", b"x", 5) == []
+        assert [entry[0] for entry in walked(server, 0, b"", b"1234", 5)]
+        assert walked(server, 0, b"", b"x", 5) == []
 
 
 def test_rights_are_those_of_the_connection_and_not_of_the_session(tmp_path: Path) -> None:

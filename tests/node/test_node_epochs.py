@@ -15,7 +15,7 @@ import pytest
 
 from farpool._native import TenantEpoch, crc32c
 from farpool.net.frames import COPIED, HEAD, ROTATE, Op, Right, Status
-from tests.node.nodes import PATIENCE, Head, Peer, lookup_meta, marks_nbytes, node, reader, until
+from tests.node.nodes import PATIENCE, Head, Peer, lookup_meta, marks_nbytes, node, reader, until, walked
 
 MIB = 1 << 20
 EPOCH_AT = 128 + 6 * 8
@@ -61,7 +61,7 @@ def test_nothing_that_was_put_before_is_found_in_any_way(tmp_path: Path) -> None
         assert {peer.pinned(key).status for key in keys} == {Status.MISSING}
         assert {peer.touch(key) for key in keys} == {Status.MISSING}
         assert peer.lookup(keys).sizes == [None] * 100
-        assert server.list(0, b"", b"", 1000) == []
+        assert walked(server, 0, b"", b"", 1000) == []
         assert [mapped.get(key) for key in keys] == [None] * 100
         stats = server.stats()
         assert (stats["objects"], stats["object_bytes"]) == (1, 16)
@@ -265,7 +265,7 @@ def test_more_objects_than_are_looked_at_at_once_are_all_unreadable_at_once(tmp_
                 assert all(found.get(key) is None for key in keys)
         for start in range(0, count, 4000):
             assert peer.lookup(keys[start : start + 4000]).sizes == [None] * len(keys[start : start + 4000])
-        assert server.list(0, b"", b"", 10) == []
+        assert walked(server, 0, b"", b"", 10) == []
         peer.published(keys[0], b"new")
         assert peer.rotate(2) == (2, 1, 3)
         until(lambda: server.tenants()[0]["used"] < used - count * 64, "the memory is not free")

@@ -10,7 +10,7 @@ import pytest
 from farpool import _native
 from farpool.errors import NodeFullError
 from farpool.net.frames import Op, Status
-from tests.node.nodes import Peer, node, reader, until
+from tests.node.nodes import Peer, node, reader, until, walked
 
 KIB = 1024
 
@@ -92,7 +92,7 @@ def test_what_a_session_held_is_still_there_when_it_is_back_within_the_grace(tmp
         until(lambda: server.stats()["connections"] == 0, "the end of a connection was not seen")
         again = Peer(server)
         assert server.leases(7) == [(lease, 4096)]
-        assert server.list(0, b"", b"", 9)[0][4] == 1
+        assert walked(server, 0, b"", b"", 9)[0][4] == 1
         again.close()
 
 
@@ -106,7 +106,7 @@ def test_what_a_dead_session_held_is_freed_after_the_grace_and_not_before(tmp_pa
         until(lambda: server.stats()["sessions"] == 1, "the session was not freed")
         assert time.monotonic() - gone >= 0.5
         assert server.leases(7) == []
-        assert server.list(0, b"", b"", 9)[0][4] == 0
+        assert walked(server, 0, b"", b"", 9)[0][4] == 0
         assert server.stats()["used"] < used - 100_000
         assert [event[:2] for event in server.events()] == [("freed", 7)]
         assert keeper.get(b"key").status == Status.DONE
@@ -182,7 +182,7 @@ def test_a_client_that_cuts_its_files_off_does_not_end_the_node(tmp_path: Path) 
         for path in (server.objects_paths(0)[1], server.lease_path(7, lease)):
             os.truncate(path, 0)
         assert peer.get(b"key").status == Status.MISSING
-        server.list(0, b"", b"", 10)
+        walked(server, 0, b"", b"", 10)
         server.stats()
         server.release(7, lease)
         assert other.get(b"key").payload == b"payload"

@@ -16,7 +16,7 @@ import pytest
 from farpool import _native
 from farpool.errors import ChecksumError
 from farpool.net.frames import Op, Status, pack_frame
-from tests.node.nodes import ALL, Peer, node, reader, until
+from tests.node.nodes import ALL, Peer, node, reader, until, walked
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ def contents(seed: int, count: int, largest: int) -> dict[bytes, bytes]:
 
 def settle(running: _native.NodeServer) -> None:
     """Wait until nothing is on its way to the file: until then it is held like a pin, and found in memory."""
-    until(lambda: not any(entry[4] for entry in running.list(0, b"", b"", 1000)), "the file was not written")
+    until(lambda: not any(entry[4] for entry in walked(running, 0, b"", b"", 1000)), "the file was not written")
 
 
 def test_what_does_not_fit_into_memory_is_read_back_from_the_file(tmp_path: Path, file: Path) -> None:

@@ -15,7 +15,7 @@ from farpool.errors import NodeError, NodeFullError
 from farpool.net.frames import Op, Status
 from farpool.node.process import running_node
 from farpool.store import Store
-from tests.node.nodes import PATIENCE, Peer, node, reader, until
+from tests.node.nodes import PATIENCE, Peer, node, reader, until, walked
 
 MIB = 1 << 20
 
@@ -143,7 +143,7 @@ def test_an_ephemeral_node_that_has_stopped_makes_no_files(tmp_path: Path) -> No
     with pytest.raises(OSError, match="making files for a tenant"):
         server.objects_paths(1)
     with pytest.raises(OSError, match="making files for a tenant"):
-        server.list(2, b"", b"", 1)
+        walked(server, 2, b"", b"", 1)
     assert list(tmp_path.iterdir()) == []
 
 

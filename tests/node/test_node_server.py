@@ -10,7 +10,20 @@ import pytest
 from farpool import _native
 from farpool.errors import AccessDeniedError
 from farpool.net.frames import HEAD, PLACE, TOUCH, Op, Right, Status
-from tests.node.nodes import ALL, PLAIN, Head, Peer, lookup_meta, marks_nbytes, node, present, reader, stated, until
+from tests.node.nodes import (
+    ALL,
+    PLAIN,
+    Head,
+    Peer,
+    lookup_meta,
+    marks_nbytes,
+    node,
+    present,
+    reader,
+    stated,
+    until,
+    walked,
+)
 
 HOUR = 3_600_000
 
@@ -72,7 +85,7 @@ def test_a_drop_hides_the_key_at_once_and_a_later_put_is_a_new_object(server: _n
     for op, meta in ((Op.GET, b""), (Op.STAT, b""), (Op.PIN, bytes(8)), (Op.TOUCH, bytes(16)), (Op.DROP, b"")):
         reply = peer.ask(op, meta + b"key")
         assert (reply.status, reply.serial) == (Status.MISSING, 0)
-    assert server.list(0, b"", b"", 10) == []
+    assert walked(server, 0, b"", b"", 10) == []
     assert server.stats()["used"] == 0
     assert peer.published(b"key", b"new") > serial
     assert peer.get(b"key").payload == b"new"
@@ -144,7 +157,7 @@ def test_what_is_kept_neither_expires_nor_is_evicted_and_can_be_dropped(tmp_path
             peer.published(b"%d" % n, bytes(9000))
         assert server.stats()["evictions"] > 30
         assert peer.get(b"kept").nbytes == 9000
-        assert [entry[6] for entry in server.list(0, b"", b"kept", 10)] == [True]
+        assert [entry[6] for entry in walked(server, 0, b"", b"kept", 10)] == [True]
     with node(tmp_path, 64 << 10) as server:
         peer = Peer(server)
         for n in range(40):
@@ -344,7 +357,7 @@ def test_tenants_do_not_see_each_other(server: _native.NodeServer, peer: Peer) -
     peer.published(b"key", b"payload")
     other = Peer(server, session=9, tenant=2)
     assert other.get(b"key").status == Status.MISSING
-    assert server.list(2, b"", b"", 10) == []
+    assert walked(server, 2, b"", b"", 10) == []
     assert server.objects_paths(0) != server.objects_paths(2)
 
 

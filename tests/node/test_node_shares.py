@@ -10,7 +10,7 @@ import pytest
 from farpool import _native
 from farpool.errors import NodeFullError, QuotaExceededError
 from farpool.net.frames import Op, Right, Status
-from tests.node.nodes import Peer, lookup_meta, node, until
+from tests.node.nodes import Peer, lookup_meta, node, until, walked
 
 MIB = 1 << 20
 PIECE = bytes(64 << 10)
@@ -22,7 +22,7 @@ def fill(peer: Peer, count: int, name: str = "") -> None:
 
 
 def held(server: _native.NodeServer, tenant: int) -> int:
-    return len(server.list(tenant, b"", b"", 10_000))
+    return len(walked(server, tenant, b"", b"", 10_000))
 
 
 def peers(server: _native.NodeServer, *tenants: int) -> list[Peer]:

@@ -14,7 +14,7 @@ from farpool.errors import QuotaExceededError
 from farpool.net.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from tests.attacks.wire import frame, head
 from tests.node.colliding import colliding_keys
-from tests.node.nodes import ALL, Head, Peer, node, reader, stated, until
+from tests.node.nodes import ALL, Head, Peer, node, reader, stated, until, walked
 
 MIB = 1 << 20
 LARGEST = 2**64 - 1
@@ -47,7 +47,7 @@ def test_the_largest_numbers_in_a_head_come_back_and_harm_nobody(server: _native
     assert told[1:] == (255, 255, 65535, 2**32 - 1, LARGEST, 0)  # that it is kept is not for a put to say
     assert told.ttl_ms > CENTURIES
     assert Head._make(HEAD.unpack(peer.get(b"key").meta))[1:] == told[1:]
-    assert [entry[5] for entry in server.list(0, b"", b"", 10)] == [255]
+    assert [entry[5] for entry in walked(server, 0, b"", b"", 10)] == [255]
 
 
 def test_the_longest_times_to_live_do_not_end(peer: Peer) -> None:
@@ -148,7 +148,7 @@ def test_keys_that_are_made_to_have_one_hash_do_not_stand_in_one_line(
 ) -> None:
     keys = colliding_keys(tmp_path / "objects-0.index", 300)
     assert {peer.put(key, b"x").status for key in keys} == {Status.DONE}
-    kept = [entry[0] for entry in server.list(0, b"", b"", 1000)]
+    kept = [entry[0] for entry in walked(server, 0, b"", b"", 1000)]
     assert set(kept) <= set(keys[-64:])  # the newest, and no more than are quickly looked through
     assert len(kept) >= 16  # which chance never reaches
     for number in range(10_000):  # others are not kept out

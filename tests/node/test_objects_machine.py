@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from farpool import _native
 from farpool.errors import NodeFullError
 from farpool.net.frames import HEAD, PLACE, Op, Status
-from tests.node.nodes import Head, Peer, present, reader, stated
+from tests.node.nodes import Head, Peer, present, reader, stated, walked
 
 CAPACITY = 32 << 10
 KEYS = st.sampled_from([b"a", b"b" * 17, b"c" * 256, *(b"key-%d" % n for n in range(9))])
@@ -257,7 +257,7 @@ class ObjectsMachine(RuleBasedStateMachine):
 
     @rule()
     def rotate(self) -> None:
-        listed = self.server.list(0, b"", b"", 1000)
+        listed = walked(self.server, 0, b"", b"", 1000)
         self.epoch += 1
         self.newest_before = max(self.serials, default=0)
         assert self.peer.rotate(self.epoch) == (self.epoch, len(listed), sum(entry[2] for entry in listed))
@@ -304,7 +304,7 @@ class ObjectsMachine(RuleBasedStateMachine):
         stats = self.server.stats()
         assert stats["lent"] == sum(self.lent.values())
         assert stats["used"] <= CAPACITY
-        listed = self.server.list(0, b"", b"", 1000)
+        listed = walked(self.server, 0, b"", b"", 1000)
         assert stats["objects"] == len(listed)
         for key, serial, nbytes, _, _, copies, kept in listed:
             known = self.objects[key]

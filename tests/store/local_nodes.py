@@ -18,6 +18,7 @@ from farpool.errors import NodeError, NodeTimeoutError
 from farpool.net.frames import Right
 from farpool.store import Store
 from tests.net.live_node import object_files, opened
+from tests.node.nodes import walked
 
 __all__ = ["LocalNode", "store_over"]
 
@@ -116,7 +117,7 @@ class LocalChannel:
     def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
         server = self._contact()
         if name == "list":
-            found = server.list(0, arguments.get("after", b""), arguments.get("prefix", b""), 128)
+            found = walked(server, 0, arguments.get("after", b""), arguments.get("prefix", b""), 128)
             return {"objects": found, "next": found[-1][0] if len(found) >= 128 else b""}
         assert name == "stats"
         return server.stats()

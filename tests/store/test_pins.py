@@ -14,7 +14,7 @@ from farpool import AsyncStore, Store
 from farpool.errors import ConfigError, NodeError, StoreClosedError
 from farpool.net.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.node.process import RunningNode, running_node
-from tests.node.nodes import Peer, node, until
+from tests.node.nodes import Peer, node, until, walked
 from tests.nodes import eventually
 from tests.store.local_nodes import LocalNode, store_over
 
@@ -128,7 +128,7 @@ def test_where_a_key_cannot_be_looked_for_nothing_stays_pinned(local: Callable[[
         with pytest.raises(NodeError):
             store.pin_many(VALUES)
         assert made[0].server is not None
-        assert {entry[4] for entry in made[0].server.list(0, b"", b"", 100)} == {0}
+        assert {entry[4] for entry in walked(made[0].server, 0, b"", b"", 100)} == {0}
     with pytest.raises(StoreClosedError):
         store.pin_many(VALUES)
 
@@ -156,7 +156,7 @@ def test_each_pin_of_an_object_is_ended_by_its_own_number(tmp_path: Path) -> Non
             return peer.ask(Op.UNPIN, place, serial=serial).status
 
         def pins() -> int:
-            return server.list(0, b"", b"", 10)[0][4]
+            return walked(server, 0, b"", b"", 10)[0][4]
 
         lasting, brief, another = pin(0), pin(200), pin(200)
         assert len({lasting, brief, another}) == 3

@@ -14,6 +14,7 @@ from farpool import AsyncStore, Names, Store
 from farpool.errors import AccessDeniedError, FarpoolWarning, NameLostError, NodeError
 from farpool.net.frames import Right
 from farpool.node.process import RunningNode, running_node
+from tests.node.nodes import walked
 from tests.nodes import eventually
 from tests.store.local_nodes import LocalNode, store_over
 
@@ -247,7 +248,7 @@ def local(tmp_path: Path) -> Iterator[Callable[[int], list[LocalNode]]]:
 
 def held(node: LocalNode) -> set[bytes]:
     assert node.server is not None
-    return {entry[0] for entry in node.server.list(0, b"", b"", 100_000)}
+    return {entry[0] for entry in walked(node.server, 0, b"", b"", 100_000)}
 
 
 def test_an_older_copy_is_not_copied_on(local: Callable[[int], list[LocalNode]]) -> None:

@@ -28,6 +28,7 @@ from farpool.errors import (
 from farpool.net.frames import Right
 from farpool.store import AsyncStore, PutOutcome, Store
 from farpool.store.cluster import Cluster
+from tests.node.nodes import walked
 from tests.nodes import eventually
 from tests.store.local_nodes import LocalNode, StoppedChannel, store_over
 
@@ -64,7 +65,7 @@ def ranked(store: Store, nodes: list[LocalNode], key: bytes = b"k") -> list[Loca
 
 def held(node: LocalNode) -> set[bytes]:
     assert node.server is not None
-    return {entry[0] for entry in node.server.list(0, b"", b"", 1000)}
+    return {entry[0] for entry in walked(node.server, 0, b"", b"", 1000)}
 
 
 def lose_at(node: LocalNode, key: bytes) -> None:

@@ -6,6 +6,7 @@ A node reads its keys from a TOML file that nobody else may read::
     secret = "at least 16 bytes, better 32 random ones"
     rights = ["read", "write", "publish"]
     tenant = 0
+    bytes = "4GiB"
 
 A program is given one key as ``NAME:SECRET``: by the argument ``key``, by the environment variable ``FARPOOL_KEY``, or
 in a file that ``FARPOOL_KEY_FILE`` names.
@@ -28,6 +29,7 @@ import msgspec
 from farpool.errors import ConfigError
 from farpool.net.frames import Right
 from farpool.net.private_file import read_file
+from farpool.sizes import parse_size
 
 __all__ = [
     "KEY_FILE_VARIABLE",
@@ -93,17 +95,21 @@ class Grant:
         What the key allows.
     tenant : int
         Whose objects and leases it gives access to.
+    bytes : int
+        The most that it may hold in leases, pins and unfinished publishes; 0 for the node's own rule.
     """
 
     secret: bytes = field(repr=False)
     rights: Right
     tenant: int
+    bytes: int = 0
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     rights: list[str]
     secret: str | msgspec.UnsetType = msgspec.UNSET
     tenant: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = 0
+    bytes: str | int | msgspec.UnsetType = msgspec.UNSET
 
 
 def is_key_name(text: str) -> bool:
@@ -173,7 +179,7 @@ def _grant(name: str, entry: Any, what: str) -> Grant:
         settings = msgspec.convert(entry, _Entry)
     except msgspec.ValidationError as error:
         # The message names field and type, never the value.
-        raise ConfigError(f"{what}: {error}; expected secret, rights and tenant", setting="keys") from None
+        raise ConfigError(f"{what}: {error}; expected secret, rights, tenant and bytes", setting="keys") from None
     secret = None if isinstance(settings.secret, msgspec.UnsetType) else settings.secret.encode()
     _check(name, secret, what)
     rights = Right(0)
@@ -182,7 +188,8 @@ def _grant(name: str, entry: Any, what: str) -> Grant:
             known = ", ".join(known.lower() for known in Right.__members__)
             raise ConfigError(f"{what}.rights has {right!r}, expected some of {known}", setting="keys")
         rights |= Right[right.upper()]
-    return Grant(secret or b"", rights, settings.tenant)
+    nbytes = 0 if isinstance(settings.bytes, msgspec.UnsetType) else parse_size(settings.bytes, f"{what}.bytes")
+    return Grant(secret or b"", rights, settings.tenant, nbytes)
 
 
 def _check(name: str, secret: bytes | None, what: str) -> None:

@@ -15,7 +15,7 @@ from farpool.net.frames import LARGEST_KEY, Right
 from farpool.net.handshake import Accepted
 from farpool.node.exposures import Exposures
 
-__all__ = ["Call", "PassedFiles", "make_call", "parse_call"]
+__all__ = ["Call", "List", "PassedFiles", "check_right", "make_call", "parse_call"]
 
 PassedFiles = Callable[[], list[int]]
 """Opens the files that are to be passed; the descriptors are the caller's."""
@@ -75,10 +75,10 @@ class Expose(msgspec.Struct, tag="expose", tag_field="call"):
     failed: bytes = b""
 
 
-Call = Stats | List | Lend | Release | Leases | AttachObjects | AttachLease | Expose
+Call = Stats | Lend | Release | Leases | AttachObjects | AttachLease | Expose
 
-_DECODER: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
-_NEEDED: dict[type[Call], Right] = {
+_DECODER: msgspec.msgpack.Decoder[Call | List] = msgspec.msgpack.Decoder(Call | List)
+_NEEDED: dict[type[Call | List], Right] = {
     Stats: _LOOKING,
     List: _LOOKING,
     Lend: Right.WRITE,
@@ -90,13 +90,22 @@ _NEEDED: dict[type[Call], Right] = {
 }
 
 
-def parse_call(meta: bytes) -> Call:
+def parse_call(meta: bytes) -> Call | List:
     """The call that a frame makes; ValueError says what was expected."""
     try:
         return _DECODER.decode(meta)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         names = ", ".join(kind.__struct_config__.tag for kind in _NEEDED)  # type: ignore[misc]
         raise ValueError(f"{error}; expected one of the calls {names} with its arguments") from None
+
+
+def check_right(call: Call | List, client: Accepted) -> None:
+    """Raise AccessDeniedError if the client's key lacks the right to make the call."""
+    needed = _NEEDED[type(call)]
+    if not client.rights & needed:
+        raise AccessDeniedError(
+            f"the access key {client.key!r} lacks the right for this call, which is {_named(needed)}"
+        )
 
 
 def make_call(
@@ -139,18 +148,11 @@ def make_call(
     NodeFullError, KeyError, OSError
         As of the data loop.
     """
-    needed = _NEEDED[type(call)]
-    if not client.rights & needed:
-        raise AccessDeniedError(
-            f"the access key {client.key!r} lacks the right for this call, which is {_named(needed)}"
-        )
+    check_right(call, client)
     files: PassedFiles | None = None
     match call:
         case Stats():
             result: dict[str, Any] = dict(stats())
-        case List():
-            objects = server.list(client.tenant, call.after, call.prefix, call.limit)
-            result = {"objects": objects, "next": _next([entry[0] for entry in objects], call.limit)}
         case Lend():
             result = {"lease": server.lend(client.session, client.tenant, call.bytes)}
         case Release():
@@ -213,10 +215,6 @@ def _data(server: NodeServer, tenant: int) -> int:
     index, data = server.objects_files(tenant, writable=True)
     os.close(index)
     return data
-
-
-def _next(keys: list[bytes], limit: int) -> bytes:
-    return keys[-1] if len(keys) >= limit else b""
 
 
 def _named(rights: Right, joined: str = " or ") -> str:

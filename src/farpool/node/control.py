@@ -6,7 +6,10 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -16,8 +19,9 @@ from farpool.net.frames import Frame, FrameReader, Op, Status, pack_frame
 from farpool.net.handshake import Accepted
 from farpool.net.refusals import status_of
 from farpool.node.arrival import Arrival
-from farpool.node.calls import make_call, parse_call
+from farpool.node.calls import Call, Expose, Lend, List, PassedFiles, check_right, make_call, parse_call
 from farpool.node.exposures import Exposures
+from farpool.node.listing import Lists
 from farpool.node.logs import log
 
 __all__ = ["STALL_SECONDS", "ControlService"]
@@ -45,6 +49,18 @@ class ControlService:
         self._server = server
         self._stats = stats
         self._exposures = exposures
+        self._lists = Lists(server)
+        # Making memory takes long. It has threads of its own, of which one tenant uses half.
+        threads = 4 + (os.cpu_count() or 1)
+        self._making = ThreadPoolExecutor(threads, "farpool-lends")
+        self._making_of_tenant = threads // 2
+        # Each lives as long as somebody holds it or waits for it.
+        self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
+
+    def close(self) -> None:
+        """End the threads of calls. No connection is served any more."""
+        self._lists.close()
+        self._making.shutdown(cancel_futures=True)
 
     async def serve(self, connection: Arrival, client: Accepted) -> None:
         """Answer calls until the connection ends. The caller closes it, and holds the client's session meanwhile."""
@@ -86,10 +102,10 @@ class ControlService:
             if frame.op != Op.CALL:
                 raise ValueError(f"operation {frame.op} on a control connection, expected {Op.CALL.value} (call)")
             call = parse_call(frame.meta)
-            # In a thread, as memory that is lent may have to be made first.
-            result, files = await asyncio.to_thread(
-                make_call, call, client, self._server, self._stats, self._exposures, own=connection.is_own
-            )
+            if isinstance(call, List):
+                check_right(call, client)
+                return Status.DONE, await self._lists.answer(call, client), []
+            result, files = await self._made(call, client, own=connection.is_own)
             if files is None:
                 return Status.DONE, result, []
             if not connection.is_local:
@@ -105,6 +121,15 @@ class ControlService:
             return Status.BAD_REQUEST, {"error": str(error)}, []
         except OSError as error:
             return Status.FULL, {"error": f"the node lacks what this needs: {error.strerror}"}, []
+
+    async def _made(self, call: Call, client: Accepted, *, own: bool) -> tuple[dict[str, Any], PassedFiles | None]:
+        """As `make_call`, in a thread. What others wait for is not kept waiting by those who have memory made."""
+        make = partial(make_call, call, client, self._server, self._stats, self._exposures, own=own)
+        if not isinstance(call, Lend | Expose):
+            return await asyncio.to_thread(make)
+        turn = self._turns.setdefault(client.tenant, asyncio.Semaphore(self._making_of_tenant))
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._making, make)
 
 
 async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:

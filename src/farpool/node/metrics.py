@@ -11,6 +11,7 @@ __all__ = ["NodeCollector"]
 
 Stats = Mapping[str, int | float]
 Tenants = Mapping[int, Mapping[str, int]]
+Keys = Mapping[str, Mapping[str, int]]
 
 _GAUGES = {
     "capacity": ("capacity_bytes", "Bytes that the node may lend"),
@@ -41,6 +42,17 @@ _OF_TENANTS = {
     "taken": ("taken_bytes", "Shared memory that a tenant's files take, as the system tells it"),
     "lent": ("lent_bytes", "Bytes of a tenant's leases"),
     "share": ("share_bytes", "Bytes within which nobody else evicts a tenant's objects"),
+    "pins": ("pins", "Pins of a tenant"),
+    "preparations": ("preparations", "Unfinished publishes of a tenant"),
+    "leases": ("leases", "Leases of a tenant"),
+    "connections": ("connections", "Connections of a tenant"),
+}
+_OF_KEYS = {
+    "held": ("held_bytes", "Bytes that an access key holds in leases, pins and unfinished publishes"),
+    "pins": ("pins", "Pins of an access key"),
+    "preparations": ("preparations", "Unfinished publishes of an access key"),
+    "leases": ("leases", "Leases of an access key"),
+    "connections": ("connections", "Connections of an access key"),
 }
 _COUNTERS = {
     "gets": ("gets", "Objects asked for over a connection"),
@@ -68,13 +80,18 @@ class NodeCollector(Collector):
         Returns the counters by name; nothing while there are none.
     tenants : callable
         Returns what each tenant has; nothing while there are none.
+    keys : callable
+        Returns what each access key of the keys file holds; nothing while there are none. No other names become labels.
     node : str
         The node's name; a label of every metric.
     """
 
-    def __init__(self, stats: Callable[[], Stats], tenants: Callable[[], Tenants], node: str) -> None:
+    def __init__(
+        self, stats: Callable[[], Stats], tenants: Callable[[], Tenants], keys: Callable[[], Keys], node: str
+    ) -> None:
         self._stats = stats
         self._tenants = tenants
+        self._keys = keys
         self._node = node
 
     def collect(self) -> Iterator[Metric]:
@@ -90,6 +107,12 @@ class NodeCollector(Collector):
             gauge = GaugeMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
             for tenant, has in tenants.items():
                 gauge.add_metric([self._node, str(tenant)], has[name])
+            yield gauge
+        keys = self._keys()
+        for name, (metric, text) in _OF_KEYS.items():
+            gauge = GaugeMetricFamily(f"farpool_node_key_{metric}", text, labels=["node", "tenant", "key"])
+            for key, has in keys.items():
+                gauge.add_metric([self._node, str(has["tenant"]), key], has[name])
             yield gauge
         for name, (metric, text) in _COUNTERS.items():
             counter = CounterMetricFamily(f"farpool_node_{metric}", text, labels=["node"])

@@ -183,7 +183,7 @@ class Node:
         tls = None if self._tls is None else self._tls.reload()
         self._keys = keys
         if self._server is not None and self._listener is not None:
-            self._server.expect_tenants(_tenants_of(keys))
+            _expect(self._server, keys)
             self._listener.replace(keys, tls)
 
     def stop(self) -> None:
@@ -205,9 +205,14 @@ class Node:
         }
 
     def tenants(self) -> dict[int, dict[str, int]]:
-        """Objects and bytes (used, backed by memory, taken, lent, guaranteed) by tenant; empty unless it runs."""
+        """Objects, bytes (used, backed, taken, lent, guaranteed) and counts by tenant; empty unless it runs."""
         server = self._server
         return {} if server is None else server.tenants()
+
+    def keys(self) -> dict[str, dict[str, int]]:
+        """What each access key of the keys file holds, by name; empty unless the node runs."""
+        server = self._server
+        return {} if server is None else server.keys()
 
     def __enter__(self) -> Node:
         self.start()
@@ -224,7 +229,7 @@ class Node:
             from farpool.node.metrics import NodeCollector
             from farpool.node.metrics_server import MetricsServer
 
-            metrics = MetricsServer(self.metrics_address, NodeCollector(self.stats, self.tenants, self.name))
+            metrics = MetricsServer(self.metrics_address, NodeCollector(self.stats, self.tenants, self.keys, self.name))
             undo.callback(metrics.close)
             self.metrics_address = metrics.address
         exposures = None
@@ -236,7 +241,7 @@ class Node:
         undo.callback(folder.give_back)
         server = self._server_in(folder)
         undo.callback(server.stop)
-        server.expect_tenants(_tenants_of(self._keys))
+        _expect(server, self._keys)
         local = undo.enter_context(folder.listen(_BACKLOG))
         undo.callback(folder.socket_path.unlink, missing_ok=True)
         server.start()
@@ -244,6 +249,7 @@ class Node:
         identity = Identity(self.name, os.urandom(16), own, self._capacity, host_id(), str(folder.socket_path))
         access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
         control = ControlService(server, self.stats, exposures)
+        undo.callback(control.close)
         listener = Listener([listening, local], access, server, control)
         self._server, self._listener = server, listener
         listener.start()
@@ -320,10 +326,12 @@ class Node:
         return family, (host, int(target[1]))
 
 
-def _tenants_of(keys: Mapping[str, Grant] | None) -> set[int]:
-    """The tenants whose keys can hold something."""
+def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
+    """Tell the data loop who may come, and which of them can hold something."""
     holders = Right.READ | Right.WRITE | Right.PUBLISH
-    return {grant.tenant for grant in (keys or {}).values() if grant.rights & holders}
+    grants = {name: (grant.tenant, bool(grant.rights & holders), grant.bytes) for name, grant in (keys or {}).items()}
+    server.expect_tenants({tenant for tenant, holds, _ in grants.values() if holds})
+    server.expect_keys(grants)
 
 
 def _own_memory() -> int:

@@ -12,6 +12,7 @@ from farpool.errors import NameLostError, QuotaExceededError
 from farpool.store import Store
 from farpool.store.names import Names
 from farpool.store.names.sending import Sending
+from tests.node.nodes import walked
 from tests.nodes import eventually
 from tests.store.local_nodes import MIB, LocalNode, store_over
 
@@ -37,7 +38,7 @@ def kept(nodes: list[LocalNode]) -> list[str]:
     found = []
     for node in nodes:
         if node.server is not None:
-            found += [entry[0].decode() for entry in node.server.list(0, b"", b"", 1000) if entry[6]]
+            found += [entry[0].decode() for entry in walked(node.server, 0, b"", b"", 1000) if entry[6]]
     return sorted(found)
 
 
@@ -85,7 +86,7 @@ def test_names_live_through_the_replacement_of_every_node_with_repairs_between(
         repaired = store.repair()
         assert (repaired.endangered, repaired.mended) == (lost, lost)
         assert kept(nodes) == before
-    listed = [entry for node in nodes if node.server is not None for entry in node.server.list(0, b"", b"", 1000)]
+    listed = [entry for node in nodes if node.server is not None for entry in walked(node.server, 0, b"", b"", 1000)]
     assert {(entry[5], entry[6]) for entry in listed} == {(2, True)}  # so many copies are asked for, and all are kept
     for number in range(30):  # more than the nodes have
         store.put(f"filler {number}", os.urandom(MIB))

@@ -1,0 +1,88 @@
+// What access keys and tenants hold of a node, how much each of them may, and why one more is refused.
+//
+// A tenant's bounds keep it from what others need. Inside a tenant that has several keys, each may hold half of what the tenant
+// may, however many sessions it opens: one key alone keeps no other out, and the other half is there for those that come later.
+// The only key of a tenant has all of it. The keys file can give a key another number of bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "node/budget.hpp"
+
+namespace farpool {
+
+class Quotas {
+public:
+    using Owner = std::pair<std::uint32_t, std::uint64_t>;  // tenant, access key
+
+    // An access key that may come.
+    struct Key {
+        bool holds;            // it has a right with which something can be held
+        std::uint64_t nbytes;  // that it may hold; 0 where the keys file does not say
+    };
+
+    struct Charges {
+        std::size_t pins = 0, preparations = 0, leases = 0, connections = 0;
+        std::uint64_t nbytes = 0;  // of leases, of unfinished publishes, and of pinned objects, each once; of keys only
+    };
+
+    // The node remembers each of them, and a lease or a connection takes a descriptor.
+    static constexpr Charges most_of_session{100'000, 4'096, 1'024, 0, 0};
+    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096, 16'384, 0};
+
+    explicit Quotas(const Budget& budget) : budget_(budget) {}
+
+    void expect(std::map<Owner, Key> keys);
+
+    // Each says why one more may not be, and nothing if it may. `of_session` is how many the session has.
+    std::string pin_refusal(const Owner& owner, std::size_t of_session, std::uint64_t extent, std::uint64_t nbytes) const;
+    std::string preparation_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
+    std::string lease_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
+    std::string connection_refusal(const Owner& owner) const;
+
+    void pin(const Owner& owner, std::uint64_t extent, std::uint64_t nbytes);
+    void unpin(const Owner& owner, std::uint64_t extent);
+    void prepare(const Owner& owner, std::uint64_t nbytes) { charge(owner, &Charges::preparations, nbytes); }
+    void end_preparation(const Owner& owner, std::uint64_t nbytes) { discharge(owner, &Charges::preparations, nbytes); }
+    void lend(const Owner& owner, std::uint64_t nbytes) { charge(owner, &Charges::leases, nbytes); }
+    void take_back(const Owner& owner, std::uint64_t nbytes) { discharge(owner, &Charges::leases, nbytes); }
+    void connect(const Owner& owner) { charge(owner, &Charges::connections, 0); }
+    void disconnect(const Owner& owner) { discharge(owner, &Charges::connections, 0); }
+
+    Charges of_key(const Owner& owner) const;
+    Charges of_tenant(std::uint32_t tenant) const;
+
+private:
+    struct Pinned {
+        std::uint64_t nbytes;
+        std::size_t pins;
+    };
+    struct Held {
+        Charges charges;
+        std::unordered_map<std::uint64_t, Pinned> pinned;  // by extent
+    };
+    struct Expected {
+        std::size_t keys = 0, holders = 0;
+    };
+
+    void charge(const Owner& owner, std::size_t Charges::* what, std::uint64_t nbytes);
+    void discharge(const Owner& owner, std::size_t Charges::* what, std::uint64_t nbytes);
+    Expected expected_of(std::uint32_t tenant) const;
+    std::string refusal(const Owner& owner, std::size_t Charges::* what, std::size_t of_session, const char* things) const;
+    enum class Use { lease, pin, publish };
+    std::string nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use use) const;
+    std::string descriptor_refusal(const Owner& owner) const;
+
+    const Budget& budget_;
+    std::map<Owner, Key> keys_;
+    std::map<std::uint32_t, Expected> tenants_;  // of them
+    std::map<Owner, Held> held_;
+    std::map<std::uint32_t, Charges> of_tenants_;
+};
+
+}  // namespace farpool
