@@ -58,8 +58,8 @@ Server::Server(Settings settings)
         if (settings_.ephemeral) {
             leases_.remove(*lease);
         } else {
-            lent_ += lease->nbytes();
-            budget_.lend(lease->tenant, lease->nbytes());
+            lent_ += lease->nbytes;
+            budget_.lend(lease->tenant, lease->nbytes);
             ++charges_[lease->tenant].leases;
             sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since = Clock::now();
         }
@@ -395,6 +395,7 @@ void Server::tick() {
         }
     }
     reap();
+    check_leases();
     end_pins();
     for (auto session = sessions_.begin(); session != sessions_.end();) {
         if (session->second.connections == 0 && now - session->second.empty_since > seconds(settings_.grace)) {

@@ -233,7 +233,8 @@ private:
     void end_preparation(const Place& place, const Preparing& preparing);
     void abort_left_alone(Session& session);
     void free_session(std::uint64_t id, Session& session);
-    void take_lease_back(const Lease& lease);
+    void take_lease_back(Lease& lease);
+    void check_leases();
     void uncharge_lease(std::uint32_t tenant, std::uint64_t nbytes);
     std::shared_ptr<Lease> lease_of(std::uint64_t session, std::uint64_t lease) const;
     void note(std::string kind, std::uint64_t session, std::string text);

@@ -35,6 +35,7 @@ __all__ = [
     "as_user",
     "command",
     "eventually",
+    "fallocate_keeping_size",
     "sweep",
     "why_no_second_user",
 ]
@@ -337,6 +338,12 @@ def eventually(holds: Callable[[], bool], patience: float = PATIENCE) -> bool:
     return True
 
 
+def fallocate_keeping_size(file: int, offset: int, nbytes: int) -> None:
+    """Have the system give memory for a range of a file whose length stays; Python's own call makes the file longer."""
+    if _LIBC.fallocate(file, _KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(nbytes)) != 0:
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
 def why_no_second_user() -> str:
     """Why nothing can be tried as another user here; empty if it can."""
     return "" if os.geteuid() == 0 else "trying something as another user id needs root"
@@ -380,6 +387,7 @@ class _CapabilityHeader(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
 
 
+_KEEP_SIZE = 1  # of fallocate
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

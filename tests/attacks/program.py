@@ -30,6 +30,7 @@ MODULES = (
     "access",
     "deadlines",
     "two_copies",
+    "lease_files",
 )
 """The programs of this folder."""
 
