@@ -31,6 +31,7 @@ MODULES = (
     "deadlines",
     "two_copies",
     "lease_files",
+    "eavesdrop",
 )
 """The programs of this folder."""
 

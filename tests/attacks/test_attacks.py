@@ -24,6 +24,7 @@ CURED = frozenset(
         "deadlines.overlapping_faults",
         "dram_bound.tenants_in_turn",
         "dram_bound.told_by_a_metric",
+        "eavesdrop.read_the_wire",
         "foreign_session.by_another_key_of_the_tenant",
         "foreign_session.by_another_tenant",
         "foreign_session.undo_pins_and_preparations",
