@@ -334,6 +334,7 @@ Server::Stats Server::stats() {
     if (shelf_ != nullptr) {
         stats.shelf_capacity = shelf_->capacity();
         stats.shelf_used = shelf_->used();
+        stats.leaving = budget_.leaving;
     }
     for (const auto& [tenant, objects] : objects_) {
         const Objects::Counts& counts = objects->counts();
