@@ -30,6 +30,7 @@ nb::dict as_dict(const Server::Stats& stats) {
     made["index_bytes"] = stats.index_bytes;
     made["nvme_capacity"] = stats.shelf_capacity;
     made["nvme_used"] = stats.shelf_used;
+    made["nvme_leaving"] = stats.leaving;
     made["nvme_objects"] = stats.shelved;
     made["demotions"] = stats.demotions;
     made["promotions"] = stats.promotions;

@@ -15,7 +15,8 @@ class Objects;
 
 class Budget {
 public:
-    // Bytes that may be on their way to the NVMe file. They are in use beside the limit.
+    // Bytes that may be on their way to the NVMe file, and one object more. They are in use beside the limit. As many for a small node:
+    // one that may have fewer under way forgets objects that come faster than its file takes them.
     static constexpr std::uint64_t most_leaving = std::uint64_t{64} << 20;
 
     using Shares = std::map<std::uint32_t, std::uint64_t>;

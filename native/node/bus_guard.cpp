@@ -23,14 +23,22 @@ struct sigaction before;
 // A look that fails is no surprise in the middle of anything: it stands in a thread that has a guard, which holds neither this mutex
 // nor one of the allocator's. So the handler may take it.
 std::mutex mutex;
-using Ranges = std::map<std::uintptr_t, std::uintptr_t>;  // where they begin and end
+struct Range {
+    std::uintptr_t end;
+    bool cut;
+};
+using Ranges = std::map<std::uintptr_t, Range>;           // by where they begin
 Ranges& ranges = *new Ranges;                             // for threads that outlive the program's last line
 
-// Where the range that contains the page ends; the end of the page where none does.
-std::uintptr_t end_of(std::uintptr_t page) {
+// Where the range that contains the page ends, which is noted to be cut; the end of the page where none does.
+std::uintptr_t cut_at(std::uintptr_t page) {
     const auto above = ranges.upper_bound(page);
-    const std::uintptr_t end = above == ranges.begin() ? 0 : std::prev(above)->second;
-    return end > page ? end : page + page_nbytes;
+    if (above == ranges.begin() || std::prev(above)->second.end <= page) {
+        return page + page_nbytes;
+    }
+    Range& range = std::prev(above)->second;
+    range.cut = true;
+    return range.end;
 }
 
 // Zeros in place of everything from the page on: a file that was cut off ends somewhere before it. Page by page a process would
@@ -38,7 +46,7 @@ std::uintptr_t end_of(std::uintptr_t page) {
 bool replace_from(std::uintptr_t page) {
     const std::lock_guard lock(mutex);
     void* const place = reinterpret_cast<void*>(page);
-    return mmap(place, end_of(page) - page, PROT_READ | PROT_WRITE,
+    return mmap(place, cut_at(page) - page, PROT_READ | PROT_WRITE,
                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == place;
 }
 
@@ -79,7 +87,7 @@ BusGuard::~BusGuard() { --guards; }
 
 GuardedRange::GuardedRange(const void* begin, std::size_t nbytes) : begin_(reinterpret_cast<std::uintptr_t>(begin)) {
     const std::lock_guard lock(mutex);
-    ranges[begin_] = begin_ + nbytes;
+    ranges[begin_] = {begin_ + nbytes, false};
 }
 
 GuardedRange::GuardedRange(GuardedRange&& other) noexcept : begin_(std::exchange(other.begin_, 0)) {}
@@ -87,6 +95,12 @@ GuardedRange::GuardedRange(GuardedRange&& other) noexcept : begin_(std::exchange
 GuardedRange& GuardedRange::operator=(GuardedRange&& other) noexcept {
     std::swap(begin_, other.begin_);
     return *this;
+}
+
+bool GuardedRange::was_cut() const {
+    const std::lock_guard lock(mutex);
+    const auto found = ranges.find(begin_);
+    return found != ranges.end() && found->second.cut;
 }
 
 GuardedRange::~GuardedRange() {

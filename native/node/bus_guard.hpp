@@ -26,6 +26,9 @@ public:
     GuardedRange& operator=(GuardedRange&& other) noexcept;
     ~GuardedRange();
 
+    // Whether zeros have taken the place of some of it: the file is as it was again perhaps, and this mapping is not.
+    bool was_cut() const;
+
 private:
     std::uintptr_t begin_ = 0;
 };

@@ -117,7 +117,7 @@ Segment make_nameless_segment(const std::string& name, const SegmentHeader& sett
     return segment;
 }
 
-Segment open_segment(const std::string& path, SegmentKind kind) {
+Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> lent) {
     Segment segment{path, File(open(path.c_str(), O_RDWR | O_CLOEXEC)), {}, {}};
     struct stat status {};
     if (segment.file.fd() < 0 || fstat(segment.file.fd(), &status) != 0) {
@@ -126,6 +126,10 @@ Segment open_segment(const std::string& path, SegmentKind kind) {
     const auto nbytes = static_cast<std::uint64_t>(status.st_size);
     if (nbytes < segment_header_nbytes) {
         throw std::runtime_error(path + " is not a segment file");
+    }
+    if (lent && nbytes - segment_header_nbytes != *lent) {
+        throw std::runtime_error(path + " has " + std::to_string(nbytes) + " bytes, expected " +
+                                 std::to_string(segment_header_nbytes + *lent));
     }
     map(segment, nbytes);
     if (const char* fault = segment_fault(segment.header(), nbytes, kind)) {
@@ -148,6 +152,11 @@ void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes)
         static_cast<void>(fallocate(segment.file.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                                     static_cast<off_t>(begin), static_cast<off_t>(end - begin)));
     }
+}
+
+void restore_length(const Segment& segment) noexcept {
+    // Memory behind the end goes, too, where the length does not change.
+    static_cast<void>(!ftruncate(segment.file.fd(), static_cast<off_t>(segment.memory.nbytes())));
 }
 
 void remove_file(const std::string& path) noexcept { unlink(path.c_str()); }

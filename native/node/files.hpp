@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -56,12 +57,15 @@ void put_in_place(const Segment& draft);
 // it can be given to programs that do not trust each other. Like a file it is its user's alone: who else has a descriptor can do
 // what that allows, and open it no second time. `name` is what the system shows for it. Throws std::system_error.
 Segment make_nameless_segment(const std::string& name, const SegmentHeader& settings);
-// An existing one; throws std::runtime_error, which says what is wrong with it, or std::system_error.
-Segment open_segment(const std::string& path, SegmentKind kind);
+// An existing one; throws std::runtime_error, which says what is wrong with it, or std::system_error. With `nbytes`, it has to have
+// so many behind its header, and is not mapped before that is known.
+Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> nbytes = {});
 // Has the system back the range with memory, so that no later access to it can fail; false, and errno says why, where it cannot.
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
 // Gives whole pages of the range back to the system, where the file system knows holes. Their content is undefined from now on.
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
+// Gives the file the length that it was made with, and nothing behind it.
+void restore_length(const Segment& segment) noexcept;
 void remove_file(const std::string& path) noexcept;
 
 std::uint64_t random_word();

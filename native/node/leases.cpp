@@ -1,8 +1,13 @@
 #include "node/leases.hpp"
 
+#include <sys/stat.h>
+
 #include <cerrno>
+#include <charconv>
 #include <filesystem>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 #include <system_error>
 
@@ -13,36 +18,87 @@ namespace {
 constexpr std::string_view prefix = "lease-";
 constexpr std::string_view suffix = ".data";
 
-std::string file_name(std::uint64_t lease) { return std::string(prefix) + std::to_string(lease) + std::string(suffix); }
+constexpr std::uint64_t page_nbytes = 4096;
+// A file system may give memory by pages that are as large.
+constexpr std::uint64_t largest_page_nbytes = std::uint64_t{2} << 20;
 
-// Whether a node gives files such names; another file in its folder is not its own.
-bool is_file_name(std::string_view name) {
-    if (name.size() <= prefix.size() + suffix.size() || !name.starts_with(prefix) || !name.ends_with(suffix)) {
-        return false;
+std::string file_name(const LeaseTerms& terms) {
+    return std::string(prefix) + std::to_string(terms.id) + '-' + std::to_string(terms.session) + '-' + std::to_string(terms.tenant) +
+           '-' + std::to_string(terms.owner) + '-' + std::to_string(terms.nbytes) + std::string(suffix);
+}
+
+// The numbers in a name as a node gives it; none where another file in its folder is not its own.
+std::vector<std::uint64_t> numbers_in(std::string_view name) {
+    if (!name.starts_with(prefix) || !name.ends_with(suffix) || name.size() < prefix.size() + suffix.size()) {
+        return {};
     }
-    const std::string_view number = name.substr(prefix.size(), name.size() - prefix.size() - suffix.size());
-    return number.find_first_not_of("0123456789") == std::string_view::npos;
+    std::vector<std::uint64_t> found;
+    const char* at = name.data() + prefix.size();
+    const char* const end = name.data() + name.size() - suffix.size();
+    for (;;) {
+        std::uint64_t number = 0;
+        const auto [next, fault] = std::from_chars(at, end, number);
+        if (fault != std::errc() || (next != end && *next != '-')) {
+            return {};
+        }
+        found.push_back(number);
+        if (next == end) {
+            return found;
+        }
+        at = next + 1;
+    }
+}
+
+// What the name says; nothing where it is one that an earlier farpool gave, or nobody.
+std::optional<LeaseTerms> terms_in(std::string_view name, const std::vector<std::uint64_t>& numbers) {
+    if (numbers.size() != 5) {
+        return std::nullopt;
+    }
+    const LeaseTerms terms{numbers[0], numbers[1], static_cast<std::uint32_t>(numbers[2]), numbers[3], numbers[4]};
+    return name == file_name(terms) ? std::optional(terms) : std::nullopt;
 }
 
 }  // namespace
 
+Lease::~Lease() {
+    if (over) {
+        restore_length(segment);
+        discard(segment, segment_header_nbytes, segment.nbytes());
+    }
+}
+
+bool Lease::is_as_lent() const {
+    struct stat status {};
+    if (fstat(segment.file.fd(), &status) != 0 || static_cast<std::uint64_t>(status.st_size) != segment.memory.nbytes() ||
+        segment.guarded.was_cut()) {
+        return false;
+    }
+    const std::uint64_t lent = (segment.memory.nbytes() + page_nbytes - 1) / page_nbytes * page_nbytes;
+    const std::uint64_t taken = static_cast<std::uint64_t>(status.st_blocks) * 512;
+    if (taken > lent) {
+        restore_length(segment);
+    }
+    return taken <= lent + largest_page_nbytes;
+}
+
 void Leases::adopt(std::vector<std::string>& notes) {
     for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
         const std::string name = entry.path().filename().string();
-        if (!is_file_name(name)) {
+        const std::vector<std::uint64_t> numbers = numbers_in(name);
+        if (numbers.empty()) {
             continue;
         }
         try {
-            Segment segment = open_segment(entry.path().string(), SegmentKind::lease);
+            const std::optional<LeaseTerms> terms = terms_in(name, numbers);
+            if (!terms) {
+                throw std::runtime_error(entry.path().string() + " does not say in its name whose lease it is");
+            }
+            Segment segment = open_segment(entry.path().string(), SegmentKind::lease, terms->nbytes);
             const SegmentHeader& header = segment.header();
-            const std::uint64_t id = header.lease;
-            const std::uint64_t session = header.session;
-            const std::uint32_t tenant = header.tenant;
-            const std::uint64_t owner = header.owner;
-            if (name != file_name(id)) {  // its session can write the header
+            if (*terms != LeaseTerms{header.lease, header.session, header.tenant, header.owner, header.capacity}) {
                 throw std::runtime_error(entry.path().string() + " says that it is another lease");
             }
-            leases_.emplace(id, std::make_shared<Lease>(id, session, tenant, owner, std::move(segment)));
+            leases_.emplace(terms->id, std::make_shared<Lease>(*terms, std::move(segment)));
         } catch (const std::system_error& error) {
             if (error.code() != std::errc::no_such_file_or_directory) {
                 throw;  // what cannot be opened now may be whole, and somebody's memory
@@ -63,9 +119,10 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
     header.tenant = tenant;
     header.owner = owner;
     header.lease = random_word() | 1;  // never 0
-    const std::string path = folder_ + "/" + file_name(header.lease);
+    const LeaseTerms terms{header.lease, session, tenant, owner, nbytes};
+    const std::string path = folder_ + "/" + (nameless_ ? std::string(prefix) + std::to_string(terms.id) + std::string(suffix) : file_name(terms));
     const auto make = nameless_ ? make_nameless_segment : make_segment;
-    auto lease = std::make_shared<Lease>(header.lease, session, tenant, owner, make(path, header));
+    auto lease = std::make_shared<Lease>(terms, make(path, header));
     if (!back(lease->segment, 0, segment_header_nbytes + nbytes)) {
         const int code = errno;
         remove_file(path);
@@ -101,7 +158,8 @@ std::vector<std::shared_ptr<Lease>> Leases::all() const {
     return found;
 }
 
-void Leases::remove(const Lease& lease) {
+void Leases::remove(Lease& lease) {
+    lease.over = true;
     lease.segment.header().retired.store(1, std::memory_order_seq_cst);  // whoever has it mapped learns that it is lost
     remove_file(lease.segment.path);
     leases_.erase(lease.id);

@@ -1,6 +1,7 @@
 // Private memory: a segment of its own for each lease, which goes back to the system when the lease ends.
 //
-// Memory that is lent is zero: it is always a new file.
+// Memory that is lent is zero: it is always a new file. Its session may write all of that, header included, and may change its length
+// where it has a name. So what the node decides by stands in the file's name, which only the node can give.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +14,27 @@
 
 namespace farpool {
 
-struct Lease {
+struct LeaseTerms {
     std::uint64_t id;
     std::uint64_t session;
     std::uint32_t tenant;
     std::uint64_t owner;  // says which access key lent it
+    std::uint64_t nbytes;
+    bool operator==(const LeaseTerms&) const = default;
+};
+
+struct Lease : LeaseTerms {
+    Lease(const LeaseTerms& terms, Segment segment) : LeaseTerms(terms), segment(std::move(segment)) {}
+    ~Lease();
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+
+    // Whether its file is as long as it was lent, never was shorter when the node looked, and takes no more memory.
+    bool is_as_lent() const;
+
     Segment segment;
-    std::uint64_t nbytes() const noexcept { return segment.nbytes(); }
+    // The node took it back: with the last who uses it goes its memory, also if a program keeps the file.
+    bool over = false;
 };
 
 class Leases {
@@ -36,7 +51,7 @@ public:
     std::shared_ptr<Lease> find(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t id) const;
     std::vector<std::shared_ptr<Lease>> of(std::uint64_t session) const;
     std::vector<std::shared_ptr<Lease>> all() const;
-    void remove(const Lease& lease);
+    void remove(Lease& lease);
 
 private:
     std::string folder_;

@@ -507,9 +507,9 @@ void Server::begin_write(Peer& peer) {
         return drop_payload(peer, Status::unknown);
     }
     const auto offset = number_at<std::uint64_t>(peer.meta, 0);
-    if (offset > lease->nbytes() || peer.left > lease->nbytes() - offset) {
+    if (offset > lease->nbytes || peer.left > lease->nbytes - offset) {
         return drop_payload(peer, Status::bad_request, 0,
-                            "expected a range inside the lease of " + std::to_string(lease->nbytes()) + " bytes");
+                            "expected a range inside the lease of " + std::to_string(lease->nbytes) + " bytes");
     }
     peer.into = lease->segment.data() + offset;
     peer.room = peer.left;
@@ -538,8 +538,8 @@ void Server::answer_read(Peer& peer) {
     }
     const auto offset = number_at<std::uint64_t>(peer.meta, 0);
     const auto nbytes = number_at<std::uint64_t>(peer.meta, sizeof(std::uint64_t));
-    if (offset > lease->nbytes() || nbytes > lease->nbytes() - offset) {
-        return reply(peer, Status::bad_request, 0, "expected a range inside the lease of " + std::to_string(lease->nbytes()) +
+    if (offset > lease->nbytes || nbytes > lease->nbytes - offset) {
+        return reply(peer, Status::bad_request, 0, "expected a range inside the lease of " + std::to_string(lease->nbytes) +
                                                        " bytes");
     }
     reply(peer, Status::done);

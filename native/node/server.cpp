@@ -59,9 +59,9 @@ Server::Server(Settings settings)
         if (settings_.ephemeral) {
             leases_.remove(*lease);
         } else {
-            lent_ += lease->nbytes();
-            budget_.lend(lease->tenant, lease->nbytes());
-            quotas_.lend({lease->tenant, lease->owner}, lease->nbytes());
+            lent_ += lease->nbytes;
+            budget_.lend(lease->tenant, lease->nbytes);
+            quotas_.lend({lease->tenant, lease->owner}, lease->nbytes);
             sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since = Clock::now();
         }
     }
@@ -337,6 +337,7 @@ Server::Stats Server::stats() {
     if (shelf_ != nullptr) {
         stats.shelf_capacity = shelf_->capacity();
         stats.shelf_used = shelf_->used();
+        stats.leaving = budget_.leaving;
     }
     for (const auto& [tenant, objects] : objects_) {
         const Objects::Counts& counts = objects->counts();
@@ -399,6 +400,7 @@ void Server::tick() {
         }
     }
     reap();
+    check_leases();
     end_pins();
     for (auto session = sessions_.begin(); session != sessions_.end();) {
         if (session->second.connections == 0 && now - session->second.empty_since > seconds(settings_.grace)) {

@@ -56,7 +56,7 @@ public:
 
     struct Stats : Counts {
         std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, evictions = 0,
-                      expired = 0, adopted = 0, index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0,
+                      expired = 0, adopted = 0, index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0, leaving = 0,
                       shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0;
     };
 
@@ -245,7 +245,8 @@ private:
     void end_preparation(const Session& session, const Place& place, const Preparing& preparing);
     void abort_left_alone(Session& session);
     void free_session(std::uint64_t id, Session& session);
-    void take_lease_back(const Lease& lease);
+    void take_lease_back(Lease& lease);
+    void check_leases();
     void uncharge_lease(const Quotas::Owner& owner, std::uint64_t nbytes);
     std::shared_ptr<Lease> lease_of(std::uint64_t session, std::uint64_t lease) const;
     void note(std::string kind, std::uint64_t session, std::string text);

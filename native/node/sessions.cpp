@@ -131,9 +131,21 @@ std::shared_ptr<Lease> Server::lease_of(std::uint64_t session, std::uint64_t lea
     return holder == sessions_.end() ? nullptr : leases_.find(session, holder->second.tenant, holder->second.owner, lease);
 }
 
-void Server::take_lease_back(const Lease& lease) {
-    uncharge_lease({lease.tenant, lease.owner}, lease.nbytes());
+void Server::take_lease_back(Lease& lease) {
+    uncharge_lease({lease.tenant, lease.owner}, lease.nbytes);
     leases_.remove(lease);
+}
+
+// A session may write its lease's file, and so make it longer or cut it off. The lease is gone then, and with it the memory.
+void Server::check_leases() {
+    for (auto& lease : leases_.all()) {
+        if (!lease->is_as_lent()) {
+            note("taken_back", lease->session, "the file of a lease of " + std::to_string(lease->nbytes) +
+                                                   " bytes was made longer or cut off, so the lease has ended");
+            take_lease_back(*lease);
+            freeing_->let_go(std::move(lease));
+        }
+    }
 }
 
 bool Server::release(std::uint64_t session, std::uint64_t lease) {
@@ -152,7 +164,7 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> Server::leases(std::uint64_
     std::vector<std::pair<std::uint64_t, std::uint64_t>> found;
     for (const auto& lease : leases_.of(session)) {
         if (lease_of(session, lease->id) != nullptr) {
-            found.emplace_back(lease->id, lease->nbytes());
+            found.emplace_back(lease->id, lease->nbytes);
         }
     }
     return found;

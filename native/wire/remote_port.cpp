@@ -219,15 +219,21 @@ void RemotePort::attempt(Op op, const std::vector<Piece>& pieces, std::vector<Bo
 void RemotePort::copy(Op op, const Piece& piece) const {
     const RemoteEnd& end = nodes_[piece.node]->end;
     const auto* header = reinterpret_cast<const SegmentHeader*>(end.memory);
-    if (header->retired.load(std::memory_order_acquire) != 0) {
-        fail_node(ErrorKind::lease_lost, end.node, "it took the lease of " + name_ + " back, and its bytes are lost");
-    }
+    const auto require_held = [&] {
+        if (header->retired.load(std::memory_order_acquire) != 0) {
+            fail_node(ErrorKind::lease_lost, end.node, "it took the lease of " + name_ + " back, and its bytes are lost");
+        }
+    };
+    require_held();
     std::byte* there = end.memory + segment_header_nbytes + piece.offset;
     if (op == Op::read) {
         std::memcpy(piece.memory, there, piece.nbytes);
     } else {
         std::memcpy(there, piece.memory, piece.nbytes);
     }
+    // The node says that it takes the memory back before it does.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    require_held();
 }
 
 void RemotePort::send(Op op, const Piece& piece, Connection& connection) const {

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import msgspec
 
+from farpool.net.authority import Authority
 from farpool.node.process import RunningNode
 from farpool.store import Store
 from tests.attacks.wire import PATIENCE, Connection
@@ -35,6 +36,7 @@ __all__ = [
     "as_user",
     "command",
     "eventually",
+    "fallocate_keeping_size",
     "sweep",
     "why_no_second_user",
 ]
@@ -81,7 +83,7 @@ class Node:
 
     @property
     def where(self) -> tuple[str, int]:
-        host, _, port = self.url.removeprefix("tcp://").rpartition(":")
+        host, _, port = self.url.partition("://")[2].rpartition(":")
         return host, int(port)
 
     @property
@@ -214,6 +216,7 @@ class Lab:
         spin: float | None = None,
         files: int = 0,
         socket_group: int = 0,
+        tls: Path | None = None,
     ) -> Node:
         """Start a node.
 
@@ -231,6 +234,8 @@ class Lab:
             The most files that it may have open; 0 for what the system allows.
         socket_group : int
             A group whose members may use its UNIX socket; 0 for none.
+        tls : Path or None
+            A folder of `certificates`: it serves TLS over TCP then.
         """
         self._numbers += 1
         # In shared memory, in a folder that others may pass through: what they may do there is the node's affair.
@@ -253,6 +258,8 @@ class Lab:
             options += ["--spin", str(spin)]
         if socket_group:
             options += ["--socket-group", str(socket_group)]
+        if tls is not None:
+            options += ["--tls", str(tls / "node")]
         folder = parent / f"node-{self._numbers}"
         process = RunningNode(str(folder), options)
         self._stack.callback(process.close)
@@ -266,6 +273,15 @@ class Lab:
         path = Path(tempfile.mkdtemp(prefix="farpool-attack-"))
         self._stack.callback(shutil.rmtree, path, ignore_errors=True)
         return path
+
+    def certificates(self, *clients: str) -> Path:
+        """A folder with a certificate of a node on loopback, in ``node``, and of each of these clients."""
+        folder = self.folder()
+        authority = Authority.create(folder / "ca", "ca", 2)
+        authority.issue(folder / "node", "node", "node", ["127.0.0.1"], days=1)
+        for client in clients:
+            authority.issue(folder / client, client, "client", (), days=1)
+        return folder
 
     @contextmanager
     def store(
@@ -337,6 +353,12 @@ def eventually(holds: Callable[[], bool], patience: float = PATIENCE) -> bool:
     return True
 
 
+def fallocate_keeping_size(file: int, offset: int, nbytes: int) -> None:
+    """Have the system give memory for a range of a file whose length stays; Python's own call makes the file longer."""
+    if _LIBC.fallocate(file, _KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(nbytes)) != 0:
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
 def why_no_second_user() -> str:
     """Why nothing can be tried as another user here; empty if it can."""
     return "" if os.geteuid() == 0 else "trying something as another user id needs root"
@@ -380,6 +402,7 @@ class _CapabilityHeader(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
 
 
+_KEEP_SIZE = 1  # of fallocate
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

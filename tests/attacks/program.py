@@ -33,6 +33,8 @@ MODULES = (
     "access",
     "deadlines",
     "two_copies",
+    "lease_files",
+    "eavesdrop",
 )
 """The programs of this folder."""
 

@@ -395,6 +395,10 @@ class Connection:
         """Give a lease back; control connection."""
         return self.call("release", lease=lease)
 
+    def attach_lease(self, lease: int) -> Answer:
+        """Ask for a lease's file; control connection over the UNIX socket."""
+        return self.call("attach_lease", lease=lease)
+
     def write(self, lease: int, offset: int, payload: bytes) -> Answer:
         """Write into a lease."""
         return self.ask(_WRITE, struct.pack("<Q", offset), lease=lease, payload=payload)

@@ -1,5 +1,6 @@
 """What a node finds when it starts: adopted if it is whole, refused with a reason if not."""
 
+import os
 import signal
 import struct
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from farpool._native import crc32c
 from farpool.net.frames import Op, Status
 from tests.node.nodes import Head, Peer, node, reader, walked
 
@@ -153,14 +155,56 @@ def test_a_damaged_lease_file_is_removed_with_a_reason(tmp_path: Path) -> None:
         path = Path(server.lease_path(7, server.lend(7, 0, 4096)))
         other = Path(server.lease_path(7, server.lend(7, 0, 4096)))
     path.write_bytes(b"\0" * 8192)
-    other.rename(tmp_path / "lease-1.data")
+    other.rename(tmp_path / "lease-1.data")  # as earlier farpools called it
     with node(tmp_path) as server:
         assert server.leases(7) == []
         texts = sorted(text for _, _, text in server.events())
         assert len(texts) == 2
         assert any("not a segment file" in text for text in texts)
-        assert any("another lease" in text for text in texts)
+        assert any("does not say in its name whose lease it is" in text for text in texts)
     assert not list(tmp_path.glob("lease-*"))
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "value"),
+    [(24, "<Q", 1 << 40), (48, "<Q", 8), (56, "<Q", 9), (64, "<I", 1), (104, "<Q", 5)],
+    ids=["capacity", "session", "lease", "tenant", "owner"],
+)
+def test_a_lease_is_whose_its_name_says_whatever_its_header_says(
+    tmp_path: Path, offset: int, form: str, value: int
+) -> None:
+    with node(tmp_path) as server:
+        path = Path(server.lease_path(7, server.lend(7, 0, 4096)))
+        kept = server.lend(7, 0, 4096)
+    with path.open("r+b") as file:
+        header = bytearray(file.read(124))
+        struct.pack_into(form, header, offset, value)
+        file.seek(0)
+        file.write(bytes(header) + struct.pack("<I", crc32c(bytes(header))))
+        if offset == 24:
+            file.truncate(4096 + value)
+    with node(tmp_path) as server:
+        Peer(server, session=8, tenant=1)  # the session that was named is whose it was
+        assert server.leases(7) == [(kept, 4096)]
+        assert server.stats()["lent"] == 4096
+        assert server.tenants()[1]["lent"] == 0
+        [(kind, _, text)] = server.events()
+        assert kind == "removed"
+        assert path.name in text
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("nbytes", [100, 4096, 4096 + 4095, 4096 + 4097, 1 << 43])
+def test_a_lease_whose_length_changed_is_removed(tmp_path: Path, nbytes: int) -> None:
+    with node(tmp_path) as server:
+        path = Path(server.lease_path(7, server.lend(7, 0, 4096)))
+    os.truncate(path, nbytes)
+    with node(tmp_path) as server:
+        assert (server.leases(7), server.stats()["lent"]) == ([], 0)
+        [(kind, _, text)] = server.events()
+        assert kind == "removed"
+        assert path.name in text
+    assert not path.exists()
 
 
 def test_damaged_objects_are_not_adopted(tmp_path: Path) -> None:

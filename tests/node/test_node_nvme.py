@@ -172,6 +172,23 @@ def test_what_is_asked_for_first_is_read_from_the_file_first(tmp_path: Path, fil
     assert sum(order[: count // 2]) < sum(order[count // 2 :])
 
 
+def test_what_is_on_its_way_to_the_file_is_told_and_counts_as_memory(tmp_path: Path, file: Path) -> None:
+    with server(tmp_path / "n", file, nvme=256 * MIB) as running:
+        peer = Peer(running)
+        keys = (b"%d" % number for number in range(10_000))
+        told: dict[str, int] = {}
+
+        def put_and_look() -> bool:
+            peer.published(next(keys), bytes(3 * MIB))
+            told.update(running.stats())
+            return told["nvme_leaving"] > 0
+
+        until(put_and_look, "nothing was on its way")
+        assert 3 * MIB <= told["nvme_leaving"] <= (64 + 4) * MIB
+        assert told["taken"] >= told["backed"] >= told["used"] + told["nvme_leaving"] - MIB // 2
+        until(lambda: running.stats()["nvme_leaving"] == 0, "the file was not written")
+
+
 def test_two_nodes_do_not_share_a_file(tmp_path: Path, file: Path) -> None:
     with (
         server(tmp_path / "a", file),

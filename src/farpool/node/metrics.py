@@ -18,7 +18,7 @@ _GAUGES = {
     "used": ("used_bytes", "Bytes in use for objects, their tables and leases"),
     "backed": (
         "backed_bytes",
-        "Memory that counts against what the node may lend: objects, their holes and tables, leases",
+        "Memory of objects, their holes and tables, and leases, with what is on its way to the NVMe file",
     ),
     "taken": ("taken_bytes", "Shared memory that the node's files take, as the system tells it"),
     "process": ("process_bytes", "Memory of the node's process beside its files"),
@@ -30,6 +30,10 @@ _GAUGES = {
     "adopted": ("adopted_objects", "Objects taken over from an earlier start"),
     "nvme_capacity": ("nvme_capacity_bytes", "Bytes of the NVMe file"),
     "nvme_used": ("nvme_used_bytes", "Bytes in use of the NVMe file"),
+    "nvme_leaving": (
+        "nvme_leaving_bytes",
+        "Memory of objects on their way to the NVMe file, beside what the node may lend",
+    ),
     "nvme_objects": ("nvme_objects", "Objects whose payload lies in the NVMe file"),
     "connections": ("connections", "Open data connections"),
     "sessions": ("sessions", "Programs that hold something or are connected"),
