@@ -177,6 +177,9 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("session"), nb::arg("tenant"))
         .def(
+            "expose", [](Server& self, std::uint64_t session, std::uint32_t tenant) { refusing([&] { self.expose(session, tenant); }); },
+            nb::arg("session"), nb::arg("tenant"))
+        .def(
             "list",
             [](Server& self, std::uint32_t tenant, const nb::bytes& after, const nb::bytes& prefix, std::size_t limit) {
                 const std::string_view from = as_view(after);

@@ -102,6 +102,8 @@ public:
     std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
     // A descriptor, the caller's, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
     int objects_visited(std::uint64_t session, std::uint32_t tenant);
+    // The session writes the data segment by itself, over a one-sided fabric: it may have places prepared there.
+    void expose(std::uint64_t session, std::uint32_t tenant);
     std::vector<Listed> list(std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit);
     Stats stats();
     std::map<std::uint32_t, TenantStats> tenants();
@@ -145,15 +147,17 @@ private:
         std::multimap<Place, Pinned> pins{};
         std::uint32_t last_pin = 0;
         std::map<Place, Preparing> prepared{};
+        std::size_t areas = 0;
+        bool exposed = false;  // to it, the tenant's objects
     };
 
     // What a tenant's sessions hold together.
     struct Charges {
-        std::size_t pins = 0, preparations = 0, leases = 0;
+        std::size_t pins = 0, preparations = 0, leases = 0, areas = 0;
     };
     // The node remembers each of them, and a lease takes a descriptor.
-    static constexpr Charges most_of_session{100'000, 4'096, 1'024};
-    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096};
+    static constexpr Charges most_of_session{100'000, 4'096, 1'024, 64};
+    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096, 256};
 
     void run();
     Session& bind(std::uint64_t session, std::uint32_t tenant, std::string_view key);
@@ -162,7 +166,10 @@ private:
     void service(Peer& peer, std::uint32_t events);
     void serve_again();
     void receive(Peer& peer);
+    void receive_more(Peer& peer);
     void feed(Peer& peer, const std::byte* data, std::size_t nbytes);
+    void take(Peer& peer, const std::byte* data, std::size_t nbytes);
+    void take_part(Peer& peer);
     void frame_begun(Peer& peer);
     void payload_complete(Peer& peer);
     void frame_complete(Peer& peer);
@@ -205,6 +212,8 @@ private:
     void answer_commit(Peer& peer);
     bool go_on_with_commit(Peer& peer);
     void answer_abort(Peer& peer);
+    void answer_area(Peer& peer);
+    void end_area(Peer& peer);
     void answer_read(Peer& peer);
     void reply(Peer& peer, Status status, std::uint64_t serial = 0, std::string meta = {});
     static void refuse(Reply& answer, Status status, std::string meta = {});

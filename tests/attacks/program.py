@@ -30,6 +30,7 @@ MODULES = (
     "access",
     "deadlines",
     "two_copies",
+    "preparing",
 )
 """The programs of this folder."""
 

@@ -87,9 +87,7 @@ class ControlService:
                 raise ValueError(f"operation {frame.op} on a control connection, expected {Op.CALL.value} (call)")
             call = parse_call(frame.meta)
             # In a thread, as memory that is lent may have to be made first.
-            result, files = await asyncio.to_thread(
-                make_call, call, client, self._server, self._stats, self._exposures, own=connection.is_own
-            )
+            result, files = await asyncio.to_thread(make_call, call, client, self._server, self._stats, self._exposures)
             if files is None:
                 return Status.DONE, result, []
             if not connection.is_local:
