@@ -199,6 +199,9 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("session"), nb::arg("tenant"))
         .def(
+            "expose", [](Server& self, std::uint64_t session, std::uint32_t tenant) { refusing([&] { self.expose(session, tenant); }); },
+            nb::arg("session"), nb::arg("tenant"))
+        .def(
             "list_some",
             [](Server& self, std::uint32_t tenant, std::uint64_t place, const nb::bytes& after, const nb::bytes& prefix,
                std::size_t limit) {

@@ -355,7 +355,7 @@ class End {
 public:
     End(std::string node, std::uint64_t lease, std::uint64_t nbytes, nb::handle memory, nb::object dial, std::uint32_t tenant,
         std::uint8_t credential, double spin)
-        : dial_(std::move(dial)), native_{std::move(node), lease, nbytes, nullptr, {}, {tenant, credential, spin, check_signals, nullptr}} {
+        : dial_(std::move(dial)), native_{std::move(node), lease, nbytes, nullptr, {}, {tenant, credential, spin, check_signals, false, nullptr}} {
         if (!memory.is_none()) {
             view_.emplace(memory, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
             const auto room = static_cast<std::uint64_t>((*view_)->len);
@@ -546,11 +546,11 @@ void bind_wire(nb::module_& m) {
         .def(
             "__init__",
             [](Connection* self, nb::object fd, std::string node, std::uint32_t tenant, std::uint8_t credential, double spin,
-               std::shared_ptr<TenantEpoch> epoch) {
-                new (self) Connection(taken_stream(fd), std::move(node), {tenant, credential, spin, check_signals, std::move(epoch)});
+               bool area, std::shared_ptr<TenantEpoch> epoch) {
+                new (self) Connection(taken_stream(fd), std::move(node), {tenant, credential, spin, check_signals, area, std::move(epoch)});
             },
             nb::arg("fd"), nb::arg("node"), nb::kw_only(), nb::arg("tenant"), nb::arg("credential"), nb::arg("spin"),
-            nb::arg("epoch").none() = nb::none())
+            nb::arg("area") = false, nb::arg("epoch").none() = nb::none())
         .def_prop_ro("broken", &Connection::broken)
         .def_prop_ro("unanswered", &Connection::unanswered)
         .def("stale", &Connection::stale)
@@ -570,24 +570,14 @@ void bind_wire(nb::module_& m) {
         .def("close", &ConnectionPool::close);
 
     nb::class_<ObjectReader>(m, "ObjectReader", nb::type_slots(reader_slots), "A tenant's objects in shared memory.")
-        .def(nb::init<int, int, int, std::string, bool, int, std::shared_ptr<TenantEpoch>>(), nb::arg("index_fd"), nb::arg("data_fd"),
-             nb::arg("visited_fd"), nb::arg("node"), nb::kw_only(), nb::arg("writable"), nb::arg("lifeline") = -1,
+        .def(nb::init<int, int, int, std::string, int, std::shared_ptr<TenantEpoch>>(), nb::arg("index_fd"), nb::arg("data_fd"),
+             nb::arg("visited_fd"), nb::arg("node"), nb::kw_only(), nb::arg("lifeline") = -1,
              nb::arg("epoch").none() = nb::none())
         .def("get", get, nb::arg("key"))
         .def("get_into", get_into, nb::arg("key"), nb::arg("into"))
         .def("expect_copies", &ObjectReader::expect_copies, nb::arg("copies"))
         .def("lookup", lookup, nb::arg("keys"), nb::kw_only(), nb::arg("visit") = false)
-        .def("view", view, nb::arg("offset"), nb::arg("nbytes"))
-        .def_prop_ro("writable", &ObjectReader::writable)
-        .def(
-            "write",
-            [](ObjectReader& self, std::uint64_t offset, nb::handle payload) {
-                const Pieces from(payload, PyBUF_C_CONTIGUOUS);
-                std::uint32_t crc = 0;
-                without_lock_if(from.nbytes() > large_bytes, [&] { crc = self.write(offset, from.parts()); });
-                return crc;
-            },
-            nb::arg("offset"), nb::arg("payload"));
+        .def("view", view, nb::arg("offset"), nb::arg("nbytes"));
 
     nb::class_<End>(m, "RemoteEnd", "A lease, and how it is reached.")
         .def(nb::init<std::string, std::uint64_t, std::uint64_t, nb::handle, nb::object, std::uint32_t, std::uint8_t, double>(),

@@ -1,8 +1,10 @@
 #include "fuzz/client.hpp"
 
-#include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -35,8 +37,7 @@ Client::Client(int& theirs, std::uint64_t session, std::uint32_t tenant, std::ui
     : session(session), tenant(tenant), rights(rights), honest(honest), book_(book) {
     int ends[2];
     require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
-    socket_ = File(ends[0]);
-    fcntl(ends[0], F_SETFL, O_NONBLOCK);
+    socket_ = Stream(ends[0]);
     theirs = ends[1];
 }
 
@@ -52,17 +53,45 @@ void Client::ask(Frame frame, Asked asked, bool repair) {
         behind.assign(reinterpret_cast<const char*>(&frame.header.payload_crc), sizeof frame.header.payload_crc);
         frame.header.payload_crc = 0;
     }
+    const std::size_t nbytes = frame.payload.size();
+    asked.by_area = honest && asked.op == Op::put && nbytes > 0 && !area_in_use_ && frame.header.request % 3 == 0 &&
+                    segment_header_nbytes + nbytes <= area_.nbytes();
+    if (asked.by_area) {
+        area_in_use_ = true;
+        frame.header.flags |= payload_in_area;
+        std::memcpy(area_.data() + segment_header_nbytes, frame.payload.data(), nbytes);
+        frame.payload.clear();
+        const std::size_t step = 1 + frame.header.request * 37 % nbytes;
+        for (std::size_t at = 0; at < nbytes; at += step) {
+            frame.payload += packed(static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(std::min(step, nbytes - at)));
+        }
+    }
     seal(frame.header, frame.meta.data(), static_cast<std::uint32_t>(frame.meta.size()));
     outgoing_.append(reinterpret_cast<const char*>(&frame.header), sizeof frame.header);
     outgoing_ += frame.meta + frame.payload + behind;
     unanswered_.push_back(std::move(asked));
 }
 
+void Client::ask_area() {
+    if (!asked_area_) {
+        asked_area_ = true;
+        Asked asked{};
+        asked.op = Op::area;
+        ask({make_header(Op::area), {}, {}}, std::move(asked));
+    }
+}
+
+void Client::scribble(Dice& dice) {
+    if (area_.data() != nullptr) {
+        dice.flip(area_.data() + segment_header_nbytes, area_.nbytes() - segment_header_nbytes, 20);
+    }
+}
+
 void Client::push(std::size_t nbytes) {
     if (closed_ || outgoing_.empty()) {
         return;
     }
-    const ssize_t sent = send(socket_.fd(), outgoing_.data(), std::min(nbytes, outgoing_.size()), MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent = ::send(socket_.fd(), outgoing_.data(), std::min(nbytes, outgoing_.size()), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent > 0) {
         outgoing_.erase(0, static_cast<std::size_t>(sent));
     } else if (errno != EAGAIN) {
@@ -76,7 +105,13 @@ void Client::pull(std::size_t nbytes) {
     }
     const std::size_t before = incoming_.size();
     incoming_.resize(before + nbytes);
-    const ssize_t got = recv(socket_.fd(), incoming_.data() + before, nbytes, MSG_DONTWAIT);
+    int passed = -1;
+    const ssize_t got = socket_.receive_with_file(incoming_.data() + before, nbytes, passed);
+    if (const File file(passed); passed >= 0) {
+        struct stat status {};
+        require(fstat(passed, &status) == 0 && ftruncate(passed, 0) != 0, "a publish area that can be cut off");
+        area_ = Mapping(passed, static_cast<std::size_t>(status.st_size), true);
+    }
     incoming_.resize(before + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
     if (got == 0 || (got < 0 && errno != EAGAIN)) {
         closed_ = true;
@@ -110,6 +145,7 @@ void Client::check(const Frame& reply) {
     require(reply.header.request == asked.request && reply.header.op == static_cast<std::uint8_t>(asked.op) &&
                 reply.header.tenant == tenant,
             told(asked, "the reply belongs to another request"));
+    area_in_use_ = area_in_use_ && !asked.by_area;
     const auto status = static_cast<Status>(reply.header.status);
     require(reply.header.status <= static_cast<std::uint16_t>(Status::busy), told(asked, "an unknown status"));
     require(status != Status::bad_request, told(asked, "a good request was refused"));

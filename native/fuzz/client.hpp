@@ -10,6 +10,8 @@
 #include "fuzz/dice.hpp"
 #include "node/files.hpp"
 #include "wire/frame.hpp"
+#include "wire/segment.hpp"
+#include "wire/stream.hpp"
 
 namespace farpool::fuzz {
 
@@ -33,6 +35,7 @@ public:
         std::vector<std::string> keys;  // that are looked up
         bool lasting = false;  // a pin that does not run out
         bool damaged = false;
+        bool by_area = false;
     };
     struct Place {
         std::string key;
@@ -47,6 +50,10 @@ public:
     Client(int& theirs, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, Book* book, bool honest);
 
     void ask(Frame frame, Asked asked, bool repair = true);
+    // Asks for a publish area, once; payloads of good requests go through it now and then.
+    void ask_area();
+    // Writes into the publish area, if there is one, what comes to mind.
+    void scribble(Dice& dice);
     void send_raw(const std::string& bytes) { outgoing_ += bytes; }
     // Sends at most so much of what waits.
     void push(std::size_t nbytes);
@@ -70,7 +77,10 @@ private:
     void check_looked_up(const Frame& reply, const Asked& asked);
 
     Book* book_;
-    File socket_;
+    Stream socket_;
+    Mapping area_;
+    bool asked_area_ = false;
+    bool area_in_use_ = false;
     std::string outgoing_;
     std::string incoming_;
     std::deque<Asked> unanswered_;

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -18,6 +19,7 @@
 #include "node/objects.hpp"
 #include "wire/connection.hpp"
 #include "wire/object_reader.hpp"
+#include "wire/payload_sum.hpp"
 
 namespace farpool::fuzz {
 
@@ -36,6 +38,7 @@ Replies random_replies(Dice& dice, std::uint64_t count, const std::vector<Op>& o
         FrameHeader header = make_header(ops[request - 1]);
         header.request = request;
         header.status = static_cast<std::uint16_t>(dice.one_in(3) ? dice.any() : 0);
+        made.damaged = made.damaged || header.status == static_cast<std::uint16_t>(Status::taken);  // nothing lies in an area
         header.serial = dice.any();
         std::string meta = dice.bytes(dice.one_in(3) ? dice.below(400) : 0);
         std::string payload = dice.bytes(dice.one_in(2) ? dice.below(dice.one_in(6) ? 100000 : 300) : 0);
@@ -104,6 +107,64 @@ void try_connection(Dice& dice) {
     close(ends[1]);
 }
 
+// A node that passes a publish area, which may be none, and says how far it is, which may be wrong.
+void try_area(Dice& dice) {
+    int ends[2];
+    require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
+    Stream node(ends[1]);
+    Connection connection(Stream(ends[0]), "node", {0, 0, 0, nullptr, true});
+    const std::string payload = dice.bytes(100'000 + dice.below(300'000));
+    const iovec whole{const_cast<char*>(payload.data()), payload.size()};
+    const Request request{Op::put, "key", 0, 0, {&whole, 1}, payload.size()};
+    SegmentHeader settings{};
+    settings.kind = static_cast<std::uint32_t>(dice.one_in(8) ? SegmentKind::lease : SegmentKind::area);
+    settings.capacity = 64 * (1 + dice.below(3000));
+    const Segment area = make_nameless_segment("fuzzed-area", settings);
+    if (dice.one_in(8)) {
+        dice.flip(area.memory.data(), 128, 3);
+    }
+    std::uint64_t number = 0;
+    const auto say = [&](Op op, Status status, std::uint64_t serial, int file) {
+        FrameHeader header = make_header(op);
+        header.request = dice.one_in(100) ? dice.any() : number;
+        header.status = static_cast<std::uint16_t>(status);
+        header.serial = serial;
+        seal(header, nullptr, 0);
+        iovec part{&header, sizeof header};
+        static_cast<void>(file < 0 ? node.send(&part, 1) : node.send_with_file(&part, 1, file));
+    };
+    try {
+        ReplyHead head;
+        for (int puts = 0; puts < 4; ++puts) {
+            const bool asks = puts == 0;
+            PayloadSum sum(request.payload, request.nbytes);
+            Outgoing outgoing = connection.begin(request, &sum);
+            number += asks ? 2 : 1;
+            bool sent = false;
+            for (int step = 0; !sent && step < 200'000; ++step) {
+                sent = connection.send_some(outgoing, payload.size());
+                std::array<char, 65536> drained;
+                while (node.receive(drained.data(), drained.size()) > 0) {
+                }
+                if (!sent && connection.awaits_room()) {
+                    say(Op::put, Status::taken, dice.one_in(100) ? dice.any() : outgoing.copied - dice.below(2), -1);
+                    require(!connection.receive_head_some(head), "an answer before there was one");
+                }
+            }
+            require(sent, "a payload that does not go");
+            if (asks) {
+                number -= 1;
+                say(Op::area, dice.one_in(8) ? Status::busy : Status::done, 0, dice.one_in(8) ? -1 : area.file.fd());
+                number += 1;
+            }
+            say(Op::put, Status::done, 7, dice.one_in(20) ? area.file.fd() : -1);
+            require(connection.receive_head_some(head) && head.serial == 7, "an answer that was not understood");
+        }
+    } catch (const PortFailure&) {
+        require(connection.broken(), "a failure left the connection in use");
+    }
+}
+
 void damage(Dice& dice, Objects& objects) {
     const Objects::Paths& paths = objects.paths();
     if (dice.one_in(16)) {
@@ -149,7 +210,7 @@ void try_segment(Dice& dice, const std::string& folder) {
     const File index(open(objects.paths().index.c_str(), O_RDONLY | O_CLOEXEC));
     const File data(open(objects.paths().data.c_str(), O_RDONLY | O_CLOEXEC));
     const File visits(objects.visits().open(1));
-    const ObjectReader reader(index.fd(), data.fd(), visits.fd(), "node", false);
+    const ObjectReader reader(index.fd(), data.fd(), visits.fd(), "node");
     for (int round = 0; round < 30; ++round) {
         for (const auto& [key, payload] : published) {
             try {
@@ -186,6 +247,9 @@ int main(int argc, char** argv) {
         try {
             for (int connection = 0; connection < 200; ++connection) {
                 farpool::fuzz::try_connection(dice);
+            }
+            for (int area = 0; area < 3; ++area) {
+                farpool::fuzz::try_area(dice);
             }
             farpool::fuzz::try_segment(dice, argv[1]);
         } catch (const std::exception& error) {

@@ -107,6 +107,7 @@ void World::connect() {
         setsockopt(theirs, SOL_SOCKET, SO_SNDBUF, &narrow, sizeof narrow);
     }
     server_->adopt(Stream(theirs), session, tenant, rights, "key");
+    server_->expose(session, tenant);
 }
 
 std::string World::key() {

@@ -12,9 +12,13 @@
 namespace farpool::fuzz {
 
 void World::request(Client& client) {
+    if (dice_.one_in(20)) {
+        client.ask_area();
+    }
     if (client.honest) {
         return request_on_key(client);
     }
+    client.scribble(dice_);
     switch (dice_.below(4)) {
         case 0: return client.send_raw(dice_.bytes(dice_.below(300)));
         case 1:
@@ -122,6 +126,18 @@ void World::spoil(Client& client, Frame frame) {
     frame.header.request = dice_.word();
     frame.header.payload_nbytes = frame.payload.size();
     frame.header.payload_crc = crc32c(frame.payload.data(), frame.payload.size());
+    if (dice_.one_in(4)) {  // parts of a publish area, that may be there
+        frame.header = make_header(Op::put);
+        frame.header.flags = payload_in_area;
+        frame.payload.clear();
+        for (std::uint64_t parts = dice_.below(6); parts > 0; --parts) {
+            const auto nbytes = static_cast<std::uint32_t>(dice_.one_in(40) ? dice_.any() : 1 + dice_.below(1000));
+            frame.payload += packed(static_cast<std::uint32_t>(dice_.one_in(40) ? dice_.any() : dice_.below(3000)), nbytes);
+            frame.header.payload_nbytes += nbytes;
+        }
+        frame.meta.insert(0, sizeof(ObjectHead), '\0');
+        frame.meta.resize(std::min<std::size_t>(frame.meta.size(), sizeof(ObjectHead) + 200));
+    }
     if (dice_.one_in(4)) {
         const std::vector<std::uint64_t*> fields{&frame.header.payload_nbytes, &frame.header.serial, &frame.header.lease};
         *dice_.of(fields) = dice_.any();

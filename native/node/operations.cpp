@@ -1,5 +1,6 @@
 // What a node does when a frame has come: the operations of docs/wire.md.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "core/crc32c.hpp"
@@ -35,6 +36,11 @@ std::string_view key_after(const std::vector<std::byte>& meta, std::size_t offse
 
 constexpr std::uint64_t commit_step_nbytes = std::uint64_t{4} << 20;
 
+// A publish area: a small part of what the node lends, and no more than stays in a processor's cache.
+std::uint64_t area_nbytes(std::uint64_t capacity) {
+    return std::clamp(std::bit_floor(capacity / 64), std::uint64_t{4} << 10, std::uint64_t{1} << 20);
+}
+
 constexpr const char* beyond_share =
     "what the tenant holds so that it cannot be evicted would be more than its share, or pins and kept objects more than 7/8 of it";
 
@@ -53,6 +59,10 @@ void Server::frame_begun(Peer& peer) {
     peer.room = 0;
     peer.crc = 0;
     peer.refusal = Status::done;
+    peer.told = 0;
+    if (peer.by_area() && (static_cast<Op>(peer.header.op) != Op::put || !peer.has_area())) {
+        return bad_frame(peer, "a payload in a publish area that the connection does not have, or that is not put");
+    }
     if (peer.left > settings_.capacity) {
         reply(peer, Status::too_large);
         peer.closing = true;  // reading past so much would take as long as serving it
@@ -76,6 +86,7 @@ void Server::frame_begun(Peer& peer) {
         drop_payload(peer, Status::bad_request, 0, "expected no payload with this operation");
     }
     peer.stage = Peer::Stage::payload;
+    peer.have = 0;
     if (peer.left == 0) {
         payload_complete(peer);
     }
@@ -141,6 +152,7 @@ void Server::answer(Peer& peer) {
         case Op::prepare: return answer_prepare(peer);
         case Op::commit: return answer_commit(peer);
         case Op::abort: return answer_abort(peer);
+        case Op::area: return answer_area(peer);
         case Op::lookup: return answer_lookup(peer);
         case Op::rotate: return answer_rotate(peer);
         case Op::read: return answer_read(peer);
@@ -413,6 +425,10 @@ void Server::answer_prepare(Peer& peer) {
         return;
     }
     Session& session = sessions_.at(peer.session);
+    if (!session.exposed) {  // it could not write there, and a place takes its memory at once
+        return reply(peer, Status::denied, 0,
+                     "places are prepared for programs that write them over a one-sided fabric, to which the objects were exposed; put instead");
+    }
     const auto nbytes = number_at<std::uint64_t>(peer.meta, 0);
     if (std::string refusal = quotas_.preparation_refusal(session.charged(), session.prepared.size(), nbytes); !refusal.empty()) {
         return reply(peer, Status::busy, 0, std::move(refusal));
@@ -493,6 +509,58 @@ void Server::answer_abort(Peer& peer) {
     end_preparation(sessions_.at(peer.session), found->first, found->second);
     sessions_.at(peer.session).prepared.erase(found->first);
     reply(peer, Status::done);
+}
+
+// Memory of the connection's own into which it writes payloads, and which the node only reads.
+void Server::answer_area(Peer& peer) {
+    if (!may(peer, rights::publish)) {
+        return;
+    }
+    if (!peer.socket.passes_files() || peer.has_area()) {
+        return reply(peer, Status::bad_request, 0, "expected a connection over the node's UNIX socket that has no publish area yet");
+    }
+    SegmentHeader settings{};
+    settings.kind = static_cast<std::uint32_t>(SegmentKind::area);
+    settings.capacity = area_nbytes(settings_.capacity);
+    settings.session = peer.session;
+    settings.tenant = peer.tenant;
+    const std::uint64_t nbytes = segment_header_nbytes + settings.capacity;
+    Session& session = sessions_.at(peer.session);
+    std::string refusal = quotas_.area_refusal(session.charged(), session.areas, nbytes);
+    if (refusal.empty() && (!budget_.may_fix(peer.tenant, nbytes) || !budget_.make_room(peer.tenant, nbytes) ||
+                            !budget_.make_backing_room(peer.tenant, nbytes))) {
+        refusal = "the tenant's share has no room for a publish area of " + std::to_string(nbytes) + " bytes";
+    }
+    if (!refusal.empty()) {
+        return reply(peer, Status::busy, 0, std::move(refusal));
+    }
+    Segment area = make_nameless_segment("farpool-publish-area", settings);
+    if (!back(area, 0, nbytes)) {
+        return reply(peer, Status::full);
+    }
+    Mapping read_only(area.file.fd(), nbytes, false);
+    area.guarded = GuardedRange(read_only.data(), nbytes);
+    area.memory = std::move(read_only);
+    File passed(area.file.duplicate());
+    peer.area = std::move(area);
+    budget_.lend(peer.tenant, nbytes);
+    ++session.areas;
+    quotas_.lend_area(session.charged(), nbytes);
+    reply(peer, Status::done);
+    peer.replies.back().file = std::move(passed);
+}
+
+void Server::end_area(Peer& peer) {
+    if (!peer.has_area()) {
+        return;
+    }
+    const std::uint64_t nbytes = peer.area.memory.nbytes();
+    discard(peer.area, 0, nbytes);  // a program may keep what it was passed
+    peer.area = {};
+    budget_.take_back(peer.tenant, nbytes);
+    Session& session = sessions_.at(peer.session);
+    --session.areas;
+    quotas_.end_area(session.charged(), nbytes);
 }
 
 void Server::begin_write(Peer& peer) {

@@ -62,6 +62,7 @@ struct Reply {
     std::uint64_t ticket = 0;       // of a fetch from the file: the reply, and those behind it, wait for its end
     std::uint64_t fetched = 0;      // bytes that count as fetched until the reply has gone
     std::uint64_t unsent = 0;       // bytes that count as unsent until then
+    File file;                      // goes with its first byte
 
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
 };
@@ -102,6 +103,10 @@ struct Peer {
     std::uint64_t prepared = 0;             // offset of the object being received, 0 for none
     std::uint64_t prepared_serial = 0;
     std::shared_ptr<Lease> written_lease;   // of the write being received
+    Segment area;                           // where its payloads may lie; not mapped for none
+    AreaPart part{};                        // of it, that comes next
+    std::uint64_t copied = 0;               // bytes from there, in this turn
+    std::uint64_t told = 0;                 // bytes of the payload that it knows to have been copied
     Status refusal = Status::done;          // what is answered when a payload that is dropped has come
     std::uint64_t refusal_serial = 0;
     std::string refusal_meta;
@@ -122,8 +127,10 @@ struct Peer {
     // Of a commit whose payload is being looked at: where it lies, and how far that has come.
     std::uint64_t committing = 0;
     std::uint64_t looked_at = 0;
-    std::vector<std::byte> rest;  // what had been received behind it
+    std::vector<std::byte> rest;  // what had been received behind it, or behind what one turn copies from the area
 
+    bool has_area() const noexcept { return area.memory.data() != nullptr; }
+    bool by_area() const noexcept { return (header.flags & payload_in_area) != 0; }
     bool in_frame() const noexcept { return stage != Stage::header || have > 0; }
 };
 

@@ -55,7 +55,7 @@ void Quotas::discharge(const Owner& owner, std::size_t Charges::* what, std::uin
     --(of_key.*what);
     of_key.nbytes -= nbytes;
     --(of_tenants_.at(owner.first).*what);
-    if (of_key.pins + of_key.preparations + of_key.leases + of_key.connections == 0) {
+    if (of_key.pins + of_key.preparations + of_key.leases + of_key.connections + of_key.areas == 0) {
         held_.erase(owner);
     }
 }
@@ -118,13 +118,13 @@ std::string Quotas::descriptor_refusal(const Owner& owner) const {
     const std::uint64_t files = most_files();
     const std::uint64_t of_tenant = files / 4 * 3 / std::max<std::uint64_t>(tenants_.size(), 1);
     const std::uint64_t of_key = expected_of(owner.first).keys > 1 ? of_tenant / 2 : of_tenant;
-    const auto has = [](const Charges& charges) { return charges.connections + charges.leases; };
+    const auto has = [](const Charges& charges) { return charges.connections + charges.leases + charges.areas; };
     const bool is_key = has(this->of_key(owner)) >= of_key;
     if (!is_key && has(this->of_tenant(owner.first)) < of_tenant) {
         return {};
     }
     return std::string(is_key ? "the access key" : "the tenant") + " has " +
-           counted(is_key ? of_key : of_tenant, "connections and leases") + ", its part of the " +
+           counted(is_key ? of_key : of_tenant, "connections, leases and publish areas") + ", its part of the " +
            counted(files, "files that the node may have open");
 }
 
@@ -145,6 +145,12 @@ std::string Quotas::preparation_refusal(const Owner& owner, std::size_t of_sessi
 
 std::string Quotas::lease_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const {
     std::string text = refusal(owner, &Charges::leases, of_session, "leases");
+    text = text.empty() ? nbytes_refusal(owner, nbytes, Use::lease) : text;
+    return text.empty() ? descriptor_refusal(owner) : text;
+}
+
+std::string Quotas::area_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const {
+    std::string text = refusal(owner, &Charges::areas, of_session, "publish areas");
     text = text.empty() ? nbytes_refusal(owner, nbytes, Use::lease) : text;
     return text.empty() ? descriptor_refusal(owner) : text;
 }

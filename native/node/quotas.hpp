@@ -27,13 +27,13 @@ public:
     };
 
     struct Charges {
-        std::size_t pins = 0, preparations = 0, leases = 0, connections = 0;
-        std::uint64_t nbytes = 0;  // of leases, of unfinished publishes, and of pinned objects, each once; of keys only
+        std::size_t pins = 0, preparations = 0, leases = 0, connections = 0, areas = 0;
+        std::uint64_t nbytes = 0;  // of leases, of publish areas, of unfinished publishes, and of pinned objects, each once; of keys only
     };
 
     // The node remembers each of them, and a lease or a connection takes a descriptor.
-    static constexpr Charges most_of_session{100'000, 4'096, 1'024, 0, 0};
-    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096, 16'384, 0};
+    static constexpr Charges most_of_session{100'000, 4'096, 1'024, 0, 64, 0};
+    static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096, 16'384, 256, 0};
 
     explicit Quotas(const Budget& budget) : budget_(budget) {}
 
@@ -43,6 +43,7 @@ public:
     std::string pin_refusal(const Owner& owner, std::size_t of_session, std::uint64_t extent, std::uint64_t nbytes) const;
     std::string preparation_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
     std::string lease_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
+    std::string area_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
     std::string connection_refusal(const Owner& owner) const;
 
     void pin(const Owner& owner, std::uint64_t extent, std::uint64_t nbytes);
@@ -51,6 +52,8 @@ public:
     void end_preparation(const Owner& owner, std::uint64_t nbytes) { discharge(owner, &Charges::preparations, nbytes); }
     void lend(const Owner& owner, std::uint64_t nbytes) { charge(owner, &Charges::leases, nbytes); }
     void take_back(const Owner& owner, std::uint64_t nbytes) { discharge(owner, &Charges::leases, nbytes); }
+    void lend_area(const Owner& owner, std::uint64_t nbytes) { charge(owner, &Charges::areas, nbytes); }
+    void end_area(const Owner& owner, std::uint64_t nbytes) { discharge(owner, &Charges::areas, nbytes); }
     void connect(const Owner& owner) { charge(owner, &Charges::connections, 0); }
     void disconnect(const Owner& owner) { discharge(owner, &Charges::connections, 0); }
 

@@ -302,6 +302,11 @@ int Server::objects_visited(std::uint64_t session, std::uint32_t tenant) {
     return file;
 }
 
+void Server::expose(std::uint64_t session, std::uint32_t tenant) {
+    const Hold hold(mutex_);
+    session_of(session, tenant).exposed = true;
+}
+
 // In slices, and asleep for as long as each has taken: so whoever lists leaves the others most of the time, however much it asks.
 // A whole walk is for the caller to go on with, who lets others have their turns in between.
 std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
@@ -355,6 +360,9 @@ Server::Stats Server::stats() {
     for (const auto& lease : leases_.all()) {
         stats.taken += lease->segment.file.taken();
     }
+    for (const auto& [fd, peer] : peers_) {
+        stats.taken += peer->area.file.taken();
+    }
     return stats;
 }
 
@@ -372,6 +380,9 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {
             holder->second.taken += lease->segment.file.taken();
         }
+    }
+    for (const auto& [fd, peer] : peers_) {
+        found.at(peer->tenant).taken += peer->area.file.taken();
     }
     return found;
 }
@@ -432,6 +443,7 @@ void Server::close_peer(Peer& peer) {
         peer.objects->abort(peer.prepared, peer.prepared_serial);
         peer.prepared = 0;
     }
+    end_area(peer);
     Session& session = sessions_.at(peer.session);
     for (auto& [place, preparing] : session.prepared) {
         if (preparing.peer == peer.number) {

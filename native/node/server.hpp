@@ -111,6 +111,8 @@ public:
     std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
     // A descriptor, the caller's, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
     int objects_visited(std::uint64_t session, std::uint32_t tenant);
+    // The session writes the data segment by itself, over a one-sided fabric: it may have places prepared there.
+    void expose(std::uint64_t session, std::uint32_t tenant);
     // A part of a walk over a tenant's objects: what lies from `place` on (0 at first) behind the key `after`, until there are at
     // least `limit` or enough was looked at for one turn; moves `place`, to 0 at the end.
     std::vector<Listed> list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
@@ -165,6 +167,8 @@ private:
         std::multimap<Place, Pinned> pins{};
         std::uint32_t last_pin = 0;
         std::map<Place, Preparing> prepared{};
+        std::size_t areas = 0;
+        bool exposed = false;  // to it, the tenant's objects
     };
 
     void run();
@@ -174,7 +178,10 @@ private:
     void service(Peer& peer, std::uint32_t events);
     void serve_again();
     void receive(Peer& peer);
+    void receive_more(Peer& peer);
     void feed(Peer& peer, const std::byte* data, std::size_t nbytes);
+    void take(Peer& peer, const std::byte* data, std::size_t nbytes);
+    void take_part(Peer& peer);
     void frame_begun(Peer& peer);
     void payload_complete(Peer& peer);
     void frame_complete(Peer& peer);
@@ -217,6 +224,8 @@ private:
     void answer_commit(Peer& peer);
     bool go_on_with_commit(Peer& peer);
     void answer_abort(Peer& peer);
+    void answer_area(Peer& peer);
+    void end_area(Peer& peer);
     void answer_read(Peer& peer);
     void reply(Peer& peer, Status status, std::uint64_t serial = 0, std::string meta = {});
     static void refuse(Reply& answer, Status status, std::string meta = {});

@@ -19,6 +19,8 @@ namespace {
 constexpr std::size_t direct_nbytes = 256 * 1024;
 // What one connection may move before the next one has its turn.
 constexpr std::size_t turn_nbytes = 1024 * 1024;
+// The same of copies from a publish area. Less, as the client is told after each turn that the area is free again.
+constexpr std::size_t area_turn_nbytes = 256 * 1024;
 constexpr std::uint64_t turn_keys = 512;  // as good, of lookups: those that have been received are all answered
 constexpr std::size_t largest_backlog = 128;  // replies; a peer that takes none is not read from
 constexpr std::size_t replies_at_once = 16;
@@ -46,7 +48,8 @@ void Server::watch(Peer& peer) {
         close_peer(peer);
         return;
     }
-    const bool listening = !peer.closing && peer.replies.size() < largest_backlog && peer.committing == 0;
+    const bool goes_on = !peer.closing && peer.replies.size() < largest_backlog && peer.committing == 0;
+    const bool listening = goes_on && peer.rest.empty();
     const bool sending = !peer.replies.empty() && peer.replies.front().ticket == 0;
     const bool sending_first = listening && peer.socket.receiving_sends();
     const std::uint32_t wanted = (listening ? EPOLLIN : 0u) | (sending || sending_first ? EPOLLOUT : 0u);
@@ -63,26 +66,37 @@ void Server::watch(Peer& peer) {
         }
         peer.watched = wanted;
     }
-    if (listening && peer.socket.pending()) {
+    if ((goes_on && !peer.rest.empty()) || (listening && peer.socket.pending())) {
         again_.emplace_back(peer.socket.fd(), peer.number);
     }
 }
 
 void Server::receive(Peer& peer) {
     peer.looked_up = 0;
-    if (peer.committing != 0) {
-        if (!go_on_with_commit(peer)) {
-            return;
-        }
-        const std::vector<std::byte> rest = std::exchange(peer.rest, {});
-        feed(peer, rest.data(), rest.size());
+    peer.copied = 0;
+    if (peer.committing != 0 && !go_on_with_commit(peer)) {
+        return;
     }
-    for (std::size_t moved = 0; moved < turn_nbytes && peer.looked_up < turn_keys && !peer.dead && !peer.closing &&
-                                peer.committing == 0 && peer.replies.size() < largest_backlog;) {
+    const std::vector<std::byte> rest = std::exchange(peer.rest, {});
+    feed(peer, rest.data(), rest.size());
+    receive_more(peer);
+    // As long as it waits for room in the area, it sends no more.
+    const std::uint64_t taken = peer.header.payload_nbytes - peer.left;
+    if (!peer.dead && peer.stage == Peer::Stage::payload && peer.by_area() && peer.header.payload_nbytes > peer.area.nbytes() &&
+        taken > peer.told) {
+        peer.told = taken;
+        reply(peer, Status::taken, taken);
+    }
+}
+
+void Server::receive_more(Peer& peer) {
+    for (std::size_t moved = 0; moved < turn_nbytes && peer.copied < area_turn_nbytes && peer.looked_up < turn_keys &&
+                                !peer.dead && !peer.closing && peer.committing == 0 && peer.rest.empty() &&
+                                peer.replies.size() < largest_backlog;) {
         std::array<iovec, 2> parts{};
         std::size_t count = 0;
         std::size_t room = 0;
-        const bool direct = peer.stage == Peer::Stage::payload && peer.room > 0;
+        const bool direct = peer.stage == Peer::Stage::payload && peer.room > 0 && !peer.by_area();
         if (direct) {
             parts[count++] = {peer.into, static_cast<std::size_t>(std::min<std::uint64_t>(peer.room, direct_nbytes))};
             room = parts[0].iov_len;
@@ -128,7 +142,7 @@ void Server::receive(Peer& peer) {
 void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
     while (nbytes > 0 && !peer.dead && !peer.closing) {
         std::size_t used = 0;
-        if (peer.committing != 0) {
+        if (peer.committing != 0 || peer.copied >= area_turn_nbytes) {
             peer.rest.assign(data, data + nbytes);
             return;
         }
@@ -159,21 +173,17 @@ void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
             if (peer.have == sizeof peer.header.payload_crc) {
                 frame_complete(peer);
             }
+        } else if (peer.by_area()) {
+            used = std::min(nbytes, sizeof peer.part - peer.have);
+            std::memcpy(reinterpret_cast<std::byte*>(&peer.part) + peer.have, data, used);
+            peer.have += used;
+            if (peer.have == sizeof peer.part) {
+                peer.have = 0;
+                take_part(peer);
+            }
         } else {
-            if (peer.room == 0 && peer.refusal == Status::done) {
-                extend_put(peer);
-            }
-            used = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.room > 0 ? peer.room : peer.left));
-            if (peer.room > 0) {
-                std::memcpy(peer.into, data, used);
-                peer.crc = crc32c(peer.into, used, peer.crc);
-                peer.into += used;
-                peer.room -= used;
-            }
-            peer.left -= used;
-            if (peer.left == 0) {
-                payload_complete(peer);
-            }
+            used = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.left));
+            take(peer, data, used);
         }
         data += used;
         nbytes -= used;
@@ -185,6 +195,38 @@ void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
             frame_begun(peer);
         }
     }
+}
+
+// Bytes of a payload, which has at least as many to come.
+void Server::take(Peer& peer, const std::byte* data, std::size_t nbytes) {
+    while (nbytes > 0) {
+        if (peer.room == 0 && peer.refusal == Status::done) {
+            extend_put(peer);
+        }
+        const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.room > 0 ? peer.room : peer.left));
+        if (peer.room > 0) {
+            peer.crc = copy_crc32c(peer.into, data, step, peer.crc);
+            peer.into += step;
+            peer.room -= step;
+        }
+        peer.left -= step;
+        data += step;
+        nbytes -= step;
+    }
+    if (peer.left == 0) {
+        payload_complete(peer);
+    }
+}
+
+// The next bytes of a payload lie in the publish area. The client may change them at any time: what counts is the copy.
+void Server::take_part(Peer& peer) {
+    const auto [offset, nbytes] = peer.part;
+    if (nbytes == 0 || nbytes > peer.left || offset > peer.area.nbytes() || nbytes > peer.area.nbytes() - offset) {
+        return bad_frame(peer, "a part of a payload that lies outside of the publish area or of the payload");
+    }
+    peer.copied += nbytes;
+    peer.sending.moved(nbytes, seconds(settings_.stall));
+    take(peer, peer.area.data() + offset, nbytes);
 }
 
 // In a stream whose frames are lost there is nothing left to understand.
@@ -225,8 +267,12 @@ void Server::flush(Peer& peer) {
         std::array<iovec, 3 * replies_at_once> parts;
         std::size_t count = 0;
         std::size_t offered = 0;
+        File& file = peer.replies.front().file;  // a reply with one goes alone
         for (auto reply = peer.replies.begin();
              reply != peer.replies.end() && reply->ticket == 0 && count + 3 <= parts.size() && offered < turn_nbytes; ++reply) {
+            if (count > 0 && (file.fd() >= 0 || reply->file.fd() >= 0)) {
+                break;
+            }
             std::uint64_t skip = reply->sent;
             const auto add = [&](const void* data, std::uint64_t nbytes) {
                 if (skip >= nbytes) {
@@ -245,13 +291,15 @@ void Server::flush(Peer& peer) {
         if (count == 0) {  // waits for the file
             return;
         }
-        const ssize_t done = peer.socket.send(parts.data(), count);
+        const ssize_t done = file.fd() >= 0 ? peer.socket.send_with_file(parts.data(), count, file.fd())
+                                            : peer.socket.send(parts.data(), count);
         if (done < 0) {
             if (errno != EAGAIN && errno != EINTR) {
                 close_peer(peer);
             }
             return;
         }
+        file = File();
         sent(peer, static_cast<std::size_t>(done));
         moved += static_cast<std::size_t>(done);
         if (static_cast<std::size_t>(done) < offered) {

@@ -22,6 +22,7 @@ namespace farpool {
 namespace {
 
 constexpr std::size_t chunk_nbytes = std::size_t{256} << 10;  // checksummed while it is in the cache
+constexpr std::size_t by_area_nbytes = std::size_t{64} << 10;  // payloads that are larger go through a publish area
 constexpr std::size_t tail_nbytes = std::size_t{64} << 10;    // goes out together with the checksum that follows it
 
 std::string hex(std::uint32_t value) {
@@ -41,8 +42,14 @@ void require_meta(const std::string& node, std::size_t nbytes) {
 }
 
 Connection::Connection(Stream stream, std::string node, const Settings& settings)
-    : stream_(std::move(stream)), node_(std::move(node)), settings_(settings), look_ahead_(buffer_.size()) {
+    : stream_(std::move(stream)), node_(std::move(node)), settings_(settings), wants_area_(settings.area), look_ahead_(buffer_.size()) {
     bound_loopback_sending(stream_.fd());
+}
+
+Connection::~Connection() {
+    if (passed_file_ >= 0) {
+        ::close(passed_file_);
+    }
 }
 
 void Connection::close() noexcept {
@@ -169,9 +176,26 @@ Outgoing Connection::begin(const Request& request, PayloadSum* sum) {
     }
     Outgoing outgoing{request, make_header(request.op)};
     FrameHeader& header = outgoing.header;
+    outgoing.by_area = by_area(request);
+    Unanswered asked{request.op};
+    if (outgoing.by_area) {
+        asked.begin = area_.begin();
+        asked.end = asked.begin + request.nbytes;
+    } else if (wants_area_ && request.op == Op::put && request.nbytes > by_area_nbytes) {
+        wants_area_ = false;  // this payload does not wait for the answer
+        awaits_area_ = outgoing.asks = true;
+        outgoing.asking = make_header(Op::area);
+        outgoing.asking.request = ++requests_;
+        outgoing.asking.tenant = settings_.tenant;
+        outgoing.asking.credential = settings_.credential;
+        seal(outgoing.asking, nullptr, 0);
+        unanswered_.push_back({Op::area});
+    }
     header.request = ++requests_;
     header.payload_nbytes = request.nbytes;
-    if (request.nbytes >= PayloadSum::worth_it) {
+    if (outgoing.by_area) {
+        header.flags = checksum_follows | payload_in_area;
+    } else if (request.nbytes >= PayloadSum::worth_it) {
         header.flags = checksum_follows;
         outgoing.sum = sum;
     } else {
@@ -183,13 +207,56 @@ Outgoing Connection::begin(const Request& request, PayloadSum* sum) {
     header.epoch = settings_.epoch == nullptr ? 0 : settings_.epoch->get();
     header.credential = settings_.credential;
     seal(header, request.meta.data(), static_cast<std::uint32_t>(request.meta.size()));
-    unanswered_.push_back(request.op);
+    if (outgoing.by_area) {
+        outgoing.frames.append(reinterpret_cast<const char*>(&header), sizeof header).append(request.meta);
+    }
+    unanswered_.push_back(asked);
     return outgoing;
 }
 
-bool Connection::send_some(Outgoing& outgoing, std::size_t most) {
+bool Connection::by_area(const Request& request) const noexcept {
+    return area_.is_open() && request.op == Op::put && request.nbytes > by_area_nbytes;
+}
+
+bool Connection::send_some_by_area(Outgoing& outgoing, std::size_t most) {
     const Request& request = outgoing.request;
-    const std::size_t head_nbytes = sizeof outgoing.header + request.meta.size();
+    awaits_room_ = false;
+    for (std::size_t before = outgoing.copied; !half_open_;) {
+        if (outgoing.copied < request.nbytes && (outgoing.sent == outgoing.frames.size() || outgoing.copied == 0)) {
+            if (outgoing.copied - before >= most) {
+                return false;
+            }
+            const AreaPart part = area_.fill(request.payload, outgoing.copied, request.nbytes, outgoing.crc);
+            awaits_room_ = part.nbytes == 0;
+            if (awaits_room_) {
+                return false;
+            }
+            outgoing.copied += part.nbytes;
+            outgoing.frames.append(reinterpret_cast<const char*>(&part), sizeof part);
+            if (outgoing.copied == request.nbytes) {
+                outgoing.frames.append(reinterpret_cast<const char*>(&outgoing.crc), sizeof outgoing.crc);
+            }
+        }
+        if (outgoing.sent == outgoing.frames.size()) {
+            return true;
+        }
+        iovec next{outgoing.frames.data() + outgoing.sent, outgoing.frames.size() - outgoing.sent};
+        const std::size_t taken = write_some(&next, 1);
+        outgoing.sent += taken;
+        if (taken == 0) {
+            return half_open_;
+        }
+    }
+    return true;
+}
+
+bool Connection::send_some(Outgoing& outgoing, std::size_t most) {
+    if (outgoing.by_area) {
+        return send_some_by_area(outgoing, most);
+    }
+    const Request& request = outgoing.request;
+    const std::size_t asking_nbytes = outgoing.asks ? sizeof outgoing.asking : 0;
+    const std::size_t head_nbytes = asking_nbytes + sizeof outgoing.header + request.meta.size();
     const bool follows = outgoing.sum != nullptr;
     const std::size_t whole = head_nbytes + request.nbytes + (follows ? sizeof outgoing.crc : 0);
     while (outgoing.sent < whole && !half_open_) {
@@ -212,6 +279,7 @@ bool Connection::send_some(Outgoing& outgoing, std::size_t most) {
             skip -= skipped;
             room = taken < std::min(nbytes - skipped, room) ? 0 : room - taken;
         };
+        add(&outgoing.asking, asking_nbytes);
         add(&outgoing.header, sizeof outgoing.header);
         add(request.meta.data(), request.meta.size());
         for (const iovec& part : request.payload) {
@@ -250,7 +318,8 @@ std::size_t Connection::write_some(iovec* parts, std::size_t count) {
 
 std::size_t Connection::read_some(void* into, std::size_t nbytes) {
     for (;;) {
-        const ssize_t got = stream_.receive(into, nbytes);
+        const ssize_t got =
+            awaits_area_ ? stream_.receive_with_file(into, nbytes, passed_file_) : stream_.receive(into, nbytes);
         if (got > 0) {
             moved_ += static_cast<std::uint64_t>(got);
             return static_cast<std::size_t>(got);
@@ -268,11 +337,52 @@ std::size_t Connection::read_some(void* into, std::size_t nbytes) {
     }
 }
 
+// What a node says besides the replies that callers wait for: how far it has come with a payload in the publish area, and that area
+// itself. Whether this was it.
+bool Connection::keep(const Unanswered& asked) {
+    const bool tells = reply_.status == static_cast<std::uint16_t>(Status::taken);
+    if (tells && asked.end > asked.begin && reply_.serial <= asked.end - asked.begin && reply_.payload_nbytes == 0) {
+        area_.taken(asked.begin + reply_.serial);
+        return true;
+    }
+    if (tells || (asked.op == Op::area && reply_.payload_nbytes > 0)) {
+        fail(ErrorKind::protocol, "the node sent a reply to " + op_name(asked.op) + " that answers no such request");
+    }
+    if (asked.op != Op::area) {
+        return false;
+    }
+    awaits_area_ = false;
+    area_.open(std::exchange(passed_file_, -1));
+    unanswered_.pop_front();
+    return true;
+}
+
 bool Connection::receive_head_some(ReplyHead& head) {
     require_whole();
     if (unanswered_.empty()) {
         fail_value(node_ + ": there is no unanswered request on this connection; send one first");
     }
+    while (receive_frame_some()) {
+        const Unanswered asked = unanswered_.front();
+        has_header_ = false;
+        have_ = 0;
+        if (keep(asked)) {
+            continue;
+        }
+        area_.taken(asked.end);
+        unanswered_.pop_front();
+        crc_ = 0;
+        payload_op_ = asked.op;
+        payload_nbytes_ = reply_.payload_nbytes;
+        look_ahead_ = payload_nbytes_ > buffer_.size() / 2 ? sizeof reply_ : buffer_.size();
+        head = {reply_.status, reply_.serial, payload_nbytes_, std::move(meta_)};
+        return true;
+    }
+    return false;
+}
+
+// Whether header and meta of the next frame are here.
+bool Connection::receive_frame_some() {
     if (!has_header_) {
         if (end_ - begin_ < sizeof reply_) {
             std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
@@ -308,7 +418,7 @@ bool Connection::receive_head_some(ReplyHead& head) {
         fail(ErrorKind::protocol, "the header of a reply was damaged on its way");
     }
     const std::uint64_t expected = requests_ - unanswered_.size() + 1;
-    const Op op = unanswered_.front();
+    const Op op = unanswered_.front().op;
     if (reply_.request != expected || reply_.op != static_cast<std::uint8_t>(op)) {
         fail(ErrorKind::protocol, "expected the reply to request " + std::to_string(expected) + " (" + op_name(op) +
                                       "), got one to request " + std::to_string(reply_.request) + " (operation " +
@@ -317,14 +427,6 @@ bool Connection::receive_head_some(ReplyHead& head) {
     if (settings_.epoch != nullptr) {
         settings_.epoch->meet(reply_.epoch);
     }
-    unanswered_.pop_front();
-    has_header_ = false;
-    have_ = 0;
-    crc_ = 0;
-    payload_op_ = op;
-    payload_nbytes_ = reply_.payload_nbytes;
-    look_ahead_ = payload_nbytes_ > buffer_.size() / 2 ? sizeof reply_ : buffer_.size();
-    head = {reply_.status, reply_.serial, payload_nbytes_, std::move(meta_)};
     return true;
 }
 

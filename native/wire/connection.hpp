@@ -16,6 +16,7 @@
 #include "core/error.hpp"
 #include "wire/frame.hpp"
 #include "wire/parts.hpp"
+#include "wire/publish_area.hpp"
 #include "wire/stream.hpp"
 #include "wire/tenant_epoch.hpp"
 
@@ -52,6 +53,11 @@ struct Outgoing {
     PayloadSum* sum = nullptr;  // of a payload whose checksum follows it
     std::uint32_t crc = 0;
     std::size_t sent = 0;  // bytes of all of it
+    FrameHeader asking{};  // goes before it: asks for a publish area
+    bool asks = false;
+    bool by_area = false;      // the payload goes through the publish area:
+    std::string frames{};      // what is to be sent next
+    std::size_t copied = 0;    // bytes of the payload
 };
 
 // Used by one thread at a time. Deadlines are monotonic_seconds(). What fails leaves the connection broken, except for a
@@ -63,10 +69,12 @@ public:
         std::uint8_t credential = 0;
         double spin = 0;                  // seconds of asking the socket over and over before a wait blocks
         void (*interrupted)() = nullptr;  // called when a signal ended a wait; what it throws ends the exchange
+        bool area = false;  // payloads that are put go through a publish area, once the node has given one
         std::shared_ptr<TenantEpoch> epoch{};  // told to the node with each request, and learned from each reply; null: not
     };
 
     Connection(Stream stream, std::string node, const Settings& settings);
+    ~Connection();
     Connection(const Connection&) = delete;
     Connection& operator=(const Connection&) = delete;
 
@@ -81,6 +89,10 @@ public:
     Outgoing begin(const Request& request, PayloadSum* sum);
     // Sends what the socket takes, at most `most` bytes at a time; whether all of it has gone.
     bool send_some(Outgoing& outgoing, std::size_t most);
+    // Whether its payload would go through the publish area; then it needs no sum.
+    bool by_area(const Request& request) const noexcept;
+    // Whether what is being sent waits for the node to have copied from the publish area, and not for the socket.
+    bool awaits_room() const noexcept { return awaits_room_; }
     // Whether the next reply's header and meta are here; then they are in `head`.
     bool receive_head_some(ReplyHead& head);
     // Whether the payload is here, or has been dropped if `into` is empty.
@@ -109,6 +121,16 @@ public:
     std::size_t unanswered() const noexcept { return unanswered_.size(); }
 
 private:
+    // A request that has no reply yet; the payload of one that goes through the publish area, where it is in the ring.
+    struct Unanswered {
+        Op op;
+        std::uint64_t begin = 0;
+        std::uint64_t end = 0;
+    };
+
+    bool send_some_by_area(Outgoing& outgoing, std::size_t most);
+    bool receive_frame_some();
+    bool keep(const Unanswered& asked);
     template <typename Step>
     void until(Step step, short events, double deadline, const char* what);
     [[noreturn]] void fail_stream(const char* what, int code);
@@ -127,7 +149,12 @@ private:
     bool half_open_ = false;  // the node takes no more requests, but its last replies can be read
     std::uint64_t requests_ = 0;
     std::uint64_t moved_ = 0;  // bytes, in both directions
-    std::deque<Op> unanswered_;
+    std::deque<Unanswered> unanswered_;
+    bool wants_area_;
+    bool awaits_area_ = false;
+    bool awaits_room_ = false;
+    int passed_file_ = -1;  // that has come before the reply that it belongs to
+    PublishArea area_;
     // The reply that is being received.
     FrameHeader reply_{};
     std::string meta_;

@@ -28,7 +28,8 @@ public:
 
     void add(std::size_t ask) { asks_.push_back(ask); }
     bool open() const noexcept { return received_ < asks_.size(); }
-    bool sending() const noexcept { return outgoing_.has_value(); }
+    // Whether the socket has to take something.
+    bool sending() const noexcept { return outgoing_.has_value() && !connection_.awaits_room(); }
     Connection& connection() const noexcept { return connection_; }
 
     // Sends and receives what can be without waiting.
@@ -54,7 +55,7 @@ public:
 
     void time_out(std::span<Ask> asks) {
         try {
-            connection_.fail(ErrorKind::node_timeout, sending() ? "the node did not take the request within the deadline"
+            connection_.fail(ErrorKind::node_timeout, outgoing_ ? "the node did not take the request within the deadline"
                                                                 : "the node did not answer within the deadline");
         } catch (const PortFailure& failure) {
             fail(asks, failure.error());
@@ -70,7 +71,7 @@ private:
                 }
                 const Request& request = asks[asks_[sent_]].request;
                 PayloadSum* sum = nullptr;
-                if (request.nbytes >= shared_nbytes) {
+                if (request.nbytes >= shared_nbytes && !connection_.by_area(request)) {
                     sum = &sums.try_emplace(request.payload.data(), request.payload, request.nbytes, alone).first->second;
                 }
                 outgoing_ = connection_.begin(request, sum);

@@ -34,7 +34,7 @@ const char* header_fault(const FrameHeader& header) noexcept {
     if (header.version != wire_version) {
         return "a frame of another version; this farpool speaks version 2";
     }
-    if ((header.flags & ~checksum_follows) != 0) {
+    if ((header.flags & ~(checksum_follows | payload_in_area)) != 0) {
         return "a frame with flags that this farpool does not know";
     }
     if (header.meta_nbytes > largest_meta) {

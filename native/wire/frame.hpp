@@ -25,6 +25,7 @@ enum class Op : std::uint8_t {
     abort = 25,
     rotate = 26,
     lookup = 27,
+    area = 28,
     read = 32,
     write = 33,
     ping = 48,
@@ -41,6 +42,7 @@ enum class Status : std::uint16_t {
     checksum = 8,
     unknown = 9,
     busy = 10,
+    taken = 11,
 };
 
 namespace rights {
@@ -89,11 +91,20 @@ constexpr std::uint32_t kept_object = 1;
 // Of a put: it is a copy of what another node has, not wanted where the key has just been dropped or the epoch is a later one.
 constexpr std::uint32_t copied_object = 2;
 
+// Where the next bytes of a payload lie in the publish area, behind its header.
+struct AreaPart {
+    std::uint32_t offset;
+    std::uint32_t nbytes;
+};
+static_assert(sizeof(AreaPart) == 8);
+
 constexpr char frame_magic[4] = {'F', 'P', 'W', '1'};
 constexpr std::uint8_t wire_version = 2;
 // In FrameHeader::flags of a request: the payload's checksum stands behind the payload, not in the header. So whoever sends can
 // compute it when the payload is in the processor's cache anyway, because it has just been sent.
 constexpr std::uint8_t checksum_follows = 1;
+// Of a put: its payload lies in the connection's publish area, and what follows meta are AreaParts that say where.
+constexpr std::uint8_t payload_in_area = 2;
 constexpr std::uint32_t largest_meta = 65536;
 constexpr std::size_t largest_key = 256;
 

@@ -53,12 +53,11 @@ Mapping map_segment(int fd, SegmentKind kind, const std::string& node, bool writ
 
 }  // namespace
 
-ObjectReader::ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, bool writable, int lifeline,
+ObjectReader::ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, int lifeline,
                            std::shared_ptr<TenantEpoch> epoch)
     : node_(std::move(node)),
-      writable_(writable),
       index_(map_segment(index_fd, SegmentKind::index, node_, false)),
-      data_(map_segment(data_fd, SegmentKind::objects, node_, writable)),
+      data_(map_segment(data_fd, SegmentKind::objects, node_, false)),
       visited_(map_segment(visited_fd, SegmentKind::visited, node_, true)),
       epoch_(std::move(epoch)) {
     seed_ = header().hash_seed;
@@ -243,19 +242,6 @@ const std::byte* ObjectReader::payload(std::uint64_t offset, std::uint64_t nbyte
                    " bytes lie outside of the objects' file of " + std::to_string(data_.nbytes()) + " bytes");
     }
     return data_.data() + offset;
-}
-
-std::uint32_t ObjectReader::write(std::uint64_t offset, Parts from) {
-    if (!writable_) {
-        fail_value(node_ + ": the objects' file is mapped read-only; the access key needs the right to publish");
-    }
-    std::uint32_t crc = 0;
-    for (const iovec& part : from) {
-        payload(offset, part.iov_len);
-        crc = copy_crc32c(data_.data() + offset, part.iov_base, part.iov_len, crc);
-        offset += part.iov_len;
-    }
-    return crc;
 }
 
 }  // namespace farpool

@@ -34,7 +34,7 @@ public:
     // `lifeline`, if it is none less than 0, is a socket to the node: when that has hung up, nothing is found any more. The
     // memory of a node that was killed stays mapped, but another node may serve the same address by then. Nor is anything found
     // where the node's epoch is behind the one that is known.
-    ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, bool writable, int lifeline = -1,
+    ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, int lifeline = -1,
                  std::shared_ptr<TenantEpoch> epoch = nullptr);
     ~ObjectReader();
     ObjectReader(const ObjectReader&) = delete;
@@ -55,11 +55,8 @@ public:
 
     // A range of the data file, header included; fails where it lies outside.
     const std::byte* payload(std::uint64_t offset, std::uint64_t nbytes) const;
-    // Copies into the data file and returns the CRC32C.
-    std::uint32_t write(std::uint64_t offset, Parts from);
 
     const Mapping& data() const noexcept { return data_; }
-    bool writable() const noexcept { return writable_; }
 
 private:
     bool surprises(std::uint8_t copies) const noexcept;
@@ -73,7 +70,6 @@ private:
     [[noreturn]] void fail_damaged(std::string_view key, const char* what) const;
 
     const std::string node_;
-    const bool writable_;
     Mapping index_;
     Mapping data_;
     Mapping visited_;

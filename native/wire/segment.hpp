@@ -17,7 +17,7 @@ constexpr std::uint32_t segment_version = 2;
 constexpr std::size_t segment_header_nbytes = 4096;
 constexpr std::uint64_t unit_nbytes = 64;
 
-enum class SegmentKind : std::uint32_t { objects = 1, index = 2, visited = 3, lease = 4, shelf = 5 };
+enum class SegmentKind : std::uint32_t { objects = 1, index = 2, visited = 3, lease = 4, shelf = 5, area = 6 };
 
 struct SegmentHeader {
     char magic[8];

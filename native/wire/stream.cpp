@@ -61,6 +61,46 @@ ssize_t Stream::send(iovec* parts, std::size_t count) {
     return sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
+bool Stream::passes_files() const noexcept {
+    int domain = 0;
+    socklen_t nbytes = sizeof domain;
+    return tls_ == nullptr && getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &nbytes) == 0 && domain == AF_UNIX;
+}
+
+ssize_t Stream::send_with_file(iovec* parts, std::size_t count, int file) {
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof file)] = {};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* const passed = CMSG_FIRSTHDR(&message);
+    passed->cmsg_level = SOL_SOCKET;
+    passed->cmsg_type = SCM_RIGHTS;
+    passed->cmsg_len = CMSG_LEN(sizeof file);
+    std::memcpy(CMSG_DATA(passed), &file, sizeof file);
+    return sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+ssize_t Stream::receive_with_file(void* into, std::size_t nbytes, int& file) {
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof file)] = {};
+    iovec part{into, nbytes};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = CMSG_LEN(sizeof file);  // room for one: the system closes what else is passed
+    const ssize_t got = recvmsg(fd_, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    const cmsghdr* const passed = got > 0 ? CMSG_FIRSTHDR(&message) : nullptr;
+    if (passed != nullptr && passed->cmsg_level == SOL_SOCKET && passed->cmsg_type == SCM_RIGHTS) {
+        if (file >= 0) {
+            ::close(file);
+        }
+        std::memcpy(&file, CMSG_DATA(passed), sizeof file);
+    }
+    return got;
+}
+
 bool Stream::pending() const noexcept { return tls_ != nullptr && tls_->pending(); }
 
 bool Stream::receiving_sends() const noexcept { return tls_ != nullptr && tls_->receiving_sends(); }

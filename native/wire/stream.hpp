@@ -33,6 +33,13 @@ public:
     // After EAGAIN, what is sent next begins with the same bytes and has at least as many: they may be encrypted already.
     ssize_t send(iovec* parts, std::size_t count);
 
+    // Whether files can be passed: over a UNIX socket without TLS.
+    bool passes_files() const noexcept;
+    // As above; the first byte brings another descriptor of the file with it.
+    ssize_t send_with_file(iovec* parts, std::size_t count, int file);
+    // As above; a file that came with these bytes is in `file`, the caller's, which is left alone where none did.
+    ssize_t receive_with_file(void* into, std::size_t nbytes, int& file);
+
     // Whether bytes may be here that have left the socket, so that waiting for the socket could be for nothing.
     bool pending() const noexcept;
     // Whether a call to `receive` that said EAGAIN waits for the socket to take bytes, not to have some.

@@ -251,9 +251,11 @@ class Connection:
         tenant: int,
         credential: int,
         spin: float,
+        area: bool = False,
         epoch: TenantEpoch | None = None,
     ) -> None:
-        """With an `epoch` each request tells it to the node, and each reply may raise it."""
+        """With an `epoch` each request tells it to the node, and each reply may raise it. With `area`, over the UNIX socket of a
+        node on this host, large payloads are put through memory that it passes."""
     @property
     def broken(self) -> bool: ...
     @property
@@ -322,15 +324,11 @@ class ObjectReader:
         visited_fd: int,
         node: str,
         *,
-        writable: bool,
         lifeline: int = -1,
         epoch: TenantEpoch | None = None,
     ) -> None:
         """With a `lifeline`, a socket to the node, nothing is found any more once that has hung up. With an `epoch` nothing is
         found as long as the node's is a lower one; where it is higher it raises `epoch`."""
-    @property
-    def writable(self) -> bool:
-        """Whether the data file was mapped writable."""
     def get(self, key: bytes) -> tuple[bytes, int] | None:
         """Payload and serial; None where the node has to be asked (not in memory, expired, changing right now)."""
     def get_into(self, key: bytes, into: object) -> tuple[int, int] | None:
@@ -343,8 +341,6 @@ class ObjectReader:
         node. With `visit` the others count as used."""
     def view(self, offset: int, nbytes: int) -> memoryview:
         """A range of the data file without a copy, read-only; keeps the mapping alive."""
-    def write(self, offset: int, payload: object) -> int:
-        """Copy into the data file (which was mapped writable); returns the CRC32C of what was copied."""
 
 class RemoteEnd:
     """A lease, and how it is reached: `memory` is its mapped file (header included), None where its bytes go over
@@ -471,6 +467,8 @@ class NodeServer:
         """What the files of the index and the data are called; of an ephemeral node, would be called."""
     def objects_files(self, tenant: int, writable: bool) -> tuple[int, int]:
         """Descriptors of them, the caller's: the index read-only, the data writable where that is wanted."""
+    def expose(self, session: int, tenant: int) -> None:
+        """The session writes the data segment over a one-sided fabric: it may prepare places there."""
     def objects_visited(self, session: int, tenant: int) -> int:
         """A descriptor, the caller's, of the session's own marks of visits: memory that has no name. QuotaExceededError where too
         many sessions of the tenant have some, or its share has no room for more."""

@@ -35,6 +35,7 @@ def undo_pins_and_preparations(lab: Lab, harmless: bool) -> Outcome:
         for name in names:
             assert victim.put(name, bytes(KIB)).done
         pinned = [victim.pin(name) for name in names]
+        # Refused by now to programs that no fabric exposes the objects to.
         prepared = [victim.prepare(b"new %d" % number, KIB) for number in range(LEASES)]
         session = lab.random.getrandbits(62) if harmless else victim.session
         accepted = 0

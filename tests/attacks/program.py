@@ -35,6 +35,7 @@ MODULES = (
     "two_copies",
     "lease_files",
     "eavesdrop",
+    "preparing",
 )
 """The programs of this folder."""
 

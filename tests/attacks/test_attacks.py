@@ -48,6 +48,7 @@ CURED = frozenset(
         "one_host.open_other_tenants_files",
         "one_host.reopen_for_writing",
         "overwritten.get_with_defaults",
+        "preparing.evict_by_preparing",
         "quotas.evict_by_announcing",
         "quotas.evict_by_leasing",
         "quotas.fill_everything",

@@ -131,11 +131,12 @@ def frame(
     lease: int = 0,
     request: int = 0,
     credential: int = 0,
+    flags: int = 0,
 ) -> bytes:
     """A header and its meta; the payload is for the caller to send, or not."""
     fields = _FIELDS.pack(
         b"FPW1", _VERSION, op, 0, request, len(meta), payload_crc, payload_nbytes, serial, lease, 0, 0, credential,
-        0, b"\0\0",
+        flags, b"\0\0",
     )  # fmt: skip
     return fields + _SUM.pack(crc32c(meta, crc32c(fields))) + meta
 

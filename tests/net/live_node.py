@@ -75,9 +75,9 @@ def object_files(server: NodeServer, tenant: int = 0) -> Iterator[list[str]]:
         os.close(visited)
 
 
-def read_objects(server: NodeServer, tenant: int = 0, *, writable: bool = False) -> ObjectReader:
+def read_objects(server: NodeServer, tenant: int = 0) -> ObjectReader:
     with object_files(server, tenant) as paths, opened(paths) as (index, data, visited):
-        return ObjectReader(index, data, visited, NAME, writable=writable)
+        return ObjectReader(index, data, visited, NAME)
 
 
 def map_file(path: str) -> mmap.mmap:

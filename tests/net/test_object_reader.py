@@ -15,7 +15,7 @@ import pytest
 
 from farpool._native import Connection, NodeServer, ObjectReader
 from farpool.errors import ChecksumError, NodeError, ProtocolError
-from farpool.net.frames import Op, Status
+from farpool.net.frames import Op
 from tests.net.live_node import (
     MIB,
     NAME,
@@ -264,31 +264,12 @@ def test_a_view_reads_where_the_object_lies_and_outlives_the_reader(server: Node
     assert view == payload
 
 
-def test_what_lies_outside_of_the_objects_cannot_be_viewed_or_written(server: NodeServer) -> None:
-    reader = read_objects(server, writable=True)
+def test_what_lies_outside_of_the_objects_cannot_be_viewed(server: NodeServer) -> None:
+    reader = read_objects(server)
     size = os.stat(server.objects_paths(0)[1]).st_size
     for offset, nbytes in [(0, 1), (4095, 1), (size, 1), (4096, size), (2**64 - 1, 2), (8192, 2**64 - 1)]:
         with pytest.raises(ValueError, match="outside"):
             reader.view(offset, nbytes)
-    for offset in (0, 4095, size - 9, size, 2**64 - 1):
-        with pytest.raises(ValueError, match="outside"):
-            reader.write(offset, b"ten  bytes")
-    with pytest.raises(ValueError, match="read-only"):
-        read_objects(server).write(8192, b"bytes")
-
-
-def test_what_is_written_into_a_prepared_extent_can_be_published(server: NodeServer, publisher: Connection) -> None:
-    reader = read_objects(server, writable=True)
-    for nbytes in (5, 300_000):
-        payload, key = content(nbytes), b"key %d" % nbytes
-        reply = publisher.exchange(Op.PREPARE, struct.pack("<Q", nbytes) + bytes(32) + key, soon())
-        assert reply.status == Status.DONE
-        (offset,) = struct.unpack("<Q", reply.meta)
-        assert reader.get(key) is None
-        checksum = reader.write(offset, payload)
-        meta = struct.pack("<QII", offset, checksum, 0)
-        assert publisher.exchange(Op.COMMIT, meta, soon(), serial=reply.serial).status == Status.DONE
-        assert reader.get(key) == (payload, reply.serial)
 
 
 def damaged(paths: list[str], which: int, change: tuple[int, bytes] | None, folder: Path) -> list[str]:
@@ -323,15 +304,15 @@ def test_files_that_are_not_those_of_a_node_are_refused_by_name(
         paths = damaged(originals, which, change, tmp_path)
     names = ("index", "data", "visited")
     with opened(paths) as files, pytest.raises(ProtocolError, match=f"{names[which]} file of its objects.*{text}"):
-        ObjectReader(*files, NAME, writable=False)
+        ObjectReader(*files, NAME)
 
 
 def test_files_of_another_kind_or_of_two_tenants_are_refused(server: NodeServer) -> None:
     with object_files(server) as (index, data, visited), object_files(server, 1) as (_, other_data, other_visited):
         with opened([index, visited, data]) as files, pytest.raises(ProtocolError, match="another kind"):
-            ObjectReader(*files, NAME, writable=False)
+            ObjectReader(*files, NAME)
         for mixed in ([index, other_data, visited], [index, data, other_visited]):
             with opened(mixed) as files, pytest.raises(ProtocolError, match="do not belong together"):
-                ObjectReader(*files, NAME, writable=False)
+                ObjectReader(*files, NAME)
     with pytest.raises(NodeError, match="Bad file descriptor"):
-        ObjectReader(-1, -1, -1, NAME, writable=False)
+        ObjectReader(-1, -1, -1, NAME)

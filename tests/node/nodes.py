@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import struct
@@ -99,6 +100,7 @@ class Peer:
         except BaseException:
             ours.close()
             raise
+        server.expose(session, tenant)  # so that it may prepare
         self.connection = RawStream(ours.detach())
 
     def ask(self, op: int, meta: bytes = b"", *, into: Any = None, **fields: Any) -> Reply:
@@ -205,13 +207,39 @@ def reader(
     server: _native.NodeServer,
     tenant: int = 0,
     *,
-    writable: bool = False,
     session: int = 7,
     epoch: _native.TenantEpoch | None = None,
 ) -> Iterator[_native.ObjectReader]:
-    files = [*server.objects_files(tenant, writable), server.objects_visited(session + tenant, tenant)]
+    files = [*server.objects_files(tenant, False), server.objects_visited(session + tenant, tenant)]
     try:
-        yield _native.ObjectReader(files[0], files[1], files[2], "node", writable=writable, epoch=epoch)
+        yield _native.ObjectReader(files[0], files[1], files[2], "node", epoch=epoch)
     finally:
         for file in files:
             os.close(file)
+
+
+class Exposed:
+    """The data segment as a program of a one-sided fabric has it."""
+
+    def __init__(self, server: _native.NodeServer, tenant: int = 0) -> None:
+        index, data = server.objects_files(tenant, True)
+        self._memory = mmap.mmap(data, 0)
+        os.close(index)
+        os.close(data)
+
+    def write(self, offset: int, payload: bytes) -> int:
+        """Write there; the checksum of it."""
+        self._memory[offset : offset + len(payload)] = payload
+        return _native.crc32c(payload)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+@contextmanager
+def exposed(server: _native.NodeServer, tenant: int = 0) -> Iterator[Exposed]:
+    memory = Exposed(server, tenant)
+    try:
+        yield memory
+    finally:
+        memory.close()

@@ -15,7 +15,7 @@ import pytest
 
 from farpool._native import TenantEpoch, crc32c
 from farpool.net.frames import COPIED, HEAD, ROTATE, Op, Right, Status
-from tests.node.nodes import PATIENCE, Head, Peer, lookup_meta, marks_nbytes, node, reader, until, walked
+from tests.node.nodes import PATIENCE, Head, Peer, exposed, lookup_meta, marks_nbytes, node, reader, until, walked
 
 MIB = 1 << 20
 EPOCH_AT = 128 + 6 * 8
@@ -164,10 +164,10 @@ def test_what_is_pinned_stays_until_it_is_unpinned(tmp_path: Path) -> None:
 
 
 def test_a_put_that_is_under_way_is_of_the_new_epoch(tmp_path: Path) -> None:
-    with node(tmp_path) as server, reader(server, writable=True) as mapped:
+    with node(tmp_path) as server, exposed(server) as memory:
         peer = Peer(server)
         offset, serial = peer.prepare(b"k", 3)
-        mapped.write(offset, b"val")
+        memory.write(offset, b"val")
         slow = Peer(server, session=8)
         payload = bytes(100_000)
         whole = _put_frame(b"slow", payload)
@@ -194,7 +194,7 @@ def _put_frame(key: bytes, payload: bytes) -> bytes:
 
 
 def test_a_copy_of_an_earlier_epoch_is_not_taken(tmp_path: Path) -> None:
-    with node(tmp_path) as server, reader(server, writable=True) as mapped:
+    with node(tmp_path) as server, exposed(server) as memory:
         peer = Peer(server)
         peer.rotate(2)
         assert peer.put(b"k", b"v", copied(1)).status == Status.MISSING
@@ -204,7 +204,7 @@ def test_a_copy_of_an_earlier_epoch_is_not_taken(tmp_path: Path) -> None:
         assert HEAD.unpack(peer.get(b"k").meta)[-1] == 2 << 32  # the next copy is of this epoch
         reply = peer.prepared(b"late", 3, copied(2))
         offset = struct.unpack("<Q", reply.meta)[0]
-        mapped.write(offset, b"val")
+        memory.write(offset, b"val")
         peer.rotate(3)
         assert peer.commit(offset, reply.serial, crc32c(b"val")).status == Status.MISSING
         assert peer.get(b"late").status == Status.MISSING

@@ -15,7 +15,7 @@ from farpool.errors import NodeError, NodeFullError
 from farpool.net.frames import Op, Status
 from farpool.node.process import running_node
 from farpool.store import Store
-from tests.node.nodes import PATIENCE, Peer, node, reader, until, walked
+from tests.node.nodes import PATIENCE, Peer, exposed, node, reader, until, walked
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def test_what_was_prepared_before_a_restart_is_written_nowhere_else(tmp_path: Pa
         peer = Peer(server)
         peer.published(b"key", b"kept")
         offset, _ = peer.prepare(b"large", MIB)
-        with reader(server, writable=True) as late:
+        with exposed(server) as late:
             server.stop()
             with node(tmp_path, 4 * MIB) as again:
                 other = Peer(again)
@@ -81,8 +81,8 @@ def test_a_preparation_ends_after_its_connection_though_the_session_lives(tmp_pa
             goes.close()
         offset, serial = stays.prepare(b"slow", 1000)
         until(lambda: server.stats()["used"] < before + MIB, "the preparations are still there")
-        with reader(server, writable=True) as mapped:
-            assert stays.commit(offset, serial, mapped.write(offset, bytes(1000))).status == Status.DONE
+        with exposed(server) as memory:
+            assert stays.commit(offset, serial, memory.write(offset, bytes(1000))).status == Status.DONE
 
 
 def test_a_pin_is_ended_only_by_its_own_serial(tmp_path: Path) -> None:

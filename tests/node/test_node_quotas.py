@@ -194,7 +194,7 @@ def test_the_descriptors_of_the_node_are_shared_by_tenants_and_keys(tmp_path: Pa
         assert held_connections(server, "two", 1, 2000) == FILES * 3 // 4 // 2 // 2
         assert held_connections(server, "three", 2, 3000) == FILES * 3 // 4 // 2  # the only key of its tenant
         with pytest.raises(
-            QuotaExceededError, match="the access key has 48 connections and leases, its part of the 256"
+            QuotaExceededError, match="the access key has 48 connections, leases and publish areas, its part of the 256"
         ):
             server.hold(9999, 1, "one")
         server.drop(1000)
@@ -209,7 +209,7 @@ def test_leases_count_as_the_descriptors_that_they_are(tmp_path: Path) -> None:
         server.hold(1, 1, "one")
         leases = until_refused(lambda _: server.lend(1, 1, 1))
         assert leases == FILES * 3 // 4 // 2 - 1
-        with pytest.raises(QuotaExceededError, match="the access key has 96 connections and leases"):
+        with pytest.raises(QuotaExceededError, match="the access key has 96 connections, leases and publish areas"):
             server.lend(1, 1, 1)
         server.hold(2, 1, "two")
         server.lend(2, 1, 1)
@@ -239,7 +239,7 @@ def test_a_client_is_told_why_it_has_too_many_connections(tmp_path: Path, purpos
     for _ in range(most - 1):
         server.hold(7, 1, "one")
     with dial(running.address, purpose, key=AccessKey("one", SECRET), deadline=deadline).socket:
-        said = f"the node refused the connection: the access key has {most} connections and leases, its part of the 256"
+        said = f"the node refused the connection: the access key has {most} connections, leases and publish areas, its part of the 256"
         with pytest.raises(QuotaExceededError, match=said) as caught:
             dial(running.address, purpose, key=AccessKey("one", SECRET), deadline=deadline)
         assert caught.value.refused

@@ -28,7 +28,7 @@ def payload(key: bytes, number: int) -> bytes:
 def read(paths: tuple[str, str, str], results: multiprocessing.Queue[tuple[int, str]]) -> None:
     """Read until enough was found; puts how much it was, and the first thing that was wrong."""
     with open(paths[0], "rb") as index, open(paths[1], "rb") as data, open(paths[2], "r+b") as visited:
-        mapped = _native.ObjectReader(index.fileno(), data.fileno(), visited.fileno(), "node", writable=False)
+        mapped = _native.ObjectReader(index.fileno(), data.fileno(), visited.fileno(), "node")
         found, wrong = 0, ""
         now: dict[bytes, int] = {}  # serials
         gone: set[int] = set()

@@ -15,6 +15,7 @@ from tests.node.nodes import (
     PLAIN,
     Head,
     Peer,
+    exposed,
     lookup_meta,
     marks_nbytes,
     node,
@@ -246,8 +247,8 @@ def test_a_lookup_that_is_none_is_refused(peer: Peer, meta: bytes) -> None:
 def test_a_prepared_payload_is_found_only_after_its_commit(server: _native.NodeServer, peer: Peer) -> None:
     offset, serial = peer.prepare(b"key", 5)
     assert peer.get(b"key").status == Status.MISSING
-    with reader(server, writable=True) as mapped:
-        crc = mapped.write(offset, b"hello")
+    with exposed(server) as memory, reader(server) as mapped:
+        crc = memory.write(offset, b"hello")
         assert peer.commit(offset, serial + 1, crc).status == Status.UNKNOWN
         reply = peer.commit(offset, serial, crc)
         assert (reply.status, reply.serial) == (Status.DONE, serial)
@@ -268,10 +269,10 @@ def test_an_aborted_publish_gives_its_memory_back(server: _native.NodeServer, pe
 def test_of_two_publishers_the_first_to_finish_stays(server: _native.NodeServer, peer: Peer) -> None:
     marks = marks_nbytes(server)
     slow, quick = peer.prepare(b"key", 5), peer.prepare(b"key", 5)
-    with reader(server, writable=True) as mapped:
-        crc = mapped.write(quick[0], b"quick")
+    with exposed(server) as memory:
+        crc = memory.write(quick[0], b"quick")
         assert peer.commit(*quick, crc).status == Status.DONE
-        reply = peer.commit(*slow, mapped.write(slow[0], b"slow."))
+        reply = peer.commit(*slow, memory.write(slow[0], b"slow."))
     nbytes, checksum, _ = present(reply)
     assert (reply.serial, nbytes, checksum) == (quick[1], 5, crc)
     assert peer.get(b"key").payload == b"quick"

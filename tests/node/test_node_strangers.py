@@ -14,7 +14,7 @@ from farpool.errors import QuotaExceededError
 from farpool.net.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from tests.attacks.wire import frame, head
 from tests.node.colliding import colliding_keys
-from tests.node.nodes import ALL, Head, Peer, node, reader, stated, until, walked
+from tests.node.nodes import ALL, Head, Peer, exposed, node, reader, stated, until, walked
 
 MIB = 1 << 20
 LARGEST = 2**64 - 1
@@ -110,10 +110,10 @@ def test_what_was_not_written_is_not_published(server: _native.NodeServer, peer:
 
 
 def test_requests_behind_a_large_commit_are_answered_after_it(tmp_path: Path) -> None:
-    with node(tmp_path, 128 * MIB) as server, reader(server, writable=True) as mapped:
+    with node(tmp_path, 128 * MIB) as server, exposed(server) as memory:
         peer, deadline = Peer(server), 1e12
         places = [peer.prepare(b"%d" % number, 50 * MIB) for number in range(2)]
-        sums = [mapped.write(offset, b"%d" % number * (50 * MIB)) for number, (offset, _) in enumerate(places)]
+        sums = [memory.write(offset, b"%d" % number * (50 * MIB)) for number, (offset, _) in enumerate(places)]
         for (offset, serial), checksum in zip(places, sums, strict=True):
             peer.connection.send(Op.COMMIT, COMMIT.pack(offset, checksum, 0), deadline, serial=serial)
         peer.connection.send(Op.STAT, b"1", deadline)
@@ -159,9 +159,9 @@ def test_keys_that_are_made_to_have_one_hash_do_not_stand_in_one_line(
         peer.pinned(key)
     prepared = [peer.prepared(key, 1) for key in keys if peer.get(key).status == Status.MISSING]
     assert len(prepared) >= len(keys) - 64
-    with reader(server, writable=True) as mapped:
+    with exposed(server) as memory:
         places = [(OFFSET.unpack(one.meta)[0], one.serial) for one in prepared]
-        done = {peer.commit(offset, serial, mapped.write(offset, b"x")).status for offset, serial in places}
+        done = {peer.commit(offset, serial, memory.write(offset, b"x")).status for offset, serial in places}
     assert done == {Status.FULL}
     assert server.stats()["used"] <= used + 64 * 512
 

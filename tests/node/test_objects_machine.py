@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from farpool import _native
 from farpool.errors import NodeFullError
 from farpool.net.frames import HEAD, PLACE, Op, Status
-from tests.node.nodes import Head, Peer, present, reader, stated, walked
+from tests.node.nodes import Exposed, Head, Peer, present, reader, stated, walked
 
 CAPACITY = 32 << 10
 KEYS = st.sampled_from([b"a", b"b" * 17, b"c" * 256, *(b"key-%d" % n for n in range(9))])
@@ -57,12 +57,14 @@ class ObjectsMachine(RuleBasedStateMachine):
         self.server = _native.NodeServer(str(folder), CAPACITY, spin=0.0)
         self.server.start()
         self.peer = Peer(self.server)
-        self.mapped = reader(self.server, writable=True)
+        self.mapped = reader(self.server)
         self.reader = self.mapped.__enter__()
+        self.exposed = Exposed(self.server)
 
     def close(self) -> None:
         self.peer.close()
         self.mapped.__exit__(None, None, None)
+        self.exposed.close()
         self.server.stop()
 
     def teardown(self) -> None:
@@ -244,7 +246,7 @@ class ObjectsMachine(RuleBasedStateMachine):
             assert self.peer.commit(offset, serial, 0).status == Status.UNKNOWN
             return
         payload = self.fresh(key, nbytes)
-        reply = self.peer.commit(offset, serial, self.reader.write(offset, payload))
+        reply = self.peer.commit(offset, serial, self.exposed.write(offset, payload))
         if reply.status == Status.DONE:
             if serial <= self.newest_before:  # it is of this epoch nevertheless
                 self.new_serial(reply.serial)

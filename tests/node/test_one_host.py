@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
 import socket
@@ -88,10 +89,9 @@ def learned(running: RunningNode) -> dict[str, Any]:
     """What a program finds out about the files that it is passed, and about the node's folder."""
     address = Address("unix", path=running.ready["socket"])
     control = Control(dial(address, "control", key=KEY, deadline=time.monotonic() + PATIENCE))
-    said, files = control.call_with_files("attach_objects", time.monotonic() + PATIENCE)
+    _, files = control.call_with_files("attach_objects", time.monotonic() + PATIENCE)
     names = [*SEGMENTS, "identity", "node.lock"]
     found = {
-        "writable": said["writable"],
         "modes": [fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE for file in files],
         "reopened": [can(lambda file=file: os.open(f"/proc/self/fd/{file}", os.O_RDWR)) for file in files[:2]],  # type: ignore[misc]
         "cut": [can(lambda file=file: os.ftruncate(file, 4096)) for file in files[2:]],  # type: ignore[misc]
@@ -129,7 +129,6 @@ def test_a_program_of_the_group_maps_read_only_and_opens_nothing_a_second_time(
         assert mode(running.ready["socket"]) == (0o660, GROUP)
         found = as_user(OTHER, GROUP, lambda: learned(running))
     assert found == {
-        "writable": False,
         "modes": [os.O_RDONLY, os.O_RDONLY, os.O_RDWR],
         "reopened": [False, False],
         "cut": [False],
@@ -139,27 +138,46 @@ def test_a_program_of_the_group_maps_read_only_and_opens_nothing_a_second_time(
 
 
 @as_root
-def test_the_nodes_own_user_can_reopen_what_it_is_passed(parent: Path) -> None:
+def test_the_nodes_own_user_is_passed_read_only_files_and_can_reopen_them(parent: Path) -> None:
     # The page about segment files says so: nothing separates the programs of one user.
     with started(parent, "--socket-group", str(GROUP)) as running:
         populate(running)
         found = as_user(os.getuid(), os.getgid(), lambda: learned(running))
+    assert found["modes"] == [os.O_RDONLY, os.O_RDONLY, os.O_RDWR]
     assert found["reopened"] == [True, True]
-    assert found["writable"]
+
+
+def test_what_the_nodes_own_user_is_passed_cannot_be_written(parent: Path) -> None:
+    with started(parent) as running:
+        populate(running)
+        address = Address("unix", path=running.ready["socket"])
+        with Control(dial(address, "control", key=KEY, deadline=time.monotonic() + PATIENCE)) as control:
+            _, files = control.call_with_files("attach_objects", time.monotonic() + PATIENCE)
+        for file in files[:2]:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.pwrite(file, b"x", 8192)
+            with pytest.raises(OSError, match="Invalid argument"):  # of a file that is not open for writing
+                os.ftruncate(file, 0)
+            with pytest.raises(PermissionError):
+                mmap.mmap(file, 0)
+            with mmap.mmap(file, 0, prot=mmap.PROT_READ) as memory, pytest.raises(TypeError, match="readonly"):
+                memory[8192:8193] = b"x"
+        for file in files:
+            os.close(file)
 
 
 @as_root
-def test_another_user_reads_mapped_and_publishes_over_the_socket(parent: Path) -> None:
+def test_another_user_reads_and_publishes_through_memory(parent: Path) -> None:
     with started(parent, "--socket-group", str(GROUP)) as running:
         populate(running)
         value = bytes(range(256)) * 4096
 
         def use() -> list[object]:
             with Store(running.address, key=TEXT, transport="mapped", timeout=PATIENCE) as store:
+                store.put("first", value)  # is sent together with the question for a publish area
                 outcome = store.put("large", value)
                 reader = store._cluster.members[0].channel.reader
                 assert reader is not None
-                assert not reader.writable
                 mapped = reader.get(b"large")
                 return [str(outcome), store.get("large") == value, mapped is not None and mapped[0] == value]
 

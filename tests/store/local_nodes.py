@@ -109,7 +109,15 @@ class LocalChannel:
                 ours.close()
                 raise NodeError(f"{self.name}: connecting failed: {error}", node=self.name) from error
             connection = self.pool.lend(
-                Connection(ours.detach(), self.name, tenant=0, credential=0, spin=0.0, epoch=self.epoch)
+                Connection(
+                    ours.detach(),
+                    self.name,
+                    tenant=0,
+                    credential=0,
+                    spin=0.0,
+                    area=self._node.mapped,
+                    epoch=self.epoch,
+                )
             )
             self.dialled += 1
         return connection
@@ -149,7 +157,7 @@ class StoppedChannel(LocalChannel):
 
 def _read(server: NodeServer, epoch: TenantEpoch) -> ObjectReader:
     with object_files(server) as paths, opened(paths) as (index, data, visited):
-        return ObjectReader(index, data, visited, "local", writable=True, epoch=epoch)
+        return ObjectReader(index, data, visited, "local", epoch=epoch)
 
 
 def store_over(

@@ -578,43 +578,16 @@ def test_a_coroutine_leaves_a_pins_block_as_a_call_does(local: Nodes) -> None:
     asyncio.run(program())
 
 
-def test_large_values_are_written_into_mapped_memory_and_small_ones_sent(local: Nodes) -> None:
+def test_large_values_go_through_a_publish_area_and_small_ones_are_sent(local: Nodes) -> None:
     (node,) = local(mapped=True)
     with store_over([node]) as store:
-        store.put("contact", b"")
+        store.put("first", LARGE)  # is sent together with the question for an area
         assert node.server is not None
         before = node.server.stats()["bytes_in"]
         store.put("large", LARGE)
         assert node.server.stats()["bytes_in"] - before < 1000
         store.put("small", LARGE[: 16 << 10])
         assert node.server.stats()["bytes_in"] - before > 16 << 10
-
-
-@pytest.mark.parametrize("error", [ValueError("read-only"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_what_was_prepared_is_given_back_if_it_cannot_be_written(local: Nodes, error: BaseException) -> None:
-    (node,) = local(mapped=True)
-    with store_over([node]) as store:
-        store.put("contact", b"")
-        channel = cluster_of(store).members[0].channel
-        whole, assert_server = channel.reader, node.server
-        assert whole is not None
-        assert assert_server is not None
-
-        class Refusing:
-            def __getattr__(self, name: str) -> object:
-                return getattr(whole, name)
-
-            def write(self, offset: int, payload: memoryview) -> int:
-                raise error
-
-        used = assert_server.stats()["used"]
-        channel.reader = Refusing()  # type: ignore[assignment]
-        with pytest.raises(type(error)):
-            store.put("large", LARGE)
-        channel.reader = whole
-        assert assert_server.stats()["used"] == used
-        assert store.get("large") is None
-        assert store.put("large", LARGE) is STORED
 
 
 def test_the_longer_time_to_live_wins_until_the_object_is_let_go(local: Nodes, shape: tuple[int, int]) -> None:

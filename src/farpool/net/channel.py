@@ -248,6 +248,7 @@ class Channel:
             tenant=tenant,
             credential=credential,
             spin=self._spin,
+            area=self._mapped,
             epoch=self.epoch,
         )
 
@@ -340,7 +341,7 @@ class Channel:
 
     def _map_objects(self, control: Control, deadline: float) -> ObjectReader | None:
         try:
-            said, files = control.call_with_files("attach_objects", deadline)
+            _, files = control.call_with_files("attach_objects", deadline)
         except QuotaExceededError:  # too many programs map this tenant's objects already
             if self._transport == "mapped":
                 raise
@@ -349,9 +350,8 @@ class Channel:
             if len(files) != 3:
                 raise NodeError(f"{self.name} passed {len(files)} files of objects, expected 3", node=self.name)
             index, data, visited = files
-            writable = bool(said.get("writable"))
             lifeline = -1 if self._control_socket is None else self._control_socket.fileno()
-            return ObjectReader(index, data, visited, self.name, writable=writable, lifeline=lifeline, epoch=self.epoch)
+            return ObjectReader(index, data, visited, self.name, lifeline=lifeline, epoch=self.epoch)
         finally:
             for file in files:
                 os.close(file)

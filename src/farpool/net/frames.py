@@ -73,6 +73,7 @@ class Op(IntEnum):
     ABORT = 25
     ROTATE = 26
     LOOKUP = 27
+    AREA = 28
     READ = 32
     WRITE = 33
     PING = 48
@@ -122,6 +123,7 @@ class Status(IntEnum):
     CHECKSUM = 8
     UNKNOWN = 9
     BUSY = 10
+    TAKEN = 11
 
 
 class Credential(IntEnum):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from farpool._native import Stream, TlsContext
 from farpool.node.half_open import origin_of
-from farpool.node.users import is_own, process_of
+from farpool.node.users import process_of
 
 __all__ = ["Arrival"]
 
@@ -28,8 +28,6 @@ class Arrival:
     ----------
     is_local : bool
         It came over the node's UNIX socket, so that files can be passed.
-    is_own : bool
-        It came from there, from a process of the node's own user.
     peer : str
         Where it comes from, for the log.
     origin : str
@@ -41,11 +39,9 @@ class Arrival:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.is_local = connection.family == socket.AF_UNIX
-        self.is_own = False
         self.peer = self.origin = "unix"
         if self.is_local:
             self.origin = f"process {process_of(connection)}"
-            self.is_own = is_own(connection)
         if not self.is_local:
             self.peer = self.origin = "gone"
             with contextlib.suppress(OSError):

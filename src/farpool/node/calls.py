@@ -114,8 +114,6 @@ def make_call(
     server: NodeServer,
     stats: Callable[[], dict[str, int | float]],
     exposures: Exposures | None,
-    *,
-    own: bool,
 ) -> tuple[dict[str, Any], PassedFiles | None]:
     """Do what is asked for. May block for as long as making memory takes.
 
@@ -131,8 +129,6 @@ def make_call(
         Returns the node's counters.
     exposures : Exposures or None
         Exposes memory for one-sided transfers, if the node does.
-    own : bool
-        The client is a process of the node's own user.
 
     Returns
     -------
@@ -164,10 +160,8 @@ def make_call(
         case Leases():
             result = {"leases": server.leases(client.session)}
         case AttachObjects():
-            # Another user is never let write what others read: it sends what it publishes.
-            writable = own and bool(client.rights & Right.PUBLISH)
-            files = partial(_objects, server, client, writable)
-            result = {"writable": writable}
+            files = partial(_objects, server, client)
+            result = {}
         case AttachLease():
             server.lease_path(client.session, call.lease)
             files = partial(_lease, server, client, call.lease)
@@ -194,14 +188,17 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
     opened = (
         partial(_data, server, client.tenant) if lease is None else partial(server.lease_file, client.session, lease)
     )
-    return msgspec.structs.asdict(exposures.expose(client.session, path, opened, call.failed))
+    exposed = exposures.expose(client.session, path, opened, call.failed)
+    if lease is None:
+        server.expose(client.session, client.tenant)
+    return msgspec.structs.asdict(exposed)
 
 
-def _objects(server: NodeServer, client: Accepted, writable: bool) -> list[int]:
-    """Descriptors of the index, the data, and the session's own marks of visits."""
+def _objects(server: NodeServer, client: Accepted) -> list[int]:
+    """Descriptors of the index and the data, to be read, and the session's own marks of visits."""
     visited = server.objects_visited(client.session, client.tenant)
     try:
-        return [*server.objects_files(client.tenant, writable), visited]
+        return [*server.objects_files(client.tenant, writable=False), visited]
     except BaseException:
         os.close(visited)
         raise

@@ -105,7 +105,7 @@ class ControlService:
             if isinstance(call, List):
                 check_right(call, client)
                 return Status.DONE, await self._lists.answer(call, client), []
-            result, files = await self._made(call, client, own=connection.is_own)
+            result, files = await self._made(call, client)
             if files is None:
                 return Status.DONE, result, []
             if not connection.is_local:
@@ -122,9 +122,9 @@ class ControlService:
         except OSError as error:
             return Status.FULL, {"error": f"the node lacks what this needs: {error.strerror}"}, []
 
-    async def _made(self, call: Call, client: Accepted, *, own: bool) -> tuple[dict[str, Any], PassedFiles | None]:
+    async def _made(self, call: Call, client: Accepted) -> tuple[dict[str, Any], PassedFiles | None]:
         """As `make_call`, in a thread. What others wait for is not kept waiting by those who have memory made."""
-        make = partial(make_call, call, client, self._server, self._stats, self._exposures, own=own)
+        make = partial(make_call, call, client, self._server, self._stats, self._exposures)
         if not isinstance(call, Lend | Expose):
             return await asyncio.to_thread(make)
         turn = self._turns.setdefault(client.tenant, asyncio.Semaphore(self._making_of_tenant))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import grp
-import os
 import socket
 import struct
 
 from farpool.errors import ConfigError
 
-__all__ = ["group_id", "is_own", "process_of", "user_of"]
+__all__ = ["group_id", "process_of", "user_of"]
 
 _CREDENTIALS = struct.Struct("3i")
 _SOCK_DIAG = 4
@@ -37,11 +36,6 @@ def group_id(name: str) -> int:
             f"--socket-group is {name!r}, and this host has no such group; give a group's name or number",
             setting="socket_group",
         ) from None
-
-
-def is_own(connection: socket.socket) -> bool:
-    """Tell if this process's own user opened the other end of a connection; False where nobody can tell."""
-    return user_of(connection) == os.geteuid()
 
 
 def user_of(connection: socket.socket) -> int | None:

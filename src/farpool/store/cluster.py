@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "is_away", "share_of"]
 
-_ONCE = frozenset({Op.COMMIT, Op.ABORT, Op.UNPIN})
+_ONCE = frozenset({Op.UNPIN})
 """Operations that must not be sent a second time when it is not known whether they were done."""
 
 

@@ -9,26 +9,21 @@ from typing import TYPE_CHECKING
 from farpool._native import crc32c
 from farpool.errors import (
     AccessDeniedError,
-    FarpoolError,
     KeyConflictError,
-    NodeError,
     ObjectTooLargeError,
     ReplicationError,
 )
-from farpool.net.frames import COMMIT, OFFSET, PRESENT, Op, Status
+from farpool.net.frames import PRESENT, Op, Status
 from farpool.net.refusals import refusal
 from farpool.store.arguments import Payload, nbytes_of
 from farpool.store.cluster import is_away, share_of
 from farpool.store.messages import Ask, PutOutcome, Touched
 
 if TYPE_CHECKING:
-    from farpool._native import ObjectReader, Reply
+    from farpool._native import Reply
     from farpool.store.cluster import Cluster
 
-__all__ = ["THROUGH_MEMORY", "everywhere", "put"]
-
-THROUGH_MEMORY = 64 << 10
-"""Bytes above which a payload is written into mapped memory rather than sent."""
+__all__ = ["everywhere", "put"]
 
 
 @dataclass(slots=True)
@@ -174,60 +169,12 @@ def _write(
     head: bytes,
     deadline: float,
 ) -> list[Reply | Exception]:
-    """Send payloads, or write them into mapped memory: all at the same time, each checksum computed once."""
+    """Send payloads, all at the same time; connections to nodes on this host take large ones through memory."""
     asks: list[Ask] = []
-    mapped: dict[int, ObjectReader] = {}
-    for place, (number, node) in enumerate(asked):
+    for number, node in asked:
         key, payload = items[number]
-        nbytes = payload.nbytes if isinstance(payload, memoryview) else nbytes_of(payload)
-        reader = cluster.members[node].channel.reader if nbytes > THROUGH_MEMORY else None
-        if reader is None or not reader.writable:
-            asks.append(Ask(node, Op.PUT, head + key, 0, payload))
-        else:
-            mapped[place] = reader
-            asks.append(Ask(node, Op.PREPARE, OFFSET.pack(nbytes) + head + key))
-    answers = cluster.ask(asks, deadline)
-    if mapped:
-        _fill(cluster, items, asked, mapped, answers, deadline)
-    return answers
-
-
-def _fill(
-    cluster: Cluster,
-    items: Sequence[tuple[bytes, Payload]],
-    asked: Sequence[tuple[int, int]],
-    mapped: dict[int, ObjectReader],
-    answers: list[Reply | Exception],
-    deadline: float,
-) -> None:
-    """Write payloads into the memory that was prepared for them, and commit them."""
-    prepared = {
-        place: answer
-        for place in mapped
-        if not isinstance(answer := answers[place], Exception) and answer.status == Status.DONE
-    }
-    ends: list[Ask] = []
-    try:
-        for place, answer in prepared.items():
-            number, node = asked[place]
-            member, reader = cluster.members[node], mapped[place]
-            (offset,) = OFFSET.unpack(answer.meta)
-            try:
-                if member.channel.reader is not reader:
-                    raise NodeError(f"{member.name} was lost while an object was written", node=member.name)
-                crc = reader.write(offset, items[number][1])
-            except (FarpoolError, ValueError) as error:
-                answers[place] = error
-                ends.append(Ask(node, Op.ABORT, answer.meta, answer.serial))
-            else:
-                ends.append(Ask(node, Op.COMMIT, COMMIT.pack(offset, crc, 0), answer.serial))
-        for place, end, ended in zip(prepared, ends, cluster.ask(ends, deadline) if ends else (), strict=True):
-            if end.op == Op.COMMIT:
-                answers[place] = ended
-    except BaseException:  # an interrupt: what was prepared would lie there until the program ends
-        aborts = [Ask(asked[place][1], Op.ABORT, answer.meta, answer.serial) for place, answer in prepared.items()]
-        cluster.ask(aborts, deadline)
-        raise
+        asks.append(Ask(node, Op.PUT, head + key, 0, payload))
+    return cluster.ask(asks, deadline)
 
 
 def everywhere(cluster: Cluster, op: Op, metas: Sequence[bytes], deadline: float, *, copies: int = 1) -> Touched:

@@ -1,0 +1,36 @@
+// Memory that a client and its node have in common, into which the client writes what it puts (docs/wire.md).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "wire/frame.hpp"
+#include "wire/parts.hpp"
+#include "wire/segment.hpp"
+
+namespace farpool {
+
+// The client's side: a ring, of which parts are free again when the node says that it has copied them. Positions count all bytes
+// that ever went through it.
+class PublishArea {
+public:
+    // Maps a file that the node has passed, which is closed; less than 0 for none. False where it is no area.
+    bool open(int file) noexcept;
+    bool is_open() const noexcept { return memory_.data() != nullptr; }
+
+    // Where the next payload begins.
+    std::uint64_t begin() noexcept;
+    // Copies more of a payload, from byte `done` on, and continues its checksum; of no bytes where there is no room.
+    AreaPart fill(Parts payload, std::size_t done, std::size_t nbytes, std::uint32_t& crc) noexcept;
+    // The node has copied everything before this position.
+    void taken(std::uint64_t position) noexcept;
+
+private:
+    std::uint64_t nbytes() const noexcept { return memory_.nbytes() - segment_header_nbytes; }
+
+    Mapping memory_;
+    std::uint64_t filled_ = 0;
+    std::uint64_t taken_ = 0;
+};
+
+}  // namespace farpool
