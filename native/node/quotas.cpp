@@ -107,8 +107,10 @@ std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use
     if ((nbytes <= most && has <= most - nbytes) || (use == Use::publish && has == 0)) {
         return {};
     }
-    return "the access key may hold " + counted(most, "bytes") + (use == Use::pin ? " before it pins more (7/8 of " : " in leases, pins and unfinished publishes (") +
-           (is_told ? "its bytes in the node's keys file" : "half of its tenant's share; its bytes in the node's keys file may say more") +
+    const std::string rule = is_told ? "its bytes in the node's keys file"
+                                     : "half of its tenant's share; its bytes in the node's keys file may say more";
+    return "the access key may hold " + counted(most, "bytes") +
+           (use == Use::pin ? " before it pins more (7/8 of " : " in leases, pins and unfinished publishes (") + rule +
            "), it has " + std::to_string(has) + " and asks for " + std::to_string(nbytes);
 }
 

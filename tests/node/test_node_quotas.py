@@ -251,6 +251,24 @@ def test_a_client_is_told_why_it_has_too_many_connections(tmp_path: Path, purpos
     running.stop()
 
 
+def test_another_number_of_bytes_in_the_keys_file_counts_from_then_on_and_ends_no_connection(tmp_path: Path) -> None:
+    def grants(nbytes: int) -> dict[str, Grant]:
+        return {"one": Grant(SECRET, Right.WRITE, 1, nbytes), "two": Grant(SECRET, Right.WRITE, 1)}
+
+    running = Node(
+        parse_address("127.0.0.1:0", any_port=True), 8 * MIB, folder=tmp_path / "n", ephemeral=True, keys=grants(MIB)
+    )
+    running.start()
+    deadline = time.monotonic() + 60
+    with Control(dial(running.address, "control", key=AccessKey("one", SECRET), deadline=deadline)) as calls:
+        calls.call("lend", deadline, bytes=MIB)
+        with pytest.raises(QuotaExceededError, match="its bytes in the node's keys file"):
+            calls.call("lend", deadline, bytes=MIB)
+        running.reload(grants(2 * MIB))
+        calls.call("lend", deadline, bytes=MIB)
+    running.stop()
+
+
 @pytest.mark.parametrize("files", [4096], indirect=True)
 @pytest.mark.usefixtures("files")
 def test_a_pool_of_connections_in_many_programs_of_one_key_is_normal_use(tmp_path: Path) -> None:
