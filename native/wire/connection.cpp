@@ -180,7 +180,7 @@ Outgoing Connection::begin(const Request& request, PayloadSum* sum) {
     Unanswered asked{request.op};
     if (outgoing.by_area) {
         asked.begin = area_.begin();
-        asked.end = asked.begin + request.nbytes;
+        asked.end = asked.begin + PublishArea::taken_by(request.nbytes);
     } else if (wants_area_ && request.op == Op::put && request.nbytes > by_area_nbytes) {
         wants_area_ = false;  // this payload does not wait for the answer
         awaits_area_ = outgoing.asks = true;

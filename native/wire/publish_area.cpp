@@ -37,11 +37,6 @@ bool PublishArea::open(int file) noexcept {
     return is_open();
 }
 
-std::uint64_t PublishArea::begin() noexcept {
-    filled_ = (filled_ + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
-    return filled_;
-}
-
 AreaPart PublishArea::fill(Parts payload, std::size_t done, std::size_t nbytes, std::uint32_t& crc) noexcept {
     const std::uint64_t in_use = filled_ - taken_;
     const std::uint64_t at = filled_ % this->nbytes();
@@ -56,7 +51,7 @@ AreaPart PublishArea::fill(Parts payload, std::size_t done, std::size_t nbytes, 
         to += step;
         left -= step;
     }
-    filled_ += part.nbytes;
+    filled_ += done + part.nbytes == nbytes ? taken_by(nbytes) - done : part.nbytes;
     return part;
 }
 

@@ -18,8 +18,9 @@ public:
     bool open(int file) noexcept;
     bool is_open() const noexcept { return memory_.data() != nullptr; }
 
-    // Where the next payload begins.
-    std::uint64_t begin() noexcept;
+    // Where the next payload begins, and how much one of so many bytes takes: each begins at a unit.
+    std::uint64_t begin() const noexcept { return filled_; }
+    static std::uint64_t taken_by(std::uint64_t nbytes) noexcept { return (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes; }
     // Copies more of a payload, from byte `done` on, and continues its checksum; of no bytes where there is no room.
     AreaPart fill(Parts payload, std::size_t done, std::size_t nbytes, std::uint32_t& crc) noexcept;
     // The node has copied everything before this position.

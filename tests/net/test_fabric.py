@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from farpool import Pool, Store
+from farpool._native import crc32c
 from farpool.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -25,8 +27,8 @@ from farpool.errors import (
 from farpool.net.access import AccessKey, Grant
 from farpool.net.address import Address, parse_address
 from farpool.net.channel import Channel
-from farpool.net.fabric import GROUP, Fabric, load_fabric
-from farpool.net.frames import Right
+from farpool.net.fabric import GROUP, Exposed, Fabric, load_fabric
+from farpool.net.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from farpool.node import Node
 from farpool.node.exposures import Exposures
 from farpool.node.process import RunningNode, running_node
@@ -203,6 +205,29 @@ def test_what_the_fabric_damages_is_asked_of_the_node_or_is_an_error(tmp_path: P
             tier.write_from(extent, memoryview(bytes(MIB)))
             with pytest.raises(ChecksumError):
                 tier.read_into(extent, memoryview(bytearray(MIB)))
+
+
+def test_places_are_prepared_for_those_that_the_objects_are_exposed_to(node: RunningNode, channel: Channel) -> None:
+    meta = OFFSET.pack(3) + HEAD.pack(0, 1, 0, 1, 0, 0, 0) + b"prepared"
+    with channel.connection(soon()) as connection:
+        assert connection.exchange(Op.PREPARE, meta, soon()).status == Status.DENIED
+    exposed = msgspec.convert(channel.call("expose", soon(), fabric="socket"), Exposed)
+    endpoint = load_fabric("socket").endpoint(channel.name)
+    region = endpoint.attach(exposed)
+    with channel.connection(soon()) as connection:
+        prepared = connection.exchange(Op.PREPARE, meta, soon())
+        assert prepared.status == Status.DONE
+        (offset,) = OFFSET.unpack(prepared.meta)
+        region.write(offset, memoryview(b"abc"), soon())
+        commit = COMMIT.pack(offset, crc32c(b"abc"), 0)
+        assert connection.exchange(Op.COMMIT, commit, soon(), serial=prepared.serial).status == Status.DONE
+        assert connection.exchange(Op.GET, b"prepared", soon()).payload == b"abc"
+    region.close()
+    endpoint.close()
+    other = Channel(parse_address(node.address))
+    with other.connection(soon()) as connection:
+        assert connection.exchange(Op.PREPARE, meta + b"!", soon()).status == Status.DENIED
+    other.close()
 
 
 def test_a_lease_that_was_released_is_lost(node: RunningNode, channel: Channel) -> None:

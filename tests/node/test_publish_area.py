@@ -388,6 +388,18 @@ def test_clients_put_pieces_of_any_size_many_at_a_time(server: _native.NodeServe
     assert server.stats()["bytes_in"] - before < 100_000
 
 
+@pytest.mark.parametrize("before", [70_001, AREA - 1, 3 * AREA + 65])
+def test_a_client_puts_what_fills_the_whole_area(server: _native.NodeServer, before: int) -> None:
+    client = connected(server)
+    client.exchange(Op.PUT, head() + b"first", soon(), payload=bytes(MIB))  # asks for the area
+    generator = random.Random(before)
+    payloads = [generator.randbytes(nbytes) for nbytes in (before, AREA, AREA - 1, AREA - 63, AREA + 1)]
+    asks = [(client, Op.PUT, head() + b"%d" % number, 0, payload, None) for number, payload in enumerate(payloads)]
+    assert [answer.status for answer in _native.exchange(asks, soon())] == [Status.DONE] * 5
+    for number, payload in enumerate(payloads):
+        assert client.exchange(Op.GET, b"%d" % number, soon()).payload == payload
+
+
 def test_a_program_prepares_no_places_unless_the_objects_are_exposed_to_it(server: _native.NodeServer) -> None:
     peer = Peer(server)
     for number in range(60):
