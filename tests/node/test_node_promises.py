@@ -15,7 +15,7 @@ from farpool.errors import NodeError, NodeFullError
 from farpool.net.frames import Op, Status
 from farpool.node.process import running_node
 from farpool.store import Store
-from tests.node.nodes import PATIENCE, Peer, exposed, node, reader, until, walked
+from tests.node.nodes import PATIENCE, Peer, exposed, node, until, walked
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from farpool.errors import QuotaExceededError
 from farpool.net.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from tests.attacks.wire import frame, head
 from tests.node.colliding import colliding_keys
-from tests.node.nodes import ALL, Head, Peer, exposed, node, reader, stated, until, walked
+from tests.node.nodes import ALL, Head, Peer, exposed, node, stated, until, walked
 
 MIB = 1 << 20
 LARGEST = 2**64 - 1
