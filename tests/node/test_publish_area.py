@@ -311,7 +311,7 @@ def test_beyond_its_share_a_tenant_gets_no_area_and_puts_over_the_socket(tmp_pat
         publisher = Publisher(server, tenant=1)
         reply, files = publisher.ask()
         assert (reply.status, files) == (Status.BUSY, [])
-        assert b"bytes of its share" in reply.meta
+        assert b"the tenant's share has no room" in reply.meta
         client = connected(server, tenant=1)
         for number in range(3):
             reply = client.exchange(Op.PUT, head() + b"%d" % number, soon(), payload=bytes(300_000))
