@@ -19,7 +19,6 @@ SLACK = 2 * MIB
 PIECE = 48 * 1024
 OWNER = Key("owner", tenant=1)
 VICTIM = Key("victim", tenant=2)
-NEIGHBOUR = Key("neighbour", tenant=1)
 
 _CHECKED = 124
 """Bytes of a header that its checksum is of, which follows them."""
@@ -116,7 +115,7 @@ def keep_what_was_given_back(lab: Lab, harmless: bool) -> Outcome:
 @attack
 def cut_off(lab: Lab, harmless: bool) -> Outcome:
     """Cut leases off, have the node write there, and make them as long as before; the control does not cut."""
-    node = lab.node(LENT, [OWNER, NEIGHBOUR])
+    node = lab.node(LENT, [OWNER])  # of several keys one could not lease so much
     before = node.own_memory()
     done = 0
     with ExitStack() as stack:
@@ -129,7 +128,7 @@ def cut_off(lab: Lab, harmless: bool) -> Outcome:
                 with suppress(OSError), node.connect(OWNER, session=control.session) as data:
                     done += data.write(lease, offset, b"\xaa" * PIECE).done
             os.posix_fallocate(file, 0, 4096 + 3 * MIB)
-        with node.connect(NEIGHBOUR) as neighbour:
+        with node.connect(OWNER) as neighbour:
             served = neighbour.put(b"key", b"value").done and neighbour.get(b"key").payload == b"value"
 
         def taken() -> int:
