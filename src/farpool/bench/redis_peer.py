@@ -95,7 +95,7 @@ class RedisPeer:
         return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix)]
 
     def lookups(self, ring: Ring, seconds: float) -> list[Callable[[], float]]:
-        """What takes a sample of all keys at once, in seconds for a call.
+        """Functions that look all keys up at once and return the seconds of a call.
 
         Over TCP and over the UNIX socket, each first with a pipeline of EXISTS, then with MGET.
         """

@@ -1,4 +1,4 @@
-"""How far a put of two copies has got on one node when it begins on the other: relays in front of both tell.
+"""Measure if a put of two copies sends to both nodes at the same time: relays in front of both count its bytes.
 
 The relay of the node that gets bytes first rests after a few of them, until the other one gets its first byte. So a put
 that finished one node before it began with the next would wait for as long as the relay rests, and is found out.
@@ -27,7 +27,7 @@ _CHUNK = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How far a put of two copies had got on the first node when the second one's first byte came.
+    """Bytes that the first of two nodes had of a put when the second one got its first byte.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class _Meter:
         self._changed = threading.Condition()
 
     def start(self) -> None:
-        """What comes from now on counts."""
+        """Count the bytes that come from now on."""
         with self._changed:
             self._received = [0, 0]
 

@@ -50,7 +50,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class StartRequest(msgspec.Struct, frozen=True):
-    """How to start, what to embed then, and if to do so again with the next version of the weights."""
+    """Settings of a job: its start, its texts, and if it runs again with the next version of the weights."""
 
     way: Way
     node: str
