@@ -21,13 +21,13 @@ namespace {
 
 class Calls {
 public:
-    // What an operator does that may be run here.
+    // Kinds of operators that may be run here, by what they do.
     enum class Kind : int {
         compute = 0,            // runs on real tensors
-        view = 1,               // views its first argument; which part, the others say, which are no tensors
+        view = 1,               // a view of its first argument; the others, which are no tensors, say which part
         alias = 2,              // another tensor over the same bytes
-        composed = 3,           // is made of others, which are dispatched in its place
-        composed_of_views = 4,  // the same, and torch itself marks what it returns as a view
+        composed = 3,           // made of other operators, which are dispatched in its place
+        composed_of_views = 4,  // as `composed`, and torch itself marks the result as a view
     };
 
     // `hooks`: what Python code does for this class; see `farpool.tensors.calls`.
@@ -60,7 +60,7 @@ public:
         budget_error_ = hooks.attr("budget_error");
     }
 
-    // From now on this operator is run here, of which `call` is the callable inside. `writes`: bits of the positions of
+    // Registers an operator to be run here, of which `call` is the callable inside. `writes`: bits of the positions of
     // arguments that it changes. `retried`: Python code knows what to do where the operands do not fit together. `ruled`:
     // Python code is asked first. `strided`: it is asked where an argument is a tensor of another layout.
     void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried, bool ruled,
@@ -82,7 +82,7 @@ public:
         return call(dispatch_, {func.ptr(), types.ptr(), args.ptr(), kwargs.ptr()});
     }
 
-    // Computes on real tensors; NotImplemented where that takes Python.
+    // Runs an operator on real tensors; NotImplemented where that takes Python.
     nb::object compute_or_leave(nb::handle func, nb::handle args, nb::handle kwargs) const {
         const auto found = known_.find(func.ptr());
         if (found != known_.end() && found->second.kind == Kind::compute && !suspended_) {
@@ -95,7 +95,7 @@ public:
         return nb::borrow(Py_NotImplemented);
     }
 
-    // A paged tensor that views what a footprint says.
+    // Makes a paged tensor over the bytes of a footprint.
     nb::object wrap(nb::handle footprint, bool requires_grad) const {
         const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
         std::optional<Recording> recording;
@@ -127,7 +127,7 @@ public:
     }
 
     // Replaces the plain gradient of a leaf by a paged copy. `copy(paged, gradient, name)` copies one that spans blocks. False,
-    // and nothing is done, where it takes Python: also where it is to stay plain.
+    // and does nothing, where it takes Python, or where the gradient is to stay plain.
     bool page_gradient(nb::handle leaf, const nb::object& name, const nb::object& copy) const {
         const nb::object grad = attribute(leaf, grad_name_);
         const nb::object parent = footprint_of(leaf.ptr());
@@ -232,7 +232,8 @@ public:
 
     // Copies rows of a table, whose elements lie side by side, to plain memory or (`write`) from there: the row at
     // `indices[i]` and row i of `memory`. What is touched of a block is acquired at once, and blocks of at most one of
-    // `groups` parts of the budget together. Where rows are written each is named once. False, and nothing is done, where it takes Python.
+    // `groups` parts of the budget together. Where rows are written each is named once. False, and nothing is done, where
+    // it takes Python.
     bool copy_rows(nb::handle table, nb::object name, std::uintptr_t indices, std::size_t count, std::uintptr_t memory,
                    std::int64_t groups, bool write) const {
         const nb::object held = nb::borrow(table);
@@ -314,7 +315,7 @@ public:
         return true;
     }
 
-    // Whether everything goes to Python: debug mode looks at each operation.
+    // Sends every operation to Python from now on: debug mode looks at each.
     void suspend() { suspended_ = true; }
 
 private:
@@ -361,7 +362,7 @@ private:
         }
     };
 
-    // Operands pinned in the arena, natively or by the pool's Python code, until this goes.
+    // Operands pinned in the arena, natively or by the pool's Python code, while this lives.
     class Pinned {
     public:
         Pinned(Footprint& any, Granted granted) : driver_(any.native), owner_(any.driver), granted_(std::move(granted)) {}
@@ -377,7 +378,7 @@ private:
         std::int64_t offset(std::size_t operand) const {
             return driver_ != nullptr ? granted_.offset(operand) : nb::cast<std::int64_t>(offsets_[operand]);
         }
-        // Whether other threads have run since it was asked for.
+        // True if other threads may have run Python code since the operands were requested.
         bool paused() const { return driver_ == nullptr || granted_.paused; }
         void release() {
             if (std::exchange(released_, true)) {
@@ -399,7 +400,7 @@ private:
         bool released_ = false;
     };
 
-    // While an operation is handled in Python torch leaves keys of its dispatcher out. This has them back as long as it lives.
+    // Includes dispatch keys again while it lives: torch excludes them while an operation is handled in Python.
     class Included {
     public:
         Included(const Calls& calls, std::span<const nb::object> keys) : calls_(calls) {
@@ -421,7 +422,7 @@ private:
         std::span<const nb::object> keys_;
     };
 
-    // Ends inference mode as long as it lives.
+    // Suspends inference mode while it lives.
     class Recording {
     public:
         explicit Recording(const Calls& calls) : mode_(call(calls.inference_, {Py_False})) { mode_.attr("__enter__")(); }
@@ -475,7 +476,7 @@ private:
         return nb::steal(footprint);
     }
 
-    // The paged arguments, if there are any and each is of another storage of one pool.
+    // The paged arguments; empty unless there are any and each is of another storage of one pool.
     std::optional<Operands> find(const Known& known, nb::handle args, nb::handle kwargs) const {
         Operands operands;
         const auto add = [&](PyObject* tensor, bool write) {
@@ -512,7 +513,7 @@ private:
         return operands.items.empty() || !all_differ(operands) ? std::nullopt : std::optional(std::move(operands));
     }
 
-    // An argument itself, or what is in a list.
+    // The tensors in an argument: the argument itself, or the items of a list.
     static std::span<PyObject*> tensors_in(PyObject*& value) {
         if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
             return {PySequence_Fast_ITEMS(value), static_cast<std::size_t>(PySequence_Fast_GET_SIZE(value))};
@@ -632,8 +633,8 @@ private:
         return seen_by_program(std::move(result), operands);
     }
 
-    // Whether an argument may have lazy values, or a kernel make a tensor that has. Where all are real numbers in memory, as
-    // in most calls, torch's dispatcher is left as it is: that saves eight calls.
+    // True if an argument may have lazy values, or a kernel may make a tensor that has. Where all are real numbers in memory,
+    // as in most calls, torch's dispatcher is left as it is: that saves eight calls.
     bool may_be_lazy(const Operands& operands, nb::handle args, nb::handle kwargs) const {
         const auto lazy = [&](PyObject* value) {
             const std::span<PyObject*> items = tensors_in(value);
@@ -656,10 +657,10 @@ private:
         return false;
     }
 
-    // Whether a plain tensor's values are real numbers that lie in memory.
+    // True if a plain tensor's values are real numbers that lie in memory.
     bool is_real(PyObject* tensor) const { return call_method(tensor, is_complex_name_).ptr() == Py_False && has_values(tensor); }
 
-    // Whether what a plain tensor has in memory are its values.
+    // True if a plain tensor's memory holds its values, with no lazy operation pending.
     bool has_values(nb::handle tensor) const {
         return std::ranges::all_of(lazy_names_, [&](const nb::object& is_lazy) { return call_method(tensor, is_lazy).ptr() == Py_False; });
     }
@@ -710,7 +711,7 @@ private:
         return real;
     }
 
-    // No plain tensor that the program gets aliases the arena.
+    // Converts a result so that no plain tensor that the program gets aliases the arena.
     nb::object seen_by_program(nb::object result, const Operands& operands) const {
         const Footprint& first = operands.first();
         if (result.is_none() || is_plain(result, first)) {
@@ -795,7 +796,7 @@ private:
         return nb::steal(result);
     }
 
-    // What identifies a view of one tensor: the operator, with the numbers that it is given.
+    // Key that identifies a view of one tensor: the operator, with the numbers that it is given.
     static nb::object view_key(const Known& known, nb::handle args, Py_ssize_t length) {
         if (length == 1) {
             return known.call;

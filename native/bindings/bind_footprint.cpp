@@ -1,4 +1,4 @@
-// Footprints as Python makes them.
+// The Python binding of Footprint.
 #include "footprint.hpp"
 
 using farpool::pager::Layout;

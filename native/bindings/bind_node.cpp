@@ -64,7 +64,7 @@ void add_charges(nb::dict& made, const farpool::Quotas::Charges& charges) {
     throw nb::python_error();
 }
 
-// Without the interpreter's lock; what the server refuses is the error of that name.
+// Runs a call without the interpreter lock; exceptions of the server become the Python errors of the same names.
 template <typename Work>
 auto refusing(Work work) {
     std::string denied;

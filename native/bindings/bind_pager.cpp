@@ -12,7 +12,7 @@ using farpool::fail_value;
 
 namespace {
 
-// What is imported once and lives as long as the interpreter.
+// Python classes that are imported once and live as long as the interpreter.
 struct Names {
     nb::object transfer, move, piece, too_large, no_room, transfer_failed;
 
@@ -92,8 +92,8 @@ std::string to_string(const Run& run) {
 
 PyType_Slot pager_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(BoundPager::traverse)}, {0, nullptr}};
 
-// An access that was refused has the error, whose traceback has frames that have the access. Where several accesses share
-// the one reference, none of them may show it.
+// Shows the garbage collector the error of a refused access, whose traceback has frames that refer to the access. If several
+// accesses share the one reference, none of them may show it.
 int traverse_access(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (nb::inst_ready(self)) {

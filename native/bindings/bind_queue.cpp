@@ -43,7 +43,7 @@ PyType_Slot completion_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(trave
                                   {0, nullptr}};
 
 constexpr double exit_seconds = 5.0;
-constexpr double signal_seconds = 0.1;  // how long a wait may leave a Ctrl-C unanswered
+constexpr double signal_seconds = 0.1;  // longest time for which a wait leaves Ctrl-C unanswered
 
 class Queue;
 std::vector<Queue*> live_queues;  // the interpreter lock guards it

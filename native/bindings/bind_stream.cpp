@@ -21,7 +21,7 @@ namespace {
 
 std::string text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-// What the session waits for, as poll calls it; 0 once the handshake is over.
+// Goes on with the handshake and returns the poll events that it waits for; 0 once it is over.
 int handshake(Stream& self) {
     if (self.tls() == nullptr) {
         return 0;

@@ -56,7 +56,7 @@ nb::bytes new_bytes(std::size_t nbytes) {
 
 void* contents(const nb::bytes& bytes) { return PyBytes_AS_STRING(bytes.ptr()); }
 
-// The memory of a buffer, or of a tuple of buffers one after the other, for as long as this lives.
+// RAII views of the memory of a buffer, or of a tuple of buffers one after the other.
 class Pieces {
 public:
     Pieces(nb::handle given, int flags) {
@@ -89,10 +89,10 @@ private:
     std::size_t nbytes_ = 0;
 };
 
-// The requests of a call and what its caller gave for them, which is held until the call ends.
+// The requests of a call, with the Python objects that its caller gave for them, which are kept alive until the call ends.
 class Asks {
 public:
-    // Each is a tuple: connection, operation, meta, serial, payload or None, buffer for the reply's payload or None.
+    // Takes a list of tuples: connection, operation, meta, serial, payload or None, buffer for the reply's payload or None.
     explicit Asks(const nb::list& given) {
         asks_.reserve(given.size());
         targets_.reserve(given.size());
@@ -150,7 +150,7 @@ private:
         asks_.push_back({&connection, request});
     }
 
-    // Called without the interpreter lock.
+    // Memory for the payload of a reply; called without the interpreter lock.
     farpool::Parts place(std::size_t number, const ReplyHead& head) {
         if (const Pieces* target = targets_[number]; target != nullptr) {
             if (head.nbytes > target->nbytes()) {
@@ -206,11 +206,11 @@ Reply exchange_one(Connection& self, int op, const nb::bytes& meta, double deadl
     return asks.reply(0);
 }
 
-// A program's connections to one node: those that lie ready, and those that are lent, which end when the pool is closed. Called
-// with the interpreter's lock held, which is its lock.
+// A program's connections to one node: idle ones, and lent ones, which end when the pool is closed. Guarded by the interpreter
+// lock, with which it is called.
 class ConnectionPool {
 public:
-    // One that lies ready; none where there is none.
+    // Takes an idle connection; None where there is none.
     nb::object take() {
         while (!idle_.empty()) {
             nb::object found = std::move(idle_.back());
@@ -234,7 +234,7 @@ public:
         return connection;
     }
 
-    // Takes one back, whatever state it is in.
+    // Takes a lent connection back, whatever state it is in.
     void give(const nb::object& lent) {
         std::erase_if(lent_, [&](const nb::object& one) { return one.is(lent); });
         Connection& connection = nb::cast<Connection&>(lent);
@@ -245,8 +245,8 @@ public:
         }
     }
 
-    // One request over a connection that lies ready: its reply, or the error that is in its place; none where there is no such
-    // connection, and nothing was asked.
+    // Sends one request over an idle connection and returns its reply, or the error in its place; None, and sends nothing, if
+    // there is no idle connection.
     nb::object ask(int op, const nb::bytes& meta, std::uint64_t serial, nb::handle payload, nb::handle into, double deadline) {
         const nb::object lent = take();
         if (lent.is_none()) {
@@ -316,7 +316,7 @@ std::string_view key_at(const nb::list& keys, std::size_t number) {
     return {PyBytes_AS_STRING(key), static_cast<std::size_t>(PyBytes_GET_SIZE(key))};
 }
 
-// Bytes of each value and None where there is none, and the numbers of those.
+// Returns the size of each key's value, None where it is missing, and the numbers of the missing keys.
 nb::tuple lookup(const ObjectReader& self, const nb::list& keys, bool visit) {
     const bool serves = self.in_service();
     nb::list sizes;
@@ -333,7 +333,7 @@ nb::tuple lookup(const ObjectReader& self, const nb::list& keys, bool visit) {
     return nb::make_tuple(std::move(sizes), std::move(missing));
 }
 
-// The whole data file, read-only; slices of it keep the reader, and so the mapping, alive.
+// Exports the whole data file as a read-only buffer; slices of it keep the reader, and so the mapping, alive.
 int get_reader_buffer(PyObject* self, Py_buffer* view, int flags) {
     const farpool::Mapping& data = nb::inst_ptr<ObjectReader>(self)->data();
     return PyBuffer_FillInfo(view, self, data.data(), static_cast<Py_ssize_t>(data.nbytes()), 1, flags);
@@ -350,7 +350,7 @@ nb::object view(nb::handle_t<ObjectReader> self, std::uint64_t offset, std::uint
     return whole[nb::slice(nb::int_(offset), nb::int_(offset + nbytes), nb::none())];
 }
 
-// The Python end of a farpool::RemoteEnd: keeps alive what that one points to.
+// A farpool::RemoteEnd with the Python objects that it points to, which it keeps alive.
 class End {
 public:
     End(std::string node, std::uint64_t lease, std::uint64_t nbytes, nb::handle memory, nb::object dial, std::uint32_t tenant,
@@ -371,7 +371,7 @@ public:
     const farpool::RemoteEnd& native() const { return native_; }
 
 private:
-    // Without the interpreter lock, on any thread; takes it for this call.
+    // Calls `dial`. Called without the interpreter lock, on any thread; takes the lock for this call.
     static farpool::Stream call_dial(PyObject* dial) {
         farpool::Stream stream;
         farpool::PortError* error = nullptr;  // no owner: nothing may be destroyed by a forced unwind without the lock
@@ -406,7 +406,7 @@ private:
     std::optional<BufferView> view_;
 };
 
-// The ends that it stands on.
+// A RemotePort with its ends, which it keeps alive.
 struct HeldRemotePort final : RemotePort {
     HeldRemotePort(std::string name, nb::list ends, std::uint64_t stripe, double timeout)
         : RemotePort(std::move(name), natives(ends), stripe, timeout), held(std::move(ends)) {}
@@ -441,7 +441,7 @@ std::vector<std::vector<std::size_t>> by_first(const nb::list& keys, const std::
     return groups;
 }
 
-// Keys as bytes; none where one of them cannot be a key.
+// Keys as bytes; empty where one of them is not a valid key.
 std::optional<nb::list> as_keys(const nb::list& given) {
     nb::list keys;
     for (const nb::handle one : given) {
@@ -464,7 +464,7 @@ std::optional<nb::list> as_keys(const nb::list& given) {
     return keys;
 }
 
-// The arguments of lookups for the keys at these places, as few as have room, each with its places.
+// The fewest lookup requests that hold the keys at these places: the arguments of each, with its places.
 nb::list lookup_requests(const nb::list& keys, const nb::list& places, bool use) {
     constexpr std::size_t most_keys = 4096;  // the reply has 8 bytes for each, and some more
     constexpr std::size_t most_bytes = 60'000;
@@ -499,7 +499,7 @@ nb::list lookup_requests(const nb::list& keys, const nb::list& places, bool use)
     return requests;
 }
 
-// Enters what a node has answered to a lookup; the places that are still without a size.
+// Enters the sizes from a node's answer to a lookup; returns the places that are still without a size.
 nb::list looked_up(const nb::bytes& meta, const nb::list& places, nb::list& sizes, const std::string& node) {
     const farpool::LookupReply reply(text(meta), places.size());
     if (!reply.whole()) {

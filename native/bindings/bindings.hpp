@@ -1,4 +1,4 @@
-// What the binding files share.
+// Declarations shared by the binding files.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,13 +30,13 @@ namespace farpool {
 class QueueCore;
 class Stream;
 }
-// What is behind a Queue of Python's.
+// The native queue behind a Python Queue.
 std::shared_ptr<farpool::QueueCore> queue_core(nb::handle queue);
 
-// Takes over a connected socket: a descriptor as an int, or a Stream of Python's, which has none from now on.
+// Takes over a connected socket, given as a descriptor (int) or as a Python Stream, which is left without one.
 farpool::Stream taken_stream(nb::handle stream);
 
-// The bytes of an object that has the buffer protocol, for as long as this lives.
+// RAII view of the bytes of a Python object with the buffer protocol, valid while it lives.
 class BufferView {
 public:
     BufferView(nb::handle object, int flags) {
@@ -54,7 +54,7 @@ private:
     Py_buffer view_{};
 };
 
-// Runs `call` without the interpreter lock if the work is long enough to be worth it.
+// Runs `call`, without the interpreter lock if the work is `large` enough to be worth releasing it.
 template <typename Call>
 void without_lock_if(bool large, Call call) {
     if (large) {

@@ -1,4 +1,4 @@
-// The driver as Python holds it: accesses asked for, waited for and released in one call each.
+// The driver as Python objects own it: one call each to request, await and release an access.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 #include "pager/driver.hpp"
 #include "pager/uses.hpp"
 
-// A use, and the storage as Python knows it.
+// A native use together with the Python storage that it belongs to.
 struct BoundUse {
     nb::object storage;
     farpool::pager::Use use;
@@ -38,16 +38,16 @@ struct Granted {
     std::shared_ptr<farpool::pager::Access> access;  // null where all uses are empty
     std::vector<farpool::pager::Placed> places;
     double waited;  // seconds
-    bool paused;    // whether other threads may have run Python code meanwhile
+    bool paused;    // true if other threads may have run Python code meanwhile
 
-    // Where the first byte of a use lies, from the arena's start.
+    // Offset of a use's first byte in the arena.
     std::int64_t offset(std::size_t use) const {
         const auto [run, inside] = places[use];
         return run < 0 ? 0 : access->places[static_cast<std::size_t>(run)] + inside;
     }
 };
 
-// The same as Python knows it, with what its owner notes of it.
+// A Granted as a Python object, with a note that its owner may attach.
 struct Grant {
     std::shared_ptr<farpool::pager::Access> access;
     nb::tuple offsets;
@@ -70,7 +70,8 @@ struct Grant {
     }
 };
 
-// Counts references for the queue, under the interpreter's lock, as all that starts transfers or notes their ends.
+// Takes or drops the reference to a port's owner for the queue. Needs the interpreter lock, which every caller that starts
+// transfers or notes their ends holds.
 inline void keep_object(PyObject* owner, bool hold) {
     if (hold) {
         Py_INCREF(owner);
@@ -79,7 +80,7 @@ inline void keep_object(PyObject* owner, bool hold) {
     }
 }
 
-// Lets go of the interpreter's lock while a thread blocks, and looks for signals.
+// Releases the interpreter lock while a thread blocks, and checks for signals.
 class InterpreterPause : public farpool::pager::Pause {
 public:
     void run(const std::function<void()>& block) override {
@@ -94,7 +95,7 @@ public:
 
 class BoundDriver {
 public:
-    // `timeout`: seconds that an access waits for its operands. `waited` hears of each wait.
+    // `timeout`: seconds that an access waits for its operands. `waited`: Python callable that is told of each wait.
     BoundDriver(nb::handle_t<BoundPager> pager, nb::object queue, std::uintptr_t arena, nb::list ports, double timeout,
                 nb::object waited)
         : pager_(nb::borrow(pager)),
@@ -106,7 +107,7 @@ public:
 
     farpool::pager::Driver* operator->() { return &driver_; }
 
-    // The pool appends to the list when it gets another source.
+    // The driver, after making known to it the ports that the pool has appended to its list since the last call.
     farpool::pager::Driver& with_ports() {
         while (known_ < nb::len(ports_)) {
             const nb::object port = ports_[known_++];
@@ -117,7 +118,7 @@ public:
 
     void enter() { driver_.lock(pause_).release(); }
 
-    // Waits, with the lock given up, until something has changed or so many seconds have passed.
+    // Waits, with the lock released, until something has changed or `seconds` have passed.
     void wait(double seconds) {
         with_ports().wait(seconds, pause_);
         if (pause_.interrupted()) {
@@ -125,7 +126,7 @@ public:
         }
     }
 
-    // Brings operands into the arena and pins them. Nothing where the caller has to look after something first, and where
+    // Brings operands into the arena and pins them. Empty where Python code has to act first (`attention`, loose storages) or
     // the driver is closed.
     std::optional<Granted> acquire(std::span<const farpool::pager::Use> uses, nb::handle op, bool rows, bool careful) {
         if (!careful && (attention_.load() || std::ranges::any_of(uses, [](const auto& use) { return use.storage->loose; }))) {

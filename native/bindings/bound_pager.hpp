@@ -1,4 +1,4 @@
-// The pager as Python holds it; what the files that bind it share.
+// The pager as Python objects own it, and the declarations that the files that bind it share.
 #pragma once
 
 #include <memory>
@@ -8,11 +8,11 @@
 #include "bindings.hpp"
 #include "pager/pager.hpp"
 
-// The bookkeeping of a tier that is a Python object.
+// A tier's bookkeeping that is implemented by a Python object.
 class PythonSpace : public farpool::pager::Space {
 public:
     PythonSpace(nb::object space, nb::tuple classes) : space_(std::move(space)), classes_(std::move(classes)) {}
-    // Calls of all spaces so far: while they run, other threads may. Under the interpreter's lock.
+    // Number of calls of all spaces so far, during which other threads may run. Guarded by the interpreter lock.
     static inline std::uint64_t calls = 0;
 
     std::int64_t reserve(std::int64_t nbytes, int cls) override {
@@ -31,7 +31,7 @@ private:
     nb::tuple classes_;
 };
 
-// A pager and what its Python face needs beside it.
+// A pager together with the names of its block classes, as the Python binding needs them.
 class BoundPager {
 public:
     BoundPager(std::int64_t capacity, nb::handle spaces, nb::tuple classes, std::int64_t alignment, std::int64_t history,
@@ -79,11 +79,11 @@ private:
 };
 
 nb::object to_python(const farpool::pager::Transfer& transfer);
-// The exception that a refusal stands for, None where there is none.
+// The Python exception for a refusal; None where there is no refusal.
 nb::object to_python(const farpool::pager::Refusal& refusal);
 [[noreturn]] void raise_refusal(const farpool::pager::Refusal& refusal);
 
-// Runs a call of the pager; what it refuses becomes a Python exception.
+// Runs a call of the pager and turns a Refused into a Python exception.
 template <typename Call>
 auto refusing(Call call) {
     try {

@@ -1,4 +1,4 @@
-// A geometry over a storage as the hot path of operations knows it, and how that calls Python objects.
+// Footprints: the geometry of a paged tensor for the hot path of operations, and helpers to call Python objects.
 #pragma once
 
 #include <initializer_list>
@@ -32,14 +32,14 @@ inline nb::object attribute(nb::handle object, const nb::object& name) {
     return nb::steal(result);
 }
 
-// The bytes that a paged tensor touches of its storage, and what was made of them before. Nothing of it changes but what it remembers.
+// The bytes that a paged tensor touches of its storage, with a cache of objects made from them. Immutable but for the cache.
 struct Footprint {
     nb::object storage;
     nb::object pool;
     nb::object driver;
     BoundDriver* native;  // null where the driver is a Python object
     std::shared_ptr<const farpool::pager::Layout> layout;
-    nb::object arena;  // its views
+    nb::object arena;  // farpool's ArenaViews
     nb::object device;
     std::uintptr_t arena_start;
     std::uintptr_t arena_stop;
@@ -49,12 +49,12 @@ struct Footprint {
     std::int64_t offset;  // in elements, from the storage's start
     bool conj;
     bool neg;
-    bool lazy;  // whether values may be conjugated or negated without having it in memory
+    bool lazy;  // true where values may be conjugated or negated lazily: conj, neg, or a complex dtype
     std::int64_t start = 0;  // bytes of the storage that the elements touch
     std::int64_t stop = 0;
     nb::object reader = nb::none();
     nb::object writer = nb::none();
-    // The real tensor made last, whether it requires a gradient, and where in the arena it lies.
+    // Cache of the latest real tensor: the tensor, its requires_grad, and its offset in the arena.
     nb::object real = nb::none();
     bool trained = false;
     std::int64_t place = farpool::pager::nowhere;
@@ -72,7 +72,7 @@ struct Footprint {
         real = std::move(made);
     }
     void forget_real() { real = nb::none(); }
-    // A real tensor whose geometry an operation has changed is not used again.
+    // Drops the cached real tensor if an operation has changed its size or strides.
     void check_real(nb::handle made) {
         static const nb::object size_name = interned("size");
         static const nb::object stride_name = interned("stride");
@@ -93,7 +93,7 @@ struct Footprint {
         const bool rows = size.size() != 0 && nb::cast<std::int64_t>(stride[0]) >= elements && !conj && !neg;
         return rows ? elements * nb::cast<std::int64_t>(dtype.attr("itemsize")) : 0;
     }
-    // The same bytes as an object that Python code passes on.
+    // The use of these bytes as a Python object, made once for reading and once for writing.
     const nb::object& bound_use(bool write) {
         nb::object& bound = write ? writer : reader;
         if (bound.is_none()) {

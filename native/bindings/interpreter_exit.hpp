@@ -1,4 +1,4 @@
-// Calling Python from native threads while the interpreter may be ending.
+// Safe calls of Python from native threads while the interpreter may be ending.
 #pragma once
 
 #include <cxxabi.h>
@@ -6,8 +6,8 @@
 
 namespace farpool {
 
-// Until Python 3.14, a thread that asks for the interpreter lock after the interpreter began to end is ended by
-// pthread_exit, which unwinds through C++ frames and would terminate the process. It sleeps instead; the process ends.
+// Runs `call`, which takes the interpreter lock; a thread caught by the interpreter's end sleeps until the process ends.
+// Until Python 3.14, such a thread is ended by pthread_exit, which unwinds through C++ frames and would end the process.
 template <typename Call>
 auto survive_interpreter_exit(Call call) {
     try {

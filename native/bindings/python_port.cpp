@@ -22,7 +22,7 @@ PyObject* call_tier(PyObject* tier, PyObject* extent_type, const char* method, s
     return result;
 }
 
-// Whether somebody made a view of the memory and still has it. Such a view cannot be revoked.
+// True if Python code still has a view of the memory that it made from this one. Such a view cannot be revoked.
 bool is_kept(PyObject* view) {
     const auto* memory_view = reinterpret_cast<PyMemoryViewObject*>(view);
     return memory_view->exports > 0 || memory_view->mbuf->exports > 1;

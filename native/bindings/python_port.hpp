@@ -1,4 +1,4 @@
-// The native end of a tier that is written in Python.
+// A port that calls a tier written in Python.
 #pragma once
 
 #include "core/port.hpp"
@@ -7,7 +7,7 @@ namespace farpool {
 
 class PythonPort : public Port {
 public:
-    // Needs the interpreter lock. The owner keeps both objects alive: they are borrowed.
+    // Borrows both objects, which the owner keeps alive. Needs the interpreter lock.
     PythonPort(PyObject* tier, PyObject* extent_type) : tier_(tier), extent_type_(extent_type) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;

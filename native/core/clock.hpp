@@ -1,4 +1,4 @@
-// The clocks.
+// Monotonic time for deadlines, and wall-clock time for expiries.
 #pragma once
 
 #include <time.h>
@@ -7,14 +7,14 @@
 
 namespace farpool {
 
-// On the clock of Python's time.monotonic, in which deadlines are given.
+// Seconds on the clock of Python's time.monotonic, in which deadlines are given.
 inline double monotonic_seconds() noexcept {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
-// Since 1970, as expiries are given.
+// Milliseconds since 1970, in which expiries are given.
 inline std::uint64_t now_milliseconds() noexcept {
     timespec now{};
     clock_gettime(CLOCK_REALTIME, &now);

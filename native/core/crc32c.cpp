@@ -151,7 +151,7 @@ FARPOOL_CRC_TARGET std::uint32_t advance_hardware(std::uint32_t crc, const unsig
 
 #endif
 
-// Small enough to be in the cache still when it is summed.
+// Bytes copied at once: few enough to be in the cache still when they are summed.
 constexpr std::size_t copy_chunk = 16384;
 
 const Folding* fastest_folding() noexcept {

@@ -34,8 +34,8 @@ constexpr std::uint64_t power_of_x(std::size_t exponent) {
     return power;
 }
 
-// What the halves of 128 bits are multiplied by to move them back by `nbytes`. Bits are reflected: the lower half stands
-// 64 bits before the upper one. The product of two 64-bit operands has 127 bits and so lies one bit too far ahead in
+// Factors by which the halves of 128 bits are multiplied to move them back by `nbytes`. Bits are reflected: the lower half
+// stands 64 bits before the upper one. The product of two 64-bit operands has 127 bits and so lies one bit too far ahead in
 // 128: hence the exponents are one less.
 template <std::size_t nbytes>
 constexpr std::uint64_t lower_power = power_of_x(8 * nbytes + 64 - 1) << 32;
@@ -63,7 +63,7 @@ FARPOOL_NARROW_TARGET inline __m256i fold_onto(__m256i ahead, __m256i behind) {
     return _mm256_xor_si256(product, behind);
 }
 
-// In both `take_`: another process may change `from`, so the compiler must keep what was loaded and not load it again.
+// Both `take_` functions: another process may change `from`, so the compiler must keep what was loaded and not load it again.
 template <bool copies>
 FARPOOL_WIDE_TARGET inline __m512i take_wide(unsigned char* to, const unsigned char* from, std::size_t offset) {
     __m512i vector = _mm512_loadu_si512(from + offset);

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-// As Python.h declares it: the core carries references to Python objects and does nothing with them.
+// PyObject as Python.h declares it: the core carries references to Python objects without using them.
 struct _object;
 using PyObject = _object;
 

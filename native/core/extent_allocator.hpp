@@ -1,4 +1,4 @@
-// Offsets in [0, capacity): best fit, first fit or a place of the caller's choice; deterministic, logarithmic.
+// An allocator of offsets in [0, capacity): best fit, first fit or a place of the caller's choice; deterministic, logarithmic.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ class ExtentAllocator {
 public:
     ExtentAllocator(std::int64_t capacity, std::int64_t alignment);
 
-    // The tag is the caller's, kept with the range.
+    // Takes a range by best fit and returns its offset, -1 where none fits. `tag`: the caller's, kept with the range.
     std::int64_t alloc(std::int64_t nbytes, std::int64_t tag = 0);
     std::int64_t alloc_lowest(std::int64_t nbytes);
     bool alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag = 0);
-    // Where `alloc` would take them, -1 where it would fail; nothing is taken.
+    // Offset that `alloc` would return, -1 where it would fail; takes nothing.
     std::int64_t find(std::int64_t nbytes) const;
-    // Whether `alloc_at` would succeed.
+    // True if `alloc_at` would succeed.
     bool fits(std::int64_t offset, std::int64_t nbytes) const;
     std::int64_t free(std::int64_t offset);
     void grow(std::int64_t capacity);
@@ -31,7 +31,7 @@ public:
     std::int64_t used() const noexcept { return used_; }
     std::int64_t largest_hole() const { return space_.largest_hole() / alignment_ * alignment_; }
     std::vector<std::pair<std::int64_t, std::int64_t>> ranges() const;
-    // Empty where no range begins.
+    // Tag of the range that begins at `offset`; empty where none begins there.
     std::optional<std::int64_t> tag(std::int64_t offset) const;
     std::vector<std::int64_t> tags() const;
     // Calls `visit(offset, nbytes, tag)` for each range in order of offset, until it returns false.

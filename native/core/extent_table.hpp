@@ -1,5 +1,5 @@
-// Ranges by offset, in sorted leaves of a few dozen: 24 bytes for a range where a tree of nodes takes 64, and fewer cache
-// misses on the way to it. Ranges that come in order of offset fill their leaves.
+// A sorted table of ranges by offset, in leaves of up to 64 ranges: 24 bytes a range where a tree of nodes takes 64, and fewer
+// cache misses on the way to it. Ranges that are inserted in order of offset fill their leaves.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct TakenRange {
 
 class ExtentTable {
 public:
-    // No range begins at this offset yet.
+    // Inserts a range; none may begin at its offset yet.
     void insert(const TakenRange& range) {
         auto at = leaf_of(range.offset);
         if (at == leaves_.end()) {
@@ -40,7 +40,7 @@ public:
         ++leaf.count;
         ++count_;
     }
-    // Null where no range begins at this offset.
+    // The range that begins at `offset`; null where none does.
     const TakenRange* find(std::int64_t offset) const {
         const auto at = leaf_of(offset);
         if (at == leaves_.end()) {
@@ -49,7 +49,7 @@ public:
         const TakenRange* place = at->second.lower_bound(offset);
         return place != at->second.end() && place->offset == offset ? place : nullptr;
     }
-    // A range begins at this offset.
+    // Removes the range that begins at `offset`, which must be there.
     void erase(std::int64_t offset) {
         const auto at = leaf_of(offset);
         Leaf& leaf = at->second;
@@ -90,10 +90,10 @@ private:
         std::size_t count = 0;
         std::array<TakenRange, leaf_ranges> ranges;
     };
-    // Each has the ranges from its key up to the next key.
+    // Leaves by their lowest offset: each holds the ranges from its key up to the next key.
     using Leaves = std::map<std::int64_t, Leaf>;
 
-    // Where a range at this offset belongs; the first leaf also for what lies below all of them.
+    // The leaf to which a range at `offset` belongs; the first leaf if `offset` lies below all of them.
     template <typename Table>
     static auto leaf_of(Table& leaves, std::int64_t offset) {
         const auto above = leaves.upper_bound(offset);
@@ -117,7 +117,7 @@ private:
         return offset < middle ? full : upper;
     }
 
-    // Puts a leaf that has become small into its neighbour, where that is small as well.
+    // Merges a leaf that has become small into the one below it if both fit into half a leaf.
     void join(Leaves::iterator small) {
         if (small->second.count == 0) {
             leaves_.erase(small);

@@ -25,7 +25,7 @@ constexpr std::size_t buffered_bytes = std::size_t{1} << 30;  // the kernel move
 
 std::size_t round_up(std::size_t value, std::size_t alignment) { return (value + alignment - 1) / alignment * alignment; }
 
-// What the file system demands of the memory of a direct transfer; often less than of the offset.
+// Alignment that the file system demands of a direct transfer's memory; often less than that of the offset.
 std::size_t direct_memory_alignment([[maybe_unused]] int fd, std::size_t fallback) {
 #if defined(STATX_DIOALIGN) && defined(__NR_statx)
     struct statx status {};

@@ -1,4 +1,4 @@
-// Positioned reads and writes on a file descriptor.
+// A port over a file descriptor: positioned reads and writes, buffered, direct or through io_uring.
 #pragma once
 
 #include <sys/types.h>
@@ -31,11 +31,11 @@ public:
     bool uses_ring() const noexcept { return ring_; }
 
 private:
-    struct Job;    // one read or write of the caller
-    struct Slice;  // one request of it
-    struct Worker; // what one thread needs for a job: a ring and bounce buffers
+    struct Job;    // one read or write call
+    struct Slice;  // one system call's part of a job
+    struct Worker; // one thread's resources for a job: a ring and bounce buffers
 
-    // What changes when somebody else writes the file.
+    // Size and modification time of the file, to detect that another process has written it.
     struct Version {
         std::int64_t nbytes;
         std::int64_t seconds;
@@ -50,7 +50,7 @@ private:
     void run_ring(const Job& job, Worker& worker) const;
     Slice slice_at(const Job& job, std::size_t at, std::byte* bounce) const;
     void begin(const Job& job, Slice& slice) const;
-    // Whether the slice is complete; false: issue the rest. Throws where it failed.
+    // Accounts for a system call's result. True if the slice is complete, false if the rest is to be issued. Throws on failure.
     bool advance(const Job& job, Slice& slice, ssize_t result) const;
     [[noreturn]] void fail(const Job& job, const Slice& slice, int code) const;
     std::unique_ptr<Worker> borrow_worker();

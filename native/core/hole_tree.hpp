@@ -1,4 +1,4 @@
-// Holes by offset, each subtree knowing its largest hole, so that first fit is logarithmic.
+// A search tree of holes by offset, in which each subtree knows its largest hole, so that first fit is logarithmic.
 //
 // A treap whose priorities are a hash of the offset: its shape depends on the set of holes alone, not on the order in
 // which they came, so that every run is alike.
@@ -20,7 +20,7 @@ public:
     void erase(std::int64_t offset);
     // Lowest hole of at least `nbytes`; nbytes 0 in the result where there is none.
     Hole first_fit(std::int64_t nbytes) const;
-    // The hole that begins at or below `offset`, the nearest one; nbytes 0 in the result where there is none.
+    // The nearest hole that begins at or below `offset`; nbytes 0 in the result where there is none.
     Hole at_or_below(std::int64_t offset) const;
     std::int64_t largest() const { return root_ == none ? 0 : nodes_[index(root_)].largest; }
 

@@ -1,4 +1,4 @@
-// Reads and writes memory: a tier in this process.
+// A port over memory of this process.
 #pragma once
 
 #include "memory.hpp"

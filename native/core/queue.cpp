@@ -56,17 +56,18 @@ struct QueueCore::Worker {
     bool ended = false;
 };
 
-// As many threads as the port has use for, each made when an entry would have to wait for one.
+// The entries and threads of one port and direction. Threads, at most as many as the port has use for, are started when an
+// entry would have to wait for one.
 struct QueueCore::Lane {
     struct Next {
         std::int64_t priority;
         std::uint64_t order;
         Entry* entry;
-        // Whether it comes after the other, as a heap wants to know.
+        // True if this entry comes after the other, as std heap functions expect.
         bool operator<(const Next& other) const {
             return std::tie(priority, other.order) < std::tie(other.priority, order);
         }
-        // Not if the entry has got another priority since. Entries are used again, but never with the same order.
+        // True unless the entry has got another priority since or has ended. Entries are reused, but never with the same order.
         bool holds() const { return entry->ready && entry->order == order && entry->priority == priority; }
     };
 
@@ -103,7 +104,7 @@ struct QueueCore::Lane {
 
 QueueCore::QueueCore() : owner_(getpid()) {}
 
-// The threads hold a reference to the queue, so none of them runs here: they were joined or end by themselves.
+// Runs after all threads: each holds a reference to the queue, and they were joined or end by themselves.
 QueueCore::~QueueCore() {
     if (!results_.empty()) {
         // Only a thread that was left behind gets here. The interpreter may be gone, so references cannot be given back.
@@ -251,11 +252,11 @@ void QueueCore::wake_workers(Lane& lane) {
             start_worker(lane);
         }
     } catch (const std::exception&) {
-        // Those that there are do it.
+        // If no thread can be started, the existing ones carry on.
     }
 }
 
-// `but_small`: not for the small copies, which the caller makes.
+// Wakes workers of all lanes. `but_small`: not for the small copies, which the caller makes.
 void QueueCore::wake_all_workers(bool but_small) {
     for (const auto& [key, lane] : lanes_) {
         if (lane->waiting > 0 && !(but_small && lane->next()->small)) {
@@ -264,7 +265,7 @@ void QueueCore::wake_all_workers(bool but_small) {
     }
 }
 
-// Leaves waking to the caller.
+// Completes an entry; waking workers is left to the caller.
 void QueueCore::complete(Outcome ended) {
     outcomes_.push_back(std::move(ended));  // a stack: chains of barriers and cancellations may be long
     bool failed = false;

@@ -1,9 +1,9 @@
-// The ordered queue of transfers and the threads that work it off: for each port and direction as many as it has use for.
+// The ordered queue of transfers and the threads that run them, as many for each port and direction as `Port::concurrency`.
 // Knows nothing of Python but opaque references.
 //
-// To wake a thread costs more than to copy a few kilobytes, and so does a lock that two threads want. So entries are submitted
-// many at once, small copies in memory (`Port::copies`) are taken and ended a few at once, and a thread that waits makes such
-// copies itself instead of sleeping. All other ports are called on the queue's own threads only, one entry at a time.
+// Waking a thread costs more than copying a few kilobytes, and so does a contended lock. So entries are submitted many at once,
+// small copies in memory (`Port::copies`) are taken and ended a few at once, and a waiting thread makes such copies itself
+// instead of sleeping. All other ports are called on the queue's own threads only, one entry at a time.
 #pragma once
 
 #include <sys/types.h>
@@ -37,7 +37,7 @@ struct Piece {
 // A reference that the submitter holds for as long as the entry lives; given back with the result.
 using Keepalive = PyObject*;
 
-// What the queue is to do. `port` null or no pieces: a barrier.
+// One transfer to queue. With a null `port` or without pieces it is a barrier.
 struct Submission {
     std::int64_t id = 0;
     Port* port = nullptr;
@@ -64,28 +64,28 @@ public:
     QueueCore(const QueueCore&) = delete;
     QueueCore& operator=(const QueueCore&) = delete;
 
-    // Submits these in order, and takes the keepalive out of each. On failure those that still have theirs were not
-    // submitted. `waits`: the caller goes on to `wait_past` or to another submission; until then small copies may
-    // lie there. Without, they are begun, also those that lie there already.
+    // Submits a batch in order, and takes the keepalive out of each submission. On failure, those that still have theirs were
+    // not submitted. `waits`: the caller goes on to `wait_past` or to another submission, and small copies may stay unstarted
+    // until then. Otherwise they are started, including those left by earlier calls.
     void submit(std::span<Submission> batch, bool waits = false);
     void reprioritize(std::int64_t id, std::int64_t priority);
     std::vector<Result> poll();
-    // Whether there is something to poll; waits at most `seconds` for it.
+    // Waits at most `seconds` for a result to poll; true if there is one.
     bool wait(double seconds);
-    // What has happened so far: whoever waits for what comes after it was read misses nothing, not even a result that
-    // another thread polls.
+    // Counts of results and nudges so far. A thread that waits for counts beyond these misses no event, not even a result
+    // that another thread polls.
     struct Seen {
         std::uint64_t results;
         std::uint64_t nudges;
     };
     Seen seen() const;
-    // Waits until there were `results` more results, or a nudge, for so many seconds at most. Makes small copies meanwhile.
+    // Waits until `results` more results or a nudge have come since `seen`, at most `seconds`. Makes small copies meanwhile.
     void wait_past(const Seen& seen, std::uint64_t results, double seconds);
     void nudge();
     std::size_t pending() const;
     bool close(double seconds);
-    // False in a process that forked off the one that made the queue: its threads are not here and its locks may be
-    // held for ever, so nothing of it may be touched.
+    // True in the process that made the queue. In a child forked from it the queue must not be touched: its threads do not
+    // exist there and its locks may be held for ever.
     bool ours() const noexcept;
 
 private:
@@ -110,17 +110,17 @@ private:
 
     pid_t owner_;
     mutable std::mutex mutex_;
-    std::condition_variable finished_;  // as many results came as somebody waits for, or a nudge, or a thread ended
+    std::condition_variable finished_;  // signals a result count waited for, a nudge, or a thread's end
     std::unordered_map<std::int64_t, Entry*> entries_;
-    // As many as there ever were at once; those not in use are spare, with the memory for their parts.
+    // All entries ever allocated; those not in use are in `spare_` and keep the memory of their parts.
     std::vector<std::unique_ptr<Entry>> made_;
     std::vector<Entry*> spare_;
-    std::vector<Outcome> outcomes_;  // of one `complete`
+    std::vector<Outcome> outcomes_;  // scratch memory of `complete`
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
     std::vector<Result> results_;
     Seen seen_{0, 0};
     std::multiset<std::uint64_t> targets_;  // counts of results that somebody waits for
-    std::unordered_set<std::int64_t> unpolled_failures_;  // the submitter does not know of them yet
+    std::unordered_set<std::int64_t> unpolled_failures_;  // failed entries whose results have not been polled yet
     std::uint64_t submitted_ = 0;
     std::size_t helping_ = 0;  // threads, not the queue's own, that make a copy
     bool closing_ = false;

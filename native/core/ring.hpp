@@ -11,7 +11,7 @@ class Ring {
 public:
     static constexpr unsigned depth = 16;
 
-    // Null where the kernel has no io_uring or does not let this process use it.
+    // Opens a ring; null where the kernel has no io_uring or forbids this process to use it.
     static std::unique_ptr<Ring> open();
     ~Ring();
     Ring(const Ring&) = delete;
@@ -22,7 +22,7 @@ public:
     // Hands queued requests to the kernel and waits for at least one completion. 0, or an errno of the call itself:
     // requests that the kernel has taken are then still under way.
     int enter();
-    // The next completion; false where there is none yet. `result` is bytes, or minus an errno.
+    // Takes the next completion; false where there is none yet. `result` is a number of bytes, or a negative errno.
     bool pop(std::uint64_t& tag, int& result);
     // Takes back the requests that the kernel has not taken, and returns how many.
     unsigned withdraw();

@@ -1,4 +1,4 @@
-// For threads that farpool starts: signals belong to the main thread, and a handler must not run anywhere else.
+// Keeps signals away from the threads that farpool starts: handlers must run on the main thread only.
 #pragma once
 
 #include <pthread.h>
@@ -7,8 +7,8 @@
 
 namespace farpool {
 
-// While it lives, the calling thread takes no signals; threads that it starts meanwhile never do. But for those of a thread's own
-// faults: where they are blocked the process ends, also if a handler (such as a node's, for files that were cut off) would mend it.
+// Blocks signals in the calling thread while it lives, and for good in threads started meanwhile. Signals of a thread's own
+// faults stay unblocked: blocked, they end the process even where a handler (a node's, for truncated files) would mend it.
 class SignalsBlocked {
 public:
     SignalsBlocked() noexcept {

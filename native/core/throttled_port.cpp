@@ -35,7 +35,7 @@ void ThrottledPort::lift() {
     lifting_.notify_all();
 }
 
-// A transfer has its time on the link whether it will end well or badly.
+// Reserves a transfer's time on the link, whether it will succeed or fail.
 ThrottledPort::Slot ThrottledPort::take_slot(Link& link, double rate, std::size_t nbytes) {
     const std::lock_guard lock(mutex_);
     const Clock::time_point now = Clock::now();
@@ -57,7 +57,7 @@ void ThrottledPort::hold(Link& link, const Slot& slot) {
     }
     link.ended = Clock::now();
     const Clock::duration late = std::max(Clock::duration::zero(), link.ended - slot.end);
-    // Without a wait, only what is left of an earlier lateness is made good, not a slow copy.
+    // Without a wait, only the rest of an earlier lateness is made good, not a slow copy.
     link.late = held ? late : std::min(late, slot.credit);
 }
 

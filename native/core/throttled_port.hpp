@@ -1,4 +1,4 @@
-// Stands in for a slower medium: transfers end no earlier than a link of a given rate and latency would end them.
+// A port that simulates a slower medium: transfers end no earlier than over a link of a given rate and latency.
 #pragma once
 
 #include <chrono>
@@ -9,17 +9,17 @@
 
 namespace farpool {
 
-// A link carries one transfer after another. A transfer occupies it for bytes / rate and ends a latency later, so that
-// latencies of transfers from several threads overlap, as they do on a real link.
+// A port behind a simulated link, which carries one transfer after another. A transfer occupies the link for bytes / rate
+// and ends a latency later, so that latencies of transfers from several threads overlap, as they do on a real link.
 class ThrottledPort : public Port {
 public:
-    // Seconds, and bytes per second (infinity for no limit). With `shared` both directions are on one link.
+    // Rates in bytes per second (infinity for no limit), latency in seconds. With `shared` both directions use one link.
     ThrottledPort(Port& inner, double read_rate, double write_rate, double latency, bool shared)
         : inner_(inner), read_rate_(read_rate), write_rate_(write_rate), latency_(latency), shared_(shared) {}
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     unsigned concurrency() const noexcept override { return inner_.concurrency(); }
-    // From now on nothing is held back; transfers that are held back end.
+    // Ends the throttling for good; transfers that are being delayed end at once.
     void lift();
 
 private:

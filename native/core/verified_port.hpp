@@ -1,4 +1,4 @@
-// Keeps the CRC32C of each extent from its write and compares it at its read.
+// A port that keeps the CRC32C of each extent from its write and verifies it at its read.
 #pragma once
 
 #include <mutex>

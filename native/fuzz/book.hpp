@@ -1,4 +1,4 @@
-// What was published, and what a node may therefore answer.
+// A record of the published objects, against which the replies of a node are checked.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace farpool::fuzz {
 
-// A tenant's objects as its publishers know them. Only what was offered under a key may be found there, one serial means one
-// object for ever, and what was there when a drop was asked for is not found once that has been confirmed.
+// A tenant's objects as its publishers know them. Rules: a key holds only what was offered under it; a serial means one object
+// for ever; an object that was there when a drop was requested is not found once the drop is confirmed.
 class Book {
 public:
     using Object = std::pair<std::uint64_t, std::uint32_t>;  // bytes, CRC32C
@@ -26,7 +26,7 @@ public:
         return found != offered_.end() && std::any_of(found->second.begin(), found->second.end(),
                                                       [&](const Object& object) { return object.first == nbytes; });
     }
-    // Remembers what a serial is; false where that is not what it was.
+    // Records the object of a serial; false if the serial was seen before with another object.
     bool agrees(const std::string& key, std::uint64_t serial, Object object) {
         const auto [known, is_new] = serials_.emplace(serial, Known{key, object, 0});
         if (is_new) {
@@ -34,10 +34,10 @@ public:
         }
         return known->second.key == key && known->second.object == object;
     }
-    // How many objects of this key are known, and when a serial became known among them.
+    // Number of known objects of a key, and the place of a serial among those of its key, from 1.
     std::uint64_t known(const std::string& key) const { return at(known_, key); }
     std::uint64_t place(std::uint64_t serial) const { return serials_.at(serial).place; }
-    // The first so many have been dropped.
+    // Notes that the first `count` known objects of a key have been dropped.
     void bury(const std::string& key, std::uint64_t count) {
         std::uint64_t& buried = buried_[key];
         buried = std::max(buried, count);

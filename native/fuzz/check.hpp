@@ -1,4 +1,4 @@
-// What ends a trial as a failure.
+// The check that ends a trial as a failure.
 #pragma once
 
 #include <stdexcept>

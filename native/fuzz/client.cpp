@@ -177,7 +177,7 @@ void Client::check(const Frame& reply) {
     }
 }
 
-// What the reply says of an object that is there.
+// Checks a reply about an object that exists.
 void Client::check_found(const Frame& reply, const Asked& asked) {
     const std::uint64_t serial = reply.header.serial;
     Book::Object object;

@@ -1,4 +1,4 @@
-// A peer of the node under test: sends what it is told, in pieces, and checks every reply.
+// A client of the node under test: sends given requests in pieces and checks every reply.
 #pragma once
 
 #include <cstdint>
@@ -23,17 +23,17 @@ struct Frame {
 
 class Client {
 public:
-    // A request whose answer has not come.
+    // A request that has not been answered yet, with what its reply is checked against.
     struct Asked {
         Op op;
         std::uint64_t request;
         std::string key;
         std::uint64_t known;      // objects of the key, when the question was asked
-        std::uint64_t buried;     // of them
-        Book::Object object{};    // that is offered
-        std::string expected;     // what a read has to bring
-        std::vector<std::string> keys;  // that are looked up
-        bool lasting = false;  // a pin that does not run out
+        std::uint64_t buried;     // known objects of the key that were dropped by then
+        Book::Object object{};    // the object that is offered
+        std::string expected;     // the payload that a read has to return
+        std::vector<std::string> keys;  // keys that are looked up
+        bool lasting = false;  // a pin without a time to live
         bool damaged = false;
         bool by_area = false;
     };
@@ -46,18 +46,18 @@ public:
         std::uint64_t number = 0;  // of the pin: without it, an unpin ends any of the session's there
     };
 
-    // `theirs` gets the node's end. A client that is not `honest` is not checked, only read.
+    // `theirs` receives the node's end of the socket. Replies to a client that is not `honest` are read but not checked.
     Client(int& theirs, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, Book* book, bool honest);
 
     void ask(Frame frame, Asked asked, bool repair = true);
     // Asks for a publish area, once; payloads of good requests go through it now and then.
     void ask_area();
-    // Writes into the publish area, if there is one, what comes to mind.
+    // Damages random bytes of the publish area, if there is one.
     void scribble(Dice& dice);
     void send_raw(const std::string& bytes) { outgoing_ += bytes; }
-    // Sends at most so much of what waits.
+    // Sends at most `nbytes` of the bytes that wait.
     void push(std::size_t nbytes);
-    // Reads at most so much, and checks the replies that are whole.
+    // Reads at most `nbytes`, and checks the replies that are complete.
     void pull(std::size_t nbytes);
     bool closed() const noexcept { return closed_; }
     bool idle() const noexcept { return closed_ || (outgoing_.empty() && unanswered_.empty()); }
@@ -66,10 +66,10 @@ public:
     const std::uint32_t tenant;
     const std::uint32_t rights;
     const bool honest;
-    std::deque<Place> prepared;  // not committed yet
+    std::deque<Place> prepared;  // places prepared and not committed yet
     std::deque<Place> pinned;
     std::uint64_t lease = 0;
-    std::string shadow;  // what the lease holds
+    std::string shadow;  // expected content of the lease
 
 private:
     void check(const Frame& reply);

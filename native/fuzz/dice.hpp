@@ -1,4 +1,4 @@
-// Numbers by seed: a trial that failed is the same when it is run again.
+// Seeded random numbers, so that a failed trial can be repeated exactly.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@ public:
     explicit Dice(std::uint64_t seed) : state_(seed) {}
 
     std::uint64_t word() { return mix64(state_++); }
-    // 0 to below - 1.
+    // A number from 0 to limit - 1.
     std::uint64_t below(std::uint64_t limit) { return word() % limit; }
     bool one_in(std::uint64_t times) { return below(times) == 0; }
     template <typename T>
     const T& of(const std::vector<T>& choices) {
         return choices[static_cast<std::size_t>(below(choices.size()))];
     }
-    // As many small numbers as large ones, and the odd ones at the ends.
+    // A number from edge cases: 0, small ones, ones close to the maximum, powers of two and one less, or any.
     std::uint64_t any() {
         switch (below(6)) {
             case 0: return 0;

@@ -25,7 +25,7 @@ namespace farpool::fuzz {
 
 namespace {
 
-// What the farther end of a connection sends: replies to 1 to 6 requests, some of them not as they should be.
+// Replies of a simulated node to 1 to 6 requests, some of them damaged or wrong.
 struct Replies {
     std::string bytes;
     std::string whole;  // the payloads that were meant
@@ -107,7 +107,7 @@ void try_connection(Dice& dice) {
     close(ends[1]);
 }
 
-// A node that passes a publish area, which may be none, and says how far it is, which may be wrong.
+// Tries a node that passes a file as publish area, which may not be one, and reports its progress, which may be wrong.
 void try_area(Dice& dice) {
     int ends[2];
     require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
@@ -190,7 +190,7 @@ void damage(Dice& dice, Objects& objects) {
     }
 }
 
-// A segment with some objects is read while it is damaged more and more: only what was published, nothing, or an error.
+// Reads a segment while it is damaged more and more: each read must give what was published, nothing, or an error.
 void try_segment(Dice& dice, const std::string& folder) {
     std::filesystem::remove_all(folder);
     std::filesystem::create_directories(folder);

@@ -1,6 +1,6 @@
-// Fuzzes TLS between both ends: `tls FOLDER TRIALS SEED`. What goes over the wire is damaged on its way, cut off anywhere, or becomes
-// something else, in the handshake as well as after it: nothing else may arrive than what was sent, what has ended is noticed, and a
-// node goes on serving everybody else.
+// Fuzzes TLS between both ends: `tls FOLDER TRIALS SEED`. Bytes on the wire are damaged on their way, cut off anywhere, or
+// replaced, in the handshake as well as after it: only bytes that were sent may arrive, an end is noticed, and a node goes on
+// serving everybody else.
 #include <fcntl.h>
 #include <openssl/evp.h>
 #include <openssl/pem.h>
@@ -75,7 +75,7 @@ void extend(X509* certificate, int kind, const char* value) {
     X509_EXTENSION_free(extension);
 }
 
-// Signed by the authority, or by itself where there is none.
+// Makes a certificate, signed by the authority, or by itself where there is none.
 void certify(Certified& made, const char* name, const Certified* authority, const char* usage) {
     X509_set_version(made.certificate, X509_VERSION_3);
     ASN1_INTEGER_set(X509_get_serialNumber(made.certificate), authority == nullptr ? 1 : 2);
@@ -168,7 +168,7 @@ struct Side {
     }
 };
 
-// A socket pair whose one end never lets wait; the other one is the network's.
+// A socket pair: one end non-blocking, for a side, and the other one for the simulated network.
 std::array<int, 2> wire() {
     int ends[2];
     require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0, "no socket pair");
@@ -180,7 +180,7 @@ struct Way {
     int from;
     int to;
     std::string held;
-    std::size_t limit = std::numeric_limits<std::size_t>::max();  // how many bytes more it carries
+    std::size_t limit = std::numeric_limits<std::size_t>::max();  // bytes that it still carries
 
     void carry(Dice& dice, std::uint64_t one_in, bool& damaged) {
         if (held.empty()) {
@@ -259,7 +259,7 @@ std::string pings(std::uint64_t count) {
     return made;
 }
 
-// What does not belong where it comes: noise, frames without TLS, records of any kind, the begin of another handshake.
+// Bytes that do not belong where they come: noise, frames without TLS, records of any kind, the begin of another handshake.
 std::string insult(Dice& dice, const Contexts& contexts) {
     std::string made;
     switch (dice.below(5)) {
@@ -287,14 +287,14 @@ std::string insult(Dice& dice, const Contexts& contexts) {
     return made;
 }
 
-// Says something else on one way from now on, then nothing more.
+// Sends misplaced bytes (see insult) on one way and then ends it.
 void turn(Dice& dice, const Contexts& contexts, const Way& way) {
     const std::string said = insult(dice, contexts);
     send(way.to, said.data(), said.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     shutdown(way.to, SHUT_WR);
 }
 
-// What one side hears is cut off after some bytes, and goes on as something else; its own way stays open.
+// Cuts off the bytes to one side after some of them and goes on with other bytes; the way from it stays open.
 void try_cuts(Dice& dice, const Contexts& contexts) {
     const std::array<int, 2> left = wire();
     const std::array<int, 2> right = wire();
@@ -354,7 +354,7 @@ struct Served {
     Served(const Served&) = delete;
     Served& operator=(const Served&) = delete;
 
-    // Idempotent.
+    // Closes the client's end. Idempotent.
     void hang_up() {
         for (std::array<int, 2>* ends : {&left, &right}) {
             if (const int end = std::exchange((*ends)[1], -1); end >= 0) {
@@ -380,7 +380,7 @@ void require_left(Server& server, const Way& back) {
     }
 }
 
-// A program that a node serves changes its keys now and then, and ends anywhere, with something else behind or not.
+// Tries a client of a node that changes its keys now and then, and ends anywhere, with or without other bytes after it.
 void try_turns(Dice& dice, const Contexts& contexts, Server& server) {
     Served served(dice, contexts, server);
     Side& client = served.client;
@@ -402,7 +402,7 @@ void try_turns(Dice& dice, const Contexts& contexts, Server& server) {
     require_left(server, served.back);
 }
 
-// TLS to a node that has none.
+// Tries TLS with a node that has none.
 void try_without(Dice& dice, const Contexts& contexts, Server& server) {
     const std::array<int, 2> left = wire();
     const std::array<int, 2> right = wire();
@@ -425,7 +425,7 @@ void try_without(Dice& dice, const Contexts& contexts, Server& server) {
     close(right[1]);
 }
 
-// Pings over a connection of their own; whether all were answered.
+// Sends pings over a connection of their own; true if all were answered.
 bool ping(Dice& dice, const Contexts& contexts, Server& server, std::uint64_t one_in) {
     Served served(dice, contexts, server);
     Side& client = served.client;

@@ -1,6 +1,6 @@
-// Fuzzes what asks several nodes at the same time: `transfers FOLDER TRIALS SEED`. exchange() and RemotePort talk to nodes that answer
-// well for a while, and then damage, cut off, invent or keep back their replies. Nodes that answer well are served well beside them,
-// whatever the others do, and nothing is written beyond the memory that a reply was given.
+// Fuzzes requests to several nodes at once: `transfers FOLDER TRIALS SEED`. exchange() and RemotePort talk to nodes that
+// answer well for a while, and then damage, cut off, invent or keep back their replies. Nodes that answer well are served
+// well beside them, whatever the others do, and nothing is written beyond the memory that a reply was given.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -29,7 +29,7 @@ namespace farpool::fuzz {
 namespace {
 
 constexpr double patience = 20;      // of nodes that answer; no trial waits for it unless something is wrong
-constexpr double impatience = 0.01;  // of those that may keep a reply back
+constexpr double impatience = 0.01;  // seconds to wait for nodes that may keep a reply back
 
 template <typename T>
 T number_at(const std::string& text, std::size_t offset) {
@@ -38,7 +38,7 @@ T number_at(const std::string& text, std::size_t offset) {
     return value;
 }
 
-// What a key of a get has, for both sides alike.
+// The value of a key, computed alike by both sides.
 std::string value_of(std::string_view key) {
     const std::uint64_t hash = hash64(key.data(), key.size(), 0);
     Dice dice(hash);
@@ -64,16 +64,16 @@ public:
     FakeNode(const FakeNode&) = delete;
     FakeNode& operator=(const FakeNode&) = delete;
 
-    // The program's end has to be closed, or about to be.
+    // Waits for the thread to end. The client's end must be closed, or about to be.
     void join() {
         if (thread_.joinable()) {
             shutdown(socket_.fd(), SHUT_RDWR);
             thread_.join();
         }
     }
-    // Whether it has done something that a node does not do. After join().
+    // True if it has done something that a node does not do. Call after join().
     bool misbehaved() const noexcept { return misbehaved_; }
-    // Why a request was not a good one. After join().
+    // Says what was wrong with a request; empty if nothing was. Call after join().
     const std::string& complaint() const noexcept { return complaint_; }
 
 private:
@@ -126,7 +126,7 @@ private:
                 break;
             }
         }
-        // As a node that has ended: all that it was sent is done.
+        // Behaves as a node at its end: all requests that it was sent are done.
         shutdown(socket_.fd(), SHUT_RDWR);
     }
 
@@ -228,7 +228,7 @@ void try_exchange(Dice& dice) {
     struct Wanted {
         Op op;
         std::string meta;
-        std::string value;  // what a get has to bring
+        std::string value;  // the value that a get has to return
         std::size_t node;
         Memory memory{};
         std::size_t nbytes = 0;
@@ -311,7 +311,7 @@ void try_exchange(Dice& dice) {
     }
 }
 
-// Far memory on some nodes, of which one or the other may be mapped.
+// Tries a RemotePort over some nodes, whose leases may be mapped.
 void try_port(Dice& dice) {
     constexpr std::uint64_t stripe = 512;
     const std::size_t count = 1 + dice.below(3);
@@ -346,7 +346,7 @@ void try_port(Dice& dice) {
     }
     const double timeout = may_wait ? impatience : patience;
     std::string content(nbytes * count, '\0');
-    bool known = true;  // whether that is what the nodes have
+    bool known = true;  // true while the nodes are known to have these bytes
     bool retired = false;
     {
         RemotePort port("tier", ends, stripe, timeout);

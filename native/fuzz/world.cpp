@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// A whole walk, turn after turn.
+// Lists a tenant's objects in a whole walk, turn after turn.
 std::vector<Listed> walked(Server& server, std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit) {
     std::uint64_t place = 0;
     std::vector<Listed> found = server.list_some(tenant, place, after, prefix, limit);
@@ -138,7 +138,7 @@ Mapping& World::memory_of(std::uint32_t tenant) {
     return found->second;
 }
 
-// A publisher writes where it should not, a reader marks what it likes.
+// Makes a publisher write where it must not, and a reader mark anything.
 void World::scribble() {
     const std::uint32_t tenant = 1 + static_cast<std::uint32_t>(dice_.below(3));
     if (tenant != chaos) {
@@ -173,7 +173,7 @@ void World::scribble() {
     }
 }
 
-// What the control side of the node asks for.
+// Calls what the control side of a node calls: listings and statistics.
 void World::look() {
     const std::uint32_t tenant = 1 + static_cast<std::uint32_t>(dice_.below(3));
     const std::string prefix = dice_.one_in(2) ? std::string() : std::string("key-1");
@@ -202,7 +202,7 @@ void World::look() {
     server_->events();
 }
 
-// A clean stop, or a kill: the files as they are at this moment, under a node that knows nothing of before.
+// Restarts the node after a clean stop, or after a kill: with the files as they are at this moment.
 void World::restart() {
     const bool killed = dice_.one_in(2);
     const std::string copy = folder_ + ".copy";
@@ -288,7 +288,7 @@ void World::settle() {
     require(false, "a request was never answered");
 }
 
-// Also what is kept, and would not be evicted.
+// Drops all of a tenant's objects, also kept ones, which are never evicted.
 void World::drop_all(std::uint32_t tenant) {
     int theirs = -1;
     clients_.push_back(std::make_unique<Client>(theirs, 100 + tenant, tenant, 15, &books_[tenant], false));
@@ -303,7 +303,7 @@ void World::drop_all(std::uint32_t tenant) {
     clients_.pop_back();
 }
 
-// Everything goes: what is left behind then is a leak.
+// Ends everything that clients hold and drops all objects: bytes that are still in use then are a leak.
 void World::finish() {
     settle();
     look();

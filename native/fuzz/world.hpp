@@ -1,4 +1,4 @@
-// A node and its clients in one process: random requests, damage and restarts, and what has to hold whatever happens.
+// A node and its clients in one process, under random requests, damage and restarts, with checks of its invariants.
 #pragma once
 
 #include <array>
@@ -18,15 +18,15 @@ namespace farpool::fuzz {
 
 class World {
 public:
-    // `folder` is emptied at the beginning and at the end.
+    // A world whose files are in `folder`, which is emptied at the beginning and at the end.
     World(std::string folder, std::uint64_t seed);
     ~World();
 
-    // One trial; throws std::logic_error where something does not hold.
+    // Runs one trial; throws std::logic_error if a check fails.
     void run();
 
 private:
-    // Tenants 1 and 2 keep to the protocol and everything they are told is checked; tenant 3 does what it can.
+    // The tenant whose clients break the protocol. Tenants 1 and 2 keep to it, and all their replies are checked.
     static constexpr std::uint32_t chaos = 3;
 
     void act();
@@ -62,7 +62,7 @@ private:
     std::array<Book, 4> books_;
     std::map<std::uint32_t, Mapping> memory_;  // the data segments, as publishers have them
     std::map<std::uint64_t, std::uint64_t> lent_;
-    std::map<Book::Object, std::string> payloads_;  // that were prepared
+    std::map<Book::Object, std::string> payloads_;  // payloads of prepared objects
 };
 
 }  // namespace farpool::fuzz

@@ -1,4 +1,4 @@
-// What the clients of a world ask for.
+// Random requests of a world's clients.
 #include <fcntl.h>
 
 #include <algorithm>
@@ -103,7 +103,7 @@ void World::request_on_key(Client& client) {
     client.ask(std::move(frame), std::move(asked), repair);
 }
 
-// Any operation, with lengths and numbers that may be right.
+// A frame of any operation, with lengths and numbers that may be right.
 Frame World::random_frame() {
     const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(13);
     // Nothing is kept: what nobody can name any more could not be let go.

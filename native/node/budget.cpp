@@ -26,7 +26,7 @@ void Budget::take_back(std::uint32_t tenant, std::uint64_t nbytes) {
     tenants_.at(tenant).lent -= nbytes;
 }
 
-// The share of those for whom none was set; `tenant`, and whoever is expected, counts as if it had something already.
+// The share of each tenant for whom none was set; `tenant` and all expected tenants count as if they held something already.
 std::uint64_t Budget::common_share(std::uint32_t tenant, const std::set<std::uint32_t>& expected) const {
     std::uint64_t rest = limit;
     for (const auto& [owner, nbytes] : shares_) {

@@ -1,7 +1,7 @@
-// What a node may lend altogether, how much of it is in use, and whose objects go when somebody needs room.
+// The memory budget of a node: how much it may lend, how much is in use, and whose objects are evicted when room is needed.
 //
-// Each tenant has a share: what was set for it, or an equal part of the rest with all others that hold something. What lies beyond
-// its share it has borrowed: it goes when another one needs the room. Nobody evicts another's objects from within its share.
+// Each tenant has a share: the one set for it, or an equal part of the rest with all others that hold something. Use beyond
+// the share is borrowed and evicted when another tenant needs the room. What lies within a share is never evicted by others.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ class Objects;
 
 class Budget {
 public:
-    // Bytes that may be on their way to the NVMe file, and one object more. They are in use beside the limit. As many for a small node:
-    // one that may have fewer under way forgets objects that come faster than its file takes them.
+    // Bytes that may be on their way to the NVMe file, and one object more; they are in use beside the limit. Not less for a
+    // small node: with fewer under way it would forget objects that come faster than its file takes them.
     static constexpr std::uint64_t most_leaving = std::uint64_t{64} << 20;
 
     using Shares = std::map<std::uint32_t, std::uint64_t>;
@@ -25,12 +25,12 @@ public:
 
     const std::uint64_t limit;
     std::uint64_t used = 0;     // objects, their tables, leases
-    std::uint64_t objects = 0;  // of that
-    std::uint64_t leaving = 0;  // not of that
+    std::uint64_t objects = 0;  // of `used`: objects
+    std::uint64_t leaving = 0;  // beside `used`: bytes on their way to the NVMe file
     std::uint64_t backed = 0;   // memory that the system has given for objects, their holes included
 
     std::uint64_t left() const noexcept { return used < limit ? limit - used : 0; }
-    // Memory that the system has given.
+    // Bytes of memory that the system has given, for leases, tables and objects with their holes.
     std::uint64_t taken() const noexcept { return used - objects + backed; }
 
     void join(std::uint32_t tenant, Objects& objects) { tenants_[tenant].objects = &objects; }
@@ -40,20 +40,20 @@ public:
 
     std::uint64_t share(std::uint32_t tenant) const;
     std::uint64_t share_of_fixed(std::uint32_t tenant) const;
-    // Bytes in use by a tenant, and those of them that cannot be evicted.
+    // Bytes in use by a tenant, and the part of them that cannot be evicted.
     std::uint64_t use(std::uint32_t tenant) const;
     std::uint64_t fixed(std::uint32_t tenant) const;
-    // Those that may come. What cannot be evicted leaves room for their shares before they hold anything.
+    // Sets the tenants that may connect. Bytes that cannot be evicted leave room for their shares before they hold anything.
     void expect(std::set<std::uint32_t> tenants) { expected_ = std::move(tenants); }
-    // Whether so many bytes more that cannot be evicted lie within the tenant's share beside those of all who may come.
+    // True if `nbytes` more that cannot be evicted fit into the tenant's share, with shares kept for all expected tenants.
     bool may_fix(std::uint32_t tenant, std::uint64_t nbytes) const;
-    // What is left of that beside its leases.
+    // Bytes of that share that are left for objects, beside the tenant's leases.
     std::uint64_t share_of_objects(std::uint32_t tenant) const;
-    // Whether evicting can leave so many bytes.
+    // True if `nbytes` are free or can be freed by eviction.
     bool can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const;
-    // Evicts until so many bytes are left; false, and nothing is evicted, where that cannot be.
+    // Evicts until `nbytes` are free; false, and evicts nothing, if that is impossible.
     bool make_room(std::uint32_t tenant, std::uint64_t nbytes);
-    // Sees to it that the system may give so many bytes more: by returning what it gave for holes, then by evicting.
+    // Makes sure that the system may give `nbytes` more memory: first by returning that of holes, then by evicting.
     bool make_backing_room(std::uint32_t tenant, std::uint64_t nbytes);
     void trim();
 
@@ -67,7 +67,8 @@ private:
 
     std::uint64_t common_share(std::uint32_t tenant, const std::set<std::uint32_t>& expected = {}) const;
     std::uint64_t share(std::uint32_t tenant, std::uint64_t common) const;
-    // Of the tenant that lies farthest above its share, counting what `tenant` is about to take; false where nobody has any.
+    // Evicts an object of the tenant farthest above its share, counting `nbytes` that `tenant` is about to take; false where no
+    // object may be evicted.
     bool evict_one(std::uint32_t tenant, std::uint64_t nbytes);
 
     Shares shares_;

@@ -20,8 +20,8 @@ std::once_flag installed;
 std::uintptr_t page_nbytes;
 struct sigaction before;
 
-// A look that fails is no surprise in the middle of anything: it stands in a thread that has a guard, which holds neither this mutex
-// nor one of the allocator's. So the handler may take it.
+// Guards `ranges`. The signal handler may take it: an access that fails is in a thread that has a guard, which holds neither
+// this mutex nor one of the allocator's at that point.
 std::mutex mutex;
 struct Range {
     std::uintptr_t end;
@@ -30,7 +30,7 @@ struct Range {
 using Ranges = std::map<std::uintptr_t, Range>;           // by where they begin
 Ranges& ranges = *new Ranges;                             // for threads that outlive the program's last line
 
-// Where the range that contains the page ends, which is noted to be cut; the end of the page where none does.
+// Marks the range that contains the page as cut and returns its end; the end of the page where no range does.
 std::uintptr_t cut_at(std::uintptr_t page) {
     const auto above = ranges.upper_bound(page);
     if (above == ranges.begin() || std::prev(above)->second.end <= page) {
@@ -41,8 +41,8 @@ std::uintptr_t cut_at(std::uintptr_t page) {
     return range.end;
 }
 
-// Zeros in place of everything from the page on: a file that was cut off ends somewhere before it. Page by page a process would
-// come to the most mappings that it may have.
+// Maps zeros in place of everything from the page on, as a truncated file ends somewhere before it. Page by page, a process
+// would reach its limit of mappings.
 bool replace_from(std::uintptr_t page) {
     const std::lock_guard lock(mutex);
     void* const place = reinterpret_cast<void*>(page);

@@ -1,7 +1,8 @@
-// Keeps a node alive when a client has cut a segment file off that the node has mapped.
+// Keeps a node alive when a client truncates a segment file that the node has mapped.
 //
-// Who may write a file may shorten it, and a look at what is gone ends a process by SIGBUS. In a thread that has a guard, zeros take
-// the place of the missing page and of what follows it in the mapping: what was there is damaged, as if it had been overwritten.
+// A program that may write a file may truncate it, and an access to a missing page ends a process by SIGBUS. In a thread that
+// has a guard, zeros take the place of the missing page and of all that follows it in the mapping: that content is damaged, as
+// if it had been overwritten.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,7 @@ public:
     BusGuard& operator=(const BusGuard&) = delete;
 };
 
-// A mapping of a file, while it is known to the guards.
+// Registers a mapping of a file with the guards while it lives.
 class GuardedRange {
 public:
     GuardedRange() = default;
@@ -26,7 +27,7 @@ public:
     GuardedRange& operator=(GuardedRange&& other) noexcept;
     ~GuardedRange();
 
-    // Whether zeros have taken the place of some of it: the file is as it was again perhaps, and this mapping is not.
+    // True if zeros have replaced a part of the mapping. That is permanent, even if the file has its old length again.
     bool was_cut() const;
 
 private:

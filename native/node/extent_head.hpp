@@ -1,4 +1,4 @@
-// What an extent begins with, and how much it holds.
+// The header and key at the beginning of an extent, and the room for its payload.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@
 
 namespace farpool {
 
-// The beginning of an extent, copied: publishers may change it between any two looks at it.
+// A copy of an extent's header and key, as publishers may change the originals between any two looks at them.
 struct Head {
     ObjectHeader header;
     std::byte key[largest_key];
@@ -25,7 +25,7 @@ inline Head copy_head(const std::byte* extent, std::uint64_t nbytes) {
     return head;
 }
 
-// Bytes that an object's payload has room for.
+// Bytes that an extent, or its blocks in the NVMe file, have for the payload.
 inline std::uint64_t payload_room(const Index::Entry& entry, std::size_t key_nbytes) {
     return entry.blocks == 0 ? std::uint64_t{entry.units} * unit_nbytes - payload_at(key_nbytes)
                              : entry.blocks * shelf_block;

@@ -1,4 +1,4 @@
-// Replies whose payload lies in the file: they keep their place in the order of a connection and are completed when it has been read.
+// Replies whose payload lies in the NVMe file: they keep their place in a connection's order and are completed once it is read.
 #include "node/hold.hpp"
 #include "node/server.hpp"
 
@@ -6,7 +6,7 @@ namespace farpool {
 
 namespace {
 
-// Bytes that one connection may have read from the file and not taken yet; one object may always.
+// Bytes read from the file that one connection may have waiting in replies; one object is always allowed.
 constexpr std::uint64_t most_fetched = std::uint64_t{16} << 20;
 
 }  // namespace
@@ -16,7 +16,7 @@ void Server::fetch(Peer& peer, const Found& found, std::string_view key, std::ui
     start_fetches(peer);
 }
 
-// The payload of this reply is to come from the file.
+// Marks a reply as waiting for its payload from the NVMe file, and returns the read to make for it.
 Fetch Server::expect(Peer& peer, Reply& answer, const Found& found, std::string_view key, std::uint64_t ttl_ms) {
     peer.objects->hold(found);
     answer.held_object = found.offset;
@@ -25,7 +25,7 @@ Fetch Server::expect(Peer& peer, Reply& answer, const Found& found, std::string_
     answer.header.payload_crc = found.crc;
     answer.ticket = ++tickets_;
     seal(answer.header, answer.meta.data(), static_cast<std::uint32_t>(answer.meta.size()));
-    // What is asked for a second time comes back into memory; a pin needs it there.
+    // An object that is asked for a second time comes back into memory; a pin needs it there.
     const bool promote = found.visited || static_cast<Op>(answer.header.op) == Op::pin;
     return {peer.socket.fd(), peer.number,  answer.ticket, std::string(key), found.offset,
             found.nbytes,     found.block, promote,       ttl_ms};
@@ -147,7 +147,7 @@ void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
     }
 }
 
-// The object did not come back into memory for this pin. Another request may have brought it there, or changed it.
+// Retries a pin whose object did not come back into memory. Another request may have brought it there, or changed it.
 void Server::pin_again(Peer& peer, Reply& answer, const Fetch& fetch) {
     const Found found = peer.objects->find(fetch.key, true);
     if (found.status == Status::done && !found.shelved) {

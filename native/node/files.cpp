@@ -155,7 +155,7 @@ void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes)
 }
 
 void restore_length(const Segment& segment) noexcept {
-    // Memory behind the end goes, too, where the length does not change.
+    // Frees memory behind the end, too, even where the length does not change.
     static_cast<void>(!ftruncate(segment.file.fd(), static_cast<off_t>(segment.memory.nbytes())));
 }
 

@@ -1,4 +1,4 @@
-// Segment files: made, opened, retired (docs/segment-file.md).
+// Segment files: creating, opening and removing them (docs/segment-file.md).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace farpool {
 
-// A descriptor that closes itself.
+// RAII owner of a file descriptor.
 class File {
 public:
     File() = default;
@@ -22,18 +22,18 @@ public:
     ~File();
     int fd() const noexcept { return fd_; }
     int release() noexcept { return std::exchange(fd_, -1); }
-    // Another descriptor of the same file, the caller's. Throws std::system_error.
+    // Returns a duplicate of the descriptor, owned by the caller. Throws std::system_error.
     int duplicate() const;
-    // The same opened anew for reading only, so that whoever gets it has no right to write. Throws std::system_error.
+    // Opens the file anew for reading only, for programs that may not write. The caller owns it. Throws std::system_error.
     int read_only() const;
-    // Bytes that it takes, by what the system says; 0 where that does not say.
+    // Bytes of memory that the file takes according to the system; 0 where it does not say.
     std::uint64_t taken() const noexcept;
 
 private:
     int fd_ = -1;
 };
 
-// What a segment's file is called until it is complete.
+// Suffix of the name of a segment's file until it is complete.
 constexpr const char* unfinished_suffix = ".new";
 
 struct Segment {
@@ -43,28 +43,28 @@ struct Segment {
     GuardedRange guarded;  // goes before the mapping does
 
     SegmentHeader& header() const noexcept { return *memory.at<SegmentHeader>(0); }
-    // What follows the header; its length by the mapping, as some clients may write the header.
+    // The bytes behind the header. Their number comes from the mapping, as some clients may write the header.
     std::byte* data() const noexcept { return memory.data() + segment_header_nbytes; }
     std::uint64_t nbytes() const noexcept { return memory.nbytes() - segment_header_nbytes; }
 };
 
-// A new file that replaces one of the same name only when it is complete; sparse. Throws std::system_error.
+// Makes a sparse segment file, which replaces one of the same name only when it is complete. Throws std::system_error.
 Segment make_segment(const std::string& path, const SegmentHeader& settings);
-// The same in two steps: until the second one the file has another name, and what is called `path` is what it was.
+// make_segment() in two steps: the draft has another name until put_in_place() moves it to `path`.
 Segment draft_segment(const std::string& path, const SegmentHeader& settings);
 void put_in_place(const Segment& draft);
-// One that no file system knows: it lives as long as somebody has it open or mapped, and nobody can change its length, so that
-// it can be given to programs that do not trust each other. Like a file it is its user's alone: who else has a descriptor can do
-// what that allows, and open it no second time. `name` is what the system shows for it. Throws std::system_error.
+// Makes a segment in anonymous memory (memfd): it lives as long as it is open or mapped, and its length is sealed, so that it
+// can be given to programs that do not trust each other. Like a file it belongs to its user: others who have a descriptor can
+// do what that allows, and cannot open it again. `name`: shown by the system. Throws std::system_error.
 Segment make_nameless_segment(const std::string& name, const SegmentHeader& settings);
-// An existing one; throws std::runtime_error, which says what is wrong with it, or std::system_error. With `nbytes`, it has to have
-// so many behind its header, and is not mapped before that is known.
+// Opens and maps an existing segment; throws std::runtime_error, which says what is wrong with it, or std::system_error. With
+// `nbytes`, it must have so many behind its header, which is checked before it is mapped.
 Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> nbytes = {});
-// Has the system back the range with memory, so that no later access to it can fail; false, and errno says why, where it cannot.
+// Makes the system back the range with memory, so that no later access to it can fail; false, with errno set, where it cannot.
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
 // Gives whole pages of the range back to the system, where the file system knows holes. Their content is undefined from now on.
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
-// Gives the file the length that it was made with, and nothing behind it.
+// Restores the length that the file was made with, and frees memory behind its end.
 void restore_length(const Segment& segment) noexcept;
 void remove_file(const std::string& path) noexcept;
 

@@ -1,4 +1,4 @@
-// Memory that is given back to the system by a thread of its own: for gigabytes that takes seconds, and the loop goes on meanwhile.
+// A thread that returns memory to the system: for gigabytes that takes seconds, and the node's loop goes on meanwhile.
 #pragma once
 
 #include <condition_variable>
@@ -16,9 +16,9 @@ public:
     Freeing(const Freeing&) = delete;
     Freeing& operator=(const Freeing&) = delete;
 
-    // Takes part in owning it, and lets it go soon. Where no thread can be started, at once.
+    // Takes a share in the ownership of `memory` and releases it on the thread; at once where no thread can be started.
     void let_go(std::shared_ptr<const void> memory);
-    // Waits until everything has been let go, and ends the thread.
+    // Waits until everything has been released, and ends the thread.
     void finish();
 
 private:

@@ -1,4 +1,4 @@
-// What the server's files share: its lock, and durations.
+// Shared by the source files of Server: its lock, and durations.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ inline Clock::duration seconds(double value) {
     return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(value, 1e9)));
 }
 
-// The state is this thread's alone, and no client can end the process by shortening a file.
+// The server's mutex and a bus guard, held together: exclusive state, and no client can end the process by truncating a file.
 class Hold {
 public:
     explicit Hold(std::mutex& mutex) : lock_(mutex) {}

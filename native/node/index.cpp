@@ -158,7 +158,7 @@ void Index::link(std::uint32_t number, std::uint64_t bucket) {
 void Index::remove(std::uint32_t number) {
     IndexSlot& gone = slot(number);
     gone.serial.store(0, std::memory_order_relaxed);
-    // What is written into its memory from now on is seen after the 0.
+    // Writes into its memory from now on become visible after the 0.
     std::atomic_thread_fence(std::memory_order_release);
     std::atomic<std::uint32_t>* place = &buckets_[bucket_of_hash(gone.hash.load(std::memory_order_relaxed))];
     for (std::uint32_t next = place->load(std::memory_order_relaxed); next != number + 1;
@@ -222,7 +222,7 @@ void Index::adopt(const std::function<bool(std::uint32_t)>& keep) {
         !back_to(slots_backed_, header_.slots_at + used * sizeof(IndexSlot))) {
         throw std::bad_alloc();
     }
-    // Discarded memory reads as zero only where the file system knows holes. Those behind get their content when they are split off.
+    // Discarded memory reads as zero only where the file system knows holes. Later buckets are filled when they are split off.
     for (std::uint64_t bucket = 0; bucket < std::uint64_t{1} << first_level; ++bucket) {
         buckets_[bucket].store(0, std::memory_order_relaxed);
     }

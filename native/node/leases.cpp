@@ -19,7 +19,7 @@ constexpr std::string_view prefix = "lease-";
 constexpr std::string_view suffix = ".data";
 
 constexpr std::uint64_t page_nbytes = 4096;
-// A file system may give memory by pages that are as large.
+// Largest page by which a file system may give memory.
 constexpr std::uint64_t largest_page_nbytes = std::uint64_t{2} << 20;
 
 std::string file_name(const LeaseTerms& terms) {
@@ -27,7 +27,7 @@ std::string file_name(const LeaseTerms& terms) {
            '-' + std::to_string(terms.owner) + '-' + std::to_string(terms.nbytes) + std::string(suffix);
 }
 
-// The numbers in a name as a node gives it; none where another file in its folder is not its own.
+// The numbers in the name of a lease's file; empty where the name is not that of one.
 std::vector<std::uint64_t> numbers_in(std::string_view name) {
     if (!name.starts_with(prefix) || !name.ends_with(suffix) || name.size() < prefix.size() + suffix.size()) {
         return {};
@@ -49,7 +49,7 @@ std::vector<std::uint64_t> numbers_in(std::string_view name) {
     }
 }
 
-// What the name says; nothing where it is one that an earlier farpool gave, or nobody.
+// The terms of a lease in its file's name; empty where this version of farpool would not have given that name.
 std::optional<LeaseTerms> terms_in(std::string_view name, const std::vector<std::uint64_t>& numbers) {
     if (numbers.size() != 5) {
         return std::nullopt;

@@ -1,7 +1,7 @@
-// Private memory: a segment of its own for each lease, which goes back to the system when the lease ends.
+// Leases of private memory: one segment each, which is returned to the system when the lease ends.
 //
-// Memory that is lent is zero: it is always a new file. Its session may write all of that, header included, and may change its length
-// where it has a name. So what the node decides by stands in the file's name, which only the node can give.
+// Lent memory is zero, as it is always a new file. The session may write all of the file, header included, and may change its
+// length where it has a name. So the terms of a lease are kept in the file's name, which only the node can give.
 #pragma once
 
 #include <cstdint>
@@ -29,25 +29,25 @@ struct Lease : LeaseTerms {
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
 
-    // Whether its file is as long as it was lent, never was shorter when the node looked, and takes no more memory.
+    // True if its file still has the length and takes no more memory than was lent, and was never seen truncated.
     bool is_as_lent() const;
 
     Segment segment;
-    // The node took it back: with the last who uses it goes its memory, also if a program keeps the file.
+    // True once the node has taken the lease back: its memory is freed with the last user, even if a program keeps the file.
     bool over = false;
 };
 
 class Leases {
 public:
-    // `nameless` ones lie in no file: a killed node leaves nothing of them.
+    // `nameless`: leases are in anonymous memory, of which a killed node leaves nothing.
     Leases(std::string folder, bool nameless) : folder_(std::move(folder)), nameless_(nameless) {}
 
-    // Takes over what an earlier start has lent. `notes` gets a line for each file that was removed instead.
+    // Adopts the leases of an earlier start. `notes` gets a line for each file that was removed instead.
     void adopt(std::vector<std::string>& notes);
-    // A file for a lease, backed by memory; throws std::system_error. Takes long, touches no table: add() does.
+    // Makes a lease with a file backed by memory; throws std::system_error. Slow, and changes no table: add() enters the lease.
     std::shared_ptr<Lease> make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t nbytes) const;
     void add(std::shared_ptr<Lease> lease);
-    // Null where there is none of that session, tenant and key.
+    // The lease of this session, tenant and access key; null where there is none.
     std::shared_ptr<Lease> find(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t id) const;
     std::vector<std::shared_ptr<Lease>> of(std::uint64_t session) const;
     std::vector<std::shared_ptr<Lease>> all() const;

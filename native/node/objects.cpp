@@ -15,7 +15,7 @@ constexpr std::size_t listed_buckets = 64;  // at once: nothing else is served m
 constexpr std::uint64_t swept_at_once = 20'000;
 constexpr std::uint64_t swept_for_each = 64;
 
-// When a time to live ends, in ms since 1970; 0 for never.
+// Time at which a time to live ends, in ms since 1970; 0 for never.
 std::uint64_t end_of(std::uint64_t ttl_ms) {
     const std::uint64_t now = now_milliseconds();
     return ttl_ms == 0 ? 0 : now + std::min(ttl_ms, kept_flag - 1 - now);
@@ -44,7 +44,7 @@ std::string_view Objects::key_at(std::uint32_t slot) const {
 
 std::uint32_t Objects::live_slot(std::string_view key, std::uint64_t hash) {
     const std::uint32_t slot = slot_of(key, hash);
-    // Where a header or a key has been damaged, nobody knows which object it was.
+    // With a damaged header or key, it is not known which object it was.
     const std::uint32_t damaged = slot != Index::none && is_intact(slot)
                                       ? Index::none
                                       : index_->find(hash, [this](std::uint32_t other) { return !is_intact(other); });
@@ -101,7 +101,7 @@ Found Objects::find(std::string_view key, bool visit) {
     return found;
 }
 
-// Putting what is there is a use of it.
+// Reply for a key that already has an object; putting it again counts as a use.
 Found Objects::present(std::uint32_t slot, std::uint64_t expiry) {
     const std::uint64_t word = index_->at(slot).expiry;
     index_->set_expiry(slot, later(word & ~kept_flag, expiry) | (word & kept_flag));
@@ -331,7 +331,8 @@ void Objects::set_expiry(std::uint32_t slot, std::uint64_t expiry) {
     enqueue(slot, after);
 }
 
-// What is kept stands in no queue, and what leaves for the file is in none before it is there.
+// Enters an object into its eviction queue. Kept objects are in none, and those leaving for the file in none before they are
+// there.
 void Objects::enqueue(std::uint32_t slot, const Index::Entry& entry) {
     if ((entry.expiry & kept_flag) == 0 && !leaving_.contains(entry.offset)) {
         queue_of(entry).insert(slot, {entry.hash, entry.units});

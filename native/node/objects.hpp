@@ -1,4 +1,4 @@
-// A tenant's published objects: where they lie, and who has to go when there is no room.
+// A tenant's published objects: where they lie, and which are evicted when there is no room.
 //
 // Objects are write-once: a key that is there keeps what it has. A publish is prepared (it has room), written by whoever
 // publishes, and committed; until then nobody finds it. What is being read by a connection or pinned by a session is *held*: it
@@ -25,19 +25,19 @@
 
 namespace farpool {
 
-// What a request on a key came to, and the object if there is one.
+// Result of a request on a key: its status, and the object if there is one.
 struct Found {
     Status status = Status::missing;
     std::uint64_t serial = 0;
     std::uint32_t slot = 0;
-    std::uint64_t offset = 0;   // of the extent in the data file: what holds are by
+    std::uint64_t offset = 0;   // of the extent in the data file; holds are counted by it
     std::uint64_t payload = 0;  // of the payload
     std::uint64_t nbytes = 0;
     std::uint32_t crc = 0;
     std::uint32_t pins = 0;
     std::uint32_t block = 0;  // where the payload lies in the NVMe file
-    bool shelved = false;     // it lies there, not in memory
-    bool visited = false;     // before, of what lies there
+    bool shelved = false;     // the payload lies in the NVMe file, not in memory
+    bool visited = false;     // for an object in the file: it was visited before
     ObjectHead head{};
 };
 
@@ -51,7 +51,7 @@ struct Listed {
     bool kept;
 };
 
-// What a new epoch has made unreadable.
+// Number and bytes of the objects that a new epoch has made unreadable.
 struct Rotated {
     std::uint64_t objects = 0;
     std::uint64_t nbytes = 0;
@@ -66,97 +66,97 @@ public:
         std::uint64_t expired = 0;
         std::uint64_t adopted = 0;
         std::uint64_t payload_bytes = 0;  // in memory and in the file
-        std::uint64_t shelved = 0;        // objects
+        std::uint64_t shelved = 0;        // objects in the file
         std::uint64_t demotions = 0;
         std::uint64_t promotions = 0;
     };
 
-    // Whose index a file of this name is; nothing where it is none.
+    // The tenant whose index file has this name; empty where the name is not that of an index.
     static std::optional<std::uint32_t> tenant_of(const std::string& file_name);
 
     struct Paths {
         std::string index, data;
     };
 
-    // Adopts what lies in the folder; files that do not fit together are removed, and `note` says why. If `fresh`, whatever lies
-    // there is removed, and the objects lie in memory without a name, of which a killed node leaves nothing.
-    // `shelf` may be null.
+    // Adopts the tenant's files in the folder; those that do not fit together are removed, and `note` says why. If `fresh`, all
+    // of them are removed, and the objects lie in anonymous memory, of which a killed node leaves nothing. `shelf`, the NVMe
+    // file, may be null.
     Objects(const std::string& folder, std::uint32_t tenant, Budget& budget, Shelf* shelf, bool fresh, std::string& note);
     ~Objects();
     Objects(const Objects&) = delete;
     Objects& operator=(const Objects&) = delete;
 
     Found find(std::string_view key, bool visit);
-    // `present`, with the object, where the key has one: the longer time to live is that object's then. Else a place for the
-    // payload, which nobody finds before the commit. For one that is being received only the first slice has memory.
+    // Makes a place for a payload, which readers do not find before the commit. `present`, with the object, where the key has
+    // one, which then gets the longer of both times to live. With `in_slices` only the first slice has memory at first.
     enum class Arrival { at_once, in_slices };
     Found prepare(std::string_view key, std::uint64_t nbytes, const ObjectHead& head, Arrival arrival = Arrival::at_once);
-    // Whether places for so many bytes more can be announced beside those that were.
+    // True if places for `nbytes` more may be announced beside those that were.
     bool may_announce(std::uint64_t nbytes) const {
         return announced_units_ * unit_nbytes + nbytes <= budget_.limit;
     }
-    // Memory for the next slice of a payload that is being received: done, or why there is none.
+    // Backs the next slice of a payload that is being received with memory; returns `done`, or why there is none.
     Status extend(std::uint64_t offset);
     // Bytes of a prepared payload that have memory.
     std::uint64_t writable(std::uint64_t offset) const;
-    // `present`, as above, where another publisher was first.
+    // Publishes a prepared object; `present`, as in prepare(), where another publisher was first.
     Found commit(std::uint64_t offset, std::uint64_t serial, std::uint32_t crc);
     bool abort(std::uint64_t offset, std::uint64_t serial);
     Status remove(std::string_view key);
     Status touch(std::string_view key, std::uint64_t ttl_ms, Keep keep);
 
     std::uint32_t epoch() const noexcept { return epoch_; }
-    // What the epoch made unreadable when it began; nothing after a restart.
+    // Objects that the epoch made unreadable when it began; zeros after a restart.
     const Rotated& begun() const noexcept { return begun_; }
-    // Nothing that is there is found from now on, by nobody and after no restart. `epoch` is higher than the present one. What
-    // is held stays where it is until it is let go, and the memory of many objects becomes free little by little.
+    // Begins a new epoch, higher than the present one: no present object is found from now on, even after a restart. Held
+    // objects stay in place until they are released, and the memory of many objects is freed little by little.
     void rotate(std::uint32_t epoch);
 
-    // Brings a payload that was read from the file back into memory, of an object that is held; where it lies then, nothing
-    // where there is no room for it. A holder of the old place keeps that.
+    // Brings the payload of a held object, as read from the file, back into memory. Returns where it lies then; empty where
+    // there is no room. Holders of the old place keep it.
     std::optional<Found> promote(std::uint64_t offset, const Aside& payload);
-    // The payload of an object that is held could not be read from the file.
+    // Removes a held object whose payload could not be read from the file.
     void lose(std::uint64_t offset);
-    // A job of the shelf has ended; false if it is not one of these objects' writes.
+    // Notes the end of a job of the NVMe file; false if it is not a write of one of these objects.
     bool written(std::uint64_t job, bool ok);
 
     void hold(const Found& found);
     void drop(std::uint64_t offset);
-    // As long as a program says, not only until a reply has gone.
+    // Pins an object: holds it as long as a program says, not only until a reply has been sent.
     void pin(const Found& found);
     void unpin(std::uint64_t offset);
-    // One more program (or one less) has been told where a payload lies.
+    // Counts the programs that know where a payload lies: `change` is 1 or -1.
     void count_lent_out(std::int64_t change);
 
-    // Bytes of the budget that these objects use, and how many evicting everything would free.
+    // Bytes of the budget that these objects use. See reclaimable() for those that eviction could free.
     std::uint64_t used() const noexcept { return used_; }
     // Bytes of memory that the system has given for payloads and headers, holes included.
     std::uint64_t backed() const noexcept { return backed_nbytes_; }
-    // Of the bytes used: the index and the marks of visits, but for what every tenant has of them from its beginning.
+    // Bytes used for the index and the marks of visits, beyond those that every tenant has from its beginning.
     std::uint64_t tables() const noexcept { return tables_; }
-    // Bytes of memory that the system says these objects' files take, index and marks of visits included.
+    // Bytes of memory that these objects' files take according to the system, index and marks of visits included.
     std::uint64_t taken() const { return data_.file.taken() + visits_->taken() + index_->segment().file.taken(); }
     std::uint64_t reclaimable() const noexcept { return (indexed_units_ - fixed_units_) * unit_nbytes; }
-    // Moved to the file, or forgotten. False where all that is left is in use or kept.
+    // Moves one object to the NVMe file, or drops it. False where all that is left is in use or kept.
     bool evict_one();
-    // Whether pinning or keeping this object leaves the tenant within its share with all that cannot be evicted, and an eighth of
-    // that share for what comes and goes: whoever may only read must not keep others from publishing.
+    // True if the object may be pinned or kept: all that cannot be evicted stays within the tenant's share, an eighth of which
+    // is left for objects that come and go. So a program that may only read cannot keep others from publishing.
     bool may_fix(const Found& found) const;
-    // Whether a reply may hold this object, beside `nbytes` that others of its access key hold, which may have `most`.
+    // True if a reply may hold this object. `nbytes`: held by other replies to its access key, which may hold `most` in all.
     bool may_send(const Found& found, std::uint64_t nbytes, std::uint64_t most) const;
-    // Bytes that an object takes.
+    // Bytes of memory that an object takes.
     std::uint64_t room_of(const Found& found) const { return std::uint64_t{index_->at(found.slot).units} * unit_nbytes; }
-    // Replies hold so many bytes more or less.
+    // Changes the count of bytes that replies hold.
     void count_unsent(std::int64_t change) { unsent_ += static_cast<std::uint64_t>(change); }
-    // Looks at some slots for what has expired or is of an earlier epoch.
+    // Looks at the next `slots` slots and removes objects that have expired or are of an earlier epoch.
     void sweep(std::size_t slots);
     // Gives the memory of holes back to the system.
     void trim();
 
-    // Where a listing goes on behind a key; 0 for none.
+    // Place from which a listing goes on behind the key `after`; 0 for an empty one, the beginning.
     std::uint64_t place_of(std::string_view after) const { return after.empty() ? 0 : Index::reversed(index_->hash(after)); }
-    // Adds what lies behind `after`, from `place` on, until there are at least `limit` or enough was looked at for once; moves
-    // `place`, to 0 at the end.
+    // Lists objects with the prefix behind `after`, from `place` on, until at least `limit` are found or enough was looked at
+    // for one call. Moves `place` on, to 0 at the end.
     void list(std::uint64_t& place, std::string_view after, std::string_view prefix, std::size_t limit,
               std::vector<Listed>& found) const;
     std::byte* at(std::uint64_t offset) const noexcept { return data_.memory.data() + offset; }
@@ -167,18 +167,18 @@ public:
     // Bytes of the data file behind its header: places for objects, more than there is memory for.
     std::uint64_t room() const noexcept { return data_.nbytes(); }
     const Paths& paths() const noexcept { return paths_; }
-    // Descriptors of the index, which is read, and of the data; the caller's. Throws std::system_error.
+    // Descriptors of the index, for reading only, and of the data file, owned by the caller. Throws std::system_error.
     std::pair<int, int> open_files(bool writable) const;
     Visits& visits() noexcept { return *visits_; }
-    // A session marks no more visits: those that it has marked count as the node's own.
+    // Ends a session's marks of visits; those that it has set count as the node's own.
     void end_visits(std::uint64_t session) { visits_->end(session, index_->slots_used()); }
     void retire() { index_->set_retired(true); }
     void remove_files();
 
 private:
-    // The data segment is backed by memory in steps of this, as long as the node has enough.
+    // Step in which the data segment is backed by memory, as long as the node has enough.
     static constexpr std::uint64_t chunk_nbytes = std::uint64_t{2} << 20;
-    // A payload that is being received takes memory in steps of this, as its bytes come.
+    // Step in which a payload that is being received takes memory, as its bytes come.
     static constexpr std::uint64_t slice_nbytes = std::uint64_t{1} << 20;
 
     struct Preparation {
@@ -186,26 +186,26 @@ private:
         std::uint64_t serial;
         std::uint64_t expiry;
         std::uint32_t units;  // places in the data file
-        std::uint32_t taken;  // of them with memory
+        std::uint32_t taken;  // units that have memory
         ObjectHeader header;
         bool copied;  // from another node
-        std::uint32_t epoch;  // there
+        std::uint32_t epoch;  // epoch on that node
     };
     struct Held {
         std::uint32_t count = 0;
-        std::uint32_t pins = 0;  // of them
+        std::uint32_t pins = 0;  // holds that are pins
         bool gone = false;  // no longer in the index: freed by the last holder
         std::uint32_t slot = 0;
         std::uint32_t units = 0;
         std::uint32_t block = 0;
         std::uint32_t blocks = 0;
     };
-    // What the node has to know of an object: publishers may write headers, so it keeps this to itself.
+    // Lengths of an object's key and padding, private to the node, as publishers may write headers.
     struct Shape {
         std::uint16_t last_of_key : 8;  // bytes of the key, less 1
         std::uint16_t padding : 6;      // bytes behind the payload, but for whole units
     };
-    // An object that the file is being given. It stays where it is, and is found there, until the file has it.
+    // An object that is being written to the NVMe file. It stays in memory, and is found there, until the file has it.
     struct Leaving {
         std::uint64_t offset;  // where its header and key will lie
         std::uint32_t units;
@@ -225,15 +225,15 @@ private:
     bool is_intact(std::uint32_t slot) const;
     ObjectHeader& header_at(std::uint64_t offset) const noexcept { return *data_.memory.at<ObjectHeader>(offset); }
     std::string_view key_at(std::uint32_t slot) const;
-    // The slot if its object is not over; those that are go.
+    // The slot of a live object of this key; one that has expired or is of an earlier epoch is taken out.
     std::uint32_t live_slot(std::string_view key, std::uint64_t hash);
     Found found_at(std::uint32_t slot) const;
     Found present(std::uint32_t slot, std::uint64_t expiry);
-    // A copy of an object may be under way while its key is dropped, read before and written after: for some time the node
-    // takes no copies of keys (their hashes) that were dropped.
+    // Remembers a dropped key by its hash, and refuses copies of it for some time: a copy from another node may be under way
+    // while the key is dropped, read before and written after.
     void remember_drop(std::uint64_t hash);
     bool dropped_lately(std::uint64_t hash) const;
-    // Expired, or of an earlier epoch.
+    // True if the object has expired or is of an earlier epoch.
     bool is_over(const Index::Entry& entry) const;
     void take_out_over(std::uint32_t slot);
     bool is_fixed(const Index::Entry& entry) const { return (entry.expiry & kept_flag) != 0 || held_.contains(entry.offset); }
@@ -243,19 +243,19 @@ private:
     }
     bool is_firm(const Index::Entry& entry) const { return (entry.expiry & kept_flag) != 0 || is_pinned(entry.offset); }
     void set_expiry(std::uint32_t slot, std::uint64_t expiry);
-    // Places for so many units, and memory for the first `taken` of them.
+    // Takes an extent of `units` in the data file, with memory for the first `taken` of them. Empty where there is no room.
     std::optional<std::uint64_t> alloc(std::uint32_t units, std::uint32_t taken);
     std::optional<std::uint64_t> alloc(std::uint32_t units) { return alloc(units, units); }
     void free_prepared(std::uint64_t offset, const Preparation& prepared);
     void release(std::uint64_t begin, std::uint64_t end);
     void free_extent(std::uint64_t offset, std::uint32_t units);
     void free_blocks(std::uint32_t block, std::uint32_t blocks);
-    // Out of the index; its memory is free unless it is held.
+    // Takes an object out of the index and frees its memory unless it is held.
     void take_out(std::uint32_t slot);
     void evict(std::uint32_t slot);
     bool demote(std::uint32_t slot);  // false where nothing was changed
     std::optional<std::uint32_t> alloc_blocks(std::uint32_t blocks);
-    // The live slot of an object that is held; none where it has gone.
+    // The live slot of a held object; `none` where the object has gone.
     std::uint32_t held_slot(std::uint64_t offset) const;
     std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry);
     policy::Policy& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *sieve_ : *lower_; }
@@ -272,7 +272,7 @@ private:
     void forget_backing(bool backed);
     void take(std::uint32_t units);
     void give(std::uint32_t units);
-    // Room in the index for one entry more, and for the mark of its visits.
+    // Makes room in the index for one more entry, and for its mark of visits; false where there is none.
     bool reserve_slot();
     void charge_tables();
 
@@ -290,26 +290,26 @@ private:
     policy::Marks marks_;                    // of visits
     std::unique_ptr<policy::Policy> sieve_;  // of what lies in memory and is not kept or leaving
     std::unique_ptr<policy::Policy> lower_;  // of what lies in the file and is not kept
-    std::unordered_map<std::uint64_t, Leaving> leaving_;       // by the extent, until that is free
-    std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // the extents, which are held meanwhile, by job
+    std::unordered_map<std::uint64_t, Leaving> leaving_;       // by offset of the extent, until that is free
+    std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // offsets of the extents, which are held meanwhile, by job
     std::unique_ptr<FreeSpace> space_;
     std::unordered_map<std::uint64_t, Preparation> preparations_;
-    std::uint64_t announced_units_ = 0;  // with a place, but without memory before their bytes come
+    std::uint64_t announced_units_ = 0;  // units with a place that get memory as their bytes come
     static constexpr std::uint64_t drops_kept_ms = 60'000;
     static constexpr std::size_t most_drops = 65536;
-    std::unordered_map<std::uint64_t, std::uint64_t> dropped_;        // until when it is remembered, by the hash
-    std::deque<std::pair<std::uint64_t, std::uint64_t>> drops_;       // the same, oldest first
+    std::unordered_map<std::uint64_t, std::uint64_t> dropped_;        // until when a dropped key is remembered, by its hash
+    std::deque<std::pair<std::uint64_t, std::uint64_t>> drops_;       // until when, and hash; oldest first
     std::unordered_map<std::uint64_t, Held> held_;
     std::vector<Shape> shapes_;            // by slot
     std::vector<std::uint8_t> free_units_;  // by slot: whole units behind the payload in its last block; empty without a file
     std::vector<bool> backed_;  // by page of the data segment
     std::uint64_t backed_nbytes_ = 0;
-    std::uint64_t backed_end_ = 0;     // no page from here on is
+    std::uint64_t backed_end_ = 0;     // offset from which on no page is backed
     std::uint64_t used_ = 0;
-    std::uint64_t tables_ = 0;  // of that
+    std::uint64_t tables_ = 0;  // bytes of `used_`, as tables()
     std::uint64_t indexed_units_ = 0;
-    std::uint64_t fixed_units_ = 0;  // of those in the index that cannot be evicted
-    std::uint64_t firm_units_ = 0;   // kept or pinned, also of what is no longer in the index
+    std::uint64_t fixed_units_ = 0;  // units of objects in the index that cannot be evicted
+    std::uint64_t firm_units_ = 0;   // units of kept or pinned objects, also of those no longer in the index
     std::uint64_t unsent_ = 0;       // bytes of objects that replies hold
     std::uint64_t header_bytes_ = 0;  // headers and padding of the objects in the index
     std::uint32_t sweep_at_ = 0;

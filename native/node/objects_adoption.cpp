@@ -1,4 +1,4 @@
-// What an earlier start has left: the files of a tenant opened or made, and the objects in them that are whole.
+// Adoption of a tenant's files from an earlier start, with the objects in them that are intact; new files where there are none.
 #include <charconv>
 #include <new>
 #include <stdexcept>
@@ -13,8 +13,8 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     : tenant_(tenant), budget_(budget), shelf_(shelf) {
     const std::string stem = folder + "/objects-" + std::to_string(tenant);
     paths_ = {stem + ".index", stem + ".data"};
-    // Places for what is there, for what was announced and has not come, and as many again, so that there are large ones among
-    // those that are free. What leaves for the file needs its place for a while longer.
+    // Places for present objects, for announced ones that have not come, and as many again, so that there are large ones among
+    // the free. Objects that leave for the file need their place for a while longer.
     const std::uint64_t lent = budget.limit / unit_nbytes * unit_nbytes;
     open(lent, 3 * lent + (shelf == nullptr ? 0 : Budget::most_leaving), fresh, note);
     epoch_ = index_->epoch().value_or(0);
@@ -39,7 +39,7 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     }
     index_->set_shelf(shelf_ == nullptr ? 0 : shelf_->id());
     counts_.adopted = index_->size();
-    // What was on its way to the file when a node was killed comes to it now; nothing is forgotten because the file is slow.
+    // Objects that were on their way to the file when a node was killed go there now; none is dropped because the file is slow.
     while (budget_.used > budget_.limit && budget_.leaving < Budget::most_leaving && evict_one()) {
     }
     index_->set_retired(false);
@@ -48,9 +48,9 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
 
 Objects::~Objects() { budget_.leave(tenant_); }
 
-// Programs of an earlier start may still read what they pinned, or write what they prepared. Nobody here knows who they are, so
-// they keep the old file, which lives as long as one of them has it mapped, and the objects move to a new one. That takes the old
-// one's place when all are there: a node that is killed meanwhile begins again.
+// Moves the objects to a new data file. Programs of an earlier start may still read their pins or write their preparations in
+// the old file; as they are not known, they keep it for as long as one of them has it mapped. The new file replaces the old one
+// when all objects are there: a node that is killed meanwhile begins again.
 void Objects::leave_old_file() {
     SegmentHeader header{};  // not the old file's: those programs can write it
     std::memcpy(header.id, index_->segment().header().id, sizeof header.id);
@@ -77,7 +77,7 @@ void Objects::leave_old_file() {
 void Objects::open(std::uint64_t lent, std::uint64_t places, bool fresh, std::string& note) {
     std::uint32_t epoch = 0;
     try {
-        // Whoever has an old index mapped learns that it is no longer served, whatever becomes of it.
+        // Tells programs that have an old index mapped that it is no longer served, whatever becomes of it.
         index_ = std::make_unique<Index>(open_segment(paths_.index, SegmentKind::index));
         data_ = open_segment(paths_.data, SegmentKind::objects);
         const SegmentHeader& header = index_->segment().header();
@@ -146,7 +146,7 @@ void Objects::remove_files() {
     remove_file(paths_.data);
 }
 
-// Whether a header that an earlier start has left is whole and its payload is where the slot says.
+// True if a header from an earlier start is intact and its payload is where the slot says.
 bool Objects::fits(const ObjectHeader& header, const Index::Entry& entry) const {
     const std::uint64_t nbytes = std::uint64_t{entry.units} * unit_nbytes;
     if (entry.blocks == 0) {
@@ -157,8 +157,8 @@ bool Objects::fits(const ObjectHeader& header, const Index::Entry& entry) const 
            shelf_blocks(header.nbytes) == entry.blocks;
 }
 
-// Whether the slot of an earlier start holds an object that is whole. The index is trusted as nobody else can write it; the
-// data segment is not.
+// Adopts the object in a slot of an earlier start; false if it is not intact. The index is trusted, as nobody else can write
+// it; the data segment is not.
 bool Objects::adopt(std::uint32_t slot) {
     const Index::Entry entry = index_->at(slot);
     const std::uint64_t end = segment_header_nbytes + room();

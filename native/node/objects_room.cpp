@@ -1,4 +1,4 @@
-// Room for objects: which extents are free, which of them the system has backed with memory, and who has to go.
+// Room for objects: free extents, their backing with memory by the system, and eviction.
 #include <algorithm>
 
 #include "node/objects.hpp"
@@ -40,8 +40,9 @@ std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t t
         !budget_.make_room(tenant_, std::uint64_t{taken} * unit_nbytes)) {
         return std::nullopt;
     }
-    // Where memory has been: to move it from one place to another takes as long as to fill it. So what comes whole makes itself a
-    // hole there, at the price of a little more that goes; what comes in slices must not evict before its bytes are here.
+    // Where memory has been: to move it from one place to another takes as long as to fill it. So what comes whole makes
+    // itself a hole there, at the price of a little more that goes; what comes in slices must not evict before its bytes
+    // are here.
     const auto dense = static_cast<std::int64_t>((room() - (shelf_ == nullptr ? 2 : 1) * budget_.limit) / unit_nbytes);
     const std::uint64_t most = std::uint64_t{units} * unit_nbytes;
     const std::uint64_t used = used_;
@@ -135,7 +136,7 @@ bool Objects::evict_one() {
         }
         return true;
     }
-    // What stays in memory of an object in the file.
+    // Evicts an object in the file, for its header and key that stay in memory.
     if (const policy::Slot victim = lower_->victim({}, in_use()); victim != policy::no_slot) {
         evict(victim);
         return true;
@@ -143,7 +144,7 @@ bool Objects::evict_one() {
     return false;
 }
 
-// The one that has been in its bucket for longest of those that may go.
+// Evicts the object that has been in the hash's bucket for longest, of those that may leave.
 bool Objects::evict_from_bucket(std::uint64_t hash) {
     const std::vector<std::uint32_t> members = index_->bucket(index_->bucket_of_hash(hash));
     const auto oldest = std::find_if(members.rbegin(), members.rend(),
@@ -170,7 +171,7 @@ void Objects::evict_around(std::uint32_t units) {
         const Index::Entry entry = index_->at(slot);
         const std::uint64_t end = entry.offset + std::uint64_t{entry.units} * unit_nbytes;
         evict(slot);
-        // By the last unit: what stays in memory of an object in the file may lie before it.
+        // Found by the last unit, as the header and key of an object in the file may lie before it.
         const Hole hole = space_->hole_at(static_cast<std::int64_t>((end - segment_header_nbytes) / unit_nbytes) - 1);
         const std::uint64_t next = segment_header_nbytes + static_cast<std::uint64_t>(hole.offset + hole.nbytes) * unit_nbytes;
         if (hole.nbytes == 0 || hole.nbytes >= units || next >= segment_header_nbytes + room()) {
@@ -219,8 +220,8 @@ void Objects::release(std::uint64_t begin, std::uint64_t end) {
     }
 }
 
-// Whole chunks, so that few calls of the system are needed; where that would be more than the node may take, what is free goes
-// back, and only the pages of the extent are backed.
+// Backs an extent with memory, in whole chunks, so that few system calls are needed. Where that would be more than the node may
+// take, free memory is returned first, and only the pages of the extent are backed.
 bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict) {
     const std::uint64_t begin = down(offset, page_nbytes);
     const std::uint64_t end = up(offset + std::uint64_t{units} * unit_nbytes, page_nbytes);
@@ -266,7 +267,7 @@ std::uint64_t Objects::mark_pages(std::uint64_t begin, std::uint64_t end, bool b
     return changed;
 }
 
-// For a data segment of which nothing is known: all of it may be backed, or nothing is.
+// Assumes that all (`backed`) or nothing of the data segment is backed, where its state is not known.
 void Objects::forget_backing(bool backed) {
     const std::uint64_t pages = up(data_.memory.nbytes(), page_nbytes) / page_nbytes;
     budget_.backed -= backed_nbytes_;

@@ -1,8 +1,8 @@
 // Objects that leave memory for the file, and come back.
 //
-// An object on its way stays where it is, and is found there; its bytes count as leaving, no longer as used. Only when the file has
-// the payload does the index say so, and only then is the memory free. So a node that is killed at any moment has it in one place
-// or in the other.
+// An object on its way stays where it is, and is found there; its bytes count as leaving, no longer as used. Only when the
+// file has the payload does the index say so, and only then is the memory free. So a node that is killed at any moment has
+// it in one place or in the other.
 #include <cstring>
 
 #include "node/objects.hpp"

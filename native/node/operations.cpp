@@ -1,4 +1,4 @@
-// What a node does when a frame has come: the operations of docs/wire.md.
+// The operations of docs/wire.md: how a node handles each kind of frame.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -26,7 +26,7 @@ std::string packed(T... values) {
     return meta;
 }
 
-// The key that meta ends with; empty where it is none.
+// The key at the end of meta; empty where that is not a valid key.
 std::string_view key_after(const std::vector<std::byte>& meta, std::size_t offset) {
     if (meta.size() <= offset || meta.size() - offset > largest_key) {
         return {};
@@ -36,7 +36,7 @@ std::string_view key_after(const std::vector<std::byte>& meta, std::size_t offse
 
 constexpr std::uint64_t commit_step_nbytes = std::uint64_t{4} << 20;
 
-// A publish area: a small part of what the node lends, and no more than stays in a processor's cache.
+// Size of a publish area: a small part of the node's capacity, and no more than stays in a processor's cache.
 std::uint64_t area_nbytes(std::uint64_t capacity) {
     return std::clamp(std::bit_floor(capacity / 64), std::uint64_t{4} << 10, std::uint64_t{1} << 20);
 }
@@ -44,7 +44,7 @@ std::uint64_t area_nbytes(std::uint64_t capacity) {
 constexpr const char* beyond_share =
     "what the tenant holds so that it cannot be evicted would be more than its share, or pins and kept objects more than 7/8 of it";
 
-// What a publish that did not come to be is told: of an object that is there, or why there can be none.
+// Meta of the reply to a publish that was not made: the object that is already there, or why there can be none.
 std::string unfinished(const Found& found) {
     return found.status == Status::present ? packed(found.nbytes, found.crc, std::uint32_t{0}, found.head)
            : found.status == Status::busy  ? beyond_share
@@ -72,7 +72,7 @@ void Server::frame_begun(Peer& peer) {
     }
     const auto op = static_cast<Op>(peer.header.op);
     const bool admitted = peer.header.tenant == 0 || peer.header.tenant == peer.tenant;
-    // Whoever may publish could also drop everything.
+    // A program that may publish could also drop everything.
     if (admitted && is_behind(peer) && (peer.rights & rights::publish) != 0) {
         rotate(peer, peer.header.epoch);
     }
@@ -172,7 +172,7 @@ void Server::begin_put(Peer& peer) {
     }
 }
 
-// Of those that have announced more than has come, the one that has been silent for longest.
+// Aborts the put that has been silent for longest, of those that announced more bytes than have come; false if there is none.
 bool Server::give_up_a_put(const Objects& objects) {
     Peer* silent = nullptr;
     for (const auto& [fd, peer] : peers_) {
@@ -189,7 +189,7 @@ bool Server::give_up_a_put(const Objects& objects) {
     return true;
 }
 
-// Memory is taken, and others are evicted for it, when bytes come and not when a header announces them.
+// Takes memory for the next slice of a put, evicting other objects, as its bytes come and not when a header announces them.
 void Server::extend_put(Peer& peer) {
     const std::uint64_t received = peer.header.payload_nbytes - peer.left;
     if (peer.prepared == 0) {
@@ -233,7 +233,7 @@ void Server::finish(Peer& peer, std::uint64_t offset, std::uint64_t serial, std:
     reply(peer, found.status, found.serial, unfinished(found));
 }
 
-// The object that a request is for; nothing where it has been answered: there is none, or the request is not a good one.
+// The object that a request is for; empty where a refusal has been sent, as there is none or the request is not a good one.
 std::optional<Found> Server::found_or_refuse(Peer& peer, std::string_view key, bool visit) {
     if (key.empty()) {
         return std::nullopt;
@@ -300,8 +300,8 @@ void Server::answer_touch(Peer& peer) {
     reply(peer, status, 0, status == Status::busy ? beyond_share : "");
 }
 
-// Answers at once, with all that it was asked for: what a frame has room for is a fraction of a millisecond of work, and the
-// connection's turn ends with it.
+// Answers all keys of a lookup at once: as many as a frame has room for take a fraction of a millisecond, and the connection's
+// turn ends with it.
 void Server::answer_lookup(Peer& peer) {
     if (!may(peer, rights::read)) {
         return;
@@ -444,7 +444,7 @@ void Server::answer_prepare(Peer& peer) {
     reply(peer, Status::done, prepared.serial, packed(prepared.payload));
 }
 
-// What the session has prepared where the request says; null where it has been refused: there is none of that serial.
+// The session's preparation at the place in the request; null where a refusal has been sent, as none has that serial.
 const Server::Session::Promise* Server::prepared_or_refuse(Peer& peer) {
     const auto& prepared = sessions_.at(peer.session).prepared;
     const auto found = prepared.find(Place{peer.tenant, number_at<std::uint64_t>(peer.meta, 0)});
@@ -467,8 +467,8 @@ void Server::answer_commit(Peer& peer) {
     }
 }
 
-// What nobody could read, or somebody has not written, is not published. A part at a time: others are served in between. True
-// when the commit has been answered.
+// Checks the payload of a commit, a part at a time, so that others are served in between; true once the commit is answered. A
+// payload that could not be read back, or was not written, is not published.
 bool Server::go_on_with_commit(Peer& peer) {
     const Session::Promise* found = prepared_or_refuse(peer);  // another connection may have ended it
     if (found == nullptr) {
@@ -511,7 +511,7 @@ void Server::answer_abort(Peer& peer) {
     reply(peer, Status::done);
 }
 
-// Memory of the connection's own into which it writes payloads, and which the node only reads.
+// Gives a connection a publish area: memory of its own into which it writes payloads, and which the node only reads.
 void Server::answer_area(Peer& peer) {
     if (!may(peer, rights::publish)) {
         return;

@@ -1,4 +1,4 @@
-// One connection of a node: the state of its input and its output.
+// One connection to a node: the state of its input and its output.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ namespace farpool {
 
 using Clock = std::chrono::steady_clock;
 
-// Until when a peer has to have gone on. Bytes that move buy more of it: who moves fewer than so many a second runs out of it,
-// however regularly they come.
+// The deadline by which a peer has to make progress. Bytes that move extend it, so that a peer slower than `slowest` runs out
+// of time, however regularly its bytes come.
 class Patience {
 public:
     static constexpr double slowest = 64 * 1024;  // bytes a second
@@ -39,7 +39,7 @@ private:
     Clock::time_point end_{};
 };
 
-// Objects that are held until replies to connections of one access key have gone.
+// Objects that are held for unsent replies to the connections of one access key.
 struct Unsent {
     struct Object {
         std::uint64_t nbytes;
@@ -50,7 +50,7 @@ struct Unsent {
     std::deque<std::pair<int, std::uint64_t>> waiting{};  // connections (descriptor, number) whose next reply has to wait for room
 };
 
-// A reply under way. What its payload points to is held until it has been sent.
+// A reply under way. The memory of its payload is held until it has been sent.
 struct Reply {
     FrameHeader header;
     std::string meta;
@@ -67,7 +67,7 @@ struct Reply {
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
 };
 
-// What a reply of a connection wants from the file.
+// A read from the NVMe file that a reply of a connection waits for.
 struct Fetch {
     int fd;
     std::uint64_t peer;  // the connection's number: descriptors are used again
@@ -104,10 +104,10 @@ struct Peer {
     std::uint64_t prepared_serial = 0;
     std::shared_ptr<Lease> written_lease;   // of the write being received
     Segment area;                           // where its payloads may lie; not mapped for none
-    AreaPart part{};                        // of it, that comes next
+    AreaPart part{};                        // the part of the area to copy next
     std::uint64_t copied = 0;               // bytes from there, in this turn
     std::uint64_t told = 0;                 // bytes of the payload that it knows to have been copied
-    Status refusal = Status::done;          // what is answered when a payload that is dropped has come
+    Status refusal = Status::done;          // the answer once a payload that is dropped has come
     std::uint64_t refusal_serial = 0;
     std::string refusal_meta;
 
@@ -124,10 +124,10 @@ struct Peer {
     bool dead = false;
     Patience sending;    // the frame that has begun
     Patience receiving;  // replies that are ready
-    // Of a commit whose payload is being looked at: where it lies, and how far that has come.
+    // The commit whose payload is being checked: offset of its extent (0 for none), and bytes checked so far.
     std::uint64_t committing = 0;
     std::uint64_t looked_at = 0;
-    std::vector<std::byte> rest;  // what had been received behind it, or behind what one turn copies from the area
+    std::vector<std::byte> rest;  // bytes received behind it, or behind the part of the area that one turn copies
 
     bool has_area() const noexcept { return area.memory.data() != nullptr; }
     bool by_area() const noexcept { return (header.flags & payload_in_area) != 0; }

@@ -10,7 +10,7 @@ namespace {
 
 std::string counted(std::uint64_t count, const char* things) { return std::to_string(count) + " " + things; }
 
-// Files that the process may have open. Looked up each time: others can change it.
+// Number of files that the process may have open. Looked up each time, as it can be changed from outside.
 std::uint64_t most_files() {
     rlimit limit{};
     return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? limit.rlim_cur : 1024;
@@ -91,7 +91,8 @@ std::string Quotas::refusal(const Owner& owner, std::size_t Charges::* what, std
     return {};
 }
 
-// Pins leave an eighth to publishes, as they do in a tenant's share. One publish may always be.
+// Reason to refuse a key `nbytes` more; empty where they are allowed. Pins leave an eighth to publishes, as in a tenant's
+// share; one publish is always allowed.
 std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use use) const {
     const auto key = keys_.find(owner);
     const bool is_told = key != keys_.end() && key->second.nbytes > 0;
@@ -114,8 +115,8 @@ std::string Quotas::nbytes_refusal(const Owner& owner, std::uint64_t nbytes, Use
            "), it has " + std::to_string(has) + " and asks for " + std::to_string(nbytes);
 }
 
-// Descriptors are the process's. Each tenant that may come has an equal part of three quarters of them; the rest is for handshakes
-// and for the tenants' own files.
+// Reason to refuse one more descriptor; empty where it is allowed. Each tenant that may connect has an equal part of three
+// quarters of the process's descriptors; the rest is for handshakes and for the tenants' own files.
 std::string Quotas::descriptor_refusal(const Owner& owner) const {
     const std::uint64_t files = most_files();
     const std::uint64_t of_tenant = files / 4 * 3 / std::max<std::uint64_t>(tenants_.size(), 1);

@@ -1,4 +1,4 @@
-// What access keys and tenants hold of a node, how much each of them may, and why one more is refused.
+// Quotas of access keys and tenants: what each holds of a node, how much it may hold, and why one more is refused.
 //
 // A tenant's bounds keep it from what others need. Inside a tenant that has several keys, each may hold half of what the tenant
 // may, however many sessions it opens: one key alone keeps no other out, and the other half is there for those that come later.
@@ -20,10 +20,10 @@ class Quotas {
 public:
     using Owner = std::pair<std::uint32_t, std::uint64_t>;  // tenant, access key
 
-    // An access key that may come.
+    // An access key that may connect.
     struct Key {
-        bool holds;            // it has a right with which something can be held
-        std::uint64_t nbytes;  // that it may hold; 0 where the keys file does not say
+        bool holds;            // the key has a right with which something can be held
+        std::uint64_t nbytes;  // bytes that it may hold; 0 where the keys file does not say
     };
 
     struct Charges {
@@ -31,7 +31,7 @@ public:
         std::uint64_t nbytes = 0;  // of leases, of publish areas, of unfinished publishes, and of pinned objects, each once; of keys only
     };
 
-    // The node remembers each of them, and a lease or a connection takes a descriptor.
+    // Upper bounds, as the node keeps a record of each item, and a lease or a connection takes a descriptor.
     static constexpr Charges most_of_session{100'000, 4'096, 1'024, 0, 64, 0};
     static constexpr Charges most_of_tenant{1'000'000, 16'384, 4'096, 16'384, 256, 0};
 
@@ -39,7 +39,7 @@ public:
 
     void expect(std::map<Owner, Key> keys);
 
-    // Each says why one more may not be, and nothing if it may. `of_session` is how many the session has.
+    // Reasons to refuse one more item; empty where it is allowed. `of_session`: how many the session has.
     std::string pin_refusal(const Owner& owner, std::size_t of_session, std::uint64_t extent, std::uint64_t nbytes) const;
     std::string preparation_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
     std::string lease_refusal(const Owner& owner, std::size_t of_session, std::uint64_t nbytes) const;
@@ -83,7 +83,7 @@ private:
 
     const Budget& budget_;
     std::map<Owner, Key> keys_;
-    std::map<std::uint32_t, Expected> tenants_;  // of them
+    std::map<std::uint32_t, Expected> tenants_;  // counts of `keys_`, by tenant
     std::map<Owner, Held> held_;
     std::map<std::uint32_t, Charges> of_tenants_;
 };

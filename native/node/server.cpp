@@ -196,7 +196,7 @@ void Server::serve(Peer& peer, std::uint32_t events) {
     }
 }
 
-// What TLS has read ahead is in no socket that the kernel could tell about.
+// Serves connections whose next bytes TLS has already read ahead, of which epoll cannot tell.
 void Server::serve_again() {
     for (const auto& [fd, number] : std::exchange(again_, {})) {
         if (const auto known = peers_.find(fd); known != peers_.end() && known->second->number == number) {
@@ -307,8 +307,8 @@ void Server::expose(std::uint64_t session, std::uint32_t tenant) {
     session_of(session, tenant).exposed = true;
 }
 
-// In slices, and asleep for as long as each has taken: so whoever lists leaves the others most of the time, however much it asks.
-// A whole walk is for the caller to go on with, who lets others have their turns in between.
+// Works in slices, and sleeps after each for as long as it has taken, so that listing leaves others most of the time. The
+// caller repeats the call for a whole walk, and lets others have their turns in between.
 std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
                                       std::size_t limit) {
     std::vector<Listed> found;

@@ -1,7 +1,7 @@
-// The data loop of a node: one thread, epoll, frames in and out of segments without a copy between.
+// The data loop of a node: one thread on epoll that moves frames in and out of segments without a copy in between.
 //
-// Whoever controls the node (Python: listening, handshakes, leases, statistics) calls from other threads; one mutex guards all
-// state, and the loop holds it while it works on what epoll has given it, never while it waits.
+// The code that controls the node (Python: listening, handshakes, leases, statistics) calls from other threads. One mutex
+// guards all state; the loop holds it while it works on the events of epoll, never while it waits.
 #pragma once
 
 #include <sys/types.h>
@@ -60,11 +60,11 @@ public:
                       shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0;
     };
 
-    // One of a session or a tenant holds as much as it may; says of what.
+    // Thrown where a session, an access key or a tenant already holds as much as it may; says of what.
     struct Busy : std::runtime_error {
         using std::runtime_error::runtime_error;
     };
-    // A session that belongs to another access key or tenant.
+    // Thrown for a session that belongs to another access key or tenant.
     struct Denied : std::runtime_error {
         using std::runtime_error::runtime_error;
     };
@@ -81,14 +81,14 @@ public:
     Server& operator=(const Server&) = delete;
 
     void start();
-    // Idempotent. Nothing happens in a process that forked off the one that made it: the threads are not there.
+    // Ends the loop and closes the connections. Idempotent. Does nothing in a child forked from the server's process.
     void stop();
-    // Takes the stream over; it is non-blocking from now on. A session belongs to the tenant and the access key that it was first
-    // seen with, as long as it lives; throws Denied where those are others.
+    // Takes the stream over; it is non-blocking from now on. A session belongs to the tenant and the access key that it was
+    // first seen with, as long as it lives; throws Denied where those are others.
     void adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, std::string_view key);
-    // The tenants that may come; what one of them can fix leaves room for the others' shares.
+    // Sets the tenants that may connect; what one of them pins, keeps or leases leaves room for the others' shares.
     void expect_tenants(std::set<std::uint32_t> tenants);
-    // The access keys that may come, by name.
+    // An access key that may connect, and its quotas.
     struct ExpectedKey {
         std::uint32_t tenant;
         Quotas::Key key;
@@ -96,25 +96,25 @@ public:
     void expect_keys(const std::map<std::string, ExpectedKey>& keys);
     // Closes all connections that were opened with this access key.
     void end_key(std::string_view key);
-    // Throws Denied, and Busy where the key or its tenant has too many connections.
+    // Counts a connection to the session, until drop(). Throws Denied, and Busy where the key or its tenant has too many.
     void hold(std::uint64_t session, std::uint32_t tenant, std::string_view key);
     void drop(std::uint64_t session);
-    // 0 where there is no room; throws Busy and Denied.
+    // Makes a lease and returns its id, 0 where there is no room. Throws Busy and Denied.
     std::uint64_t lend(std::uint64_t session, std::uint32_t tenant, std::uint64_t nbytes);
     bool release(std::uint64_t session, std::uint64_t lease);
     std::vector<std::pair<std::uint64_t, std::uint64_t>> leases(std::uint64_t session);
-    // What its file is called (of an ephemeral node, would be called); empty where there is none.
+    // Path of a lease's file (on an ephemeral node, the path that it would have); empty where there is no such lease.
     std::string lease_path(std::uint64_t session, std::uint64_t lease);
     Objects::Paths objects_paths(std::uint32_t tenant);
-    // Descriptors, the caller's: of a lease (-1 where there is none), of a tenant's index and data.
+    // Descriptors, owned by the caller, of a lease (-1 where there is none) and of a tenant's index and data.
     int lease_file(std::uint64_t session, std::uint64_t lease);
     std::pair<int, int> objects_files(std::uint32_t tenant, bool writable);
-    // A descriptor, the caller's, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
+    // A descriptor, owned by the caller, of the session's own marks of visits. They count as lent. Throws Busy and Denied.
     int objects_visited(std::uint64_t session, std::uint32_t tenant);
-    // The session writes the data segment by itself, over a one-sided fabric: it may have places prepared there.
+    // Notes that the session can write the data segment itself, over a one-sided fabric, and so may have places prepared there.
     void expose(std::uint64_t session, std::uint32_t tenant);
-    // A part of a walk over a tenant's objects: what lies from `place` on (0 at first) behind the key `after`, until there are at
-    // least `limit` or enough was looked at for one turn; moves `place`, to 0 at the end.
+    // Lists a part of a tenant's objects: those with the prefix behind the key `after`, from `place` on (0 at first), until at
+    // least `limit` are found or enough was looked at for one turn. Moves `place` on, to 0 at the end.
     std::vector<Listed> list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
                                   std::size_t limit);
     Stats stats();
@@ -123,17 +123,18 @@ public:
         std::uint32_t tenant;
         Quotas::Charges charges;
     };
-    // Of the keys that may come, by name.
+    // Statistics of the access keys that may connect, by name.
     std::map<std::string, KeyStats> keys();
     std::vector<Event> events();
 
-    // Works off what is there, waiting for it at most so long. For the loop's thread, and for tests that have none.
+    // Handles the events that are there, after waiting at most `milliseconds` for one. For the loop's thread, and for tests
+    // that have none.
     bool step(int milliseconds);
 
 private:
     using Place = std::pair<std::uint32_t, std::uint64_t>;  // tenant, offset in the data segment: of a payload unless said
 
-    // Pins that run out, and when: their sessions and places.
+    // Sessions and places of the pins that have a time to live, by when that ends.
     using Endings = std::multimap<Clock::time_point, std::pair<std::uint64_t, Place>>;
 
     struct Pinned {
@@ -143,7 +144,7 @@ private:
         Endings::iterator ending;  // the end of them for none
     };
 
-    // An object that is being read from the file, once for all who want it.
+    // One read of an object from the NVMe file, shared by all requests that wait for it.
     struct Reading {
         std::shared_ptr<Aside> into;
         std::vector<Fetch> waiting;
@@ -168,7 +169,7 @@ private:
         std::uint32_t last_pin = 0;
         std::map<Place, Preparing> prepared{};
         std::size_t areas = 0;
-        bool exposed = false;  // to it, the tenant's objects
+        bool exposed = false;  // the tenant's objects were exposed to it
     };
 
     void run();
@@ -242,7 +243,7 @@ private:
     void close_peer(Peer& peer);
     void reap();
     void tick();
-    // What fails for want of memory must not end the node.
+    // Runs `work` and notes an exception as an event: a failure, such as a lack of memory, must not end the node.
     template <typename Work>
     void guarded(Work work) {
         try {
@@ -274,7 +275,7 @@ private:
     std::unique_ptr<Shelf> shelf_;
     std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
     std::map<Place, Reading> readings_;              // by the extent, which is held meanwhile
-    std::unordered_map<std::uint64_t, Place> jobs_;  // what they read
+    std::unordered_map<std::uint64_t, Place> jobs_;  // place of the object that each job reads
     std::uint64_t numbers_ = 0;  // of connections
     std::uint64_t tickets_ = 0;
     std::unordered_map<std::uint64_t, Session> sessions_;

@@ -1,4 +1,4 @@
-// What programs hold at a node: leases, pins, preparations, and when they lose them.
+// Sessions: the leases, pins and preparations that programs hold at a node, and when they lose them.
 #include <algorithm>
 
 #include "node/hold.hpp"
@@ -42,7 +42,7 @@ std::map<std::string, Server::KeyStats> Server::keys() {
     return found;
 }
 
-// A session that may have no connection yet.
+// Finds or makes a session, which may have no connection yet.
 Server::Session& Server::session_of(std::uint64_t session, std::uint32_t tenant) {
     Session& found = sessions_.try_emplace(session, Session{tenant, 0}).first->second;
     if (found.tenant != tenant) {
@@ -136,7 +136,7 @@ void Server::take_lease_back(Lease& lease) {
     leases_.remove(lease);
 }
 
-// A session may write its lease's file, and so make it longer or cut it off. The lease is gone then, and with it the memory.
+// Takes back leases whose files were extended or truncated, which a session can do as it may write its lease's file.
 void Server::check_leases() {
     for (auto& lease : leases_.all()) {
         if (!lease->is_as_lent()) {
@@ -199,7 +199,7 @@ void Server::unpin(Session& session, std::multimap<Place, Pinned>::iterator pin)
     session.pins.erase(pin);
 }
 
-// Frees the pins whose time is over.
+// Frees the pins whose time to live has ended.
 void Server::end_pins() {
     const Clock::time_point now = Clock::now();
     while (!endings_.empty() && endings_.begin()->first <= now) {
@@ -210,7 +210,7 @@ void Server::end_pins() {
     }
 }
 
-// A connection that was given up leaves its preparations behind. Not ended at once: the program may be writing there still.
+// Ends preparations left by closed connections. Not at once, as the program may still be writing there.
 void Server::abort_left_alone(Session& session) {
     const Clock::time_point now = Clock::now();
     for (auto found = session.prepared.begin(); found != session.prepared.end();) {

@@ -26,7 +26,8 @@ constexpr unsigned most_reads_ahead = 8;  // of a write that waits
 
 [[noreturn]] void fail(const std::string& path) { throw std::system_error(errno, std::generic_category(), path); }
 
-// Without the system's cache: what is read comes back into a memory that farpool manages. Not every file system can.
+// Opens a file without the page cache, as payloads that are read return to memory that farpool manages, where the file system
+// supports it.
 int open_direct(const std::string& path) {
     const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_DIRECT, 0600);
     return fd >= 0 || errno != EINVAL ? fd : open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -92,7 +93,8 @@ Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::fun
         header.capacity = capacity_;
         header.lease = random_word() | 1;
         seal(header);
-        // The header first: a node that is killed in between leaves a file of a node, and the size is right only when all is there.
+        // The header is written first, so that a node killed in between leaves a file that is known as a node's; its size is
+        // right only when it is complete.
         if (ftruncate(file_.fd(), 0) != 0 ||
             pwrite(file_.fd(), page.data(), segment_header_nbytes, 0) != static_cast<ssize_t>(segment_header_nbytes)) {
             fail(path);
@@ -159,7 +161,8 @@ std::vector<Shelf::Done> Shelf::done() {
     return std::exchange(done_, {});
 }
 
-// Somebody waits for what is read, nobody for what is written. But what waits to be written keeps others from leaving memory.
+// Takes the next job. Reads go first, as requests wait for them, but not always: writes that wait keep objects from leaving
+// memory.
 Shelf::Job Shelf::next() {
     const bool write = reads_.empty() || (!writes_.empty() && reads_ahead_ >= most_reads_ahead);
     reads_ahead_ = write ? 0 : reads_ahead_ + 1;
@@ -191,7 +194,8 @@ bool Shelf::read_back(const Job& job) const {
     });
 }
 
-// By calls of the system at both ends: publishers may cut off the file that it comes from, and a mapping would end the process.
+// Copies a payload to the NVMe file by system calls at both ends: publishers may truncate the source file, and an access to a
+// mapping of it would then end the process.
 bool Shelf::copy(const Job& job, Aside& step) const {
     for (std::uint64_t moved = 0; moved < job.nbytes; moved += copied_at_once) {
         const std::uint64_t nbytes = std::min(copied_at_once, job.nbytes - moved);

@@ -1,6 +1,6 @@
-// The file to which a node moves payloads that have to leave memory: blocks of 4 KiB, read and written by threads of its own.
+// The NVMe file to which a node moves payloads that leave memory: blocks of 4 KiB, read and written by threads of its own.
 //
-// The loop never waits for the disk.
+// The node's loop never waits for the disk.
 #pragma once
 
 #include <condition_variable>
@@ -26,7 +26,7 @@ constexpr std::uint32_t shelf_blocks(std::uint64_t nbytes) noexcept {
     return static_cast<std::uint32_t>((nbytes + shelf_block - 1) / shelf_block);
 }
 
-// Memory that the file can be read into and written from directly.
+// Aligned memory for direct reads and writes of the file.
 class Aside {
 public:
     explicit Aside(std::uint64_t nbytes);
@@ -48,14 +48,14 @@ public:
         bool ok;
     };
 
-    // Opens the file or makes it; `wake` is called, from any thread, when something is done. Throws std::system_error and
-    // std::runtime_error: another process has it, or it is something else.
+    // Opens or creates the file; `wake` is called, from any thread, when a job is done. Throws std::system_error, and
+    // std::runtime_error where another process has the file or it is not such a file.
     Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::function<void()> wake);
     ~Shelf();
     Shelf(const Shelf&) = delete;
     Shelf& operator=(const Shelf&) = delete;
 
-    // Names what is in it: another one whenever its content is given up. Never 0.
+    // Id of the file's content, replaced by another one whenever the content is given up. Never 0.
     std::uint64_t id() const noexcept { return id_; }
     std::uint64_t capacity() const noexcept { return capacity_; }
     std::uint64_t used() const noexcept;
@@ -64,11 +64,12 @@ public:
     bool take(std::uint32_t first, std::uint32_t blocks);
     void free(std::uint32_t first, std::uint32_t blocks);
 
-    // A job's number, never 0; its result comes from done(). What is written lies in another file, and stays there meanwhile.
+    // Start a write or a read and return the job's number, never 0; its result comes from done(). The bytes to write lie in the
+    // file `from` and must stay there meanwhile.
     std::uint64_t write(std::uint32_t first, int from, std::uint64_t offset, std::uint64_t nbytes);
     std::uint64_t read(std::uint32_t first, std::shared_ptr<Aside> into);
     std::vector<Done> done();
-    // Waits until everything is done, and ends the threads. Idempotent.
+    // Waits until all jobs are done, and ends the threads. Idempotent.
     void finish();
 
 private:

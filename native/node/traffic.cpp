@@ -15,13 +15,13 @@ namespace farpool {
 
 namespace {
 
-// Received and checked at once: it is still in the processor's cache when its checksum is computed.
+// Bytes that are received and checked at once: they are still in the processor's cache when their checksum is computed.
 constexpr std::size_t direct_nbytes = 256 * 1024;
-// What one connection may move before the next one has its turn.
+// Bytes that one connection may move before the next one has its turn.
 constexpr std::size_t turn_nbytes = 1024 * 1024;
-// The same of copies from a publish area. Less, as the client is told after each turn that the area is free again.
+// Bytes that one connection may copy from a publish area in a turn. Less, as the client is told after each turn what is free.
 constexpr std::size_t area_turn_nbytes = 256 * 1024;
-constexpr std::uint64_t turn_keys = 512;  // as good, of lookups: those that have been received are all answered
+constexpr std::uint64_t turn_keys = 512;  // keys looked up in a turn; all lookups that have been received are answered
 constexpr std::size_t largest_backlog = 128;  // replies; a peer that takes none is not read from
 constexpr std::size_t replies_at_once = 16;
 
@@ -197,7 +197,7 @@ void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
     }
 }
 
-// Bytes of a payload, which has at least as many to come.
+// Takes bytes of a payload, which has at least as many to come.
 void Server::take(Peer& peer, const std::byte* data, std::size_t nbytes) {
     while (nbytes > 0) {
         if (peer.room == 0 && peer.refusal == Status::done) {
@@ -218,7 +218,7 @@ void Server::take(Peer& peer, const std::byte* data, std::size_t nbytes) {
     }
 }
 
-// The next bytes of a payload lie in the publish area. The client may change them at any time: what counts is the copy.
+// Copies the next bytes of a payload from the publish area. The client may change them at any time: only the copy is checked.
 void Server::take_part(Peer& peer) {
     const auto [offset, nbytes] = peer.part;
     if (nbytes == 0 || nbytes > peer.left || offset > peer.area.nbytes() || nbytes > peer.area.nbytes() - offset) {
@@ -229,7 +229,7 @@ void Server::take_part(Peer& peer) {
     take(peer, peer.area.data() + offset, nbytes);
 }
 
-// In a stream whose frames are lost there is nothing left to understand.
+// Gives up a connection after a bad frame: where the next one begins is not known any more.
 void Server::bad_frame(Peer& peer, const char* what) {
     ++counts_.bad_frames;
     note("bad_frame", peer.session, what);
@@ -252,7 +252,7 @@ void Server::reply(Peer& peer, Status status, std::uint64_t serial, std::string 
     }
 }
 
-// Of a reply that has begun otherwise.
+// Turns a reply that has begun into a refusal.
 void Server::refuse(Reply& answer, Status status, std::string meta) {
     answer.header.status = static_cast<std::uint16_t>(status);
     answer.header.serial = 0;

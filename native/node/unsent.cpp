@@ -1,5 +1,5 @@
-// Gets whose objects are held until the reply has gone, and how much of that one access key may have: whoever asks and takes no
-// replies must not keep others from publishing.
+// Limits on the objects held for unsent replies, per connection and per access key: a client that sends gets and does not read
+// the replies must not keep others from publishing.
 #include "node/hold.hpp"
 #include "node/server.hpp"
 
@@ -7,7 +7,7 @@ namespace farpool {
 
 namespace {
 
-// Bytes of objects that the replies of one connection hold; one object may always.
+// Bytes of objects that the replies of one connection may hold; one object is always allowed.
 constexpr std::uint64_t most_of_connection = std::uint64_t{16} << 20;
 
 bool has_room_here(const Peer& peer, const Found& found) {
@@ -26,8 +26,8 @@ bool Server::has_room(const Peer& peer, const Found& found) const {
     return found.nbytes == 0 || (has_room_here(peer, found) && may_hold(peer, found));
 }
 
-// The gets that have come first, as far as their objects may be held. False where the next one has to stand in the line of its
-// access key.
+// Answers the oldest gets that wait, as far as their objects may be held; false where the next one has to wait in the line of
+// its access key.
 bool Server::send_held_back(Peer& peer) {
     while (!peer.held_back.empty()) {
         const auto& [ticket, key] = peer.held_back.front();

@@ -1,4 +1,4 @@
-// The map of the arena: which range belongs to which block, what is still being read out of a range, how to make a gap.
+// The map of the arena: the owner of each range, the transfers that still read from a range, and how to open a gap.
 //
 // A dirty victim's range is free for its successor as soon as the write-back is queued: the successor's transfer is ordered
 // after it, so the link never waits for the program to come back. Until the write has completed the range is a hazard: a
@@ -16,35 +16,35 @@
 
 namespace farpool::pager {
 
-// How to open a hole: the blocks to slide, each with its new place, in the order in which to do it.
+// A plan to open a hole: the blocks to slide, each with its new place, in order.
 using Slides = std::vector<std::pair<BlockId, std::int64_t>>;
 
 class ArenaMap {
 public:
     ArenaMap(std::int64_t capacity, std::int64_t alignment) : alignment_(alignment), ranges_(capacity, alignment) {}
 
-    // Bytes that a block of `nbytes` bytes takes.
+    // Bytes of the arena that a block of `nbytes` bytes takes, rounded up to the alignment.
     std::int64_t rounded(std::int64_t nbytes) const { return (nbytes + alignment_ - 1) / alignment_ * alignment_; }
     std::int64_t alignment() const noexcept { return alignment_; }
     std::int64_t capacity() const noexcept { return ranges_.capacity(); }
     std::int64_t used() const noexcept { return ranges_.used(); }
     std::int64_t free() const noexcept { return ranges_.capacity() - ranges_.used(); }
-    // Counts the changes of the map.
+    // Number of changes of the map so far.
     std::uint64_t version() const noexcept { return version_; }
     bool has_hazards() const noexcept { return !hazards_.empty(); }
 
-    // Offset of a hole of `nbytes` bytes, -1 if there is none. Nothing is taken.
+    // Offset of a hole of `nbytes` bytes, -1 if there is none. Takes nothing.
     std::int64_t find(std::int64_t nbytes) const { return ranges_.find(nbytes); }
     bool fits(std::int64_t place, std::int64_t nbytes) const { return ranges_.fits(place, nbytes); }
     // Gives this very range to `block`; false if any byte of it is taken.
     bool take(BlockId block, std::int64_t place, std::int64_t nbytes);
-    // The range of `nbytes` bytes has no owner any more; it was last used by the access with ordinal `last_use`.
+    // Frees the range of `nbytes` bytes, which was last used by the access with ordinal `last_use`.
     void drop(std::int64_t place, std::int64_t nbytes, std::int64_t last_use);
-    // The owner is about to write into its range: ordinal of the last use by those who had it before, -1 if there was none
-    // or it has been claimed.
+    // Call before the owner writes into its range: returns the ordinal of the last use by earlier owners, -1 if there was
+    // none or it has been claimed.
     std::int64_t claim(std::int64_t place, std::int64_t nbytes) { return last_uses_.claim(place, place + rounded(nbytes)); }
 
-    // The bytes of this range are read by `transfer` until it completes.
+    // Notes that `transfer` reads the bytes of this range until it completes.
     void add_hazard(TransferId transfer, std::int64_t place, std::int64_t nbytes);
     void remove_hazard(TransferId transfer);
     // Transfers that still read bytes of this range.
@@ -78,7 +78,7 @@ public:
         });
         return cheapest_gap(nbytes, most, movables, std::move(obstacles));
     }
-    // Carries out one step of a gap in the map; returns the copy to make.
+    // Applies one step of a plan from gap() to the map; returns the copy to make.
     Move slide(BlockId block, std::int64_t place, std::int64_t target, std::int64_t nbytes, std::int64_t last_use);
     // Changes the capacity; false (and nothing changed) while something lies, or is still read, beyond it.
     bool resize(std::int64_t capacity);

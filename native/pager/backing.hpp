@@ -1,4 +1,4 @@
-// Backing: where below the arena the bytes of blocks lie, in tiers or in sources, and room for them.
+// Backing: where the bytes of blocks lie below the arena, in tiers or in sources, and room for them.
 //
 // Placement below is static: a block that has to leave goes to the first tier with room and keeps its place there.
 #pragma once
@@ -15,33 +15,33 @@
 
 namespace farpool::pager {
 
-// The copies of blocks; a block has one in a tier, or some of its parts in sources, or none.
+// The copies of blocks below the arena: a block has one in a tier, or parts of it in sources, or none.
 class Backing {
 public:
     // `spaces`: lower tiers from fast to slow; a null one stands for a read-only source, which blocks only come from.
-    // `may_lose`: whether the arena has a block's bytes safe, so that it can do without its copy.
+    // `may_lose`: true if the arena has a block's bytes safe, so that the block can do without its copy.
     Backing(BlockTable& blocks, const ArenaMap& arena, std::vector<std::shared_ptr<Space>> spaces,
             std::function<bool(BlockId)> may_lose)
         : blocks_(blocks), arena_(arena), spaces_(std::move(spaces)), may_lose_(std::move(may_lose)) {}
 
-    // Makes known another read-only source; returns its index among the tiers.
+    // Adds a read-only source; returns its index among the tiers.
     std::int32_t add_source();
-    // Part of a block's clean copy lies in a source; `piece.place` is relative to the block.
+    // Notes that a part of a block's clean copy lies in a source; `piece.place` is relative to the block.
     void adopt(BlockId block, const Piece& piece);
-    // Whether there is a copy, clean or stale.
+    // True if the block has a copy, clean or stale.
     bool has(BlockId block) const { return blocks_[block].tier >= 0 || blocks_[block].sourced; }
-    // What to read to have the block at `place` in the arena. It has a copy.
+    // The pieces to read for a block, which must have a copy, at `place` in the arena.
     std::vector<Piece> pieces(BlockId block, std::int64_t place) const;
-    // The block's copy in its tier, and its range in the arena.
+    // One piece from the block's copy in its tier to its range in the arena.
     Piece extent(BlockId block, std::int64_t place) const;
     // Finds a place for the block's copy in a tier, if it has none; false where no tier has room.
     bool reserve(BlockId block);
     void drop_sources(BlockId block);
-    // The block has no copy any more.
+    // Drops the block's copy, in a tier or in sources.
     void drop(BlockId block);
-    // The block's tier failed to take it, and is not tried again; false if no other is left.
+    // Bars the block's tier, which failed to take it, from being tried again; false if no other is left.
     bool bar(BlockId block);
-    // Any tier may be tried again.
+    // Lets any tier be tried again for the block.
     void unbar(BlockId block) { barred_.erase(block); }
     const std::vector<std::shared_ptr<Space>>& spaces() const noexcept { return spaces_; }
 

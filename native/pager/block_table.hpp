@@ -1,4 +1,4 @@
-// The table of blocks. Beside its number a block has a name, which the tape uses.
+// The table of blocks. Beside its number, a block has a name, which the tape uses.
 //
 // Names are handed out lowest first and are free again as soon as the program drops the block. A program that allocates
 // and frees in the same order on every pass therefore gets the same names on every pass: the name of a gradient or a
@@ -23,7 +23,7 @@ enum class State : std::uint8_t {
     writing_back = 4,  // leaving: its arena range may already be promised to another block, which waits for the write
 };
 
-// There may be millions: what is small shares a word.
+// One block of 56 bytes: there may be millions, so small fields share a word.
 struct Block {
     std::int64_t size = 0;
     std::int64_t place = nowhere;  // offset in the arena while fetching, resident or writing back
@@ -51,11 +51,11 @@ class BlockTable {
 public:
     BlockTable();
 
-    // Takes consecutive numbers and names, one for each size in bytes; returns the first number.
+    // Creates blocks with consecutive numbers and names, one for each size in bytes; returns the first number.
     BlockId create(std::span<const std::int64_t> sizes, int cls);
-    // The program has dropped the blocks of one `create`: their names are free.
+    // Frees the names of the blocks of one `create`, which the program has dropped.
     void retire(BlockId first, std::int32_t count);
-    // Gives the numbers of retired blocks back.
+    // Frees the numbers of retired blocks.
     void forget(BlockId first, std::int32_t count);
     // Number of the block that bears this name now; -1 if none does.
     BlockId named(std::int64_t name) const;

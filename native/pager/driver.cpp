@@ -147,7 +147,7 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
     const bool others = !pager_->waiting().empty();
     std::shared_ptr<Access> access = pager_->request(std::move(runs), monotonic_seconds());
     try {
-        // Whoever asks goes on to wait for what is not granted, or refused.
+        // The caller goes on to wait for an access that is neither granted nor refused.
         start(!access->granted && std::holds_alternative<std::monostate>(access->refusal));
     } catch (...) {  // nobody is left to wait for it
         pager_->abandon(access);
@@ -237,7 +237,7 @@ void Driver::release(Access& access) {
         nudge();
         return;
     }
-    // Those who wait may be granted by this, and are not in line any more then.
+    // Looked up first: this call may grant waiting accesses, which are not in line any more then.
     const bool others = waiting_ > 0 || !pager_->waiting().empty();
     pager_->release(access, true);
     --granted_;

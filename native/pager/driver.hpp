@@ -38,13 +38,13 @@ struct LinkTotal {
     double seconds = 0.0;
 };
 
-// How a thread lets go of what it holds beside the driver's lock while it blocks.
+// Releases what a thread holds beside the driver's lock, such as an interpreter's lock, while it blocks.
 class Pause {
 public:
     virtual ~Pause() = default;
-    // Runs `block`, which may take long, without the interpreter's lock.
+    // Runs `block`, which may take long, without the interpreter lock.
     virtual void run(const std::function<void()>& block) { block(); }
-    // Whether the thread is to give up waiting: a signal has come.
+    // True if a signal has come and the thread is to give up waiting.
     virtual bool interrupted() { return false; }
 };
 
@@ -52,7 +52,7 @@ enum class Wait { granted, refused, timed_out, closed, interrupted };
 
 class Driver {
 public:
-    // `keep` holds (true) or lets go of (false) the owner of a port, which transfers under way must not outlive.
+    // Takes (`hold` true) or drops a reference to the owner of a port, which must outlive the transfers under way.
     using Keep = void (*)(PyObject* owner, bool hold);
     Driver(std::shared_ptr<Pager> pager, std::shared_ptr<QueueCore> queue, std::uintptr_t arena, Keep keep = nullptr)
         : pager_(std::move(pager)), queue_(std::move(queue)), arena_(arena), keep_(keep) {}
@@ -61,21 +61,22 @@ public:
 
     // ---- under the lock ----
 
-    // Takes the lock; `pause` lets go of the interpreter if somebody else has it. `unlock` is for those who let the result go.
+    // Takes the lock; `pause` releases the interpreter if another thread has it. `unlock` is for callers that release() the
+    // result.
     std::unique_lock<std::mutex> lock(Pause& pause);
     void unlock() { mutex_.unlock(); }
     Pager& pager() noexcept { return *pager_; }
-    // Makes known the native end of the next tier or source.
+    // Adds the native port of the next tier or source.
     void add_port(Port* port, PyObject* owner = nullptr) { ports_.emplace_back(port, owner); }
-    // Gives the queue what the pager wants done. `waits`: the caller goes on to `await` or `abandon`.
+    // Submits the pager's commands to the queue. `waits`: the caller goes on to `await` or `abandon`.
     void start(bool waits = false);
-    // Tells the pager what has ended, and starts what follows; false if nothing has.
+    // Reports ended transfers to the pager and starts what follows; false if none has ended.
     bool note_ends();
     // Asks for the ranges of one operation and starts what they need. Throws Refused where they do not fit together.
     std::shared_ptr<Access> request(std::vector<Run> runs);
-    // Gives the lock up until something has changed, for so many seconds at most; throws nothing.
+    // Waits with the lock released until something has changed, at most `seconds`; throws nothing.
     void wait(double seconds, Pause& pause);
-    // Waits until an access is granted or refused, until `deadline` on the monotonic clock at most. Gives the lock up meanwhile.
+    // Waits with the lock released until an access is granted or refused, at most until `deadline` on the monotonic clock.
     Wait await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause);
     // The block that an access waits for, and the tier at the other end; -1 where it waits for other threads.
     std::pair<BlockId, std::int32_t> awaited(const Access& access) const;
@@ -86,17 +87,17 @@ public:
 
     // ---- from anywhere ----
 
-    // Those who wait look again.
+    // Makes waiting threads look again.
     void nudge() { queue_->nudge(); }
 
-    // In the child of a fork: the thread that may have held the lock is not here. Nothing is granted any more.
+    // Closes the driver in the child of a fork, where the thread that may have held the lock does not exist.
     void forget_parent();
 
     // ---- the account, under the lock ----
 
-    // What moved so far, by tier and direction.
+    // Totals of the transfers so far, by tier and direction.
     const std::map<std::pair<std::int32_t, Kind>, LinkTotal>& links() const noexcept { return links_; }
-    // Whether ends are kept for `take_ended`.
+    // Turns on or off the record of ended transfers for `take_ended`.
     void listen(bool wanted) { listening_ = wanted; }
     std::vector<Ended> take_ended() { return std::exchange(ended_, {}); }
     std::int64_t peak() const noexcept { return peak_; }
@@ -116,11 +117,11 @@ private:
     std::vector<std::pair<Port*, PyObject*>> ports_;  // with the owner of each
     std::map<std::pair<std::int32_t, Kind>, LinkTotal> links_;
     std::vector<Ended> ended_;
-    // What `start` is about to submit: kept for its memory.
+    // Scratch vectors of `start`, kept to reuse their memory.
     std::vector<Command> commands_;
     std::vector<farpool::Piece> pieces_;
     std::vector<Submission> batch_;
-    bool left_ = false;  // small copies were left to a thread that was about to wait
+    bool left_ = false;  // small copies were left unstarted for a thread that was about to wait
     std::int64_t peak_ = 0;
     std::int64_t granted_ = 0;  // accesses that have not been released
     int waiting_ = 0;           // threads that wait for other things than their own access

@@ -1,5 +1,5 @@
-// Belady's order over known next uses: the victim is the block that is used farthest in the future; the lower number
-// among equals. A binary heap whose slots the blocks know, so that it takes 16 bytes a block and allocates nothing.
+// Belady's order over known next uses: the victim is the block that is used farthest in the future, the lower number among
+// equals. A binary heap whose slots the blocks know, so that it takes 16 bytes a block and allocates nothing.
 #pragma once
 
 #include <vector>
@@ -16,7 +16,7 @@ public:
     void insert(BlockId block);
     void remove(BlockId block);
     bool contains(BlockId block) const { return blocks_[block].heap_slot >= 0; }
-    // -1 if there is none.
+    // The block to evict next, and its next use; -1 if there is none.
     BlockId victim() const { return heap_.empty() ? -1 : heap_.front().block; }
     std::int64_t victim_next_use() const { return heap_.empty() ? -1 : heap_.front().next_use; }
 

@@ -1,4 +1,4 @@
-// The last uses of arena ranges that have no owner any more.
+// The last uses of arena ranges by owners that have left them.
 //
 // A device runs behind the program that feeds it: when a range is given to another block, operations that used the range
 // before may still be under way there, also where no bytes move (a clean block that leaves, a freed storage). So a range
@@ -15,14 +15,14 @@ namespace farpool::pager {
 
 class LastUses {
 public:
-    // The bytes from `low` to `high` have lost their owner; no access after `ordinal` has used them.
+    // Notes that the bytes from `low` to `high` have lost their owner; no access after `ordinal` has used them.
     void leave(std::int64_t low, std::int64_t high, std::int64_t ordinal) {
         ordinal = std::max(ordinal, claim(low, high));
         if (ordinal >= 0) {
             ranges_.insert_or_assign(low, Range{high, ordinal});
         }
     }
-    // The bytes get a new owner: the highest ordinal of any of them, which is forgotten; -1 where nobody has used them.
+    // Forgets and returns the highest ordinal of these bytes, which get a new owner; -1 where nobody has used them.
     std::int64_t claim(std::int64_t low, std::int64_t high) {
         std::int64_t ordinal = -1;
         auto at = ranges_.lower_bound(low);

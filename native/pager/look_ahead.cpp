@@ -9,7 +9,7 @@ namespace farpool::pager {
 namespace {
 
 constexpr int strides_ahead = 8;
-// Without a tape nobody knows what others do without: this fraction of what is fetched.
+// Divisor of the bytes fetched along a stride to charge for their room: off the tape the true cost is not known.
 constexpr double stride_rent = 4;
 constexpr std::int64_t batch = 16;  // the end of the known future is looked at when so many accesses have been added to it
 constexpr std::int64_t age = 256;   // accesses after which the largest one is taken to be a quarter smaller
@@ -223,7 +223,7 @@ void LookAhead::restart() {
     birth_bytes_ = 0;
 }
 
-// Something that the cursor had passed as resident had to leave.
+// Moves the cursor back to `position`, as a block that it had passed as resident has left.
 void LookAhead::go_back(std::int64_t position) {
     cursor_ = position;
     while (!births_.empty() && births_.back().first >= position) {
@@ -232,7 +232,7 @@ void LookAhead::go_back(std::int64_t position) {
     }
 }
 
-// The pointer has moved on: births it has passed have happened; what nobody asked for may leave.
+// Drops the expected creations that the pointer has passed, and lets runs that were fetched but not accessed leave.
 void LookAhead::pass_by() {
     while (!births_.empty() && births_.front().first <= tape_.pointer()) {
         birth_bytes_ -= births_.front().second;
@@ -244,7 +244,7 @@ void LookAhead::pass_by() {
     }
 }
 
-// The program has left the tape: nobody knows any more when what was fetched will be used.
+// Resets the keys of fetched blocks after the program has left the tape: their next uses are unknown now.
 void LookAhead::give_up() {
     for (const auto& [position, run] : fetched_) {
         expect_no_more(run);
@@ -329,7 +329,7 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
         return true;
     }
     in_vain_ = situation;
-    // What is there in part and cannot be filled in has to be gathered when it is wanted: leave it.
+    // A run that is there in part and cannot be filled in has to be gathered when it is accessed: leave it.
     return !all_absent;
 }
 

@@ -1,4 +1,4 @@
-// Look-ahead: fetch along the tape before the program asks, into room that others do not need sooner.
+// Look-ahead: fetches along the tape before the program asks, into room that other blocks do not need sooner.
 //
 // The cursor runs ahead of the tape's pointer. What it fetches takes the place of blocks that are not kept until their next
 // use (`Retention`) and are needed later. It stops where there are none left, where as much lies ready as can pay for itself
@@ -27,27 +27,28 @@ namespace farpool::pager {
 
 class LookAhead {
 public:
-    // `fetch`: whether to fetch ahead. Without, the tape still says what leaves.
+    // `fetch`: true to fetch ahead. Without, the tape still decides what leaves.
     LookAhead(Tape& tape, Residency& residency, bool fetch)
         : tape_(tape), residency_(residency), fetch_(fetch), retention_(residency.arena.capacity()) {}
 
-    // The tape has a new access to a run of `nbytes` bytes, and gave its blocks this key; returns the one to use.
+    // Notes a new access to a run of `nbytes` bytes, to whose blocks the tape gave `key`; returns the key to use.
     std::int64_t note_access(const Run& run, std::int64_t key, std::int64_t nbytes);
-    // The access just noted finds no blocks that are there or on their way; the program had computed for `busy` seconds.
+    // Notes that the access just noted found its blocks neither resident nor on their way; the program had computed for
+    // `busy` seconds before it.
     void note_miss(const Run& run, double busy);
-    // Whether a block is there and has a known use to stay for.
+    // True if a block is resident and kept for a known use.
     bool kept(BlockId block) const;
-    // Bytes of a run that an operation needs beside what is kept all the time.
+    // Bytes of a run that an operation needs beside blocks that are kept all the time.
     std::int64_t beside_kept(const Run& run) const;
-    // An operation needs so many bytes at once beside what is kept.
+    // Notes that an operation pins `nbytes` at once beside blocks that are kept.
     void note_pinned(std::int64_t nbytes);
-    // Whether `advance` may find something to do, now that an access has been noted or (`freed`) has ended.
+    // True if `advance` may find something to do, now that an access has been noted or (`freed`) has ended.
     bool due(bool freed) const;
-    // Does what can be done after an access. What somebody waits for (`keep`) is not evicted.
+    // Fetches ahead as far as possible after an access. Blocks that somebody waits for (`keep`) are not evicted.
     void advance(const BlockSet& keep);
-    // The arena has other bytes now.
+    // Adapts to a new capacity of the arena.
     void resized();
-    // Something was undone (a failure, a smaller budget): look again from the start.
+    // Looks again from the pointer on, after something was undone (a failure, a smaller budget).
     void retreat();
 
 private:
@@ -73,21 +74,21 @@ private:
     Strides strides_;
     std::int64_t cursor_ = 0;
     std::int64_t jumps_ = -1;  // the tape's count of jumps for which the keys were made
-    // Blocks that will be created, by position, with their bytes.
+    // Positions and bytes of the accesses ahead that will create blocks.
     std::deque<std::pair<std::int64_t, std::int64_t>> births_;
     std::int64_t birth_bytes_ = 0;
-    // What was fetched ahead, by the position of the use that it was fetched for.
+    // Runs fetched ahead, each with the position of the use that it was fetched for.
     std::deque<std::pair<std::int64_t, Run>> fetched_;
     std::int64_t largest_ = 0;  // bytes that the largest of the latest accesses has pinned at once
     std::int64_t aged_ = 0;     // where on the tape `largest_` was last lowered
-    // Accesses to at least so many bytes keep their blocks, which take `anchored_` bytes: what needs that much room at once
-    // loses least by having it all the time.
+    // Size in bytes from which accesses keep their blocks all the time; these take `anchored_` bytes. An operation that needs
+    // that much room at once loses least by having it all the time.
     std::int64_t anchor_ = never;
     std::int64_t anchored_ = 0;
     std::int64_t surveyed_ = 0;  // where on the tape that was last looked at
     std::int64_t window_ = 0;   // bytes that may lie ready
     bool blocked_ = false;      // the cursor could not go on
-    // The position for which there was no room, and what the arena looked like then.
+    // The situation in which there was no room: the position, and the state of the arena then.
     std::optional<std::tuple<std::int64_t, std::uint64_t, BlockId, std::int64_t>> in_vain_;
 };
 

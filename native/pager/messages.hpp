@@ -1,4 +1,4 @@
-// What goes into the pager and what comes out of it.
+// Messages into and out of the pager: runs, transfers, moves, refusals.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct Run {
     BlockId first = 0;
     std::int32_t count = 0;
     Mode mode = Mode::read;
-    // For rows picked by data: the first block of their table. Such an access says nothing about the rows of the next
-    // pass, so the tape only notes the table.
+    // First block of the table if the run is a row picked by data, else -1. Such an access says nothing about the rows of the
+    // next pass, so the tape only notes the table.
     BlockId table = -1;
 
     BlockId stop() const noexcept { return first + count; }
@@ -39,12 +39,12 @@ enum class Kind : std::int8_t { fetch = 0, write_back = 1 };
 // One contiguous part of a transfer.
 struct Piece {
     std::int32_t tier;    // index of the tier (or source) that holds the other end
-    std::int64_t offset;  // in that tier
+    std::int64_t offset;  // offset in that tier
     std::int64_t place;   // in the arena
     std::int64_t nbytes;
 };
 
-// Bytes to move between the arena and a tier. Without pieces it only waits for `after`: a barrier.
+// A transfer of bytes between the arena and a tier. Without pieces it only waits for `after`: a barrier.
 //
 // `last_use`, here and below: accesses with this ordinal or a lower one may have used the bytes, and on a device, which runs
 // behind the program, may use them still; -1 where none has.
@@ -58,7 +58,7 @@ struct Transfer {
     std::int64_t last_use;          // of its bytes in the arena, by this block or the one before
 };
 
-// Bytes to move inside the arena, at once and before any transfer that follows; source and target may overlap.
+// A copy inside the arena, to make at once and before any transfer that follows; source and target may overlap.
 struct Move {
     std::int64_t source;
     std::int64_t target;
@@ -68,7 +68,8 @@ struct Move {
 
 using Command = std::variant<std::shared_ptr<const Transfer>, Move>;
 
-// Why a transfer failed, for those whose operands it was to bring or whose room it was to make; the pager only hands it on.
+// Reason why a transfer failed, for the accesses whose operands it was to bring or whose room it was to make. The pager only
+// passes it on.
 struct TransferFailure {
     PortError error;
     std::int32_t tier;  // -1 where it is not told
@@ -76,18 +77,18 @@ struct TransferFailure {
 };
 using Failure = std::shared_ptr<const TransferFailure>;
 
-// The runs of one access together exceed the arena.
+// Refusal: the runs of one access together exceed the arena.
 struct TooLarge {
     std::int64_t needed;
 };
 
-// No lower tier takes a block that has to leave.
+// Refusal: no lower tier takes a block that has to leave.
 struct NoRoom {
     BlockId block;
     std::int64_t nbytes;
 };
 
-// Why an access is not granted; empty while nothing speaks against it.
+// Reason why an access is not granted; empty while there is none.
 using Refusal = std::variant<std::monostate, TooLarge, NoRoom, Failure>;
 
 // A lower tier's bookkeeping, as far as the pager needs it. Reservation is quick and does no I/O.

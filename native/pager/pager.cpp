@@ -11,7 +11,7 @@ namespace farpool::pager {
 
 namespace {
 
-// A scattered run that finds no room beside its parts has them leave first and comes back at the next attempt.
+// Attempts to bring an access's runs: a scattered run without room beside its parts first evicts them and returns at the next.
 constexpr int attempts = 3;
 
 BlockSet blocks_of(const std::vector<Run>& runs) {
@@ -156,7 +156,7 @@ double Pager::busy_until(double now) {
     return busy;
 }
 
-// Whether each run can be granted as it lies; then the access has their places.
+// True if each run can be granted as it lies; the access then has their places.
 bool Pager::lies_ready(Access& access) const {
     std::vector<std::int64_t> places;
     places.reserve(access.runs.size());
@@ -178,7 +178,7 @@ double Pager::busy_before(double busy) const {
     return late_ && tape_.pointer() > 0 ? tape_.seconds(tape_.pointer() - 1, tape_.pointer()) : busy;
 }
 
-// The access is granted: what it writes into is its own from now on.
+// Grants an access, and claims the ranges that it writes into from their earlier owners.
 void Pager::claim(Access& access) {
     for (const Run& run : access.runs) {
         for (BlockId block = run.first; run.mode != Mode::read && block < run.stop(); ++block) {
@@ -188,7 +188,7 @@ void Pager::claim(Access& access) {
     }
 }
 
-// As `note` and `pin`, for runs that lie ready.
+// Notes and pins runs that lie ready.
 void Pager::pin_at_once(Access& access, double busy) {
     std::int64_t beside_kept = 0;
     for (const Run& run : access.runs) {
@@ -320,7 +320,7 @@ bool Pager::wants(BlockId block) const {
     return std::ranges::any_of(waiting_, [&](const auto& access) { return contains(access->blocks, block); });
 }
 
-// The blocks that anybody waits for.
+// The blocks that any waiting access needs.
 BlockSet Pager::wanted() const {
     BlockSet blocks;
     for (const auto& access : waiting_) {
@@ -452,7 +452,7 @@ bool Pager::resize(std::int64_t capacity) {
     if (resizing_) {
         for (const BlockId block : residency_.arena.owners_beyond(capacity)) {
             if (residency_.at_rest(block) && !residency_.try_evict(block)) {
-                // What refused it before is tried again at the next attempt.
+                // Tiers that refused the block are tried again at the next attempt.
                 Failure failure = residency_.unstick();
                 throw Refused{failure ? Refusal{std::move(failure)}
                                       : Refusal{NoRoom{block, residency_.blocks[block].size}}};

@@ -25,7 +25,7 @@
 
 namespace farpool::pager {
 
-// One operation's wish for its operands, and the answer.
+// One operation's request for its operands, and the answer.
 struct Access {
     std::vector<Run> runs;
     std::vector<std::int64_t> places;  // arena offset of each run; valid while granted
@@ -37,12 +37,12 @@ struct Access {
     BlockSet blocks;         // of all runs; empty where the access was granted at once
 };
 
-// Thrown where a call cannot be carried out; what it was to change is as it was.
+// Thrown where a call cannot be carried out; the call has changed nothing.
 struct Refused {
     Refusal why;
 };
 
-// Accesses to blocks of one table whose rows are picked by data, and how many found their block in place.
+// Counts of accesses to blocks of one table whose rows are picked by data, and of those that found their block in place.
 struct RowCounts {
     std::int64_t accesses = 0;
     std::int64_t hits = 0;
@@ -53,22 +53,22 @@ public:
     // capacity: bytes of the arena. `spaces`: the lower tiers from fast to slow; a null one stands for a read-only source,
     // which blocks only come from. `classes`: how many classes of blocks there are. `alignment`: of blocks in the arena, in
     // bytes; each block of a storage but the last must be a multiple of it. `history`: accesses that the tape remembers.
-    // `prefetch`: whether to fetch along the tape ahead of the accesses. `late`: the program computes on a device, and when it
-    // did is told by `ran`, later.
+    // `prefetch`: true to fetch along the tape ahead of the accesses. `late`: the program computes on a device, and `ran`
+    // reports later when it did.
     Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, int classes, std::int64_t alignment,
           std::int64_t history, bool prefetch, bool late);
 
     // ---- blocks ----
 
-    // Makes known another read-only source; returns its index among the tiers.
+    // Adds a read-only source; returns its index among the tiers.
     std::int32_t add_source() { return residency_.backing.add_source(); }
-    // Makes consecutive blocks of these sizes in bytes. They have no content until they are written.
+    // Creates consecutive blocks of these sizes in bytes. They have no content until they are written.
     BlockId create(std::span<const std::int64_t> sizes, int cls);
-    // Part of this absent block's clean copy lies in a source; `piece.place` is relative to the block.
+    // Notes that a part of an absent block's clean copy lies in a source; `piece.place` is relative to the block.
     void adopt(BlockId block, const Piece& piece);
-    // Whether the block is absent and its content, if any, is a source's.
+    // True if the block is absent and its content, if any, lies in sources.
     bool can_adopt(BlockId block) const;
-    // The program has dropped the blocks of one `create`; follow with `forget` as soon as that says yes.
+    // Retires the blocks of one `create`, which the program has dropped. Call `forget` afterwards until it returns true.
     void retire(BlockId first, std::int32_t count);
     // Frees retired blocks; false (and nothing done) while they are being moved, are pinned or are waited for.
     bool forget(BlockId first, std::int32_t count);
@@ -76,31 +76,32 @@ public:
     // ---- accesses ----
 
     // Asks for runs, which must not overlap. They are granted at once or later. `now`: seconds on a clock that does not go
-    // back. What lies between a grant and the next request is taken for the program's own computing, unless times come late;
-    // without it nothing is fetched ahead, since that would gain nothing. Throws Refused (TooLarge) where they do not fit into the arena together.
+    // back. What lies between a grant and the next request is taken for the program's own computing, unless times come
+    // late; without it nothing is fetched ahead, since that would gain nothing. Throws Refused (TooLarge) where they do not
+    // fit into the arena together.
     std::shared_ptr<Access> request(std::vector<Run> runs, double now);
-    // The operation is done with its operands. Without `go_on` nobody else is served and nothing changes its place.
+    // Unpins the operands of an operation that has ended. Without `go_on` no other access is served and nothing is moved.
     void release(Access& access, bool go_on);
-    // The device has computed from `start` to `end` what the access with this ordinal was for. In the order of the ends.
+    // Notes that the device computed from `start` to `end` for the access with this ordinal. Call in the order of the ends.
     void ran(std::int64_t ordinal, double start, double end);
-    // Gives up waiting, or what was granted meanwhile. What is under way goes on.
+    // Withdraws a waiting access, or releases one that was granted meanwhile. Transfers under way go on.
     void abandon(const std::shared_ptr<Access>& access);
 
     // ---- transfers ----
 
-    // What to start now, in this order. A move is to be made before any transfer that follows it is started.
+    // Commands to start now, in this order. A move must be made before any transfer that follows it is started.
     std::vector<Command> take_commands() { return std::exchange(residency_.commands, {}); }
-    // The same, into an empty vector, whose memory the pager goes on with.
+    // take_commands() into an empty vector, whose memory the pager uses from now on.
     void take_commands(std::vector<Command>& commands) { residency_.commands.swap(commands); }
-    // Transfers, started before, for which somebody waits by now.
+    // Transfers started before as prefetches for which an access waits by now.
     std::vector<TransferId> take_raised() { return std::exchange(residency_.raised, {}); }
-    // How many transfers have to end, at least, before this access can be granted; 1 where that is not known.
+    // Least number of transfers that have to end before this access can be granted; 1 where that is not known.
     std::uint64_t results_until_ready(const Access& access) const;
-    // A transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`.
+    // Reports a transfer that has succeeded; it was on its link from `start` to `end`, on the clock of `request`.
     void completed(TransferId transfer, double start, double end);
-    // A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody.
+    // Reports a transfer that has failed. Transfers ordered after it are undone; do not report their ends.
     void failed(TransferId transfer, const Failure& error);
-    // After completions were reported: grants what can be granted now.
+    // Grants the accesses that can be granted now; call after reporting completions.
     void proceed(double now);
 
     // ---- the budget ----
@@ -114,7 +115,7 @@ public:
     const Residency& residency() const noexcept { return residency_; }
     Residency& residency() noexcept { return residency_; }
     const Tape& tape() const noexcept { return tape_; }
-    // By the first block of each table that is there.
+    // Counts of accesses to rows, by the first block of each table that exists.
     const std::unordered_map<BlockId, RowCounts>& row_counts() const noexcept { return row_counts_; }
     const std::vector<std::shared_ptr<Access>>& waiting() const noexcept { return waiting_; }
     // Throws PortFailure (a ValueError in Python) unless these are blocks in use.
@@ -140,7 +141,7 @@ private:
     LookAhead look_ahead_;
     std::vector<std::shared_ptr<Access>> waiting_;  // in the order of asking
     std::unordered_map<BlockId, RowCounts> row_counts_;
-    BlockId counted_table_ = -1;  // whose counts these are, as rows of a table mostly come together
+    BlockId counted_table_ = -1;  // table of `counted_`, the counts used last, as rows of a table mostly come together
     RowCounts* counted_ = nullptr;
     double now_ = 0.0;
     double granted_at_ = 0.0;  // when an access was last granted: since then the program computes

@@ -8,7 +8,7 @@ namespace {
 
 constexpr double evidence = 4;  // of what could have been gained, this fraction is taken for gained
 constexpr int stake = 2;        // the balance must cover what lies ready this many times
-// What a block fetched in vain costs, in transfers of it. With less, programs that branch lose more than they gain.
+// Cost of a block fetched in vain, in transfers of it. With less, programs that branch lose more than they gain.
 constexpr double loss = 8;
 constexpr int most_patience = 64;
 constexpr std::size_t remembered = 4096;  // ends of busy times

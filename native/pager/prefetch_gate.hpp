@@ -16,28 +16,28 @@
 
 namespace farpool::pager {
 
-// An account in bytes: time times the link's rate.
+// The account that decides whether to fetch ahead, in bytes: time gained times the link's rate.
 class PrefetchGate {
 public:
     // `capacity`: bytes of the arena.
     explicit PrefetchGate(std::int64_t capacity) : capacity_(capacity), refill_(capacity) {}
 
     void set_capacity(std::int64_t capacity) { capacity_ = refill_ = capacity; }
-    // So many bytes are fetched once more when the arena is filled anew.
+    // Sets the bytes that are fetched once more when the arena is filled anew.
     void set_refill(std::int64_t nbytes) { refill_ = nbytes; }
-    // These bytes could have been fetched ahead; `enough` bytes may be at stake when it is tried.
+    // Notes bytes that could have been fetched ahead; `enough`: bytes that may be at stake when it is tried.
     void note_foretold(double nbytes, std::int64_t enough);
-    // A fetch has ended; these shares of it ran while the program computed, and while others were written back.
+    // Notes an ended fetch, and the shares of its time in which the program computed and in which others were written back.
     void note_fetch(double nbytes, double computing, double writing, bool ahead);
     // Charge for arena space taken by prefetched bytes.
     void charge_room(double nbytes);
-    // These bytes were fetched ahead in vain.
+    // Charge for bytes that were fetched ahead in vain.
     void charge_waste(double nbytes);
-    // Whether fetching ahead is worth it.
+    // True if fetching ahead is worth it.
     bool open() const noexcept { return open_; }
-    // Whether it has gained so much that the arena may be filled anew for its sake.
+    // True if fetching ahead has gained so much that the arena may be filled anew for its sake.
     bool ample() const noexcept { return ample_; }
-    // Whether so many bytes may be at stake.
+    // True if the balance allows `nbytes` to be at stake.
     bool covers(std::int64_t nbytes) const;
 
 private:
@@ -52,10 +52,10 @@ private:
     bool ample_ = false;
 };
 
-// When something was busy, lately.
+// The recent intervals in which something was busy.
 class BusyTimes {
 public:
-    // It was busy from `start` to `end`. Returns the seconds of it that had not been noted before.
+    // Notes a busy interval from `start` to `end`; returns the seconds of it that had not been noted before.
     double note(double start, double end);
     // Busy seconds between two times.
     double between(double start, double end) const { return until(end) - until(start); }
@@ -63,17 +63,17 @@ public:
 private:
     double until(double time) const;
 
-    // Its beginnings and ends in turn, and the busy seconds up to each.
+    // Beginnings and ends of the intervals in turn, and the busy seconds up to each.
     std::vector<double> times_{0.0};
     std::vector<double> totals_{0.0};
 };
 
-// Seconds a byte of a link, over the latest transfers, which may overlap.
+// Seconds per byte of a link, over the latest transfers, which may overlap.
 class LinkRate {
 public:
-    // One more transfer; each counts a tenth less than the one after it.
+    // Notes a transfer; each counts a tenth less than the one after it.
     void note(std::int64_t nbytes, double start, double end);
-    // 0 before anything was moved.
+    // Recent rate of the link; 0 before anything was moved.
     double seconds_per_byte() const { return bytes_ != 0.0 ? seconds_ / bytes_ : 0.0; }
 
 private:

@@ -125,7 +125,7 @@ void Residency::count_waste(BlockId block) {
     gate.charge_waste(static_cast<double>(blocks[block].size));
 }
 
-// The block is not prefetched any more; whether it was.
+// Clears a block's mark as prefetched; true if it was set.
 bool Residency::forget_prefetch(BlockId block) {
     if (!blocks[block].prefetched) {
         return false;
@@ -189,7 +189,7 @@ TransferId Residency::start(Kind kind, BlockId block, std::vector<Piece> pieces,
     return number_;
 }
 
-// Somebody waits for what is under way on this block.
+// Raises the priority of the transfer under way on a block, as an access waits for it.
 void Residency::raise_for(BlockId block, std::optional<std::int64_t> use) {
     if (use || !blocks[block].moving) {
         return;
@@ -230,7 +230,7 @@ bool Residency::try_evict(BlockId block) {
     return true;
 }
 
-// Promises the block's range to others, who wait for the write.
+// Frees the range of a block that is being written back for others, whose transfers wait for the write.
 void Residency::write_out(BlockId block, TransferId number) {
     Block& b = blocks[block];
     evictable.remove(block);
@@ -253,7 +253,7 @@ bool Residency::rescue(BlockId block) {
     return true;
 }
 
-// A resident block's bytes are not needed here any more. `claimed`: what it had claimed and has not waited for.
+// Takes a resident block out of the arena. `claimed`: ordinal of a last use that it had claimed and has not waited for.
 void Residency::leave(BlockId block, std::int64_t claimed) {
     Block& b = blocks[block];
     evictable.remove(block);
@@ -340,7 +340,7 @@ void Residency::computed(double start, double end) {
     }
 }
 
-// What a fetch gained: the time in which, meanwhile, the program computed or other blocks were written back.
+// Tells the gate what a fetch gained: the time in which the program computed or other blocks were written back meanwhile.
 void Residency::judge(const Fetched& fetch) {
     const double seconds = fetch.end - fetch.start;
     if (seconds > 0) {
@@ -393,7 +393,7 @@ void Residency::failed(TransferId number, const Failure& error, bool waited_for)
     }
 }
 
-// Undoes a fetch that was ordered after a write-back that failed.
+// Undoes a fetch that was ordered after a write-back which has failed.
 void Residency::give_up(const Transfer& transfer) {
     const BlockId block = transfer.block;
     // If it has not been taken yet it must not start at all: its range is the victim's again.

@@ -36,7 +36,7 @@ namespace farpool::pager {
 struct Counters {
     std::int64_t accesses = 0;  // runs accessed
     std::int64_t hits = 0;      // runs found whole and in place
-    std::int64_t row_accesses = 0;  // of those, blocks of tables whose rows are picked by data
+    std::int64_t row_accesses = 0;  // accesses to blocks of tables whose rows are picked by data
     std::int64_t row_hits = 0;
     std::int64_t late = 0;      // runs whose transfer was under way when they were accessed
     std::int64_t demand_fetches = 0;
@@ -55,7 +55,7 @@ bool contains(const BlockSet& set, BlockId block);
 
 class Residency {
 public:
-    // `late`: it is known only later when the program computed.
+    // `late`: the times at which the program computed are known only later.
     Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment, bool late);
     Residency(const Residency&) = delete;
     Residency& operator=(const Residency&) = delete;
@@ -64,41 +64,41 @@ public:
 
     // Arena bytes that a run occupies.
     std::int64_t run_bytes(const Run& run) const;
-    // Arena offset of a run that is resident and contiguous, else `nowhere`.
+    // Arena offset of a run if it is resident and contiguous, else `nowhere`.
     std::int64_t place_of(const Run& run) const;
-    // Whether no transfer is under way on the run (a rescued block is resident while its write-back still runs).
+    // True if no transfer is under way on the run (a rescued block is resident while its write-back still runs).
     bool settled(const Run& run) const;
     bool any_pinned() const;
-    // Whether a block is resident, unpinned, and no transfer is under way on it.
+    // True if a block is resident and unpinned, and no transfer is under way on it.
     bool at_rest(BlockId block) const;
 
     // ---- pins and keys ----
 
     void pin(const Run& run);
     void unpin(const Run& run);
-    // The block's bytes are not those of its copy any more.
+    // Marks a block dirty: its bytes differ from its copy.
     void soil(BlockId block);
     void set_next_use(BlockId block, std::int64_t key);
-    // The block is accessed: if it was prefetched, that was right.
+    // Notes an access to a block; if it was prefetched, the prefetch counts as used.
     void use(BlockId block);
 
     // ---- coming and leaving ----
 
-    // Places and fetches what is missing of a run; false if that has to wait (or, ahead of time, is not worth it). `keep`
-    // must not be evicted for it. `use`, ahead of time, is the position of the coming use: only blocks needed later than
-    // that make room. Throws NoRoom.
+    // Places and fetches the missing blocks of a run; false if that has to wait (or, ahead of time, is not worth it). `keep`:
+    // blocks that must not be evicted for it. `use`: for a prefetch, the position of the coming use; only blocks needed later
+    // than that make room. Throws NoRoom.
     bool bring(const Run& run, const BlockSet& keep, std::optional<std::int64_t> use = {});
-    // Makes room for the missing ones of many small runs at once and gives them places: beside each other where there is such
-    // a hole, else each in a hole of its own. Only those that fit into none make others move together.
+    // Makes room for the missing blocks of many small runs at once and places them: side by side where there is such a hole,
+    // else each in a hole of its own. Resident blocks are moved only for those that fit into no hole.
     void bring_rows(std::span<const Run> runs, const BlockSet& keep);
     // Makes a resident, unpinned block leave: at once if it is clean, else by writing it back. Throws NoRoom where no lower
     // tier takes it; it stays.
     void evict(BlockId block);
-    // As `evict`, but false where that throws.
+    // evict(), but returns false where that throws.
     bool try_evict(BlockId block);
-    // Whether the victim may leave for what is fetched ahead for that use: it is needed later, and not kept.
+    // True if the victim may leave for a prefetch for the position `use`: it is needed later, and not kept.
     bool may_leave_for(std::int64_t use) const;
-    // The block dies. Nothing is under way on it and nobody has pinned it.
+    // Frees a block, which must be unpinned and without a transfer under way.
     void forget(BlockId block);
     bool has_stuck() const noexcept { return !stuck_.empty(); }
     // Lets the stuck blocks be tried again; returns the error of one of them, or null.
@@ -106,12 +106,12 @@ public:
 
     // ---- completions ----
 
-    // A transfer has ended well; it was on its link from `start` to `end`.
+    // Notes a transfer that has succeeded; it was on its link from `start` to `end`.
     void completed(TransferId number, double start, double end);
-    // The program computed from `start` to `end`.
+    // Notes that the program computed from `start` to `end`.
     void computed(double start, double end);
-    // A transfer has ended badly. What waited for it is undone; the bytes it was to save stay where they are.
-    // `waited_for`: whether an access waits for its block.
+    // Notes a transfer that has failed. Transfers that waited for it are undone; bytes that it was to save stay in the arena.
+    // `waited_for`: true if an access waits for its block.
     void failed(TransferId number, const Failure& error, bool waited_for);
 
     BlockTable blocks;
@@ -125,9 +125,9 @@ public:
     Counters counters;
     std::vector<Command> commands;
     std::vector<TransferId> raised;  // transfers that somebody waits for by now
-    // Those under way, by number, which is the order in which they were started.
+    // Transfers under way, by number, which is the order in which they were started.
     std::map<TransferId, std::shared_ptr<const Transfer>> transfers;
-    // Blocks whose last fetch failed while somebody waited for it, who takes the error.
+    // Errors of blocks whose last fetch failed while an access waited for it; the access takes the error.
     std::unordered_map<BlockId, Failure> faults;
     std::int64_t ahead_bytes = 0;     // prefetched, or on their way, and not accessed yet
     std::int64_t ahead_at_least = 0;  // while fewer bytes lie ready, blocks that were to be kept make room too
@@ -135,7 +135,7 @@ public:
     std::int64_t hollow_blocks = 0;
 
 private:
-    // A fetch that has ended, and may have gained time.
+    // An ended fetch, for the prefetch gate to judge.
     struct Fetched {
         std::int64_t nbytes;
         double start;
@@ -173,7 +173,7 @@ private:
     bool late_;
     BusyTimes computing_;             // when the program computed
     std::deque<Fetched> unjudged_;    // fetches of which it is not known yet whether the program computed meanwhile
-    // The search for a gap that failed: version of the map, bytes, and bytes to move at most.
+    // The latest search for a gap that failed: version of the map, bytes, and bytes to move at most.
     std::optional<std::tuple<std::uint64_t, std::int64_t, std::int64_t>> in_vain_;
 };
 

@@ -1,4 +1,4 @@
-// Retention: which blocks of a loop that does not fit stay, and which make room for those that are fetched.
+// Retention: chooses which blocks stay, of a loop that does not fit, and which make room for those that are fetched.
 //
 // Belady's rule says how many bytes a loop has to fetch in each turn, but evicting the farthest next use keeps one stretch of
 // the loop: the link idles while the program runs through it, and the program waits in the rest. Any other choice of as many
@@ -22,12 +22,12 @@ public:
 
     std::int64_t room() const noexcept { return room_; }
     void set_room(std::int64_t room) { room_ = room; }
-    // Whether the `nbytes` bytes of an access, which are used again after `distance` bytes of others, are to stay. `turn`: the
+    // True if the `nbytes` bytes of an access, which are used again after `distance` bytes of others, are to stay. `turn`:
     // bytes of one turn of the loop.
     bool keeps(std::int64_t nbytes, std::int64_t distance, std::int64_t turn);
 
 private:
-    // A mean that forgets what lies more than one turn of the loop back.
+    // A moving mean over about one turn of the loop.
     struct Mean {
         double value;
         void note(double next, double weight) { value += weight * (next - value); }

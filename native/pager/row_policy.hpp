@@ -1,4 +1,4 @@
-// Which rows of tables stay in the arena, where no tape knows which come next.
+// Eviction of rows of tables, whose next uses no tape knows: by recency or by frequency.
 //
 // Blocks of unknown next use leave in the order of a time until which they are worth keeping. By recency that is the time of
 // their latest access. By frequency it lies further off, the more often they were used since they came: a block that was used
@@ -22,14 +22,14 @@ namespace farpool::pager {
 
 class RowPolicy {
 public:
-    // `room`: bytes that rows may have; the whole arena, as nobody knows what else comes.
+    // `room`: bytes that rows may have: the whole arena, as other use is not known in advance.
     explicit RowPolicy(std::int64_t room);
 
     void set_room(std::int64_t room);
-    // A block of `nbytes` bytes is accessed for the `uses`-th time since it came; the tape stands at `position`. Returns until
-    // when it is worth keeping.
+    // Notes the `uses`-th access to a block of `nbytes` bytes since it came, with the tape at `position`. Returns the time
+    // until which it is worth keeping.
     std::int64_t access(BlockId block, std::int64_t nbytes, std::int64_t uses, std::int64_t position);
-    // A block that was worth keeping until then has left.
+    // Notes that a block has left that was worth keeping until `worth`.
     void left(std::int64_t worth) { floor_ = std::max(floor_, worth); }
     bool by_frequency() const noexcept { return by_frequency_; }
 

@@ -18,7 +18,7 @@ constexpr std::int64_t share = 4;     // the arena holds this part of the blocks
 constexpr std::int64_t chunk = 1000;  // blocks of one storage
 constexpr double link = 1e-6;         // virtual seconds that a block takes on the link, and that the program computes
 
-// The bookkeeping of a tier, without one.
+// A tier's bookkeeping without a tier.
 class SimulatedSpace : public Space {
 public:
     explicit SimulatedSpace(std::int64_t capacity) : extents_(capacity, block_bytes) {}

@@ -1,5 +1,5 @@
-// A pager under a program on simulated hardware, to measure the pager: one tier behind a link in virtual time, a quarter of
-// the blocks in the arena, no bytes.
+// A simulated program over a pager, to measure the pager: one tier behind a link in virtual time, a quarter of the blocks in
+// the arena, no bytes.
 #pragma once
 
 #include <array>
@@ -20,11 +20,11 @@ public:
     SimulatedProgram(const SimulatedProgram&) = delete;
     SimulatedProgram& operator=(const SimulatedProgram&) = delete;
 
-    // Writes each block.
+    // Writes each block once.
     void fill();
-    // Reads so many blocks one after the other, from where it stopped the last time, and over and over.
+    // Makes `accesses` reads of one block after the other, over and over, from where the last call stopped.
     void loop(std::int64_t accesses);
-    // Reads so many blocks picked at random.
+    // Makes `accesses` reads of blocks picked at random.
     void shuffled(std::int64_t accesses);
 
 private:
@@ -44,7 +44,7 @@ private:
     double now_ = 0.0;
     std::int64_t next_ = 0;
     std::mt19937_64 random_{0};
-    // By direction: when the link is free, and what is under way, in the order of the ends.
+    // By direction: the time at which the link is free, and the transfers under way in the order of their ends.
     std::array<double, 2> free_{};
     std::array<std::deque<Ending>, 2> under_way_;
     std::unordered_map<TransferId, double> ends_;

@@ -1,4 +1,4 @@
-// Strides: what comes next where no tape knows, by majority vote over the latest steps from access to access.
+// Strides: predicts the next accesses off the tape, by majority vote over the latest steps from access to access.
 //
 // A program that walks through its blocks at a steady pace, with a few accesses elsewhere in between, has one step that
 // occurs in more than half of the latest accesses. The vote is over the shortest stretch of the latest steps that has a
@@ -20,13 +20,13 @@ public:
     void record(std::int64_t name, std::int32_t count);
     // Names of the next `count` blocks, if the pace stays; empty without one.
     std::vector<std::int64_t> coming(int count) const;
-    // Whether the latest access was the one expected.
+    // True if the latest access was the one expected.
     bool foretold() const noexcept { return foretold_; }
 
 private:
     static constexpr std::array<std::size_t, 3> lengths{4, 8, 16};
 
-    // The latest steps, of which so many count in a vote; at most `lengths.back()` of them are looked at.
+    // The latest `length` steps, and the step that has the majority among them.
     class Stretch {
     public:
         explicit Stretch(std::size_t length) : length_(length) {}

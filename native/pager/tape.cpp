@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t first_index = std::size_t{1} << 12;
 constexpr int name_shift = 25;
 constexpr std::int64_t count_mask = 0xFFFFFF;
-constexpr std::size_t growth = 8;  // what is known of names grows by this fraction
+constexpr std::size_t growth = 8;  // tables by name grow by one part in this many
 
 }  // namespace
 

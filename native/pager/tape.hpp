@@ -19,19 +19,19 @@
 
 namespace farpool::pager {
 
-// Added to a next use: the block is not kept until then (see retention.hpp).
+// Added to the key of a next use: the block is not kept until then (see retention.hpp).
 inline constexpr std::int64_t spare = std::int64_t{1} << 60;
-// A next use beyond the known future. Added to it: how long ago the block was used, so that the least recent goes first.
+// Key of a next use beyond the known future. The time since the last use is added, so that the least recent goes first.
 inline constexpr std::int64_t never = std::int64_t{1} << 61;
 
-// The position that a key stands for; a key beyond `never` stands for itself.
+// The position of the next use in a key; keys from `never` on are returned as they are.
 constexpr std::int64_t coming_use(std::int64_t key) { return key >= never ? key : key & (spare - 1); }
-// A position as a time: accesses to rows of one table, which share a position, lie between it and the next.
+// A position as a time, with room before the next position for accesses to rows of one table, which share a position.
 constexpr std::int64_t moment(std::int64_t position) { return position << 16; }
-// The key of a block that is next used at nobody knows when, and is worth keeping until a time; and back.
+// Key of a block of unknown next use that is worth keeping until the time `worth`; and its inverse.
 constexpr std::int64_t key_until(std::int64_t worth) { return 2 * never - worth; }
 constexpr std::int64_t worth_of(std::int64_t key) { return 2 * never - key; }
-// The key of a block that is next used at nobody knows when, and was last used at `position`.
+// Key of a block of unknown next use that was last used at `position`.
 constexpr std::int64_t unknown_use(std::int64_t position) { return key_until(moment(position)); }
 
 class Tape {
@@ -48,22 +48,22 @@ public:
     // Appends an access to `count` blocks from `name` on, of `nbytes` bytes, before which the program computed for `busy`
     // seconds. Returns the key of these blocks: their next use, or beyond `never`.
     std::int64_t record(std::int32_t name, std::int32_t count, std::int64_t nbytes, bool created, double busy);
-    // Appends an access to rows of a table, picked by data; several in a row count as one.
+    // Appends an access to rows of a table, picked by data; consecutive ones count as one.
     std::int64_t record_table(std::int32_t name, double busy);
 
-    // After the access at `position` the program computed for so many seconds, as it turns out now.
+    // Adds seconds that the program computed after the access at `position`, where they become known later.
     void add_time(std::int64_t position, double seconds);
 
     // Position of the latest access; -1 before there was one.
     std::int64_t now() const noexcept { return now_; }
-    // Position whose successor is expected next; -1 off the tape.
+    // Position of the pointer: its successor is expected next; -1 off the tape.
     std::int64_t pointer() const noexcept { return pointer_; }
-    // Whether the latest access was the one expected.
+    // True if the latest access was the one expected.
     bool foretold() const noexcept { return foretold_; }
     std::int64_t divergences() const noexcept { return divergences_; }
-    // Counts the times that the pointer landed somewhere new, or got lost: older keys mean nothing after that.
+    // Number of times that the pointer jumped or got lost; keys from before a jump are invalid.
     std::int64_t jumps() const noexcept { return jumps_; }
-    // Whether the future is known well enough to act on it.
+    // True if the future is known well enough to act on it.
     bool followed() const noexcept { return confirmed_ >= confirm; }
 
     Token token(std::int64_t position) const;

@@ -7,7 +7,7 @@ namespace farpool::pager {
 
 namespace {
 
-constexpr std::size_t few = 4;  // as many uses as this are quicker compared with each other than sorted
+constexpr std::size_t few = 4;  // up to this many uses are compared pairwise, which is quicker than sorting
 
 bool disjoint(const Run& left, const Run& right) { return left.first >= right.stop() || left.stop() <= right.first; }
 
@@ -15,7 +15,7 @@ bool same(const Run& left, const Run& right) {
     return left.first == right.first && left.count == right.count && left.mode == right.mode;
 }
 
-// Few uses that share a run whole or not at all; false where they overlap in another way.
+// Joins a few uses whose runs are either the same or disjoint; false where runs overlap in another way.
 bool join_few(std::span<const Use> uses, Runs& joined) {
     for (const Use& use : uses) {
         if (use.empty()) {

@@ -1,4 +1,4 @@
-// Uses: the byte ranges that one operation touches, turned into runs of blocks, and where each lies in its run.
+// Uses: the byte ranges that one operation touches, and their conversion to runs of blocks.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,18 @@
 
 namespace farpool::pager {
 
-// Where a storage lies in its blocks. Small storages are packed anew when they are first used, so it changes.
+// Place of a storage in its blocks. It changes, as small storages are packed anew when they are first used.
 struct Layout {
     BlockId first = -1;
     std::int32_t count = 0;
-    std::int64_t offset = 0;       // where it begins in its block; 0 unless it shares one
+    std::int64_t offset = 0;       // of the storage in its block, in bytes; 0 unless it shares one
     std::int64_t block_bytes = 0;  // of each of its blocks but the last; of the block if it shares one
     std::int64_t nbytes = 0;       // of the storage
-    bool shared = false;           // whether it shares its block with other storages
-    bool loose = false;            // whether it is still to be packed with what is used next to it
+    bool shared = false;           // true if it shares its block with other storages
+    bool loose = false;            // true if it is still to be packed with storages used next to it
 };
 
-// Bytes [start, stop) of a storage, and what is done with them.
+// Bytes [start, stop) of a storage, and whether they are read or written.
 struct Use {
     std::shared_ptr<const Layout> storage;
     std::int64_t start;
@@ -31,7 +31,7 @@ struct Use {
     bool empty() const noexcept { return stop <= start; }
 };
 
-// A run of blocks, and where in it something begins, in bytes.
+// A run of blocks, and the offset in it, in bytes, at which a use begins.
 struct Span {
     Run run;
     std::int64_t offset;

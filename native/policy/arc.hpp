@@ -1,9 +1,9 @@
-// ARC (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003): one queue of objects used once, one of those
-// used more often, both in order of use, and the ghosts of what was evicted from either. A ghost that comes back moves the target
-// size of the first queue towards the list in which it would still be.
+// ARC (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003): one queue of objects used once,
+// one of objects used more often, both in order of use, and the ghosts of objects evicted from either. A ghost that comes
+// back moves the target size of the first queue towards the list in which it would still be.
 //
-// Names are those of the paper: t1, t2 the queues, b1, b2 their ghosts, p the target size of t1. p is a fraction, as the steps by
-// which it moves are; sizes are sums of bytes.
+// Names are those of the paper: t1, t2 the queues, b1, b2 their ghosts, p the target size of t1. p is a fraction, as the
+// steps by which it moves are; sizes are sums of bytes.
 #pragma once
 
 #include <optional>

@@ -1,6 +1,6 @@
-// Belady's MIN ("A study of replacement algorithms for a virtual-storage computer", 1966): what is used farthest in the future goes
-// first. Offline: who calls must know the next use of everything. The fewest misses where all objects have one size; a bound
-// to compare with, not a rule to live by, where they have not.
+// Belady's MIN ("A study of replacement algorithms for a virtual-storage computer", 1966): the object used farthest in the
+// future goes first. Offline: the caller must know all next uses. Optimal where all objects have one size; otherwise a
+// reference to compare with.
 #pragma once
 
 #include "policy/slot_heap.hpp"

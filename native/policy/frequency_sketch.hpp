@@ -1,5 +1,5 @@
-// A count-min sketch (Cormode and Muthukrishnan, 2005) of how often keys were used lately: four counters a key, of which the least
-// is the estimate. Counters stop at 255, and all are halved once in a while, so that it forgets.
+// A count-min sketch (Cormode and Muthukrishnan, 2005) of the recent uses of keys: four counters a key, the least of which is
+// the estimate. Counters stop at 255, and all are halved once in a while, so that old uses are forgotten.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ class FrequencySketch {
 public:
     explicit FrequencySketch(std::size_t counters_per_key) : counters_per_key_(counters_per_key) {}
 
-    // Makes room for so many keys. Growing keeps all estimates, and ends at 256 MiB.
+    // Grows the sketch for `keys` keys, to at most 256 MiB; keeps all estimates.
     void reserve(std::size_t keys) {
         while (counters_.size() < std::min(counters_per_key_ * keys, most_counters)) {
             const std::size_t old = counters_.size();
@@ -27,7 +27,7 @@ public:
         if (least == most) {
             return;
         }
-        // Only those that hold the least: the others are too high as it is.
+        // Only counters that hold the least are raised: the others are too high already.
         for (unsigned row = 0; row < rows; ++row) {
             std::uint8_t& counter = counters_[place(key, row)];
             counter = counter == least ? static_cast<std::uint8_t>(least + 1) : counter;
@@ -51,7 +51,8 @@ private:
     static constexpr std::uint8_t most = 255;
     static constexpr std::size_t most_counters = std::size_t{1} << 28;
 
-    // The low bits choose, so that a table of twice the size has each counter where it was, and once more behind.
+    // Index of a key's counter in a row. The low bits choose, so that a table of twice the size has each counter where it was,
+    // and once more behind.
     std::size_t place(std::uint64_t key, unsigned row) const {
         const std::uint64_t hash = mix64(key);
         return (hash + row * ((hash >> 32) | 1)) & (counters_.size() - 1);

@@ -18,7 +18,7 @@ void Gdsf::on_insert(Slot slot, const Item& item) {
 }
 
 void Gdsf::on_remove(Slot slot, Leaving why) {
-    // One that left because others were held is worth more than those; start_ must not pass what is still in.
+    // An object that left because others were held is worth more than they are; start_ must not pass the worth of any still in.
     if (why == Leaving::evicted && slot == order_.top()) {
         start_ = order_.rank(slot).worth;
     }

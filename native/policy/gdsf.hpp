@@ -1,6 +1,6 @@
-// GDSF (Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", 1998): an object is worth its
-// uses times what it costs to fetch, for each byte that it takes. The least worth goes first, and what comes in or is used later
-// starts from its worth, so that former uses count less and less.
+// GDSF (Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", 1998): the worth of
+// an object is its uses times its cost of fetching, per byte. The object of least worth goes first, and objects that come
+// in or are used later start from its worth, so that former uses count less and less.
 #pragma once
 
 #include "policy/slot_heap.hpp"

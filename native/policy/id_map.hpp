@@ -1,5 +1,5 @@
-// From keys of 64 bits to numbers of 32: open addressing with linear probing, and no tombstones, so that it stays as fast as it
-// was however many keys have come and gone.
+// A hash map from 64-bit keys to 32-bit numbers: open addressing with linear probing and without tombstones, so that it stays
+// fast however many keys have come and gone.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,14 @@ public:
             }
         }
     }
-    // The key is not in yet.
+    // Adds a key, which must not be in yet.
     void insert(std::uint64_t key, std::uint32_t value) {
         if (2 * ++size_ > cells_.size()) {
             grow();
         }
         place(key, value);
     }
-    // Whether it was in.
+    // Removes a key; true if it was in.
     bool erase(std::uint64_t key) {
         std::size_t hole = home(key);
         while (cells_[hole].key != key || cells_[hole].value == none) {
@@ -39,7 +39,7 @@ public:
             }
             hole = next(hole);
         }
-        // Those behind move up, unless that would put them before their home.
+        // Later cells move up into the hole, unless that would put them before their home.
         for (std::size_t at = next(hole); cells_[at].value != none; at = next(at)) {
             const std::size_t mask = cells_.size() - 1;
             if (((at - home(cells_[at].key)) & mask) >= ((at - hole) & mask)) {

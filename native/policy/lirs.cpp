@@ -38,7 +38,7 @@ void Lirs::forget(Slot ghost) {
     unused_.push_back(ghost);
 }
 
-// At the bottom of S lies a LIR object: what lies below the last one would have to be used sooner than it to become LIR, and was not.
+// Removes entries from the bottom of S up to a LIR object: those below it cannot become LIR, as their uses lie too far apart.
 void Lirs::prune() {
     while (s_.oldest() != s_.newest() && entries_[s_.oldest()].state != State::lir) {
         const Slot bottom = s_.oldest();
@@ -69,7 +69,7 @@ void Lirs::become_lir(Slot number) {
     lir_nbytes_ += entries_[number].size;
 }
 
-// S remembers as much as would fill the cache twice, its own objects included.
+// Limits S to twice the capacity in bytes, its resident objects included.
 void Lirs::limit_s() {
     while (s_nbytes_ > 2 * capacity_ && !ghosts_.empty()) {
         forget(ghosts_.oldest());

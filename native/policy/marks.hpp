@@ -1,8 +1,8 @@
-// Marks of use: one byte an object, which whoever uses it sets and the policy clears when it comes by.
+// Marks of use: one byte an object, set at each use and cleared by the policy when it comes by.
 //
-// They lie in the policy, or in memory outside. Beside those there may be areas that others write: a node's readers map objects and
-// leave a mark without a message. Such a mark may be set at any moment, so all accesses are atomic; nothing else depends on their
-// order.
+// Marks lie in the policy, or in memory outside. There may also be areas that other processes write: a node's readers map
+// objects and mark their uses without a message. Such a mark may be set at any moment, so all accesses are atomic; nothing else
+// depends on their order.
 #pragma once
 
 #include <algorithm>
@@ -16,18 +16,19 @@ namespace farpool::policy {
 
 class Marks {
 public:
-    // As many bytes as a power of two: slots whose numbers end alike share one.
+    // Marks written by one other process. Their number is a power of two; slots whose numbers have the same low bits share one.
     struct Area {
         std::uint8_t* bytes;
         std::uint64_t mask;  // the bytes, less 1
     };
 
     Marks() = default;
-    // The memory has a byte for each slot that will ever be inserted. Areas may come and go.
+    // Marks in memory outside, which has a byte for each slot that will ever be inserted. Areas may come and go.
     Marks(std::uint8_t* outside, const std::vector<Area>* areas) : bytes_(outside), areas_(areas) {}
 
     bool outside() const noexcept { return areas_ != nullptr; }
-    // For an object that comes in. An area keeps what it has: it may be another object's, and else the new one stays a turn longer.
+    // Clears the mark of an object that comes in. Marks in areas stay: they may be another object's; if not, the new object
+    // stays a turn longer.
     void clear(Slot slot) {
         if (!outside() && slot >= own_.size()) {
             own_.resize(std::size_t{slot} + 1);
@@ -44,7 +45,7 @@ public:
         }
         return value;
     }
-    // Clears the mark; whether it was set. One that is set between the two is lost, as it would be just before.
+    // Clears the mark; true if it was set. A mark set between the look and the clearing is lost, as if it had come just before.
     bool take(Slot slot) {
         bool was_set = take(bytes_[slot]);
         for (std::size_t area = 0; outside() && area < areas_->size(); ++area) {
@@ -56,7 +57,7 @@ public:
 
 private:
     static std::atomic_ref<std::uint8_t> at(std::uint8_t& byte) { return std::atomic_ref<std::uint8_t>(byte); }
-    // Written only where it is set: else the line would travel between cores for nothing.
+    // Clears one byte, which is written only if it is set: else its cache line would travel between cores for nothing.
     static bool take(std::uint8_t& byte) {
         if (at(byte).load(std::memory_order_relaxed) == 0) {
             return false;

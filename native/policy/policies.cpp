@@ -17,7 +17,7 @@ namespace farpool::policy {
 
 namespace {
 
-// Offline, what counts is the policy and not how well it is approximated.
+// Bytes of the frequency sketch for each object: many, as simulations judge the policy and not how well it is approximated.
 constexpr std::size_t offline_counters = 512;
 
 using Make = std::unique_ptr<Policy> (*)(std::uint64_t);

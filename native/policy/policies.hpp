@@ -1,4 +1,4 @@
-// All policies, by name, as simulations want them.
+// All policies, by name, for simulations.
 #pragma once
 
 #include <memory>
@@ -10,9 +10,9 @@
 
 namespace farpool::policy {
 
-// In the order in which tables show them.
+// Names of all policies, in the order in which tables show them.
 std::span<const std::string_view> names();
-// `capacity`: of the cache, in the unit of the sizes. Throws where there is no such policy.
+// Makes a policy. `capacity`: of the cache, in the unit of the sizes. Throws where there is no such policy.
 std::unique_ptr<Policy> make(std::string_view name, std::uint64_t capacity);
 
 }  // namespace farpool::policy

@@ -1,4 +1,4 @@
-// Eviction policies: which of the objects in a cache makes room for the next one. One interface, one file a policy.
+// Eviction policies, which choose the object in a cache that makes room for the next one. One interface, one file a policy.
 //
 // A policy keeps no objects. Its caller does, numbers them densely (a pager its blocks, a node the slots of its index) and
 // tells the policy what happens to them:
@@ -24,7 +24,7 @@
 
 namespace farpool::policy {
 
-// A number that the caller has given to an object. Memory is taken for all numbers up to the largest.
+// The number that the caller has given to an object. Memory is taken for all numbers up to the largest.
 using Slot = std::uint32_t;
 constexpr Slot no_slot = 0xffffffffu;
 
@@ -42,7 +42,7 @@ enum class Leaving {
     deleted,  // it has ended
 };
 
-// Says which objects cannot leave now because they are pinned or on their way. Refers to the callable that it is made from.
+// A predicate for objects that cannot leave now because they are pinned or in transfer. Refers to the callable it is made from.
 class Held {
 public:
     Held() = default;
@@ -63,12 +63,12 @@ public:
     Policy(const Policy&) = delete;
     Policy& operator=(const Policy&) = delete;
 
-    // The object is used again.
+    // Notes another use of the object.
     void touch(Slot slot, std::int64_t next_use = never) {
         require(slot, true);
         on_touch(slot, next_use);
     }
-    // The object has come in.
+    // Notes that the object has come in.
     void insert(Slot slot, const Item& item) {
         require(slot, false);
         if (slot >= inside_.size()) {
@@ -78,7 +78,7 @@ public:
         inside_[slot] = true;
         ++size_;
     }
-    // The object to go next, for `incoming` to come in. It stays in until it is removed. `no_slot` where nothing may leave.
+    // The object to evict next for `incoming`; it stays in until it is removed. `no_slot` where nothing may leave.
     Slot victim(const Item& incoming, Held held = {}) { return size_ == 0 ? no_slot : on_victim(incoming, held); }
     void remove(Slot slot, Leaving why) {
         require(slot, true);
@@ -87,7 +87,7 @@ public:
         --size_;
     }
     bool contains(Slot slot) const { return slot < inside_.size() && inside_[slot]; }
-    // Objects that are in.
+    // Number of objects that are in.
     std::size_t size() const noexcept { return size_; }
 
 private:

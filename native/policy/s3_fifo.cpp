@@ -23,7 +23,7 @@ void S3Fifo::on_touch(Slot slot, std::int64_t) {
     marks_.set(slot, std::min<std::uint8_t>(marks_.get(slot) + 1, most_uses));
 }
 
-// Whether the object that comes in is remembered; it is not a ghost any more then, and must not push itself out of the ghosts.
+// True if the object that comes in is a ghost, which it then ceases to be, so that it does not push itself out of the ghosts.
 bool S3Fifo::returns(std::uint64_t key) {
     if (returning_ != key && ghosts_.remove(key)) {
         returning_ = key;
@@ -98,7 +98,7 @@ void S3Fifo::on_remove(Slot slot, Leaving why) {
     const Object& object = objects_[slot];
     (object.in_main ? main_ : small_).remove(slot);
     (object.in_main ? main_nbytes_ : small_nbytes_) -= object.size;
-    // What leaves the main queue has had its chance. What is a ghost already was put in again by a caller that changed its mind.
+    // An object evicted from the main queue has had its chance. One that is a ghost already was put in again by its caller.
     if (why == Leaving::evicted && !object.in_main && object.size <= ghost_capacity_ && !ghosts_.contains(object.key)) {
         while (ghosts_.nbytes() + object.size > ghost_capacity_) {
             ghosts_.pop_oldest();

@@ -1,10 +1,11 @@
-// S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023): new objects pass through a small queue, out of
-// which most are evicted soon; those used twice meanwhile, or that come back while they are remembered, enter the main queue, which
-// works as CLOCK does with a counter up to 3.
+// S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023): new objects pass through a small
+// queue, out of which most are evicted soon; those used twice meanwhile, or that come back while they are remembered, enter
+// the main queue, which works as CLOCK does with a counter up to 3.
 //
-// Details on which counts depend: the small queue is a tenth of the capacity, the ghosts are as much as the main queue. Until the first
-// eviction, what finds the small queue full goes to the main one. An object starts in the main queue with no uses. Where marks come
-// from outside they say that an object was used, not how often: one use is enough to leave the small queue for the main one then.
+// Details on which counts depend: the small queue is a tenth of the capacity, the ghosts are as much as the main queue.
+// Until the first eviction, what finds the small queue full goes to the main one. An object starts in the main queue with
+// no uses. Where marks come from outside they say that an object was used, not how often: one use is enough to leave the
+// small queue for the main one then.
 #pragma once
 
 #include <optional>

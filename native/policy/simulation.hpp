@@ -1,4 +1,4 @@
-// A cache of a given size under a policy, given the requests of a trace one after the other; it counts what it does not have.
+// A simulated cache of a given size under a policy, which counts the misses of a trace of requests.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ class Simulation {
 public:
     Simulation(std::unique_ptr<Policy> policy, std::uint64_t capacity) : policy_(std::move(policy)), capacity_(capacity) {}
 
-    // The requests [first, last) of the trace. An object keeps the size that it came in with; one larger than the cache is a miss
-    // and stays outside.
+    // Runs the requests [first, last) of the trace. An object keeps the size that it came in with; one larger than the cache is
+    // a miss and stays outside.
     void run(const Trace& trace, std::size_t first, std::size_t last);
     const Counts& counts() const noexcept { return counts_; }
 

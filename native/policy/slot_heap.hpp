@@ -7,7 +7,7 @@
 
 namespace farpool::policy {
 
-// `Rank` has an operator< that orders strictly: the least is at the top.
+// A heap of slots by rank, the least at the top. `Rank` has an operator< that is a strict total order.
 template <typename Rank>
 class SlotHeap {
 public:
@@ -28,7 +28,7 @@ public:
     }
     const Rank& rank(Slot slot) const { return heap_[places_[slot]].rank; }
     Slot top() const { return heap_.empty() ? no_slot : heap_.front().slot; }
-    // The least that may leave.
+    // The slot of least rank that may leave; `no_slot` where none may.
     Slot top_free(const Held& held) {
         std::vector<Entry> aside;
         while (!heap_.empty() && held(heap_.front().slot)) {

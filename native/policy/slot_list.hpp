@@ -35,7 +35,7 @@ public:
         (link.older == no_slot ? oldest_ : (*links_)[link.older].newer) = link.newer;
         --size_;
     }
-    // Makes it the newest.
+    // Moves the slot to the end, as the newest.
     void renew(Slot slot) {
         if (slot != newest_) {
             remove(slot);
@@ -47,7 +47,7 @@ public:
     Slot newer(Slot slot) const { return (*links_)[slot].newer; }
     bool empty() const noexcept { return size_ == 0; }
     std::size_t size() const noexcept { return size_; }
-    // The oldest one that may leave.
+    // The oldest slot that may leave; `no_slot` where none may.
     Slot oldest_free(const Held& held) const {
         Slot slot = oldest_;
         while (slot != no_slot && held(slot)) {

@@ -18,7 +18,7 @@ struct Trace {
     void add(std::uint64_t id, std::uint64_t size, std::int64_t next_use);
     // Finds the next uses by going through the trace backwards.
     void find_next_uses();
-    // Different objects, and the sum of their sizes, each as it came first.
+    // Number of different objects, and the sum of their sizes, each as it came first.
     std::uint64_t objects() const { return count().objects; }
     std::uint64_t footprint() const { return count().nbytes; }
 
@@ -30,10 +30,10 @@ private:
     Count count() const;
 };
 
-// libCacheSim's oracleGeneral: records of 24 bytes, little-endian: u32 time, u64 object, u32 size, i64 number of the request that
-// uses it next (-1: none; -2: not known). Throws where the bytes cannot be that.
+// Reads libCacheSim's oracleGeneral: records of 24 bytes, little-endian: u32 time, u64 object, u32 size, i64 number of the
+// request that uses it next (-1: none; -2: not known). Throws where the bytes cannot be that.
 Trace read_oracle_general(std::string_view bytes);
-// Lines of `time,object,size`, or under a header that names the columns: docs/policies.md. Throws with the number of the line.
+// Reads lines of `time,object,size`, or with a header that names the columns (docs/policies.md). Throws with the line number.
 Trace read_csv(std::string_view text);
 
 }  // namespace farpool::policy

@@ -1,12 +1,12 @@
-// W-TinyLFU (Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", 2017): new objects enter a small window
-// in order of use. Whoever has to leave it is compared with the one that would leave the main part next, and the one that was
-// used more often, by a sketch of frequencies, stays. The main part is an LRU in two segments: a fifth of it on probation, and
-// what was used again there, protected.
+// W-TinyLFU (Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", 2017): new objects enter a
+// small window in order of use. The object that has to leave it is compared with the one that would leave the main part
+// next, and the one used more often, by a sketch of frequencies, stays. The main part is an LRU in two segments: a fifth of
+// it on probation, and the rest, used again there, protected.
 //
-// Details on which the numbers of misses depend: the window is a hundredth. Uses in the window are not counted; an object that comes
-// in, is used in the main part or is weighed at the window's end is. Counts are halved after 32 uses of each object in the main part. The parts keep
-// to their shares at once: an object that loses its place before anybody needs its room is `leaving` until then, and a use in the meantime
-// is as if it came in anew.
+// Details on which the numbers of misses depend: the window is a hundredth of the capacity. Uses in the window are not
+// counted; an insertion, a use in the main part and a comparison at the window's end are. Counts are halved after 32 uses
+// of each object in the main part. The parts keep to their shares at once: an object that loses its place before anybody
+// needs its room is `leaving` until then, and a use in the meantime is as if it came in anew.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ namespace farpool::policy {
 
 class WTinyLfu final : public Policy {
 public:
-    // `counters`: bytes of the sketch for each object that is in. 16 tell what is frequent from what is rare; with 512 hardly an
+    // `counters`: bytes of the sketch for each object that is in. 16 tell frequent objects from rare ones; with 512 hardly an
     // estimate is wrong, however many more objects come by than the cache holds.
     explicit WTinyLfu(std::uint64_t capacity, std::size_t counters = 16);
 

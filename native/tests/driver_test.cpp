@@ -28,7 +28,7 @@ private:
     ExtentAllocator extents_;
 };
 
-// Bytes in memory, of which a transfer in so many fails.
+// A port over memory, one in so many of whose transfers fails.
 class SimulatedPort : public farpool::Port {
 public:
     SimulatedPort(std::size_t nbytes, unsigned one_in, bool copies = false)
@@ -94,7 +94,7 @@ struct World {
     Driver driver;
 };
 
-// Each thread has blocks of its own, writes them with its count and finds it again.
+// Runs threads that write counts into blocks of their own and check that they find them again.
 void run_threads(unsigned one_in, int steps, bool copies) {
     constexpr int blocks = 24;  // of one thread more than there is room for
     constexpr std::int64_t nbytes = 1024;

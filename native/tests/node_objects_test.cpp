@@ -51,7 +51,7 @@ Status put(Objects& objects, const std::string& key, std::uint64_t nbytes) {
     return place.status == Status::done ? objects.commit(place.offset, place.serial, 0).status : place.status;
 }
 
-// As a connection does it when bytes come; false where there was no room.
+// Extends a prepared payload as a connection does when bytes come; false where there was no room.
 bool arrives(Objects& objects, const Found& place, std::uint64_t nbytes) {
     while (objects.writable(place.offset) < nbytes) {
         if (objects.extend(place.offset) != Status::done) {

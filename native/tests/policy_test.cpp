@@ -24,7 +24,7 @@ class Cache {
 public:
     Cache(std::string_view name, std::uint64_t capacity) : policy_(make(name, capacity)), capacity_(capacity) {}
 
-    // Requests one after the other; what they evict.
+    // Makes one request for each letter; returns the evicted keys.
     std::string request(std::string_view letters) {
         std::string evicted;
         for (const char letter : letters) {
@@ -129,7 +129,7 @@ private:
             --hand_;
         }
     }
-    // The hand goes on to the next newer one.
+    // Removes an object; a hand that stands at it goes on to the next newer one.
     void take_out(std::ptrdiff_t at) {
         queue_.erase(queue_.begin() + at);
         hand_ -= hand_ >= at ? 1 : 0;
@@ -229,7 +229,7 @@ TEST("GDSF weighs uses, cost and size") {
     policy->touch(1);
     CHECK_EQUAL(policy->victim({9}), 0u);
     policy->remove(0, Leaving::evicted);
-    // What comes in now starts from the worth of what has left: 0.1 + 0.02.
+    // An object that comes in now starts from the worth of the one evicted: 0.1 + 0.02.
     policy->insert(3, {3, 50, never, 1.0});
     CHECK_EQUAL(policy->victim({9}), 3u);
 }

@@ -23,7 +23,7 @@ constexpr double patience = 60.0;
 constexpr std::size_t large = 1 << 20;
 constexpr std::uint64_t never = 1000;
 
-// Notes who reads what, refuses some of it, and is held up by some. Reads nothing.
+// A port that records each read, and refuses or delays some of them. Transfers no bytes.
 class NotingPort : public farpool::Port {
 public:
     explicit NotingPort(bool copies) : copies_(copies) {}
@@ -62,7 +62,7 @@ struct World {
         queue->poll();
     }
 
-    // Reads at offset `id`.
+    // Submits a read at offset `id`.
     void submit(std::int64_t id, std::int64_t priority, bool waits, std::vector<std::int64_t> after = {},
                 std::size_t nbytes = 8) {
         const Piece piece{static_cast<std::uint64_t>(id), 0, nbytes};

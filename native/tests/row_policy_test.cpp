@@ -23,7 +23,7 @@ private:
     std::uint64_t state_ = 7;
 };
 
-// Half of the accesses go to few blocks, the others to so many that each is a new one.
+// Makes accesses, half of them to a few blocks, the others to so many that each is a new one.
 void mix(RowPolicy& policy, Dice& dice, int accesses, std::int64_t position) {
     for (int access = 0; access < accesses; ++access) {
         const bool popular = dice.below(2) == 0;
@@ -31,7 +31,7 @@ void mix(RowPolicy& policy, Dice& dice, int accesses, std::int64_t position) {
     }
 }
 
-// A window of blocks that moves on.
+// Makes accesses to a window of blocks that moves on.
 void move_on(RowPolicy& policy, Dice& dice, int accesses, std::int64_t position) {
     for (int access = 0; access < accesses; ++access) {
         policy.access(static_cast<BlockId>(2'000'000 + access / 4 + dice.below(240)), 1, 1, position);

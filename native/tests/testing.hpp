@@ -1,4 +1,4 @@
-// The least that a unit test needs: named cases, checks that say what they compared, one exit status.
+// A minimal unit test library: named cases, checks that print what they compared, one exit status.
 #pragma once
 
 #include <cstdio>

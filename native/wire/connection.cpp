@@ -337,8 +337,8 @@ std::size_t Connection::read_some(void* into, std::size_t nbytes) {
     }
 }
 
-// What a node says besides the replies that callers wait for: how far it has come with a payload in the publish area, and that area
-// itself. Whether this was it.
+// Handles replies that no caller waits for: progress with a payload in the publish area, and the area itself. True if this
+// reply was one of them.
 bool Connection::keep(const Unanswered& asked) {
     const bool tells = reply_.status == static_cast<std::uint16_t>(Status::taken);
     if (tells && asked.end > asked.begin && reply_.serial <= asked.end - asked.begin && reply_.payload_nbytes == 0) {
@@ -381,7 +381,7 @@ bool Connection::receive_head_some(ReplyHead& head) {
     return false;
 }
 
-// Whether header and meta of the next frame are here.
+// Receives the header and meta of the next frame as far as they have come; true if both are complete.
 bool Connection::receive_frame_some() {
     if (!has_header_) {
         if (end_ - begin_ < sizeof reply_) {

@@ -1,4 +1,4 @@
-// Requests to several nodes at the same time, many under way on each connection: the one way in which a client asks.
+// Requests to several nodes at the same time, many under way on each connection: the only way in which clients send requests.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace farpool {
 constexpr std::size_t window = 64;                           // requests under way on a connection
 constexpr std::size_t window_nbytes = std::size_t{8} << 20;  // bytes of their payloads; one request may always have more
 
-// One request and what it came to. Several may have the same payload: its checksum is computed once, and it goes out to their
+// One request and its outcome. Several may have the same payload: its checksum is computed once, and it is sent to their
 // nodes chunk by chunk, while it is in the processor's cache.
 struct Ask {
     Connection* connection;
@@ -23,8 +23,8 @@ struct Ask {
     std::optional<PortError> error{};  // where there is no reply, or its payload is damaged or has no place
 };
 
-// Where the payload of a reply goes: memory for at least `head.nbytes` bytes, which stays there until exchange() ends. A failure of kind `value` is that request's own, and the payload
-// is dropped; any other breaks the connection.
+// A callback that returns memory for a reply's payload: at least `head.nbytes` bytes, valid until exchange() ends. A failure of
+// kind `value` fails that request only, and its payload is dropped; any other breaks the connection.
 using Place = std::function<Parts(std::size_t ask, const ReplyHead& head)>;
 
 // Sends all requests, in their order on each connection, and takes all replies. A connection that fails, or has not

@@ -52,7 +52,7 @@ constexpr std::uint32_t publish = 4;
 constexpr std::uint32_t admin = 8;
 }  // namespace rights
 
-// As it lies on the wire: every supported machine is little-endian, and no field needs padding.
+// Header of a frame, laid out as on the wire: every supported machine is little-endian, and no field needs padding.
 struct FrameHeader {
     char magic[4];
     std::uint8_t version;
@@ -73,7 +73,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 64);
 
-// What an object is besides its bytes, as its publisher says: at the head of meta in a put and a prepare, and told by a get.
+// An object's attributes as its publisher gave them: at the head of meta in a put and a prepare, and returned by a get.
 struct ObjectHead {
     std::uint64_t ttl_ms;  // left; 0 for no end
     std::uint8_t copies;
@@ -86,12 +86,12 @@ struct ObjectHead {
 };
 static_assert(sizeof(ObjectHead) == 32);
 
-// In ObjectHead::flags. Where it is told: the object is never evicted.
+// ObjectHead::flags, in replies: the object is kept, that is, never evicted.
 constexpr std::uint32_t kept_object = 1;
-// Of a put: it is a copy of what another node has, not wanted where the key has just been dropped or the epoch is a later one.
+// ObjectHead::flags, in a put: a copy of another node's object, refused if the key was just dropped or a later epoch has begun.
 constexpr std::uint32_t copied_object = 2;
 
-// Where the next bytes of a payload lie in the publish area, behind its header.
+// Place of the next bytes of a payload in the publish area, from the end of its header.
 struct AreaPart {
     std::uint32_t offset;
     std::uint32_t nbytes;
@@ -100,24 +100,25 @@ static_assert(sizeof(AreaPart) == 8);
 
 constexpr char frame_magic[4] = {'F', 'P', 'W', '1'};
 constexpr std::uint8_t wire_version = 2;
-// In FrameHeader::flags of a request: the payload's checksum stands behind the payload, not in the header. So whoever sends can
-// compute it when the payload is in the processor's cache anyway, because it has just been sent.
+// FrameHeader::flags of a request: the payload's checksum follows the payload and is not in the header. So the sender can
+// compute it while the payload is in the processor's cache, just after sending it.
 constexpr std::uint8_t checksum_follows = 1;
-// Of a put: its payload lies in the connection's publish area, and what follows meta are AreaParts that say where.
+// FrameHeader::flags of a put: the payload lies in the connection's publish area, and meta is followed by AreaParts that say
+// where.
 constexpr std::uint8_t payload_in_area = 2;
 constexpr std::uint32_t largest_meta = 65536;
 constexpr std::size_t largest_key = 256;
 
-// A header with magic and version, and everything else zero.
+// Makes a header with magic, version and operation, and everything else zero.
 FrameHeader make_header(Op op) noexcept;
 
 // Fills in the length of meta and the checksum.
 void seal(FrameHeader& header, const void* meta, std::uint32_t meta_nbytes) noexcept;
 
-// What is wrong with a header, as text; null where it can be gone on with. Needs no meta.
+// Text that says what is wrong with a header; null if it is good. Does not need the meta.
 const char* header_fault(const FrameHeader& header) noexcept;
 
-// Whether header and meta are what was sent.
+// True if the checksum over header and meta is right.
 bool is_whole(const FrameHeader& header, const void* meta) noexcept;
 
 }  // namespace farpool

@@ -15,7 +15,7 @@ inline std::uint64_t mix64(std::uint64_t x) noexcept {
     return x ^ (x >> 31);
 }
 
-// Each word is mixed into the state by a bijection, so keys of one length that differ in one word never collide.
+// Hash of a key. Each word is mixed into the state by a bijection, so keys of one length that differ in one word never collide.
 inline std::uint64_t hash64(const void* data, std::size_t nbytes, std::uint64_t seed) noexcept {
     const auto* bytes = static_cast<const unsigned char*>(data);
     std::uint64_t state = mix64(seed ^ nbytes);

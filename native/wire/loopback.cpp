@@ -7,7 +7,7 @@ namespace farpool {
 
 namespace {
 
-// The kernel grants twice as much, for what it keeps beside the bytes: together the cache of a core (L2) as it is common. Of
+// Size of the send buffer. The kernel grants twice as much, for its own data: together the size of a common L2 cache. Of
 // 128 KiB to 8 MiB the fastest in both directions; the buffer for receiving is best left to the kernel.
 constexpr int sending_nbytes = 512 << 10;
 

@@ -21,7 +21,7 @@ namespace farpool {
 
 namespace {
 
-// A chain is two or three slots long. One that the node changes while it is walked may lead anywhere, so there is an end.
+// Limit on the steps along a chain, which is two or three slots long: one that the node changes meanwhile may lead anywhere.
 constexpr unsigned longest_chain = 1024;
 constexpr std::int64_t looking_period_ms = 10;
 
@@ -88,7 +88,8 @@ ObjectReader::~ObjectReader() {
     }
 }
 
-// Asking the system costs as much as a small read, so it is asked once in a while; no node starts within that time.
+// True while the node lives. Asking the system costs as much as a small read, so it is asked once in a while; no node starts
+// within that time.
 bool ObjectReader::node_lives() const noexcept {
     if (lifeline_ < 0) {
         return true;
@@ -107,7 +108,7 @@ bool ObjectReader::node_lives() const noexcept {
     return !dead;
 }
 
-// A node that stands still, or that only this program has told, does not know the epoch yet.
+// True if the node does not know the tenant's epoch yet, for example because it stands still, or if its epoch word is damaged.
 bool ObjectReader::outdated() const noexcept {
     if (epoch_ == nullptr) {
         return false;
@@ -126,7 +127,7 @@ void ObjectReader::fail_damaged(std::string_view key, const char* what) const {
 }
 
 bool ObjectReader::stands(const IndexSlot& slot, std::uint64_t serial) const noexcept {
-    // What was read before must not be read after the serial: it would be compared too early.
+    // Orders the earlier loads before that of the serial, which would otherwise be compared too early.
     std::atomic_thread_fence(std::memory_order_acquire);
     return slot.serial.load(std::memory_order_relaxed) == serial && !retired();
 }
@@ -139,7 +140,7 @@ std::optional<ObjectReader::Found> ObjectReader::find(std::string_view key) cons
     return found && (found->shelved || surprises(found->copies)) ? std::nullopt : found;
 }
 
-// Tells so once only.
+// True, once only, if the number of copies differs from the expected one.
 bool ObjectReader::surprises(std::uint8_t copies) const noexcept {
     int expected = expected_copies_.load(std::memory_order_relaxed);
     return expected >= 0 && expected != copies &&

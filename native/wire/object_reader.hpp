@@ -16,8 +16,8 @@
 
 namespace farpool {
 
-// Safe to use from several threads. No offset and no length found in a segment is used before it was compared with the
-// mapping. Whoever does not find an object here has to ask the node.
+// Reader of a tenant's objects in mapped segments; thread-safe. No offset or length found in a segment is used before it was
+// compared with the mapping. If an object is not found here, ask the node.
 class ObjectReader {
 public:
     struct Found {
@@ -30,30 +30,31 @@ public:
         bool shelved;  // the payload is in the NVMe file, not where it says
     };
 
-    // Does not own the descriptors. Throws PortFailure where a file cannot be mapped or is not what it has to be.
-    // `lifeline`, if it is none less than 0, is a socket to the node: when that has hung up, nothing is found any more. The
-    // memory of a node that was killed stays mapped, but another node may serve the same address by then. Nor is anything found
-    // where the node's epoch is behind the one that is known.
+    // Maps the files, without owning the descriptors. Throws PortFailure where a file cannot be mapped or is not what it has to
+    // be. `lifeline`, unless less than 0, is a socket to the node: once the node has hung up, nothing is found any more. The
+    // memory of a killed node stays mapped, but another node may serve the same address by then. Nor is anything found where
+    // the node's epoch is behind `epoch`.
     ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, int lifeline = -1,
                  std::shared_ptr<TenantEpoch> epoch = nullptr);
     ~ObjectReader();
     ObjectReader(const ObjectReader&) = delete;
     ObjectReader& operator=(const ObjectReader&) = delete;
 
-    // The first object that was put with another number of copies is left to the node, whose reply says with how many.
+    // Sets the expected number of copies. The first object put with another number is not found here, so that the node's reply
+    // tells the number.
     void expect_copies(int copies) noexcept { expected_copies_.store(copies, std::memory_order_relaxed); }
 
-    // Where the object lies, and that somebody read it; none where it is not in memory, expired or changing.
+    // Finds an object and marks it as read; empty where it is not in memory, has expired or is changing.
     std::optional<Found> find(std::string_view key) const;
-    // Whether anything can be found here at all: not once the node has gone, has begun anew, or is behind the tenant's epoch.
+    // True if objects can be found here at all: not once the node has gone, has begun anew, or is behind the tenant's epoch.
     bool in_service() const noexcept { return !retired() && !outdated() && node_lives(); }
-    // Bytes of an object as they stand in the index. One that is not found may be there all the same: ask the node. With `visit`
-    // it counts as used.
+    // Size of an object in bytes, from the index. One that is not found may exist all the same: ask the node. With `visit` it
+    // is marked as read.
     std::optional<std::uint64_t> size_of(std::string_view key, bool visit) const;
-    // Copies and verifies. False if the object went while it was copied: what was copied is worth nothing.
+    // Copies an object's payload and verifies its checksum. False, with an invalid copy, if the object was removed meanwhile.
     bool copy(const Found& found, Parts into) const;
 
-    // A range of the data file, header included; fails where it lies outside.
+    // Address of a range of the data file, at an offset that counts the header; throws where the range lies outside.
     const std::byte* payload(std::uint64_t offset, std::uint64_t nbytes) const;
 
     const Mapping& data() const noexcept { return data_; }
@@ -61,7 +62,7 @@ public:
 private:
     bool surprises(std::uint8_t copies) const noexcept;
     bool stands(const IndexSlot& slot, std::uint64_t serial) const noexcept;
-    // The object if it is here; damage is an error.
+    // Finds an object without checking the node; throws where the index is damaged.
     std::optional<Found> probe(std::string_view key, bool visit) const;
     bool outdated() const noexcept;
     bool node_lives() const noexcept;

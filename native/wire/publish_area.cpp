@@ -13,7 +13,7 @@ namespace farpool {
 
 namespace {
 
-// The node copies one of these while the next is being filled.
+// Bytes filled at once: the node copies one step while the next is being filled.
 constexpr std::uint64_t step_nbytes = std::uint64_t{128} << 10;
 
 }  // namespace

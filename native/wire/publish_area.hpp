@@ -1,4 +1,4 @@
-// Memory that a client and its node have in common, into which the client writes what it puts (docs/wire.md).
+// Memory shared by a client and its node, into which the client writes payloads of puts (docs/wire.md).
 #pragma once
 
 #include <cstddef>
@@ -10,20 +10,21 @@
 
 namespace farpool {
 
-// The client's side: a ring, of which parts are free again when the node says that it has copied them. Positions count all bytes
-// that ever went through it.
+// The client's side of a publish area: a ring, parts of which are free again when the node says that it has copied them.
+// Positions count all bytes that ever went through it.
 class PublishArea {
 public:
-    // Maps a file that the node has passed, which is closed; less than 0 for none. False where it is no area.
+    // Maps a file that the node has passed (less than 0 for none) and closes it. False where it is no publish area.
     bool open(int file) noexcept;
     bool is_open() const noexcept { return memory_.data() != nullptr; }
 
-    // Where the next payload begins, and how much one of so many bytes takes: each begins at a unit.
+    // Position at which the next payload begins, and bytes that a payload of `nbytes` takes: each begins at a unit.
     std::uint64_t begin() const noexcept { return filled_; }
     static std::uint64_t taken_by(std::uint64_t nbytes) noexcept { return (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes; }
-    // Copies more of a payload, from byte `done` on, and continues its checksum; of no bytes where there is no room.
+    // Copies the next part of a payload, from byte `done` on, and continues its checksum. Returns an empty part where there is
+    // no room.
     AreaPart fill(Parts payload, std::size_t done, std::size_t nbytes, std::uint32_t& crc) noexcept;
-    // The node has copied everything before this position.
+    // Notes that the node has copied everything before this position.
     void taken(std::uint64_t position) noexcept;
 
 private:

@@ -32,7 +32,7 @@ struct RemotePort::Piece {
     std::size_t nbytes;
 };
 
-// A transfer's connection to a node; goes back unless it is of no more use.
+// A connection to a node that is lent to a transfer, and returned at its end unless it is of no more use.
 class RemotePort::Borrowed {
 public:
     explicit Borrowed(Node& node) : node_(&node) {}
@@ -62,10 +62,10 @@ public:
         }
     }
 
-    // Whether it failed and had been idle before: then the node may have been away meanwhile, and a new one may work.
+    // True if it failed and had been idle before: then the node may have been away meanwhile, and a new connection may work.
     bool died_idle() const noexcept { return was_idle_ && connection_ != nullptr && connection_->broken(); }
 
-    // Neither this connection nor another one of that time is used any more.
+    // Gives up this connection and all idle ones to the node, which are as old.
     void drop() {
         if (connection_ != nullptr) {
             connection_->give_up();

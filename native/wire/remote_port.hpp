@@ -1,4 +1,4 @@
-// A tier's space on nodes: in stripes, round robin, each node's stripes one after the other in its lease.
+// A tier's space on nodes: striped round robin, each node's stripes one after the other in its lease.
 #pragma once
 
 #include <sys/types.h>

@@ -38,7 +38,7 @@ struct SegmentHeader {
     std::uint64_t zero1;
     std::uint32_t zero2;
     std::uint32_t crc;
-    // From here on, what changes.
+    // Fields that change, outside the checksum.
     std::atomic<std::uint64_t> level_and_split;
     std::atomic<std::uint64_t> slots_used;
     std::atomic<std::uint64_t> retired;
@@ -83,11 +83,11 @@ struct IndexSlot {
 };
 static_assert(sizeof(IndexSlot) == 48);
 
-// In IndexSlot::expiry of an object that is kept: it is never evicted and does not expire, as the word lies beyond all times.
+// Flag in IndexSlot::expiry of a kept object, which is never evicted and does not expire, as the word lies beyond all times.
 constexpr std::uint64_t kept_flag = std::uint64_t{1} << 63;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
 
-// SegmentHeader::epoch: the number below its complement, so that damage shows; 0 for the first one.
+// Word of SegmentHeader::epoch: the epoch below its complement, so that damage shows; 0 for the first one.
 constexpr std::uint64_t epoch_word(std::uint32_t epoch) noexcept {
     return epoch == 0 ? 0 : std::uint64_t{~epoch} << 32 | epoch;
 }
@@ -105,7 +105,7 @@ constexpr std::uint64_t units_for(std::size_t key_nbytes, std::uint64_t payload_
     return (payload_at(key_nbytes) + payload_nbytes + unit_nbytes - 1) / unit_nbytes;
 }
 
-// The linear hash table's bucket of a hash.
+// The bucket of a hash in the linear hash table.
 constexpr std::uint64_t bucket_of(std::uint64_t hash, std::uint64_t level_and_split) noexcept {
     const std::uint64_t level = level_and_split >> 32;
     const std::uint64_t split = level_and_split & 0xffffffffu;
@@ -116,16 +116,16 @@ constexpr std::uint64_t bucket_of(std::uint64_t hash, std::uint64_t level_and_sp
 void seal(SegmentHeader& header) noexcept;
 void seal(ObjectHeader& header, const void* key) noexcept;
 
-// What is wrong with a segment's header, as text; null where it can be used.
+// Text that says what is wrong with a segment's header; null if it is good.
 const char* segment_fault(const SegmentHeader& header, std::uint64_t file_nbytes, SegmentKind kind) noexcept;
-// Whether the header is whole and lies, with its key and its payload if that is there, within `extent_nbytes`.
+// True if the header is intact and lies, with its key and (`with_payload`) its payload, within `extent_nbytes`.
 bool is_whole(const ObjectHeader& header, std::uint64_t extent_nbytes, bool with_payload = true) noexcept;
 
 inline std::string_view key_of(const ObjectHeader& header) noexcept {
     return {reinterpret_cast<const char*>(&header + 1), header.key_nbytes};
 }
 
-// A file's memory. Does not own the descriptor.
+// A memory mapping of a file. Does not own the descriptor.
 class Mapping {
 public:
     Mapping() = default;

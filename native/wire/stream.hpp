@@ -1,4 +1,4 @@
-// A connected socket that never lets wait, plain or with TLS over it: what both ends of the wire read from and write to.
+// A connected socket whose calls never block, plain or with TLS: both ends of the wire read from it and write to it.
 #pragma once
 
 #include <sys/types.h>
@@ -12,12 +12,12 @@ namespace farpool {
 
 class TlsSession;
 
-// Calls answer as those of a socket do with MSG_DONTWAIT: the bytes that were moved, 0 where the other side has ended the stream,
-// or -1 with the reason in errno, EAGAIN where nothing can be moved now. A plain stream adds nothing to the system call.
+// A non-blocking stream. Calls return as those of a socket with MSG_DONTWAIT: bytes moved, 0 where the other side has ended the
+// stream, or -1 and errno, EAGAIN where nothing can be moved now. A plain stream adds nothing to the system call.
 class Stream {
 public:
     Stream() noexcept;
-    // Owns the descriptor. With TLS it has to be non-blocking.
+    // A stream that owns the descriptor, which must be non-blocking with TLS.
     explicit Stream(int fd) noexcept;
     Stream(int fd, std::unique_ptr<TlsSession> tls);
     Stream(Stream&& other) noexcept;
@@ -28,27 +28,28 @@ public:
     TlsSession* tls() const noexcept { return tls_.get(); }
 
     ssize_t receive(void* into, std::size_t nbytes);
-    // Fills the parts in their order.
+    // Receives into the parts in their order.
     ssize_t receive(iovec* parts, std::size_t count);
-    // After EAGAIN, what is sent next begins with the same bytes and has at least as many: they may be encrypted already.
+    // Sends the parts in their order. After EAGAIN, the next call must begin with the same bytes and have at least as many:
+    // they may be encrypted already.
     ssize_t send(iovec* parts, std::size_t count);
 
-    // Whether files can be passed: over a UNIX socket without TLS.
+    // True if files can be passed: over a UNIX socket without TLS.
     bool passes_files() const noexcept;
-    // As above; the first byte brings another descriptor of the file with it.
+    // send(), with a descriptor of the file attached to the first byte.
     ssize_t send_with_file(iovec* parts, std::size_t count, int file);
-    // As above; a file that came with these bytes is in `file`, the caller's, which is left alone where none did.
+    // receive(), and stores a descriptor that came with the bytes in `file`, owned by the caller; else leaves `file` alone.
     ssize_t receive_with_file(void* into, std::size_t nbytes, int& file);
 
-    // Whether bytes may be here that have left the socket, so that waiting for the socket could be for nothing.
+    // True if bytes may be here that were already read from the socket, so that waiting for the socket could be in vain.
     bool pending() const noexcept;
-    // Whether a call to `receive` that said EAGAIN waits for the socket to take bytes, not to have some.
+    // True if a call to `receive` that returned EAGAIN waits for the socket to be writable, not readable.
     bool receiving_sends() const noexcept;
-    // Whether there is anything to read, of whatever kind; reads nothing.
+    // True if there is anything to read, of whatever kind; reads nothing.
     bool has_input() const noexcept;
-    // What went wrong, for a call that failed with this errno.
+    // Text that says what went wrong in a call that failed with this errno.
     std::string trouble(int code) const;
-    // Idempotent.
+    // Closes the stream. Idempotent.
     void close() noexcept;
 
 private:

@@ -1,4 +1,4 @@
-// How often everything that a tenant has put was made unreadable, as far as a program knows.
+// A tenant's epoch as far as a program knows: the count of rotations, each of which made all objects before it unreadable.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,7 @@
 
 namespace farpool {
 
-// The highest epoch that any node has told. Shared by a program's connections and readers of mapped memory; thread-safe.
+// The highest epoch told by any node. Shared by a program's connections and readers of mapped memory; thread-safe.
 class TenantEpoch {
 public:
     std::uint32_t get() const noexcept { return value_.load(std::memory_order_relaxed); }

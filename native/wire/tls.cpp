@@ -20,7 +20,7 @@ namespace farpool {
 
 namespace {
 
-// Several records at once, so that a transfer needs fewer system calls.
+// Bytes read from the socket at once: several records, so that a transfer needs fewer system calls.
 constexpr std::size_t read_ahead_nbytes = std::size_t{128} << 10;
 
 template <typename Object, void (*Free)(Object*)>
@@ -48,7 +48,7 @@ std::string reason_of(unsigned long error) {
 
 Text as_text(const std::string& text) { return Text(BIO_new_mem_buf(text.data(), static_cast<int>(text.size()))); }
 
-// The next certificate; none at the end.
+// Reads the next certificate of a text; null at the end.
 Certificate next_certificate(const Text& text, const char* what) {
     Certificate found(PEM_read_bio_X509(text.get(), nullptr, nullptr, nullptr));
     if (found == nullptr && ERR_GET_REASON(ERR_peek_last_error()) != PEM_R_NO_START_LINE) {
@@ -77,7 +77,7 @@ void require_valid(X509* certificate) {
 
 int no_password(char*, int, int, void*) { return -1; }
 
-// Where the other side has gone, a plain write would end the program with SIGPIPE.
+// Sends without SIGPIPE, with which a plain write would end the program where the other side has gone.
 int write_quietly(BIO* bio, const char* data, int nbytes) {
     if (BIO_get_ktls_send(bio)) {
         return BIO_meth_get_write(BIO_s_socket())(bio, data, nbytes);  // knows how to tell the kernel a record's kind
@@ -303,7 +303,7 @@ ssize_t TlsSession::send(iovec* parts, std::size_t count) {
 
 bool TlsSession::holds_input() const noexcept { return SSL_has_pending(ssl_) == 1; }
 
-// What a call that did not succeed means, as an answer of Stream's.
+// Translates a failed OpenSSL call into a return value and errno of Stream.
 ssize_t TlsSession::fail(int result) {
     const int code = errno;
     switch (SSL_get_error(ssl_, result)) {

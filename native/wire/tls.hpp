@@ -1,5 +1,5 @@
-// TLS 1.3 with certificates on both sides (OpenSSL), over sockets that never let wait. Built without OpenSSL, tls_missing.cpp
-// takes the place of tls.cpp: there is no TLS then, and whoever asks for a context is told what to install.
+// TLS 1.3 with certificates on both sides (OpenSSL), over non-blocking sockets. Built without OpenSSL, tls_missing.cpp takes
+// the place of tls.cpp: there is no TLS then, and making a context fails with an error that says what to install.
 #pragma once
 
 #include <sys/types.h>
@@ -19,19 +19,19 @@ bool tls_available() noexcept;
 
 class TlsSession;
 
-// What one side shows, and whom it believes. Immutable, so that sessions go on with what they began with when another one takes
-// its place.
+// One side's certificate and trusted authorities. Immutable, so that sessions keep the context that they began with when
+// another one takes its place.
 class TlsContext {
 public:
-    // PEM: the certificate (with those between it and the authority behind it), its private key, and the authorities whose
-    // certificates are believed. Throws PortFailure (value) that says what is wrong.
+    // Makes a context from PEM texts: the certificate (followed by those between it and its authority), its private key, and
+    // the trusted authorities. Throws PortFailure (value) that says what is wrong.
     TlsContext(const std::string& certificate, const std::string& key, const std::string& authority);
     ~TlsContext();
     TlsContext(const TlsContext&) = delete;
     TlsContext& operator=(const TlsContext&) = delete;
 
-    // The session that begins on a connected socket, which the caller keeps. The node's certificate has to be of this host, a name
-    // or an IP address.
+    // Begins a client's session on a connected socket, which the caller keeps. The node's certificate must be for `host`, a
+    // name or an IP address.
     std::unique_ptr<TlsSession> connect(int fd, const std::string& host) const;
     std::unique_ptr<TlsSession> accept(int fd) const;
 
@@ -41,8 +41,9 @@ private:
     ssl_ctx_st* context_ = nullptr;
 };
 
-// Used by one thread at a time. Calls answer as those of Stream; EACCES where one side does not believe the other, EPROTO where
-// what came is not TLS as it should be, EPROTONOSUPPORT where it is no TLS at all. After an error other than EAGAIN nothing more can be sent.
+// A TLS session, for one thread at a time. Calls return as those of Stream; EACCES where one side does not trust the other,
+// EPROTO where the bytes received are not valid TLS, EPROTONOSUPPORT where they are not TLS at all. After an error other than
+// EAGAIN nothing more can be sent.
 class TlsSession {
 public:
     explicit TlsSession(ssl_st* ssl) noexcept : ssl_(ssl) {}
@@ -51,9 +52,9 @@ public:
     TlsSession& operator=(const TlsSession&) = delete;
 
     ssl_st* ssl() const noexcept { return ssl_; }
-    // Of the record that is being written: whether another one follows at once, so that the kernel may send both in one packet.
+    // True if another record follows the one being written at once, so that the kernel may send both in one packet.
     bool more_follows() const noexcept { return more_follows_; }
-    // 0 once the handshake is over. Each side knows then who the other is, but the client not yet if it is believed.
+    // Goes on with the handshake; 0 once it is over. Each side then knows the other, but the client not yet if it is trusted.
     int handshake();
     ssize_t receive(iovec* parts, std::size_t count);
     ssize_t send(iovec* parts, std::size_t count);
@@ -65,7 +66,7 @@ public:
 
     // The common name of the other side's certificate; empty where it has none or several.
     std::string peer_name() const;
-    // Whether the kernel encrypts what is sent, and decrypts what comes.
+    // True if the kernel encrypts what is sent, or decrypts what is received (kTLS).
     bool kernel_sends() const noexcept;
     bool kernel_receives() const noexcept;
 
@@ -75,8 +76,8 @@ private:
     ssize_t fail(int result);
 
     ssl_st* ssl_;
-    bool more_ = true;    // whatever came with the handshake is here
-    bool sends_ = false;  // what waits is to be sent first
+    bool more_ = true;    // decrypted bytes may be here: first, any that came with the handshake
+    bool sends_ = false;  // a receive waits until pending bytes can be sent
     bool more_follows_ = false;
     std::string trouble_;
     std::array<char, record_nbytes> gathered_;

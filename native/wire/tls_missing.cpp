@@ -1,4 +1,4 @@
-// In place of tls.cpp where OpenSSL was not there when farpool was built.
+// Replacement of tls.cpp for builds without OpenSSL.
 #include <cerrno>
 
 #include "core/error.hpp"

@@ -177,7 +177,7 @@ use_named_tensors(_load_tensor_source)
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch at its first use."""
+    """Import an attribute that needs torch when it is first used."""
     module = _NEEDS_TORCH.get(name)
     if module is None:
         raise AttributeError(f"module 'farpool' has no attribute {name!r}")

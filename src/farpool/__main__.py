@@ -1,4 +1,4 @@
-"""``python -m farpool``: the command, also where its script is not on the path."""
+"""``python -m farpool``: the ``farpool`` command, even if its script is not on the path."""
 
 from __future__ import annotations
 

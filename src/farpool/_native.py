@@ -1,6 +1,6 @@
-"""Stands in for the native core where that has not been built: the compiled module of this name is found first.
+"""Placeholder that raises ImportError if the native core has not been built; a compiled module is found first.
 
-It also gives a checker of imports, which reads sources, a module at which the arrows to the native core end.
+It also gives import checkers, which only read sources, a module to resolve imports of the native core to.
 """
 
 raise ImportError("farpool's native core has not been built: install farpool with pip, as in CONTRIBUTING.md")

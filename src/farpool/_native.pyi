@@ -25,21 +25,22 @@ class Memory:
     def discard(self, offset: int, nbytes: int) -> None:
         """Give the pages that lie wholly inside the range back to the operating system; they read as zero afterwards."""
     def release(self) -> None:
-        """Unmap. The caller makes sure that nobody uses it any more. Idempotent."""
+        """Unmap the memory. The caller makes sure that nobody uses it any more. Idempotent."""
 
 class ExtentAllocator:
-    """Offsets in ``[0, capacity)``: best fit, lowest offset among equals; deterministic. Logarithmic time.
+    """Allocator of ranges in ``[0, capacity)``: best fit, lowest offset among equals; deterministic. Logarithmic time.
 
     Sizes are rounded up to `alignment`. Used for the arena, for each tier's space and for block numbers.
     """
 
     def __init__(self, capacity: int, alignment: int = 1) -> None: ...
     def alloc(self, nbytes: int, tag: int = 0) -> int:
-        """Offset of a new range, or -1 if no hole is large enough. The tag is the caller's and kept with the range."""
+        """Take a new range; returns its offset, or -1 if no hole is large enough. The tag is the caller's and kept with the
+        range."""
     def alloc_lowest(self, nbytes: int) -> int:
-        """As `alloc`, but first fit: the lowest offset at which it fits."""
+        """Take a new range first fit: returns the lowest offset at which it fits, or -1."""
     def alloc_at(self, offset: int, nbytes: int, tag: int = 0) -> bool:
-        """Take this very range; False (and nothing taken) if any byte of it is taken or outside."""
+        """Take exactly this range; False (and nothing taken) if any byte of it is taken or outside."""
     def free(self, offset: int) -> int:
         """Free the range that begins at `offset`; returns its (rounded) bytes. ValueError if none begins there."""
     def grow(self, capacity: int) -> None:
@@ -63,7 +64,7 @@ class Port:
     """The native end of a tier: blocking reads and writes that do not hold the interpreter lock."""
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
-        """Blocking; releases the interpreter lock. Raises what the tier raises."""
+        """Read into memory; blocks, without the interpreter lock. Raises what the tier raises."""
     def write(self, offset: int, address: int, nbytes: int) -> None: ...
 
 class MemoryPort(Port):
@@ -94,30 +95,32 @@ class FilePort(Port):
     def uses_ring(self) -> bool: ...
 
 class PythonTier(Protocol):
-    """What PythonPort calls: farpool.tiers.base.Tier's read_into and write_from."""
+    """Protocol of the object that `PythonPort` calls: `farpool.tiers.base.Tier` with its read_into and write_from."""
 
 class PythonPort(Port):
-    """Calls ``tier.read_into(Extent(offset, nbytes), view)`` with the interpreter lock held for that call only."""
+    """Port over a Python tier: calls ``tier.read_into(Extent(offset, nbytes), view)``, with the interpreter lock for that call
+    only."""
 
     def __init__(self, tier: object) -> None: ...
 
 class VerifiedPort(Port):
-    """CRC32C of each extent is kept at its write and compared at its read; ChecksumError names tier and offset."""
+    """Port over another that keeps the CRC32C of each extent at its write and compares it at its read; ChecksumError names tier
+    and offset."""
 
     def __init__(self, inner: Port, name: str) -> None: ...
     def forget(self, offset: int) -> None:
-        """The extent was freed."""
+        """Forget the checksum of an extent that was freed."""
     @property
     def tracked(self) -> int:
         """Number of extents with a checksum."""
 
 class ThrottledPort(Port):
-    """Transfers end no earlier than a link of these rates (bytes per second, ``inf`` for no limit) and latency (seconds) would end
-    them. With `shared` both directions are on one link. The rates are above 0."""
+    """Port over another, slowed down to a link of these rates (bytes per second, ``inf`` for no limit) and latency (seconds).
+    With `shared` both directions are on one link. The rates are above 0."""
 
     def __init__(self, inner: Port, *, read_rate: float, write_rate: float, latency: float, shared: bool) -> None: ...
     def lift(self) -> None:
-        """From now on nothing is held back, and what is held back ends."""
+        """Stop throttling, and end the transfers that are held back."""
 
 class Completion:
     """One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
@@ -157,7 +160,7 @@ class Queue:
     def reprioritize(self, id: int, priority: int) -> None:
         """Raise or lower an entry that has not started, and (when raising) all that it waits for."""
     def poll(self) -> list[Completion]:
-        """The entries that finished since the last call, in the order they finished. Never blocks."""
+        """Return the entries that finished since the last call, in the order they finished. Never blocks."""
     def wait(self, timeout: float) -> bool:
         """Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed."""
     @property
@@ -167,8 +170,8 @@ class Queue:
         is then left behind (and must be: its buffer is in use). Idempotent."""
 
 class Reply:
-    """What a node answered. `payload` is None where there is none, or where it went into the caller's buffer; `nbytes` is its
-    length in each case."""
+    """Answer of a node to a request. `payload` is None where there is none, or where it went into the caller's buffer; `nbytes`
+    is its length in each case."""
 
     @property
     def status(self) -> int: ...
@@ -182,7 +185,7 @@ class Reply:
     def nbytes(self) -> int: ...
 
 tls_available: bool
-"""Whether farpool was built with OpenSSL."""
+"""True if farpool was built with OpenSSL."""
 
 class Stream:
     """A connected, non-blocking socket, plain or with TLS. Owns the descriptor. Used by one thread at a time.
@@ -193,24 +196,25 @@ class Stream:
 
     def __init__(self, fd: int) -> None: ...
     def fileno(self) -> int:
-        """-1 once it was closed or taken over."""
+        """Return the descriptor; -1 once it was closed or taken over."""
     def handshake(self) -> int:
-        """Go on with the TLS handshake: 0 once it is over, else what to wait for, POLLIN or POLLOUT."""
+        """Continue the TLS handshake; returns 0 once it is complete, else the event to wait for, POLLIN or POLLOUT."""
     def receive(self, nbytes: int) -> bytes | None:
-        """At most so many bytes, none at the end; None where nothing is there now."""
+        """Receive at most `nbytes` bytes: empty at the end of the stream, None where nothing is there now."""
     def send(self, data: bytes, begin: int = 0) -> int:
-        """Send bytes from `begin` on; how many went, 0 where none can go now: then the same has to be tried again."""
+        """Send bytes from `begin` on; returns how many were sent, 0 where none can be now: then the same has to be tried
+        again."""
     @property
     def receiving_sends(self) -> bool:
-        """Whether a `receive` without result waits for room to send."""
+        """True if a `receive` without result waits for room to send."""
     @property
     def peer_name(self) -> str:
         """The common name of the other side's certificate; empty without one."""
     @property
     def in_kernel(self) -> tuple[bool, bool]:
-        """Whether the kernel encrypts what is sent, and decrypts what comes."""
+        """Two flags: True if the kernel encrypts what is sent, and True if it decrypts what is received."""
     def shut_down(self, *, writing: bool = False) -> None:
-        """End both directions, or only this side's, for whoever waits at either end."""
+        """Shut down both directions, or only this side's sending, for whoever waits at either end."""
     def close(self) -> None: ...
 
 class TlsContext:
@@ -221,9 +225,9 @@ class TlsContext:
 
     def __init__(self, certificate: bytes, key: bytes, authority: bytes) -> None: ...
     def connect(self, fd: int, host: str) -> Stream:
-        """The client's end of TLS over a connected, non-blocking socket; the node's certificate has to be of this host."""
+        """Make the client's end of TLS over a connected, non-blocking socket; the node's certificate has to be of this host."""
     def accept(self, fd: int) -> Stream:
-        """The node's end; the client has to show a certificate."""
+        """Make the node's end of TLS; the client has to show a certificate."""
 
 class TenantEpoch:
     """The highest epoch of a tenant that a program knows; thread-safe."""
@@ -254,14 +258,14 @@ class Connection:
         area: bool = False,
         epoch: TenantEpoch | None = None,
     ) -> None:
-        """With an `epoch` each request tells it to the node, and each reply may raise it. With `area`, over the UNIX socket of a
-        node on this host, large payloads are put through memory that it passes."""
+        """Take a stream over. With an `epoch` each request tells it to the node, and each reply may raise it. With `area`, over
+        the UNIX socket of a node on this host, large payloads are put through memory that it passes."""
     @property
     def broken(self) -> bool: ...
     @property
     def unanswered(self) -> int: ...
     def stale(self) -> bool:
-        """Of an idle connection: whether it is of no more use, because the node has hung up or sent what nobody asked for."""
+        """Return True if an idle connection is of no more use, because the node has hung up or sent what nobody asked for."""
     def exchange(
         self,
         op: int,
@@ -273,28 +277,29 @@ class Connection:
         payload: object | None = None,
         into: object | None = None,
     ) -> Reply:
-        """Send, and receive the reply."""
+        """Send a request and receive its reply."""
     def shut_down(self) -> None:
-        """End what another thread waits for on it: that fails with NodeError."""
+        """Make what another thread waits for on this connection fail with NodeError."""
 
     def close(self) -> None: ...
 
 class ConnectionPool:
-    """A program's connections to one node: those that lie ready, and those that are lent."""
+    """Pool of a program's connections to one node: those that lie ready, and those that are lent."""
 
     def __init__(self) -> None: ...
     def take(self) -> Connection | None:
-        """Lend one that lies ready; None where there is none."""
+        """Lend a connection that lies ready; None where there is none."""
     def lend(self, connection: Connection) -> Connection:
         """Count a new connection among those that are lent."""
     def give(self, connection: Connection) -> None:
-        """Take one back, whatever state it is in; a broken one is closed."""
+        """Take a connection back, whatever state it is in; a broken one is closed."""
     def ask(
         self, op: int, meta: bytes, serial: int, payload: object | None, into: object | None, deadline: float
     ) -> Reply | Exception | None:
-        """Do what `exchange` does for one request, over a connection that lies ready; None where there is none."""
+        """Send one request and receive its reply, as `exchange`, over a connection that lies ready; None where there is
+        none."""
     def close(self) -> None:
-        """Close those that lie ready, and end what is waited for on those that are lent. Idempotent."""
+        """Close the connections that lie ready, and end what is waited for on those that are lent. Idempotent."""
 
 def exchange(
     asks: Sequence[tuple[Connection, int, bytes, int, object | None, object | None]], deadline: float
@@ -327,23 +332,24 @@ class ObjectReader:
         lifeline: int = -1,
         epoch: TenantEpoch | None = None,
     ) -> None:
-        """With a `lifeline`, a socket to the node, nothing is found any more once that has hung up. With an `epoch` nothing is
-        found as long as the node's is a lower one; where it is higher it raises `epoch`."""
+        """Map the files. With a `lifeline`, a socket to the node, nothing is found any more once that has hung up. With an
+        `epoch` nothing is found as long as the node's is a lower one; where it is higher it raises `epoch`."""
     def get(self, key: bytes) -> tuple[bytes, int] | None:
-        """Payload and serial; None where the node has to be asked (not in memory, expired, changing right now)."""
+        """Return an object's payload and serial; None where the node has to be asked (not in memory, expired, changing right
+        now)."""
     def get_into(self, key: bytes, into: object) -> tuple[int, int] | None:
-        """Bytes of payload and serial. ValueError if the buffer is too small; None as with `get`, and then the buffer's
-        contents are unspecified."""
+        """Read an object; its bytes and serial. ValueError if the buffer is too small; None as with `get`, and then the
+        buffer's contents are unspecified."""
     def expect_copies(self, copies: int) -> None:
-        """From now on leave the first object that was put with another number of copies to the node, whose reply says so."""
+        """Leave the first object met that was put with another number of copies to the node, whose reply says so."""
     def lookup(self, keys: list[bytes], *, visit: bool = False) -> tuple[list[int | None], list[int]]:
-        """Bytes of the value of each key, None where it is not found, and the numbers of those: they may be there, ask the
+        """Look up keys: bytes of each value, None where it is not found, and the numbers of those: they may be there, ask the
         node. With `visit` the others count as used."""
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A range of the data file without a copy, read-only; keeps the mapping alive."""
+        """Return a read-only view of a range of the data file, without a copy; it keeps the mapping alive."""
 
 class RemoteEnd:
-    """A lease, and how it is reached: `memory` is its mapped file (header included), None where its bytes go over
+    """A lease on one node, and how it is reached: `memory` is its mapped file (header included), None where its bytes go over
     connections. `dial` returns the descriptor of a new authenticated stream, which is then the caller's."""
 
     def __init__(
@@ -360,7 +366,7 @@ class RemoteEnd:
     ) -> None: ...
 
 class RemotePort(Port):
-    """A tier's space on nodes: in stripes, round robin, each node's stripes one after the other in its lease.
+    """Port of a tier whose space is on nodes: in stripes, round robin, each node's stripes one after the other in its lease.
 
     The ends lend equally many bytes, a multiple of `stripe`. `timeout`: seconds that a node may take for a piece of at most
     a stripe. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError, ChecksumError. Keeps the ends alive.
@@ -369,44 +375,46 @@ class RemotePort(Port):
     def __init__(self, name: str, ends: Sequence[RemoteEnd], *, stripe: int, timeout: float) -> None: ...
 
 def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
-    """For each node (its seed) the numbers of the keys of which it is the first in `rank`."""
+    """Group keys by node: for each node's seed, the numbers of the keys for which it is the first in `rank`."""
 
 def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
-    """The keys as bytes, text as UTF-8; None where one of them cannot be a key."""
+    """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
 def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]:
-    """The arguments of lookups for the keys at these places (docs/wire.md), as few as have room, each with its places; `use`
+    """Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`
     counts as a use of what is there."""
 
 def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str) -> list[int]:
-    """Enter a node's answer to one of `lookup_requests` into `sizes`; the places of keys that it does not have.
+    """Enter a node's answer to one of `lookup_requests` into `sizes`; returns the places of keys that it does not have.
 
-    ProtocolError if it is none for so many keys.
+    ProtocolError if it is no answer for so many keys.
     """
 
 def rank(key: bytes, seeds: Sequence[int]) -> list[int]:
     """Rendezvous order of nodes for a key: indices of `seeds`, the highest hash of key and seed first."""
 
 def crc32c(data: object, value: int = 0) -> int:
-    """CRC32C (Castagnoli) of a contiguous buffer, hardware instructions where there are some; without the interpreter lock."""
+    """CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions where there are some; without the interpreter
+    lock."""
 
 def crc32c_portable(data: object, value: int = 0) -> int:
-    """As `crc32c`, by tables: what it falls back to on a processor without the instructions."""
+    """CRC32C by tables, to which `crc32c` falls back on a processor without the instructions."""
 
 class Crc32cFolding:
-    """One way to sum by carry-less multiplication."""
+    """A variant of CRC32C by carry-less multiplication, for certain instructions of the processor."""
 
     @property
     def name(self) -> str: ...
 
 def crc32c_foldings() -> list[Crc32cFolding]:
-    """Those that this processor has instructions for, the fastest first; `crc32c` takes the first."""
+    """Return the foldings that this processor has instructions for, the fastest first; `crc32c` takes the first."""
 
 def crc32c_by(folding: Crc32cFolding | None, data: object, value: int = 0) -> int:
-    """As `crc32c`, by the given folding; None: without."""
+    """CRC32C by the given folding; None for none."""
 
 def copy_crc32c_by(folding: Crc32cFolding | None, destination: object, source: object, value: int = 0) -> int:
-    """CRC32C of the very bytes that the destination has after the copy. The buffers are of one size and do not overlap."""
+    """Copy a buffer; returns the CRC32C of the very bytes that the destination has then. The buffers are of one size and do not
+    overlap."""
 
 def buffer_address(data: object, writable: bool = False) -> int:
     """Address of the first byte of a contiguous buffer; BufferError if it must be writable and is not. The caller keeps
@@ -444,52 +452,54 @@ class NodeServer:
         """Serve an authenticated stream, which belongs to the server from now on. AccessDeniedError where the session is
         another tenant's or another access key's."""
     def expect_tenants(self, tenants: set[int]) -> None:
-        """Those that may come: what a tenant holds so that it cannot be evicted leaves room for the shares of the others."""
+        """Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others."""
     def expect_keys(self, keys: Mapping[str, tuple[int, bool, int]]) -> None:
-        """The access keys that may come: the tenant of each, True if it has a right with which it can hold something, and the
-        bytes that it may hold, 0 where nobody says."""
+        """Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
+        the bytes that it may hold, 0 where nobody says."""
     def end_key(self, key: str) -> None:
         """Close all connections that were opened with this access key."""
     def hold(self, session: int, tenant: int, key: str) -> None:
-        """One more connection that the server does not serve itself keeps the session alive. AccessDeniedError as above,
-        QuotaExceededError where the key or its tenant has too many connections."""
+        """Keep the session alive by one more connection, which the server does not serve itself. AccessDeniedError as for
+        `adopt`, QuotaExceededError where the key or its tenant has too many connections."""
     def drop(self, session: int) -> None: ...
     def lend(self, session: int, tenant: int, nbytes: int) -> int:
-        """The new lease's number. NodeFullError where there is no room, QuotaExceededError where the session or its tenant has too much."""
+        """Lend memory; returns the new lease's number. NodeFullError where there is no room, QuotaExceededError where the
+        session or its tenant has too much."""
     def release(self, session: int, lease: int) -> None:
-        """KeyError if the session has no such lease."""
+        """End a lease. KeyError if the session has no such lease."""
     def leases(self, session: int) -> list[tuple[int, int]]: ...
     def lease_path(self, session: int, lease: int) -> str:
-        """What its file is called; of an ephemeral node, would be called. KeyError if the session has no such lease."""
+        """Path of a lease's file; of an ephemeral node, the path that it would have. KeyError if the session has no such
+        lease."""
     def lease_file(self, session: int, lease: int) -> int:
-        """A descriptor of it, the caller's. KeyError if the session has no such lease."""
+        """Return a descriptor of a lease's file, the caller's. KeyError if the session has no such lease."""
     def objects_paths(self, tenant: int) -> tuple[str, str]:
-        """What the files of the index and the data are called; of an ephemeral node, would be called."""
+        """Paths of the files of the index and the data; of an ephemeral node, the paths that they would have."""
     def objects_files(self, tenant: int, writable: bool) -> tuple[int, int]:
-        """Descriptors of them, the caller's: the index read-only, the data writable where that is wanted."""
+        """Return descriptors, the caller's, of the index, read-only, and the data, writable where that is wanted."""
     def expose(self, session: int, tenant: int) -> None:
-        """The session writes the data segment over a one-sided fabric: it may prepare places there."""
+        """Note that the session writes the data segment over a one-sided fabric: it may prepare places there."""
     def objects_visited(self, session: int, tenant: int) -> int:
-        """A descriptor, the caller's, of the session's own marks of visits: memory that has no name. QuotaExceededError where too
-        many sessions of the tenant have some, or its share has no room for more."""
+        """Return a descriptor, the caller's, of the session's own marks of visits, in anonymous memory. QuotaExceededError
+        where too many sessions of the tenant have some, or its share has no room for more."""
     def list_some(
         self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int
     ) -> tuple[list[tuple[bytes, int, int, int, int, int, bool]], int]:
-        """Key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if it is kept, of objects behind the key
-        `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at first
-        it is 0), 0 at the end."""
+        """List objects: key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if kept, of those behind
+        the key `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at
+        first it is 0), 0 at the end."""
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
-        """By tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and guaranteed; pins,
-        preparations, leases and connections."""
+        """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
+        guaranteed; pins, preparations, leases and connections."""
     def keys(self) -> dict[str, dict[str, int]]:
-        """By name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes, pins,
-        preparations, leases and connections."""
+        """Counters by name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes,
+        pins, preparations, leases and connections."""
     def events(self) -> list[tuple[str, int, str]]:
-        """Kind, session and text of what happened since the last call."""
+        """Return the events since the last call: kind, session and text of each."""
 
 class Mode(IntEnum):
-    """What an access does with the bytes."""
+    """Access mode: read, change or overwrite the bytes."""
 
     READ = 0
     WRITE = 1
@@ -504,7 +514,7 @@ class Kind(IntEnum):
     WRITE_BACK = 1
 
 class State(IntEnum):
-    """Where a block stands."""
+    """State of a block: absent, in the arena, or on its way."""
 
     FREE = 0
     """The number is not in use."""
@@ -526,9 +536,9 @@ class Run:
     def mode(self) -> Mode: ...
     @property
     def table(self) -> int:
-        """For rows picked by data: the first block of their table.
+        """First block of the table, for a run of rows that are picked by data; -1 for any other.
 
-        Such an access says nothing about the rows of the next pass, so the tape only notes the table. -1 else.
+        Such an access says nothing about the rows of the next pass, so the tape only notes the table.
         """
 
 class Block:
@@ -552,7 +562,7 @@ class Block:
     def pins(self) -> int: ...
     @property
     def name(self) -> int:
-        """What the tape calls it: its ordinal of birth among the blocks that live."""
+        """Name of the block on the tape: its ordinal of birth among the blocks that live."""
     @property
     def tier(self) -> int:
         """Tier of the copy below; -1 without one."""
@@ -562,10 +572,10 @@ class Block:
     def dirty(self) -> bool: ...
     @property
     def prefetched(self) -> bool:
-        """Whether it was fetched ahead and has not been accessed since."""
+        """True if it was fetched ahead and has not been accessed since."""
 
 class PagerCounters:
-    """What a pager has done so far."""
+    """Counters of a pager's work so far."""
 
     @property
     def accesses(self) -> int:
@@ -578,7 +588,7 @@ class PagerCounters:
         """Accesses to blocks of tables whose rows are picked by data."""
     @property
     def row_hits(self) -> int:
-        """Those of them that found their block in place."""
+        """Accesses among `row_accesses` that found their block in place."""
     @property
     def late(self) -> int:
         """Runs whose transfer was under way when they were accessed."""
@@ -601,7 +611,7 @@ class PagerCounters:
     def moved_bytes(self) -> int: ...
 
 class PagerAccess:
-    """One operation's wish for its operands, and the answer."""
+    """One operation's request for its operands, and the pager's answer."""
 
     @property
     def runs(self) -> tuple[Run, ...]: ...
@@ -612,15 +622,15 @@ class PagerAccess:
     def granted(self) -> bool: ...
     @property
     def ordinal(self) -> int:
-        """Its place in the order of requests; rows of one table may share it."""
+        """Place of the access in the order of requests; rows of one table may share it."""
     @property
     def last_use(self) -> int:
-        """The last access, by ordinal, that used ranges which this one writes into and which others had before it."""
+        """Ordinal of the last access that may have used the ranges that were claimed for this one; -1 for none."""
     @property
     def error(self) -> BaseException | None:
-        """Why it will not be granted. Nothing is pinned then."""
+        """Error for which it will not be granted, with nothing pinned; None without one."""
     def waits_for(self, block: int) -> bool:
-        """Whether the block is one of those that it waits for, or waited for before it was granted."""
+        """Return True if it waits for the block, or waited for it before it was granted."""
 
 class Pager:
     """Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
@@ -641,9 +651,9 @@ class Pager:
     history : int
         Accesses that the tape remembers; a loop longer than this is not predicted.
     prefetch : bool
-        Whether to fetch along the tape ahead of the accesses.
+        True to fetch along the tape ahead of the accesses.
     late : bool
-        The program computes on a device, and when it did is told by `ran`, later.
+        True if the program computes on a device, whose times are reported later, by `ran`.
     """
 
     def __init__(
@@ -662,11 +672,11 @@ class Pager:
     def create(self, sizes: Sequence[int], cls: str = "bytes") -> int:
         """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
     def adopt(self, block: int, source: int, offset: int, place: int, nbytes: int) -> None:
-        """Part of this absent block's clean copy lies in a source; `place` is relative to the block."""
+        """Note that part of this absent block's clean copy lies in a source; `place` is relative to the block."""
     def can_adopt(self, block: int) -> bool:
-        """Whether the block is absent and its content, if any, is a source's."""
+        """Return True if the block is absent and its content, if any, is a source's."""
     def retire(self, first: int, count: int) -> None:
-        """The program has dropped the blocks of one `create`; follow with `forget` as soon as that says yes."""
+        """Note that the program has dropped the blocks of one `create`; then call `forget` until it returns True."""
     def forget(self, first: int, count: int) -> bool:
         """Free retired blocks; False (and nothing done) while they are moved, pinned or waited for."""
     def request(self, runs: Iterable[Run], now: float = 0.0) -> PagerAccess:
@@ -685,9 +695,9 @@ class Pager:
             They do not fit into the arena together; nothing was changed.
         """
     def release(self, access: PagerAccess, *, go_on: bool = True) -> None:
-        """The operation is done with its operands. Without `go_on` nobody is served and nothing changes its place."""
+        """End an access, whose operation is done. Without `go_on` no other access is served and nothing changes its place."""
     def ran(self, ordinal: int, start: float, end: float) -> None:
-        """Tell when a device computed what an access was for: from `start` to `end`, on the clock of `request`.
+        """Report when a device computed what an access was for: from `start` to `end`, on the clock of `request`.
 
         For a pager whose times come late, in the order of the ends.
 
@@ -704,15 +714,15 @@ class Pager:
     def abandon(self, access: PagerAccess) -> None:
         """Give up waiting, or what was granted meanwhile. What is under way goes on."""
     def take_commands(self) -> list[Transfer | Move]:
-        """Return what to start now, in this order; a move is to be made before what follows it is started."""
+        """Return the commands to start now, in this order; a move is to be made before what follows it is started."""
     def take_raised(self) -> list[int]:
-        """Ids of transfers, started before, for which somebody waits by now."""
+        """Return the ids of transfers, started before, for which an access waits by now."""
     def completed(self, transfer: int, start: float = 0.0, end: float = 0.0) -> None:
-        """A transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`."""
+        """Report that a transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`."""
     def failed(self, transfer: int, error: BaseException) -> None:
-        """A transfer has ended badly. What was ordered after it is undone, and is to be reported by nobody."""
+        """Report that a transfer has failed. What was ordered after it is undone, and must not be reported."""
     def proceed(self, now: float = 0.0) -> None:
-        """After completions were reported: grant what can be granted now."""
+        """Grant what can be granted now, after completions were reported."""
     def resize(self, capacity: int) -> bool:
         """Change the arena's bytes. False while something still lies beyond; then call again after completions.
 
@@ -722,7 +732,7 @@ class Pager:
             No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.
         """
     def block(self, block: int) -> Block:
-        """Look at one block."""
+        """Return the present state of one block."""
     def class_of(self, block: int) -> str: ...
     def blocks(self) -> list[int]:
         """Blocks in use, in order."""
@@ -754,7 +764,7 @@ class Pager:
         """Bytes prefetched, or on their way, that have not been accessed yet."""
     @property
     def divergences(self) -> int:
-        """How often the program did something else than the tape foretold."""
+        """Number of times that the program did something else than the tape foretold."""
     @property
     def counters(self) -> PagerCounters: ...
     @property
@@ -785,7 +795,7 @@ class SimulatedProgram:
         """Read so many blocks picked at random."""
 
 class Layout:
-    """Where a storage lies in its blocks."""
+    """Position of a storage in its blocks."""
 
     def __init__(self, first: int, count: int, offset: int, block_bytes: int, nbytes: int, shared: bool) -> None: ...
     @property
@@ -805,7 +815,7 @@ class Layout:
         """Exchange two storages' places."""
 
 class Use:
-    """Bytes ``[start, stop)`` of a storage, and what is done with them. Nothing of it changes; it may be used again."""
+    """Bytes ``[start, stop)`` of a storage, and the mode of access to them. Immutable, so it may be used again."""
 
     def __init__(self, storage: Storage, start: int, stop: int, mode: Mode) -> None: ...
     @property
@@ -832,15 +842,15 @@ class Grant:
     """Operands in the arena, pinned until they are released."""
 
     note: object
-    """What its owner notes of it; None."""
+    """Free for a note of the grant's owner; None at first."""
 
     def __init__(self, offsets: tuple[int, ...], access: PagerAccess | None, waited: float = 0.0) -> None: ...
     @property
     def offsets(self) -> tuple[int, ...]:
-        """For each use, where its first byte lies, in bytes from the arena's start."""
+        """Offset of each use's first byte, in bytes from the arena's start."""
     @property
     def access(self) -> PagerAccess | None:
-        """None where all uses are empty."""
+        """The pager's access behind the grant; None where all uses are empty."""
     @property
     def waited(self) -> float:
         """Seconds that the call waited for the operands; 0 where they were there."""
@@ -889,7 +899,7 @@ class Driver:
     def peak(self) -> int: ...
 
 class Footprint:
-    """A geometry over a storage; see `farpool.tensors.footprint`."""
+    """Geometry of a tensor over a storage; see `farpool.tensors.footprint`."""
 
     def __init__(
         self,
@@ -926,34 +936,34 @@ class Footprint:
     @property
     def views(self) -> dict[Any, Any]: ...
     def reader(self) -> Use:
-        """Its bytes, to be read."""
+        """Return the use that reads its bytes."""
     def writer(self) -> Use:
-        """Its bytes, to be written."""
+        """Return the use that writes its bytes."""
     def kept_real(self, place: int, requires_grad: bool) -> torch.Tensor | None:
-        """The real tensor that was kept, if it lies at `place` in the arena."""
+        """Return the real tensor that was kept, if it lies at `place` in the arena."""
     def keep_real(self, place: int, requires_grad: bool, real: torch.Tensor) -> None:
-        """Use this real tensor again."""
+        """Keep a real tensor, to be used again."""
     def check_real(self, real: torch.Tensor) -> None:
-        """Do not use a real tensor again whose geometry an operation has changed."""
+        """Drop a real tensor that was kept if an operation has changed its geometry."""
     def forget_real(self) -> None:
-        """Make a new real tensor next time."""
+        """Drop the real tensor that was kept, so that the next use makes a new one."""
 
 class Calls:
     """Runs operations on paged tensors that need no Python; see `farpool.tensors.calls`."""
 
     class Kind(IntEnum):
-        """What an operator does."""
+        """Kind of an operator, by which it is run."""
 
         COMPUTE = 0
         """Runs on real tensors."""
         VIEW = 1
-        """Views its first argument; which part, the others say, which are no tensors."""
+        """Views a part of its first argument, which the other arguments say; none of these is a tensor."""
         ALIAS = 2
         """Another tensor over the same bytes."""
         COMPOSED = 3
-        """Is made of others, which are dispatched in its place."""
+        """Composed of other operators, which are dispatched in its place."""
         COMPOSED_OF_VIEWS = 4
-        """The same, and torch itself marks what it returns as a view."""
+        """Composed of other operators, and torch itself marks what it returns as a view."""
 
     def bind(self, torch: object, paged: type, footprint: type, hooks: object) -> None:
         """Make known the types of tensors and footprints, and the functions that do the rest."""
@@ -969,7 +979,7 @@ class Calls:
         ruled: bool = False,
         strided: bool = False,
     ) -> None:
-        """Run this operator from now on.
+        """Take over an operator: run it without Python from now on.
 
         Parameters
         ----------
@@ -1029,7 +1039,7 @@ class Calls:
             False, with nothing done, where it takes Python: a number out of range, rows with gaps, debug mode, a device.
         """
     def wrap(self, footprint: Footprint, requires_grad: bool) -> torch.Tensor:
-        """A paged tensor that views what a footprint says."""
+        """Return a paged tensor over the bytes of a footprint."""
     def suspend(self) -> None:
         """Leave all operations to Python from now on."""
 
@@ -1041,15 +1051,15 @@ class Policy:
     """
 
     def __init__(self, name: str, capacity: int) -> None:
-        """One of `policy_names`, for a cache of that capacity."""
+        """Make the policy with this name, one of `policy_names`, for a cache of that capacity."""
     def touch(self, slot: int, next_use: int = ...) -> None:
-        """The object is used again; `next_use` is the time of its next use, for ``belady``."""
+        """Note that the object is used again; `next_use` is the time of its next use, for ``belady``."""
     def insert(self, slot: int, key: int, size: int = 1, next_use: int = ..., cost: float = 1.0) -> None:
-        """The object has come in; `cost` is that of fetching it, for ``gdsf``."""
+        """Note that the object has come in; `cost` is that of fetching it, for ``gdsf``."""
     def victim(self, key: int, size: int = 1, held: builtins.set[int] = ...) -> int:
-        """The slot to go next so that `key` can come in, none of `held`; it stays in. IndexError if none may go."""
+        """Return the slot to evict next so that `key` can come in, none of `held`; it stays in. IndexError if none may go."""
     def remove(self, slot: int, *, evicted: bool) -> None:
-        """The object has left: evicted, so that it may be remembered, or deleted."""
+        """Note that the object has left: evicted, so that it may be remembered, or deleted."""
     def __contains__(self, slot: int) -> bool: ...
     def __len__(self) -> int: ...
 
@@ -1059,10 +1069,12 @@ class RequestTrace:
     def __init__(self, ids: Sequence[int], sizes: Sequence[int]) -> None: ...
     @staticmethod
     def oracle_general(data: object) -> RequestTrace:
-        """libCacheSim's format: records of 24 bytes. ValueError, with the record's number, if the bytes cannot be that."""
+        """Read libCacheSim's oracleGeneral format: records of 24 bytes. ValueError, with the record's number, if the bytes
+        cannot be that."""
     @staticmethod
     def csv(data: object) -> RequestTrace:
-        """Lines of ``time,object,size``, or under a header. ValueError, with the line's number, for anything else."""
+        """Read lines of ``time,object,size``, or of columns that a header names. ValueError, with the line's number, for
+        anything else."""
     def __len__(self) -> int: ...
     @property
     def left_out(self) -> int:

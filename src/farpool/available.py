@@ -1,4 +1,4 @@
-"""The memory that a process may still take, within the limits of its control groups."""
+"""Memory that a process may still allocate, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["available_memory"]
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can be had without swapping: the machine's, or less where a control group says so.
+    """Bytes of host memory available without swapping: the machine's, or less if a control group limits them.
 
     File cache that the kernel gives up at once counts as free, as in ``MemAvailable`` of ``/proc/meminfo``.
 
     Parameters
     ----------
     root : Path
-        Where ``proc`` and ``sys`` are found.
+        Folder that contains ``proc`` and ``sys``.
     """
     return max(0, min([_machine(root), *_groups(root)]))
 
@@ -31,7 +31,7 @@ def _machine(root: Path) -> int:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """Bytes that each limit from the process's control group up to the root leaves free; nothing without groups."""
+    """Yield the bytes left by the limit of each control group, from the process's own up to the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

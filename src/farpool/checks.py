@@ -1,4 +1,4 @@
-"""Settings are of the types that they are declared with, or an error says which one is not."""
+"""Type checks of settings: a value of another type than declared raises an error that names the setting."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["require_type"]
 
 
 def require_type(value: object, declared: Any, what: str, *, text: bool = False) -> Any:
-    """A setting's value as the type that it is declared with.
+    """Return a setting's value as its declared type.
 
     Parameters
     ----------
     value : object
-        What was given. A whole number is taken for a float; nothing else is converted.
+        The value given. A whole number is taken for a float; nothing else is converted.
     declared : type
-        A builtin type, or a union of such.
+        A builtin type, or a union of builtin types.
     what : str
-        What the setting is called; named in the error.
+        Name of the setting, for the error.
     text : bool
         The value is text that stands for the value, for example ``"1"`` or ``"true"``.
 

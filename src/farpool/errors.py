@@ -1,4 +1,4 @@
-"""Everything farpool raises, as one tree.
+"""Exceptions and warnings of farpool, as one class hierarchy.
 
 Each error also derives from the builtin that a caller would catch, so ``except MemoryError``, ``except OSError`` or
 ``except ValueError`` work without knowing farpool. Messages say which value, what was expected and what to do.
@@ -53,7 +53,7 @@ class FarpoolError(Exception):
 
 
 class FarpoolWarning(UserWarning):
-    """Something works, but not as well as the program may expect."""
+    """Warning that something works, but not as well as the program may expect."""
 
 
 class ConfigError(FarpoolError, ValueError):
@@ -62,7 +62,7 @@ class ConfigError(FarpoolError, ValueError):
     Attributes
     ----------
     setting : str
-        What is wrong, for example ``fast``; empty where it is not one setting.
+        The setting that is wrong, for example ``fast``; empty if it is not a single setting.
     """
 
     def __init__(self, message: str, *, setting: str = "") -> None:
@@ -71,7 +71,7 @@ class ConfigError(FarpoolError, ValueError):
 
 
 class BudgetError(FarpoolError, MemoryError):
-    """The operands of one operation are larger than the fast tier, or a pool's tensors than memory when it is left.
+    """One operation's operands exceed the fast tier, or a pool's tensors exceed memory when the pool is left.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ class LifetimeError(FarpoolError, RuntimeError):
 
 
 class OrderError(FarpoolError, RuntimeError):
-    """Debug mode found a transfer, a move or an access that does not wait for what it disturbs."""
+    """Debug mode found a transfer, a move or an access that does not wait for the work that it disturbs."""
 
 
 class TapeFileError(FarpoolError, OSError):
@@ -136,7 +136,7 @@ class TapeFileError(FarpoolError, OSError):
 
 
 class TapeTruncatedError(TapeFileError, EOFError):
-    """A tape file ends too early, because its writer was killed. What was read before is good."""
+    """A tape file ends too early, because its writer was killed. All that was read before is valid."""
 
 
 class TierError(FarpoolError, OSError):
@@ -173,12 +173,12 @@ class PoolFileError(TierError):
 
 
 class NodeError(FarpoolError, ConnectionError):
-    """A node failed, or the way to it did. Names the node.
+    """A node failed, refused a request or cannot be reached. Names the node.
 
     Attributes
     ----------
     node : str
-        Its address, for example ``tcp://10.0.0.7:7471``.
+        The node's address, for example ``tcp://10.0.0.7:7471``.
     refused : bool
         The node is well and has answered that it does not do what was asked.
     """
@@ -194,7 +194,7 @@ class NodeTimeoutError(NodeError, TimeoutError):
 
 
 class ProtocolError(NodeError):
-    """What came from the other side is not the protocol, or a version of it that this farpool does not speak."""
+    """The other side does not speak farpool's protocol, or only a version of it that this farpool does not."""
 
 
 class KeyConflictError(FarpoolError, ValueError):
@@ -206,7 +206,7 @@ class AccessDeniedError(NodeError, PermissionError):
 
 
 class NodeFullError(NodeError, MemoryError):
-    """The node has no room, also not after evicting what it may."""
+    """The node has no room, not even after evicting all that it may."""
 
 
 class QuotaExceededError(NodeFullError):
@@ -218,7 +218,7 @@ class ObjectTooLargeError(NodeError, ValueError):
 
 
 class ReplicationError(NodeError):
-    """Too few nodes could be asked: for as many copies as a put needs, or to know that an object is nowhere."""
+    """Too few nodes could be reached to store all copies of an object, or to be sure that an object does not exist."""
 
 
 class StoreClosedError(FarpoolError, RuntimeError):
@@ -226,7 +226,7 @@ class StoreClosedError(FarpoolError, RuntimeError):
 
 
 class LeaseLostError(NodeError):
-    """The node no longer has the memory that it lent: it began anew, or the program was away longer than its grace."""
+    """The node no longer has the memory that it lent: it started afresh, or the program was away beyond its grace."""
 
 
 class RegistryError(FarpoolError, OSError):
@@ -324,7 +324,7 @@ class NameLostError(FarpoolError, LookupError):
 
 
 class NameMovedError(FarpoolError, RuntimeError):
-    """A name is not in the version that the publisher expected; nothing was published.
+    """A name has another version than the publisher expected; nothing was published.
 
     Attributes
     ----------

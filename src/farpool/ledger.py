@@ -1,7 +1,7 @@
 """The account of every byte that farpool holds, per tier and owner.
 
-What holds memory books it here when it takes it and when it gives it back. An account that would become negative is a
-bug of whoever books, and is raised where it happens.
+Every holder of memory books it here when taking it and when giving it back. An account that would become negative is a
+bug of the caller, and raises ValueError at that call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EMPTY = Account()
 
 
 class Ledger:
-    """Accounts by tier and owner. Safe to use from several threads."""
+    """Accounts by tier and owner. Thread-safe."""
 
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str], Account] = {}
@@ -65,7 +65,7 @@ class Ledger:
     def subtract(
         self, tier: str, owner: str, *, requested: int = 0, reserved: int = 0, page_locked: int = 0, touched: int = 0
     ) -> None:
-        """Book bytes back.
+        """Book bytes that `owner` gives back to `tier`.
 
         Raises
         ------

@@ -29,7 +29,7 @@ def parse_size(value: int | str, what: str = "size") -> int:
         Bytes, or a number with a unit: B, KiB, MiB, GiB, TiB, PiB (powers of 1024) or KB, MB, GB, TB, PB (powers of
         1000), in upper or lower case.
     what : str
-        What the size is of; named in the error.
+        Name of what has this size, for the error.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def parse_rate(value: float | str, what: str = "rate") -> float:
     value : float or str
         Bytes per second, or a size as in `parse_size`, with or without ``/s`` behind it.
     what : str
-        What the rate is of; named in the error.
+        Name of what has this rate, for the error.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def parse_rate(value: float | str, what: str = "rate") -> float:
 
 
 def _bytes(text: object) -> int | None:
-    """Bytes of a size that is text; None if it is no such thing."""
+    """Parse a size given as text into bytes; None if it is not one."""
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:

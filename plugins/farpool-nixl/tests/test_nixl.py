@@ -37,7 +37,7 @@ def soon(seconds: float = 10.0) -> float:
 
 @pytest.fixture(autouse=True)
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the other end takes part: otherwise the system copies between processes, even from a stopped one."""
+    """Use TCP, so that the other end takes part: else the system copies between processes, even from a stopped one."""
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
@@ -72,7 +72,7 @@ def endpoint() -> Iterator[NixlEndpoint]:
 
 
 def exposing_process() -> psutil.Process:
-    """The one process that exposes memory now."""
+    """Return the one process that exposes memory now."""
     (process,) = [child for child in psutil.Process().children() if "farpool_nixl.worker" in child.cmdline()]
     return process
 

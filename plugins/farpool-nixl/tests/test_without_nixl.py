@@ -1,4 +1,4 @@
-"""The fabric where the library that it stands on is missing."""
+"""The fabric ``nixl`` on a host without the NIXL library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks: what farpool costs, measured beside the limit of the machine and beside what one would use otherwise.
+"""Benchmarks of farpool, measured beside the limit of the machine and beside the alternatives.
 
 One module a benchmark, each with the same five names (see `farpool.bench.benchmark`): ``Settings``, ``Outcome``,
 ``run``, ``table`` and ``figures``; the first line of its docstring is its title in reports. Importing one needs neither

@@ -1,4 +1,4 @@
-"""Weights fetched by accelerate's hooks when a module runs and dropped when it has run."""
+"""A model under the accelerate library, whose hooks fetch weights when a module runs and drop them afterwards."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["PacedWeights", "accelerated"]
 
 
 class PacedWeights(Mapping[str, torch.Tensor]):
-    """Weights behind a link: reading one takes its bytes over the rate, the copy included.
+    """Mapping of weights behind a simulated link: reading one takes its bytes over the rate, the copy included.
 
     Parameters
     ----------
     weights : mapping
-        What lies there.
+        The weights, by name.
     rate : float or None
         Bytes per second; None where the link is real.
     """
@@ -44,7 +44,7 @@ class PacedWeights(Mapping[str, torch.Tensor]):
 
 
 def accelerated(plain: Stack, device: str, rate: float | None) -> Stack:
-    """The same stack under accelerate: each module fetches its weights before it runs and drops them after.
+    """Make a copy of a stack under accelerate: each module fetches its weights before it runs and drops them after.
 
     Raises
     ------

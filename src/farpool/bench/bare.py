@@ -1,4 +1,4 @@
-"""A wrapper subclass that only unwraps: what torch's way into Python costs by itself."""
+"""A tensor subclass that only unwraps its operands, to measure the cost of torch's dispatch to Python alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BareTensor", "wrap_parameters"]
 
 
 class BareTensor(torch.Tensor):
-    """A tensor that holds another one, and computes with that; results are plain."""
+    """A tensor that wraps another one and computes with it; results are plain."""
 
     _held: torch.Tensor
 
@@ -33,7 +33,7 @@ class BareTensor(torch.Tensor):
 
 
 def wrap_parameters(module: torch.nn.Module) -> None:
-    """Have a module compute with its parameters wrapped; they cannot be trained any more."""
+    """Wrap the parameters of a module, which cannot be trained any more."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""What a benchmark module offers, and which ones there are."""
+"""The interface of benchmark modules, and the list of them."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "Benchmark", "Progress", "Settings", "check_device", "load", "title_of"]
 
 NAMES = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "policies", "remote")
-"""In the order in which reports show them. Each is a module of this package and a command."""
+"""Names of the benchmarks in the order of reports; each is a module of this package and a command."""
 
 Progress = Callable[[str, int, int], None]
-"""Told the name of a step, how much of it is done, and how much there is."""
+"""Callback that is told the name of a step, how much of it is done, and how much there is."""
 
 
 class Settings(Protocol):
-    """What the command line sets: a frozen dataclass."""
+    """Settings of a benchmark, a frozen dataclass whose fields the command line sets."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda``."""
+        """Device to measure on, ``cpu`` or ``cuda``."""
 
     @classmethod
     def quick(cls) -> Self:
-        """Sizes so small that a run takes seconds: to see that everything works, not to measure."""
+        """Settings so small that a run takes seconds: to see that everything works, not to measure."""
 
 
 class Benchmark(Protocol):
-    """The names of a benchmark module."""
+    """Interface of a benchmark module."""
 
     Settings: type[Any]
     Outcome: type[Any]
-    """A frozen dataclass that msgspec can encode and decode."""
+    """Type of the results, a frozen dataclass that msgspec can encode and decode."""
 
     def run(self, settings: Any, progress: Progress) -> Any:
-        """Measure; returns an ``Outcome``."""
+        """Run the measurements and return an ``Outcome``."""
 
     def table(self, outcome: Any) -> RenderableType:
-        """For a person to read: a rich Table, or a Group of tables and texts."""
+        """Format the outcome for people to read, as a rich Table or a Group of tables and texts."""
 
     def figures(self, outcome: Any) -> dict[str, Any]:
-        """Matplotlib figures by caption; may be empty."""
+        """Draw the outcome as Matplotlib figures, by caption; may be empty."""
 
 
 def load(name: str) -> Benchmark:
-    """The module of a benchmark.
+    """Import the module of a benchmark.
 
     Raises
     ------
     ConfigError
-        There is none of this name.
+        There is no benchmark of this name.
     """
     if name not in NAMES:
         raise ConfigError(f"benchmark {name!r} is not known; expected one of {', '.join(NAMES)}")
@@ -66,17 +66,17 @@ def load(name: str) -> Benchmark:
 
 
 def title_of(benchmark: Benchmark) -> str:
-    """The first line of its docstring."""
+    """Title of a benchmark, which is the first line of its docstring."""
     return (benchmark.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def check_device(device: str) -> None:
-    """Find out before a long run whether the device is there, and have it compute the same bits each time.
+    """Check before a long run that the device exists, and make it compute the same bits each time.
 
     Raises
     ------
     ConfigError
-        It is not.
+        The device is unknown or does not exist.
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device: {device!r} is not known; expected cpu or cuda")

@@ -1,4 +1,4 @@
-"""Steps of DeepSpeed's ZeRO-Offload in a process of its own, one for each line that comes in.
+"""Worker process that runs steps of DeepSpeed's ZeRO-Offload, one for each line on its standard input.
 
 It prints ``ready``, and then for each line on its standard input the seconds of the step after an untimed one.
 """
@@ -27,11 +27,11 @@ _CONFIG = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_allow_untested_optimizer": True,
 }
-"""Weights, gradients and moments in host memory; the optimizer is PyTorch's own there, too."""
+"""Configuration with weights, gradients and moments in host memory, and PyTorch's own optimizer there."""
 
 
 def main(layers: int, width: int, tokens: int, device: str) -> None:
-    """Train until the standard input ends."""
+    """Train a stack step by step until the standard input ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Bytes that storages take in each tier, from the pool's own account."""
+"""Measurement of the bytes that storages take in each tier, from the pool's own statistics."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ROOM, _PAGE = 1 << 20, 4096
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Bytes that one storage takes.
+    """Bytes that one storage takes in each tier.
 
     Attributes
     ----------
     requested : int
-        The storage's own.
+        Size of the storage.
     arena, dram, nvme : int
-        Reserved in each tier while it lies there.
+        Bytes reserved in each tier while it lies there.
     dram_touched : int
         Memory behind it in the DRAM tier that the operating system had to back.
     page_locked : int
@@ -44,12 +44,12 @@ class Exact:
 
 
 def exact_sizes(sizes: Sequence[int], folder: Path, device: str) -> tuple[Exact, ...]:
-    """Put a storage of each size into a pool, and have it leave for a lower tier.
+    """Put a storage of each size into a pool, evict it to a lower tier, and count the bytes it takes.
 
     Parameters
     ----------
     folder : Path
-        For the file of the NVMe tier.
+        Folder for the file of the NVMe tier.
     """
     return tuple(_exact(nbytes, folder, device) for nbytes in sizes)
 
@@ -61,7 +61,7 @@ def _exact(nbytes: int, folder: Path, device: str) -> Exact:
 
 
 def _taken(nbytes: int, tier: Tier, device: str) -> tuple[int, TierStats, int]:
-    """Bytes taken in the arena; what the lower tier then takes; bytes locked into RAM."""
+    """Bytes taken in the arena, statistics of the lower tier after eviction, and bytes locked into RAM."""
     fast = (nbytes + _ROOM) // _PAGE * _PAGE
     with BlockPool(PoolConfig.make(fast, [tier], device=device)) as pool:
         storage = pool.allocate(nbytes)

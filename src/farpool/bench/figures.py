@@ -1,4 +1,4 @@
-"""Pictures for reports: one style, and SVG that stands inside a page and follows its colours.
+"""Figures for reports in one style, as SVG that stands inside a page and follows its colours.
 
 Lines and letters are drawn in one ink, which becomes the page's own text colour; so a picture is readable on light and
 on dark ground. The letters stay letters and take the page's typeface.
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["COLOURS", "INK", "new_figure", "svg"]
 
 INK = "#0a0b0c"
-"""Stands for the page's text colour."""
+"""Colour that stands for the page's text colour."""
 COLOURS = ("#3b82d0", "#e0872a", "#2f9e74", "#d05a3f", "#9a6fc4", "#3aa7b8")
-"""For series, in this order: readable on white and on near-black, and apart for colour-blind readers."""
+"""Colours of series, in order: readable on white and near-black, and distinct for colour-blind readers."""
 
 _SIZE = (6.6, 3.7)
 
 
 def new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    """An empty picture with one pair of axes in the reports' style."""
+    """Make an empty figure with one pair of axes in the reports' style."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -48,12 +48,12 @@ def new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def svg(figure: Figure, number: int = 0) -> str:
-    """The picture as an ``<svg>`` element without references to anything outside.
+    """Render a figure as an ``<svg>`` element without references to anything outside.
 
     Parameters
     ----------
     number : int
-        Of the picture on its page: names inside it are made from it.
+        Number of the figure on its page, from which names inside it are made.
     """
     import matplotlib as mpl
 

@@ -1,4 +1,4 @@
-"""Runs fio, the usual program to measure a disk, on a range of a file."""
+"""Wrapper of fio, the usual program to measure a disk, for runs on a range of a file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MISSING = "fio is not installed; on Debian or Ubuntu: apt-get install fio"
 
 @dataclass(frozen=True, slots=True)
 class Fio:
-    """An installed fio.
+    """An installed fio program that works on the file to measure.
 
     Attributes
     ----------
     path : str
-        The program.
+        Path of the program.
     version : str
-        As it says itself.
+        Version that it reports.
     engine : str
         The first of io_uring and libaio that works on the file.
     """
@@ -53,7 +53,7 @@ class Fio:
 
 
 def find_fio(file: Path) -> tuple[Fio | None, str]:
-    """The fio of this machine if it works on the file; else None and what to do about that."""
+    """Find an fio that works on the file; else return None and advice on what to do about that."""
     path = shutil.which("fio")
     if path is None:
         return None, _MISSING

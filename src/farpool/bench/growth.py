@@ -1,4 +1,4 @@
-"""Measures pager time per access and memory per block, from few blocks to a million.
+"""Time of the pager per access and memory per block, from few blocks to a million.
 
 Each size runs in a fresh process, on simulated tiers: the blocks lie below, a quarter of them fits into the arena, and
 a program reads them one by one, in a loop and then at random. Time is processor time of the pager and of the
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Point", "Settings", "figures", "run", "table"]
 
 _SHORT = 1024
-"""Accesses of the history that memory is measured with."""
+"""Length in accesses of the history while memory is measured."""
 _TIMEOUT = 1800.0
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run.
+    """Sizes of a run.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Settings:
     history : int
         Accesses that the pager remembers while time is measured; a pool's own number by default.
     accesses : int
-        Of each pattern, measured.
+        Measured accesses of each pattern.
     fast : int
         Bytes of the pool that is resized.
     """
@@ -70,7 +70,7 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(most=4_000, history=2048, accesses=1000, fast=8 << 20)
 
     @property
@@ -82,7 +82,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One number of blocks.
+    """Results for one number of blocks.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out.
+    """Results of a run.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Outcome:
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure.
+    """Run the benchmark in child processes.
 
     Raises
     ------

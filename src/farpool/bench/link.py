@@ -1,4 +1,4 @@
-"""The link of a benchmark: a throttled DRAM tier, or the one between host and device as it is."""
+"""The link of a benchmark: a throttled DRAM tier, or the real link between host and device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Copier", "core_for_link", "fetched", "link_rate", "lower_tier", "wri
 
 @contextmanager
 def core_for_link(device: str) -> Iterator[int]:
-    """On the CPU, compute with all cores but one; gives the number of threads.
+    """Context in which the CPU computes with all cores but one, left for the link; yields the number of threads.
 
     A link between machines, or to a GPU, costs no computing. Its stand-in copies with a core of this machine;
     without one of its own it would hold up each parallel operation for as long as it copies.
@@ -42,13 +42,13 @@ def lower_tier(nbytes: int, rate: float | None) -> Dram | Throttled:
 
 
 class Copier:
-    """Copies bytes over a link of its own while something computes, as a pool does, but for nobody.
+    """Background load that copies bytes over a link as a pool would while something computes.
 
-    On the CPU copies take memory bandwidth and cache from what computes; this tells how much.
+    On the CPU copies take memory bandwidth and cache from computing; this shows how much.
     """
 
     _PIECE, _PIECES = 4 << 20, 32
-    """Bytes of one copy, and how many of them the link's far side holds: more than a cache."""
+    """Bytes of one copy, and the number of them that the link's far side holds: more than a cache."""
 
     def __init__(self, rate: float) -> None:
         self._tier = lower_tier(self._PIECES * self._PIECE, rate)
@@ -68,7 +68,7 @@ class Copier:
         self._tier.close()
 
     def beside(self, work: Callable[[], float], nbytes: int) -> float:
-        """The result of `work`; meanwhile at most `nbytes` bytes are copied."""
+        """Run `work` and return its result, while at most `nbytes` bytes are copied."""
         ended = threading.Event()
 
         def copy() -> None:

@@ -1,4 +1,4 @@
-"""Fair comparisons: in turn, in pairs, on warm memory."""
+"""Tools for fair comparisons: samples taken in turn, ratios of pairs, warm memory."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:
 
 
 def warm(memory: memoryview) -> None:
-    """Write to each page, so that the first use does not pay for the operating system's work. What it held is lost."""
+    """Write to each page, so that its first use pays for no page fault; the content is lost."""
     flat = memory.cast("B")
     flat[::_PAGE] = bytes(len(range(0, len(flat), _PAGE)))

@@ -1,4 +1,4 @@
-"""Mooncake Store over TCP, as far as it is installed here: a master, a client that lends and one that puts and gets."""
+"""Mooncake Store over TCP as a peer: a master, a client that lends memory, and one that puts and gets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MISSING = "the package 'mooncake' is not installed; pip install mooncake-transf
 
 
 def find_mooncake() -> tuple[str | None, str]:
-    """The name of this Mooncake with its version; else None and what to do about that."""
+    """Name and version of the installed Mooncake; else None and advice on what to do about that."""
     if importlib.util.find_spec("mooncake") is None:
         return None, _MISSING
     (package, *_) = packages_distributions()["mooncake"]
@@ -38,7 +38,7 @@ def find_mooncake() -> tuple[str | None, str]:
 
 
 class MooncakePeer:
-    """Its three processes.
+    """The three processes of a Mooncake Store: a master, a lender and a user.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class MooncakePeer:
         self.close()
 
     def seconds_each(self, write: bool, nbytes: int, count: int, batch: int, seconds: float) -> float:
-        """Seconds for one of `count` objects, put or got in calls with `batch` of them.
+        """Seconds per object to put or get `count` objects, `batch` of them in a call.
 
         Raises
         ------
@@ -81,12 +81,12 @@ class MooncakePeer:
         return self._ask(f"{'put' if write else 'get'} {nbytes} {count} {batch} {seconds!r}")
 
     def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
-        """Seconds for one call that looks `count` keys up.
+        """Seconds for one call that looks up `count` keys.
 
         Raises
         ------
         FarpoolError
-            As of `seconds_each`.
+            As for `seconds_each`.
         """
         return self._ask(f"find {nbytes} {count} {count} {seconds!r}")
 
@@ -97,7 +97,7 @@ class MooncakePeer:
             raise FarpoolError(f"Mooncake failed: {error}") from error
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._stack.close()
 
     def _start(self, arguments: list[str]) -> Worker:

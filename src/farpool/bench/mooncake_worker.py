@@ -1,4 +1,4 @@
-"""Mooncake Store in processes of their own: one that lends a segment, and one that puts and gets.
+"""Worker processes of Mooncake Store: one lends a segment, another puts and gets objects.
 
 ``lend MASTER BYTES`` prints ``ready`` and lends until its standard input ends. ``use MASTER`` prints ``ready``, and
 then, for each line ``put|get|find NBYTES COUNT BATCH SECONDS`` on its standard input, the seconds that an object took;
@@ -31,7 +31,7 @@ def _open(master: str, lent: int) -> Any:
 
 
 class _User:
-    """Puts and gets the objects of a ring."""
+    """A client of Mooncake that puts and gets the objects of a ring."""
 
     def __init__(self, store: Any, ring: Ring) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class _User:
         self._keys: list[str] = []
 
     def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
-        """Seconds for one object, in passes over the ring; the first does not count."""
+        """Seconds per object, in passes over the ring of which the first does not count."""
         self._put(batch)
         self._read_back()
         taken, passes = 0.0, -1
@@ -75,13 +75,13 @@ class _User:
         return taken
 
     def close(self) -> None:
-        """Give up the memory."""
+        """Remove all objects and unregister the buffers."""
         self._store.remove_all(True)
         for address in (*self._ring.addresses, *self._source.addresses):
             self._store.unregister_buffer(address)
 
     def _put(self, batch: int) -> float:
-        """Seconds to put all under new keys (an object cannot be put again); the old ones are removed before."""
+        """Seconds to put all objects under new keys (none can be put again); the old objects are removed before."""
         if self._keys:
             self._store.batch_remove(self._keys, True)
         self._pass += 1
@@ -115,7 +115,7 @@ class _User:
 
 
 def main(arguments: list[str]) -> None:
-    """Lend, or put and get, until the standard input ends."""
+    """Lend a segment, or put and get objects, until the standard input ends."""
     role, master, *rest = arguments
     store = _open(master, int(rest[0]) if role == "lend" else 0)
     print("ready", flush=True)

@@ -1,8 +1,8 @@
-"""The NVMe tier against fio.
+"""The NVMe tier compared with fio.
 
 The tier's file is read and written in order, over and over, in blocks of one size with a fixed number of them under
 way: by the tier as a pool uses it (its native port on the native transfer queue) and by fio, on the same bytes of the
-same file, both round the page cache. With one block under way the port is called directly. "Verified" is the same with
+same file, both past the page cache. With one block under way the port is called directly. "Verified" is the same with
 the checksums that a pool puts round a tier whose bytes leave the process; it reads what it has written before.
 
 The table of sizes shows what storages of odd sizes take: nothing is rounded up to a power of two.
@@ -46,12 +46,12 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run.
+    """Sizes of a run.
 
     Attributes
     ----------
     device : str
-        Of the pool whose reservations are shown.
+        Device of the pool whose reservations are shown.
     folder : Path or None
         Where the file is made; None for the folder for temporary files.
     nbytes : int
@@ -61,9 +61,9 @@ class Settings:
     depths : tuple of int
         Numbers of blocks under way.
     seconds : float
-        Of each sample.
+        Seconds of each sample.
     rounds : int
-        Samples of each.
+        Samples of each kind.
     sizes : tuple of int
         Bytes of the storages whose reservations are shown.
     """
@@ -85,18 +85,18 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(nbytes=8 * _MIB, blocks=(_MIB,), depths=(1, 2), seconds=0.02, rounds=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of transfer. Rates are in bytes per second, one for each round.
+    """Results for one kind of transfer; rates are in bytes per second, one for each round.
 
     Attributes
     ----------
     write : bool
-        Write or read.
+        True for writes, False for reads.
     block, depth : int
         Bytes of a block; how many of them were under way.
     ours, verified : tuple of float
@@ -121,12 +121,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out.
+    """Results of a run.
 
     Attributes
     ----------
     direct, ring : bool
-        Whether the file was read and written round the page cache; through io_uring.
+        True if the file was read and written bypassing the page cache; through io_uring.
     fio : Fio or None
         None if it does not run here; `reason` says why and what to do.
     """
@@ -141,7 +141,7 @@ class Outcome:
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure.
+    """Measure each kind of transfer, and the bytes that storages take.
 
     Raises
     ------
@@ -202,7 +202,7 @@ def _measure(
 
 
 def table(outcome: Outcome) -> Group:
-    """Rates beside fio's, then the sizes."""
+    """Tables of the rates beside fio's, then of the bytes that storages take."""
     rates = Table(title="GB/s, median of the rounds; depth: blocks under way")
     for name in ("", "block", "depth", "GB/s", "fio", "of fio", "verified", "of GB/s"):
         rates.add_column(name, justify="left" if not name else "right")
@@ -234,7 +234,7 @@ def _gigabytes(rates: Sequence[float]) -> str:
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Ours of fio's rate, for each kind of transfer; nothing without fio."""
+    """Bars of the tier's rate over fio's for each kind of transfer; empty without fio."""
     compared = [row for row in outcome.rows if row.fio is not None and row.of_fio is not None]
     if not compared:
         return {}

@@ -1,4 +1,4 @@
-"""The overhead of paged tensors over plain ones with everything resident, and of picking rows of a large table.
+"""Overhead of paged tensors over plain ones with everything resident, and of picking rows of a large table.
 
 Operations: the same call in turn with plain weights, with weights in a bare wrapper subclass that only unwraps them
 (torch's own way into Python), and with paged ones. Inputs are plain. A difference over the number of paged arguments is
@@ -33,7 +33,7 @@ __all__ = ["Layers", "Operation", "Outcome", "Rows", "Settings", "Training", "fi
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure.
+    """Measure operations, layers, training steps and random rows.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 
 def table(outcome: Outcome) -> Group:
-    """Operations, then layers."""
+    """Tables of operations and layers, then of training and rows where these were measured."""
     operations = Table(title="One call, everything resident: median, in microseconds")
     operations.add_column("operation")
     for name in ("plain", "bare", "paged", "paged arguments", "for each", "over bare"):
@@ -133,7 +133,7 @@ def _rows(rows: tuple[Rows, ...]) -> Table:
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Cost of an argument by operation; ratio by the time of a layer."""
+    """Figures of the cost of a paged argument by operation, and of the ratio by the time of a layer."""
     from farpool.bench.figures import COLOURS, INK, new_figure
 
     bars, axes = new_figure("microseconds for each paged argument", "")

@@ -17,19 +17,19 @@ class Settings:
     Attributes
     ----------
     device : str
-        Where it computes.
+        Device to compute on.
     calls : int
         Calls of an operation in a row for one sample.
     rounds : int
-        Samples of each, of plain, bare and paged.
+        Samples of each kind: plain, bare and paged.
     layer_seconds : tuple of float
-        How long a layer is to take with plain weights.
+        Seconds that a layer should take with plain weights.
     layers, width : int
-        Of the stack.
+        Layers of the stack, and their width.
     table_rows : int
-        Of the table whose rows are picked at random, 16 KiB each.
+        Rows of the table, 16 KiB each, of which some are picked at random.
     picked : tuple of int
-        Rows of a call.
+        Rows picked in a call.
     """
 
     device: str = "cpu"
@@ -43,18 +43,18 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(calls=5, rounds=3, layer_seconds=(0.0005,), layers=2, width=64, table_rows=512, picked=(16,))
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation. Seconds of a call, one for each round.
+    """Results for one operation: seconds of a call, one for each round.
 
     Attributes
     ----------
     paged_arguments : int
-        How many of its arguments are paged.
+        Number of its arguments that are paged.
     seconds_per_argument : float
         Median over the rounds of paged less plain, over the number of paged arguments.
     seconds_over_bare : float
@@ -73,7 +73,7 @@ class Operation:
     def of(
         cls, name: str, arguments: int, plain: tuple[float, ...], bare: tuple[float, ...], paged: tuple[float, ...]
     ) -> Operation:
-        """An operation from its samples."""
+        """Make the results of an operation from its samples."""
         over_plain, over_bare = (
             statistics.median(theirs - ours for ours, theirs in zip(other, paged, strict=True)) / arguments
             for other in (plain, bare)
@@ -83,16 +83,16 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A stack of layers. Seconds of a pass, one for each round.
+    """Results for a stack of layers: seconds of a pass, one for each round.
 
     Attributes
     ----------
     layer_seconds : float
         Seconds of one layer with plain weights: median.
     tokens : int
-        In each pass.
+        Tokens in each pass.
     equal : bool
-        Whether paged gave the same bits as plain.
+        True if paged gave the same bits as plain.
     ratio : float
         Paged over plain: median over the rounds.
     ratio_to_bare : float
@@ -121,7 +121,7 @@ class Layers:
         bare: tuple[float, ...],
         paged: tuple[float, ...],
     ) -> Layers:
-        """A stack from its samples."""
+        """Make the results of a stack from its samples."""
         each = statistics.median(plain) / layers
         ratios = median_ratio(paged, plain), median_ratio(paged, bare)
         return cls(each, tokens, layers, width, equal, plain, bare, paged, *ratios)
@@ -129,14 +129,14 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a table ten times as large as the budget, picked at random. One sample of each kind for each call.
+    """Results for random rows of a table ten times as large as the budget, with one sample of each kind for each call.
 
     Attributes
     ----------
     row_bytes, table_bytes, budget_bytes, picked : int
-        Of a row, of the table, of the fast tier; rows of a call.
+        Bytes of a row, of the table and of the fast tier; number of rows in a call.
     seconds : tuple of float
-        Of a call of ``embedding`` on the paged table.
+        Seconds of a call of ``embedding`` on the paged table.
     thread_seconds : tuple of float
         Processor time of the calling thread in these calls.
     index_select : tuple of float
@@ -144,7 +144,7 @@ class Rows:
     bytes_per_second, thread_seconds_per_row : float
         Medians over the calls.
     equal : bool
-        Whether both gave the same bits.
+        True if both gave the same bits.
     """
 
     row_bytes: int
@@ -161,14 +161,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Training steps with fused AdamW of a stack of small linear layers. Seconds of a step, one for each round.
+    """Results for training small linear layers with fused AdamW: seconds of a step, one for each round.
 
     Attributes
     ----------
     seconds_per_parameter : float
         Median over the rounds of paged less plain, over the number of parameters.
     equal : bool
-        Whether all losses were the same bits.
+        True if all losses had the same bits.
     """
 
     parameters: int
@@ -185,7 +185,7 @@ class Outcome:
     Attributes
     ----------
     threads : int
-        With which torch computes.
+        Number of threads with which torch computes.
     """
 
     device: str
@@ -193,5 +193,5 @@ class Outcome:
     operations: tuple[Operation, ...]
     layers: tuple[Layers, ...]
     training: Training | None = None
-    """None in results from before it was measured, as `rows`."""
+    """Results for training; None, as `rows` is empty, in older results, from before these were measured."""
     rows: tuple[Rows, ...] = ()

@@ -1,4 +1,4 @@
-"""A report: one HTML page that needs nothing beside it."""
+"""Reports of benchmarks as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ dd { margin: 0; overflow-wrap: anywhere; }
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One benchmark's part of a page.
+    """The section of a report about one benchmark.
 
     Attributes
     ----------
     name : str
-        The benchmark's.
+        Name of the benchmark.
     benchmark : Benchmark
         Its module, which makes tables and figures.
     outcome : object
-        What it measured.
+        Results of the run.
     provenance : Provenance
-        Where and when.
+        Where and when it was measured.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Section:
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
-    """The whole page.
+    """Make the HTML of a whole report.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def _described(benchmark: Benchmark) -> Iterator[str]:
-    """The docstring below its title: how it was measured."""
+    """Paragraphs of a benchmark's docstring below its title, which say how it was measured."""
     for paragraph in (benchmark.__doc__ or "").strip().split("\n\n")[1:]:
         yield f'<p class="soft">{escape(" ".join(paragraph.replace("`", "").split()))}</p>'
 

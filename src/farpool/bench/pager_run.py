@@ -1,4 +1,4 @@
-"""One pager run in a process of its own: time per access, and memory per block.
+"""Child process that measures one run of the pager: time per access, and memory per block.
 
 Run as ``python -m farpool.bench.pager_run blocks history accesses``; prints a `PagerRun` as JSON. The blocks lie in
 one lower tier behind a simulated link, a quarter of them fit into the arena, and transfers take virtual time. No bytes
@@ -20,12 +20,12 @@ from farpool.bench.resize_run import resident_bytes
 __all__ = ["PagerRun"]
 
 _CHUNK = 1000
-"""Accesses of one sample."""
+"""Number of accesses in one sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagerRun:
-    """What one run measured.
+    """Results of one run of the pager.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ def _samples(run: Callable[[int], None], accesses: int) -> tuple[float, ...]:
 
 
 def _measure(blocks: int, history: int, accesses: int) -> PagerRun:
-    # What a first run of the code takes (the allocator's first pages) is not the blocks'.
+    # Memory that a first run of the code takes (the allocator's first pages) must not count as the blocks'.
     small = SimulatedProgram(_CHUNK, history)
     small.fill()
     before = resident_bytes()

@@ -1,4 +1,4 @@
-"""Access patterns, by seed."""
+"""Access patterns of benchmark programs, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = ("random", "strided", "looping", "branching", "pointer-chasing")
 
 
 def pattern(kind: str, rng: random.Random, blocks: int, length: int) -> list[int]:
-    """Blocks in the order of their accesses."""
+    """Generate the numbers of the blocks that a program of a kind accesses, in order."""
     walk = {
         "random": _random,
         "strided": _strided,
@@ -27,7 +27,7 @@ def _random(rng: random.Random, blocks: int) -> Iterator[int]:
 
 
 def _strided(rng: random.Random, blocks: int) -> Iterator[int]:
-    """A steady step, from a new place now and then."""
+    """Blocks at a steady step, which starts from a new place now and then."""
     step, at = rng.choice([1, 1, 2, 3, 5, 7]), rng.randrange(blocks)
     while True:
         yield at % blocks
@@ -35,7 +35,7 @@ def _strided(rng: random.Random, blocks: int) -> Iterator[int]:
 
 
 def _looping(rng: random.Random, blocks: int) -> Iterator[int]:
-    """Round and round, or to and fro as a forward and a backward pass do."""
+    """Blocks in a loop, either round and round, or to and fro like forward and backward passes."""
     order = rng.sample(range(blocks), blocks)
     if rng.random() < 0.5:
         order += order[::-1]
@@ -44,7 +44,7 @@ def _looping(rng: random.Random, blocks: int) -> Iterator[int]:
 
 
 def _branching(rng: random.Random, blocks: int) -> Iterator[int]:
-    """A common part, then one of several, by chance."""
+    """Blocks of a common part, followed by one of several branches, chosen at random."""
     common = rng.sample(range(blocks), rng.randint(2, max(3, blocks // 2)))
     branches = [rng.sample(range(blocks), rng.randint(2, max(3, blocks // 3))) for _ in range(rng.randint(3, 6))]
     while True:
@@ -53,7 +53,7 @@ def _branching(rng: random.Random, blocks: int) -> Iterator[int]:
 
 
 def _chasing(rng: random.Random, blocks: int) -> Iterator[int]:
-    """Along a random permutation, from a new start after some hops."""
+    """Blocks along a random permutation, starting anew after some hops."""
     following = rng.sample(range(blocks), blocks)
     hops = rng.choice([blocks, 20, 50, 10**9])
     at = rng.randrange(blocks)

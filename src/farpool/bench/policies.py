@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Run", "Settings", "figures", "run", "table"]
 
 _CHUNK = 1 << 20
-"""Requests between two signs of progress, and until an interrupt is heard."""
+"""Requests simulated between two reports of progress; an interrupt waits for as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(rounds=1, requests=20_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy with one size of the cache.
+    """Results of one policy with one size of the cache.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Outcome:
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure.
+    """Simulate each policy with each size of the cache.
 
     Raises
     ------
@@ -160,7 +160,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 
 def table(outcome: Outcome) -> Group:
-    """Misses and speed of each policy, one size of the cache after the other."""
+    """Table of misses and speed of each policy, one size of the cache after the other."""
     about = (
         f"{outcome.trace}: {outcome.requests:,} requests for {outcome.objects:,} objects of "
         f"{format_size(outcome.footprint)} in all"
@@ -188,7 +188,7 @@ def table(outcome: Outcome) -> Group:
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
-    """Miss ratio against the size of the cache, for each policy."""
+    """Figure of the miss ratio against the size of the cache, for each policy."""
     from farpool.bench.figures import COLOURS, new_figure
 
     figure, axes = new_figure("size of the cache, MiB", "misses, share of requests")

@@ -1,8 +1,8 @@
-"""Prefetching: that it does not hurt where it cannot help.
+"""Prefetching compared with fetching on demand, also where accesses cannot be predicted.
 
 Programs of five kinds read blocks from behind a throttled link, with some computing before each access: at random, in
 strides, in loops, in loops that branch, and along pointers. Each runs in a pool that fetches ahead and in one that only
-fetches on demand, pair by pair, every pair another program. The clock is the wall's.
+fetches on demand, pair by pair, every pair another program. Times are wall-clock times.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Program", "Settings", "figures", "run", "table"]
 
 _ROOM = (0.2, 0.3, 0.5, 0.7)
-"""Fractions of the blocks that fit."""
+"""Fractions of the blocks that fit into the fast tier, of which one is chosen at random for each program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a run.
+    """Sizes of a run.
 
     Attributes
     ----------
     device : str
-        Where the fast tier is.
+        Device of the fast tier.
     pairs : int
         Programs of each kind.
     computes : tuple of float
         Seconds of computing before each access, over those of a block on the link.
     blocks, block_bytes, accesses : int
-        Of each program.
+        Number of blocks, their size, and the number of accesses of each program.
     rate : float
         Bytes per second of the link.
     """
@@ -63,13 +63,13 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(pairs=1, computes=(0.5,), accesses=60, block_bytes=64 << 10)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Programs of one kind with one amount of computing.
+    """Results for programs of one kind with one amount of computing.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of a run."""
+    """Results of a run, for each kind of program and amount of computing."""
 
     device: str
     block_bytes: int
@@ -99,7 +99,7 @@ class Outcome:
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure.
+    """Run the programs with and without prefetching.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def _seconds(settings: Settings, kind: str, compute: float, prefetch: bool, seed
 
 
 def table(outcome: Outcome) -> Group:
-    """One row for each kind and amount of computing."""
+    """Table with one row for each kind of program and amount of computing."""
     rows = Table(title="Time with prefetching over time without: median over the programs")
     rows.add_column("program")
     for name in ("compute / transfer", "on demand", "with prefetching", "ratio"):
@@ -166,7 +166,7 @@ def table(outcome: Outcome) -> Group:
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
-    """The ratio of each pair."""
+    """Figure of the ratio of each pair of programs."""
     from farpool.bench.figures import COLOURS, INK, new_figure
 
     figure, axes = new_figure("time with prefetching over time without", "")

@@ -1,4 +1,4 @@
-"""One thing that farpool does, timed in turn with others that do the same."""
+"""Races: an operation of farpool timed in turn with alternatives that do the same work."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Entrant", "Other", "Race", "hold"]
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """How long something else took for the same work.
+    """Results of an alternative that did the same work.
 
     Attributes
     ----------
     name : str
     seconds : tuple of float or None
-        For one object, of each round; None if it could not run.
+        Seconds for one object, of each round; None if it could not run.
     ratio : float or None
         Median over the rounds of its time over ours: above 1 we are faster.
     remark : str or None
-        Why it could not run.
+        The reason why it could not run.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """How long one kind of operation took.
+    """Results of one kind of operation, for farpool and the others.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Race:
 
 @dataclass(slots=True)
 class Entrant:
-    """Something that is timed beside us.
+    """An alternative that is timed beside farpool.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Entrant:
     work : callable or None
         Returns the seconds that one object took; None if it cannot run.
     remark : str
-        Why not.
+        The reason why it cannot run.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Entrant:
     remark: str = ""
 
     def sample(self) -> float:
-        """Seconds for one object; not a number once it has failed."""
+        """Take a sample: seconds for one object, or NaN if it cannot run or has failed."""
         if self.work is None:
             return math.nan
         try:
@@ -88,7 +88,7 @@ class Entrant:
             return math.nan
 
     def result(self, samples: tuple[float, ...], ours: Sequence[float]) -> Other:
-        """What came out."""
+        """Make the results from all samples, and from farpool's."""
         if self.work is None:
             return Other(self.name, None, None, self.remark)
         return Other(self.name, samples, median_ratio(samples, ours), None)
@@ -105,7 +105,7 @@ def hold(
     step: str,
     progress: Callable[[str, int, int], None],
 ) -> Race:
-    """Take `rounds` samples of each in turn."""
+    """Run a race: take `rounds` samples of farpool and each entrant in turn."""
     works = [ours, *(entrant.sample for entrant in entrants)]
     mine, *theirs = in_turn(works, rounds, step, progress)
     others = tuple(entrant.result(samples, mine) for entrant, samples in zip(entrants, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Random rows of a large table, through `torch.nn.functional.embedding` on a paged table."""
+"""Measurement of random rows picked from a large paged table by `torch.nn.functional.embedding`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["measure_rows"]
 
 _WIDTH = 4096
-"""Elements of a row: 16 KiB."""
+"""Elements of a row, which take 16 KiB."""
 _SHARE = 10
-"""The table is so many times as large as the budget."""
+"""The table is this many times as large as the budget."""
 _WARM, _CALLS = 20, 60
 
 

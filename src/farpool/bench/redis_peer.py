@@ -1,4 +1,4 @@
-"""Redis, as far as it is installed here: a server of its own on loopback, without persistence."""
+"""Redis as a peer: a server started on loopback, without persistence, and clients of it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MISSING = "redis-server is not installed; on Debian or Ubuntu: apt-get install 
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody uses at the moment."""
+    """Find a TCP port of 127.0.0.1 that nobody uses at the moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def find_redis() -> tuple[str | None, str]:
-    """The name of this Redis with its versions; else None and what to do about that."""
+    """Name and versions of the installed Redis; else None and advice on what to do about that."""
     path = shutil.which("redis-server")
     if path is None:
         return None, _MISSING
@@ -47,7 +47,7 @@ def find_redis() -> tuple[str | None, str]:
 
 
 class RedisPeer:
-    """A server and two clients: over TCP, and over a UNIX socket."""
+    """A Redis server and two clients, one over TCP and one over a UNIX socket."""
 
     def __init__(self) -> None:
         import redis
@@ -88,23 +88,23 @@ class RedisPeer:
         self.close()
 
     def works(self, ring: Ring, write: bool, seconds: float) -> list[Callable[[], float]]:
-        """What takes a sample over TCP and over the UNIX socket, in seconds for one object."""
+        """Functions that take a sample over TCP and over the UNIX socket, in seconds for one object."""
         for key, payload in zip(ring.keys, ring.payloads, strict=True):
             self._tcp.set(key, payload)
         work = _set if write else _get
         return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix)]
 
     def lookups(self, ring: Ring, seconds: float) -> list[Callable[[], float]]:
-        """Functions that look all keys up at once and return the seconds of a call.
+        """Functions that look up all keys at once and return the seconds of a call.
 
-        Over TCP and over the UNIX socket, each first with a pipeline of EXISTS, then with MGET.
+        There are four: over TCP and over the UNIX socket, each with a pipeline of EXISTS and with MGET.
         """
         for key, payload in zip(ring.keys, ring.payloads, strict=True):
             self._tcp.set(key, payload)
         return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix) for work in (_exists, _mget)]
 
     def close(self) -> None:
-        """End the server."""
+        """Close the clients and stop the server."""
         self._tcp.close()
         self._unix.close()
         self._server.kill()

@@ -1,4 +1,4 @@
-"""Memory of another process: farpool against sockets, memcpy, Redis and Mooncake.
+"""Memory of another process: farpool compared with sockets, memcpy, Redis and Mooncake.
 
 A node runs in a process of its own on this host and is used over TCP loopback (tcp) and through shared memory (mapped).
 Everything is published before, every page of all buffers has been written, what is compared runs in turn on objects and
@@ -30,7 +30,7 @@ __all__ = ["Outcome", "Settings", "figures", "run", "table"]
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure.
+    """Measure farpool and its peers, comparison by comparison.
 
     Raises
     ------
@@ -55,5 +55,5 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
-    """None: the tables say it."""
+    """Return no figures: the tables suffice."""
     return {}

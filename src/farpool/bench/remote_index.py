@@ -1,4 +1,4 @@
-"""What an object costs a node beside its bytes and its key, and what a get costs among ever more objects."""
+"""Measurements with many objects or connections: a node's memory for each object, and times of gets and answers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _PAYLOAD = 64
 _BATCH = 1000
 _DEADLINE = 30.0
 _ROOM = 512
-"""Bytes of the node for each object: more than enough."""
+"""Bytes of the node's memory for each object, which is more than enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Gets of one object among many, picked at random. In seconds, one for each round.
+    """Seconds for a get of one object among many, picked at random; one sample for each round.
 
     Attributes
     ----------
     objects : int
-        How many there were.
+        Number of objects on the node.
     mapped, tcp : tuple of float
-        By transport.
+        Samples by transport.
     """
 
     objects: int
@@ -46,7 +46,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What objects cost a node.
+    """Costs of objects on a node, in time and memory.
 
     Attributes
     ----------
@@ -55,9 +55,9 @@ class Index:
     payload, key : int
         Bytes of an object and of its key.
     index_bytes : float
-        Of the index, for each object, as the node counts them.
+        Bytes of the index for each object, as the node counts them.
     resident_bytes : float
-        By which the node's resident set grew for each object, payload and key aside: index, headers, padding, all else.
+        Growth of the node's resident set for each object, payload and key aside: index, headers, padding, all else.
     """
 
     points: tuple[Growth, ...]
@@ -69,16 +69,16 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Many connections to one node at once.
+    """Results for many connections to one node at once.
 
     Attributes
     ----------
     connections : int
-        All of them answered while all were open.
+        Number of connections, all of which answered while all were open.
     open_seconds : float
-        To open one, handshake included.
+        Seconds to open one, handshake included.
     answer_seconds : float
-        From a request to the reply, on one after another.
+        Seconds from a request to the reply, on one connection after another.
     """
 
     connections: int
@@ -87,7 +87,7 @@ class Crowd:
 
 
 def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Callable[[str, int, int], None]) -> Index:
-    """Publish ever more objects on a node of their own, and time gets after each step."""
+    """Publish more and more objects on a new node, and time gets after each step."""
     capacity = (16 << 20) + _ROOM * sizes[-1]
     with running_node(dram=str(capacity)) as node:
         address = node.address
@@ -112,7 +112,7 @@ def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Callable[[str
 
 
 def connect_many(node: RunningNode, count: int, progress: Callable[[str, int, int], None]) -> Crowd:
-    """Open so many connections to the node and ask on each of them, twice round."""
+    """Open `count` connections to a node and ping on each of them, in two rounds."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     address = parse_address(node.address, "node")
@@ -152,7 +152,7 @@ def _publish(store: Store, start: int, end: int) -> None:
 
 
 def _warm(mapped: Store, objects: int) -> None:
-    """Read everything once, so that no page is mapped for the first time while the time counts."""
+    """Read all objects once, so that no page is mapped for the first time while the clock runs."""
     for number in range(objects):
         mapped.get(_key(number))
 
@@ -168,7 +168,7 @@ def _time(mapped: Store, tcp: Store, objects: int, rounds: int, gets: int) -> Gr
 
 
 def _gets(store: Store, numbers: list[int]) -> float:
-    """Seconds for a get; the first half of them, which finds caches that others have filled, does not count."""
+    """Seconds for a get; the first half of the gets, which finds caches filled by others, does not count."""
     keys = [_key(number) for number in numbers]
     half = len(keys) // 2
     found = [store.get(key) for key in keys[:half]]
@@ -181,5 +181,5 @@ def _gets(store: Store, numbers: list[int]) -> float:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of the process's resident set, shared memory included."""
+    """Bytes of a process's resident set, shared memory included."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -15,16 +15,16 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of a run. Shapes are pairs: bytes of an object, number of objects.
+    """Sizes of a run; shapes are pairs of the bytes of an object and the number of objects.
 
     Attributes
     ----------
     device : str
-        Plays no part: nodes lend host memory.
+        Has no effect: nodes lend host memory.
     rounds : int
-        Samples of each.
+        Samples of each kind.
     seconds : float
-        Of a sample.
+        Seconds of a sample.
     transfers : tuple of pairs
         Moved many at a time, against sockets.
     secure : pair
@@ -44,9 +44,9 @@ class Settings:
     objects : tuple of int
         Numbers of objects among which one is got.
     gets : int
-        Of one sample among them.
+        Gets in one sample among them.
     connections : int
-        To one node at once.
+        Connections to one node at once.
     """
 
     device: str = "cpu"
@@ -67,7 +67,7 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(
             rounds=2,
             seconds=0.01,
@@ -87,7 +87,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Names and versions of the peers; for one that does not run here None, with the reason."""
+    """Names and versions of the peers; None, with the reason, for one that does not run here."""
 
     sockets: str | None
     sockets_reason: str
@@ -99,14 +99,14 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Objects looked at where they lie.
+    """Results for objects that are viewed in mapped memory without a copy.
 
     Attributes
     ----------
     nbytes : int
-        Of an object.
+        Bytes of an object.
     seconds : tuple of float
-        To pin an object, read a byte and let go of it, of each round.
+        Seconds to pin an object, read a byte and let go of it, of each round.
     sent : int
         Bytes that the node sent for each of them: two frames, and nothing of the object.
     """
@@ -130,7 +130,7 @@ class Outcome:
     copies : Race
         Large objects put on two nodes; others: the sockets, to one node after the other.
     overlap : Overlap
-        How such a put goes on.
+        How far the two copies of such a put are sent at the same time.
     lookups : tuple of Race
         Calls that ask for many keys, each of them counted as one; others: the peers.
     mapped : tuple of Race

@@ -1,4 +1,4 @@
-"""Measure if a put of two copies sends to both nodes at the same time: relays in front of both count its bytes.
+"""Check that a put of two copies sends to both nodes at the same time, by relays in front of both that count bytes.
 
 The relay of the node that gets bytes first rests after a few of them, until the other one gets its first byte. So a put
 that finished one node before it began with the next would wait for as long as the relay rests, and is found out.
@@ -19,7 +19,7 @@ from farpool.store import Store
 __all__ = ["Overlap", "measure_overlap"]
 
 _NBYTES = 32 << 20
-"""More than sockets take in advance."""
+"""Bytes of the value, more than sockets buffer."""
 _RESTS_AT = 256 << 10
 _PATIENCE = 5.0
 _CHUNK = 64 << 10
@@ -27,12 +27,12 @@ _CHUNK = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Bytes that the first of two nodes had of a put when the second one got its first byte.
+    """Overlap of the two copies of a put: the bytes that one node had when the other got its first byte.
 
     Attributes
     ----------
     nbytes : int
-        Of the value.
+        Bytes of the value.
     before : int
         Bytes that had come to the first node by then; `nbytes` and more if the copies went one after the other.
     """
@@ -42,7 +42,7 @@ class Overlap:
 
 
 def measure_overlap(nodes: Sequence[str]) -> Overlap:
-    """Put a value with copies on two nodes.
+    """Put a value with copies on two nodes, and measure how these overlap.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def measure_overlap(nodes: Sequence[str]) -> Overlap:
 
 
 class _Meter:
-    """Counts what comes to the relays.
+    """Counter of the bytes that come to the two relays.
 
     Attributes
     ----------
@@ -77,12 +77,12 @@ class _Meter:
         self._changed = threading.Condition()
 
     def start(self) -> None:
-        """Count the bytes that come from now on."""
+        """Start counting the bytes that come to the relays."""
         with self._changed:
             self._received = [0, 0]
 
     def note(self, number: int, nbytes: int) -> None:
-        """Count bytes that have come to a relay; returns when it may take more."""
+        """Count bytes that have come to a relay; blocks until it may take more."""
         with self._changed:
             received = self._received
             if received is None:
@@ -97,7 +97,7 @@ class _Meter:
 
 
 class _Relay:
-    """Passes on what comes for a node, and what the node answers."""
+    """A TCP relay in front of a node, which reports the bytes that come for the node to the meter."""
 
     def __init__(self, node: str, meter: _Meter, number: int) -> None:
         there = parse_address(node)

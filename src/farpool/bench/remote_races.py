@@ -1,4 +1,4 @@
-"""The comparisons of the benchmark of remote memory: nodes, peers, and what is timed beside what."""
+"""The comparisons of the remote memory benchmark: its nodes, peers and races."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAPPED: Final = "mapped"
 
 
 class Bench:
-    """The nodes and peers of a run, open as long as it is."""
+    """The nodes and peers of a run, with a method for each comparison; a context manager that closes them."""
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self._settings = settings
@@ -126,7 +126,7 @@ class Bench:
         return tuple(races)
 
     def copies(self) -> tuple[Race, Overlap]:
-        """Large objects put on two nodes, against sockets to one server after the other; and how such a put goes on."""
+        """Large objects put on two nodes, against sockets to one server after the other; and how such puts overlap."""
         seconds = self._settings.seconds
         ring = Ring(*self._settings.copies)
         with ExitStack() as stack:
@@ -190,7 +190,7 @@ class Bench:
         )
 
     def view(self) -> View:
-        """Pinned objects of mapped memory."""
+        """Views of pinned objects in mapped memory, without a copy."""
         ring = Ring(*self._settings.mapped)
         works.publish(self._mapped, ring)
         look = partial(works.view, self._mapped, ring, self._settings.seconds)
@@ -202,7 +202,7 @@ class Bench:
         return View(ring.nbytes, seconds, round(sent / len(ring)))
 
     def redis(self) -> tuple[Race, ...]:
-        """Gets and sets beside Redis; ours is what a store does by itself on the node's host: mapped."""
+        """Gets and puts beside Redis; farpool's store is mapped, as it chooses by itself on the node's host."""
         settings = self._settings
         races = []
         with ExitStack() as stack:
@@ -248,7 +248,7 @@ class Bench:
         return tuple(races)
 
     def index(self) -> Index:
-        """Ever more objects on a node of their own."""
+        """Gets among more and more objects on a new node."""
         settings = self._settings
         return grow(settings.objects, settings.rounds, settings.gets, self._progress)
 
@@ -279,7 +279,7 @@ class Bench:
         ours: Callable[[], float],
         modes: Sequence[bool],
     ) -> Race:
-        """Beside the reference program over TCP; as `_against`."""
+        """Race against the reference program over plain TCP; arguments as for `_against`."""
         start = None if self._sockets is None else partial(Sockets, self._sockets, ring.nbytes, len(ring))
         return self._against(start, self.peers.sockets_reason, _TCP, what, ring, write, shape, ours, modes)
 
@@ -295,9 +295,9 @@ class Bench:
         ours: Callable[[], float],
         modes: Sequence[bool],
     ) -> Race:
-        """Beside a client of the reference program in each of the modes: spinning or not.
+        """Race against a client of the reference program in each of the modes, spinning or not.
 
-        The shape says how many objects a call of ours moves, and how many requests the sockets have under way.
+        `shape` is the number of objects that a call of farpool moves, and of requests that the sockets have under way.
         """
         batch, window = shape
         seconds = self._settings.seconds
@@ -314,7 +314,7 @@ _PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
 
 
 def _opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
-    """The peer if it is installed and starts; else None and why."""
+    """Start a peer if it is installed; None and the reason if it is not, or does not start."""
     if make is None:
         return None, reason
     try:

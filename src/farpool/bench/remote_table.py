@@ -1,4 +1,4 @@
-"""The tables of the benchmark of remote memory."""
+"""Tables of the remote memory benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["table"]
 
 
 def table(outcome: Outcome) -> Group:
-    """Each comparison, then views, many objects and many connections."""
+    """Tables and texts of all comparisons, with views, many objects and many connections."""
     peers = outcome.peers
     named = (
         ("sockets", peers.sockets, peers.sockets_reason),

@@ -1,4 +1,4 @@
-"""What the benchmark of remote memory does with farpool: each takes a sample, in seconds for one object."""
+"""Operations of farpool for the remote memory benchmark; most take a sample, in seconds for one object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["counters", "get", "get_into", "look", "lookup", "memcpy", "publish",
 
 
 def counters(store: Store) -> dict[str, Any]:
-    """What the store's one node has counted."""
+    """Counters of the store's only node."""
     (node,) = store.nodes()
     if node.stats is None:
         raise FarpoolError(f"the node {node.node} does not say what it has counted: {node.error}")
@@ -23,12 +23,12 @@ def counters(store: Store) -> dict[str, Any]:
 
 
 def publish(store: Store, ring: Ring) -> None:
-    """Have the ring's objects in the store."""
+    """Put the ring's objects into the store."""
     store.put_many(list(zip(ring.keys, ring.payloads, strict=True)))
 
 
 def get(store: Store, ring: Ring, seconds: float) -> float:
-    """One by one, as bytes."""
+    """Get the ring's objects one by one, as bytes."""
     found: list[bytes | None] = []
 
     def work() -> None:
@@ -40,7 +40,7 @@ def get(store: Store, ring: Ring, seconds: float) -> float:
 
 
 def get_into(store: Store, ring: Ring, batch: int, seconds: float) -> float:
-    """Into the ring's buffers, one by one (batch 1) or in calls with as many."""
+    """Get objects into the ring's buffers, one by one (batch 1) or in calls with `batch` objects."""
     ring.wipe()
     taken = seconds_each(_reading(store, ring, batch), len(ring), seconds)
     ring.check("farpool")
@@ -48,7 +48,7 @@ def get_into(store: Store, ring: Ring, batch: int, seconds: float) -> float:
 
 
 def put(store: Store, ring: Ring, batch: int, seconds: float) -> float:
-    """The ring's objects, which are dropped before each turn, off the clock; read back at the end."""
+    """Put the ring's objects, which are dropped before each turn, off the clock, and read back at the end."""
     pairs = list(zip(ring.keys, ring.payloads, strict=True))
     taken, turns = 0.0, -1  # the first turn is not counted
     while taken < seconds or turns < 1:
@@ -72,7 +72,7 @@ def put(store: Store, ring: Ring, batch: int, seconds: float) -> float:
 
 
 def lookup(store: Store, ring: Ring, seconds: float) -> float:
-    """All of the ring's keys in one call; seconds for the call."""
+    """Look up all of the ring's keys in one call; seconds for the call."""
     found: list[Lookup] = []
 
     def work() -> None:
@@ -85,12 +85,12 @@ def lookup(store: Store, ring: Ring, seconds: float) -> float:
 
 
 def view(store: Store, ring: Ring, seconds: float) -> float:
-    """Pin and look at each object where it lies, without a copy, and let go of it."""
+    """Pin each object, look at it without a copy, and let go of it."""
     return seconds_each(partial(look, store, ring), len(ring), seconds)
 
 
 def look(store: Store, ring: Ring) -> None:
-    """View each of the objects once."""
+    """Pin each object once and check its last byte."""
     for key, payload in zip(ring.keys, ring.payloads, strict=True):
         with store.pin(key) as pinned:
             if pinned.view[-1] != payload[-1] or not pinned.is_mapped:
@@ -98,7 +98,7 @@ def look(store: Store, ring: Ring) -> None:
 
 
 def memcpy(source: memoryview, ring: Ring, seconds: float) -> float:
-    """The ring's payloads, which lie in `source` one after another, into its buffers."""
+    """Copy the ring's payloads, which are put into `source` one after another, to its buffers."""
     parts = [source[at : at + ring.nbytes] for at in range(0, len(ring) * ring.nbytes, ring.nbytes)]
     for part, payload in zip(parts, ring.payloads, strict=True):
         part[:] = payload

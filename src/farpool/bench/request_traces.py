@@ -53,7 +53,7 @@ def read(path: Path) -> RequestTrace:
 
 
 def generate(kind: str, requests: int, seed: int = 1) -> list[int]:
-    """Objects in the order in which they are requested.
+    """Generate a trace: the numbers of objects in the order in which they are requested.
 
     Parameters
     ----------
@@ -75,33 +75,33 @@ def generate(kind: str, requests: int, seed: int = 1) -> list[int]:
 
 
 def object_sizes(ids: list[int], least: int = 1024, most: int = 8192) -> list[int]:
-    """Sizes in bytes, one a request: the same for each request of an object, small ones as frequent as large ones."""
+    """Sizes in bytes, one for each request: an object always has the same, log-uniform from `least` to `most`."""
     ratio = most / least
     return [int(least * ratio ** (((number * 0x9E3779B97F4A7C15) % 2**64) / 2**64)) for number in ids]
 
 
 def _zipf(requests: int, dice: random.Random, objects: int = 5000, exponent: float = 0.9) -> list[int]:
-    """Independent requests; the object of rank r is requested in proportion to r to the power of -exponent."""
+    """Independent requests by Zipf's law: the object of rank r has a weight of r to the power of -exponent."""
     pick = _popularity(objects, exponent, dice)
     return [pick() for _ in range(requests)]
 
 
 def _scan(requests: int, dice: random.Random) -> list[int]:
-    """Zipf, interrupted every 2,000 requests by a scan of 600 objects that are never requested again."""
+    """Requests by Zipf's law, interrupted every 2,000 by a scan of 600 objects that are never requested again."""
     pick = _popularity(3000, 0.9, dice)
     fresh = itertools.count(1_000_000)
     return [next(fresh) if number % 2000 >= 1400 else pick() for number in range(requests)]
 
 
 def _loop(requests: int, dice: random.Random, length: int = 2500) -> list[int]:
-    """A loop over 2,500 objects, with one request in ten for another object by Zipf."""
+    """Requests in a loop over 2,500 objects, with one in ten for another object by Zipf's law."""
     pick = _popularity(1000, 0.9, dice)
     steps = itertools.cycle(range(1_000_000, 1_000_000 + length))
     return [pick() if dice.random() < 0.1 else next(steps) for _ in range(requests)]
 
 
 def _shifting(requests: int, dice: random.Random, objects: int = 2500, every: int = 5000) -> list[int]:
-    """Zipf whose popular objects are others every 5,000 requests; half of the working set stays."""
+    """Requests by Zipf's law over a working set of which half is replaced every 5,000 requests."""
     pick = _popularity(objects, 0.9, dice)
     return [pick() + number // every * (objects // 2) for number in range(requests)]
 

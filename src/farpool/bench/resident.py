@@ -1,4 +1,4 @@
-"""Plain, bare and paged in turn, with everything resident: operations, and stacks of layers."""
+"""Measurement of plain, bare and paged tensors in turn, all resident: operations, layers and training steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _WIDTH = 64
 _ROWS = 8
 _VOCABULARY = 1024
 _LINEAR = 24
-"""Linear layers that are trained."""
+"""Number of linear layers that are trained."""
 _WARM = 8
-"""Passes before the first sample."""
+"""Number of passes before the first sample."""
 
 
 class _Case(NamedTuple):
-    """A call with plain arguments, one with arguments in bare wrappers, and one with paged ones."""
+    """An operation as three calls: with plain arguments, with arguments in bare wrappers, and with paged ones."""
 
     name: str
     paged_arguments: int
@@ -43,7 +43,7 @@ class _Case(NamedTuple):
 
 
 def measure_operations(device: str, calls: int, rounds: int, progress: Progress) -> tuple[Operation, ...]:
-    """Seconds of a call, plain, bare and paged in turn."""
+    """Measure the seconds of a call of each operation: plain, bare and paged in turn."""
     measured = []
     with torch.no_grad(), Pool(fast="16MiB", dram="16MiB", device=device) as pool:
         for case in _cases(pool, device):
@@ -116,7 +116,7 @@ def _cases(pool: Pool, device: str) -> Iterator[_Case]:
 
 
 def measure_layers(device: str, seconds: float, layers: int, width: int, rounds: int, progress: Progress) -> Layers:
-    """Seconds of a pass through a stack whose layers take about `seconds` each: plain, bare and paged in turn."""
+    """Measure passes through a stack whose layers take about `seconds` each: plain, bare and paged in turn."""
     plain, bare, paged = (Stack(layers, width).to(device) for _ in range(3))
     wrap_parameters(bare)
     step = f"Layers of {seconds * 1e3:g} ms"
@@ -137,7 +137,7 @@ def _pass(model: torch.nn.Module, inputs: torch.Tensor, device: str) -> float:
 
 
 def measure_training(device: str, rounds: int, progress: Progress) -> Training:
-    """Training steps of small linear layers with fused AdamW: plain and paged in turn, with everything resident."""
+    """Measure training steps of small linear layers with fused AdamW: plain and paged in turn, all resident."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         plain = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LINEAR))).to(device)

@@ -1,4 +1,4 @@
-"""Shrink a pool's budget while a program runs, in a process of its own, and look at the process's resident set.
+"""Child process that halves a pool's budget while a program runs, and measures its own resident set.
 
 Run as ``python -m farpool.bench.resize_run fast``; prints a `ResizeRun` as JSON. The program goes over storages of
 twice the budget, block by block; what does not fit is in a file, which is no memory.
@@ -24,9 +24,9 @@ from farpool.tiers import Nvme
 __all__ = ["ResizeRun", "resident_bytes"]
 
 _STEPS = 4
-"""Steps before the change, and after it."""
+"""Number of steps before the change, and after it."""
 _STORAGES = 64
-"""Over which twice the budget is spread."""
+"""Number of storages over which twice the budget is spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ResizeRun:
 
 
 def resident_bytes() -> int:
-    """The process's resident set."""
+    """Bytes of this process's resident set."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,4 +1,4 @@
-"""Result files: what a benchmark measured, with where and when, as JSON."""
+"""Result files of benchmarks: what was measured, where and when, as JSON."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode(section: Section) -> str:
-    """A result as indented JSON."""
+    """Encode a result as indented JSON."""
     parts = {"benchmark": section.name, "provenance": section.provenance, "result": section.outcome}
     return msgspec.json.format(msgspec.json.encode(parts)).decode()
 
 
 def read(path: Path) -> Section:
-    """The result in a file that ``farpool bench NAME --json`` wrote.
+    """Read a result file that ``farpool bench NAME --json`` wrote.
 
     Raises
     ------
     ConfigError
-        The file cannot be read or is none of these.
+        The file cannot be read or is not a result file of this version.
     """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)

@@ -1,4 +1,4 @@
-"""Objects that are written and read in turn, and where they are read to: the same for all that are compared."""
+"""Objects that a benchmark writes and reads in turn, with buffers for them; the same for all peers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _ALIGNMENT = 4096
 
 
 class Ring:
-    """As many objects of one size, by seed.
+    """A set of objects of one size with random payloads by seed, and buffers to read them into.
 
     Parameters
     ----------
     nbytes : int
         Bytes of an object.
     count : int
-        Objects.
+        Number of objects.
 
     Attributes
     ----------
     keys : list of str
     payloads : list of bytes
-        What the objects are.
+        Contents of the objects.
     buffers : list of memoryview
-        Where they are read to, page-aligned.
+        Memory to read them into, page-aligned.
     addresses : list of int
-        Of the buffers.
+        Addresses of the buffers.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
@@ -53,16 +53,16 @@ class Ring:
         return len(self.keys)
 
     def wipe(self) -> None:
-        """Lose what the buffers hold, so that bytes of an earlier read cannot pass for those of this one."""
+        """Clear a byte of each page of the buffers, so that an earlier read's bytes cannot pass for this one's."""
         warm(memoryview(self._memory))
 
     def check(self, who: str, read: Sequence[bytes | None] | None = None) -> None:
-        """That each object was read as it was written: into the buffers, or to what is passed.
+        """Raise unless each object was read as it was written, into the buffers or, if given, to `read`.
 
         Raises
         ------
         FarpoolError
-            One was not; the message names `who`.
+            An object was not; the message names `who`.
         """
         found = [bytes(buffer) for buffer in self.buffers] if read is None else read
         for key, payload, got in zip(self.keys, self.payloads, found, strict=True):
@@ -71,7 +71,7 @@ class Ring:
 
 
 def seconds_each(work: Callable[[], object], objects: int, seconds: float) -> float:
-    """Seconds for one object: `work` handles `objects` of them, and is called until this much time has passed.
+    """Seconds per object of `work`, which handles `objects` of them and is called until `seconds` have passed.
 
     One call before that is not counted.
     """

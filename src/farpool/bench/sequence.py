@@ -1,4 +1,4 @@
-"""The fewest bytes that a pool of some budget must move for what a program does."""
+"""The fewest bytes that a pool of a given budget must move for a program's accesses."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from farpool.tape_file import Content, Create, Free, TapeFile
 __all__ = ["fewest_by_phase", "fewest_bytes", "recorded_accesses"]
 
 _STEPS, _LEAD, _TAIL = 7, 2, 1
-"""Steps that are recorded; how many of them only lead to the steady state, and how many only are its future."""
+"""Numbers of steps: all that are recorded, the first ones before the steady state, the last ones after what counts."""
 
 
 def fewest_bytes(pool: Pool, step: Callable[[], object]) -> Moved:
-    """Bytes that one step of a loop moves if what is needed last leaves first (Belady), in steady state.
+    """Bytes that one step of a loop moves in steady state under Belady's rule (what is needed last leaves first).
 
     Parameters
     ----------
     pool : Pool
-        Where the step's tensors are; the step has run before.
+        The pool of the step's tensors; the step has run before.
     step : callable
         Does one step. It makes the same accesses each time.
 
     Raises
     ------
     ValueError
-        It does not.
+        The step does not make the same accesses each time.
     """
     (fewest,) = fewest_by_phase(pool, lambda between: step())
     return fewest
 
 
 def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) -> tuple[Moved, ...]:
-    """Bytes that each phase of a step moves in the way of `fewest_bytes`; the step calls its argument between phases.
+    """Bytes that each phase of a step moves, as for `fewest_bytes`; the step calls its argument between phases.
 
     Raises
     ------
     ValueError
-        It does not make the same accesses each time.
+        The step does not make the same accesses each time.
     """
     events: list[Event] = []
     ends = [0]
@@ -74,7 +74,7 @@ def fewest_by_phase(pool: Pool, step: Callable[[Callable[[], None]], object]) ->
 
 
 def recorded_accesses(path: Path) -> list[BlockAccess]:
-    """The accesses in a tape file, block by block."""
+    """Read the accesses in a tape file, with their blocks."""
     sizes: dict[int, int] = {}
     created: list[int] = []
     accesses: list[BlockAccess] = []

@@ -1,4 +1,4 @@
-"""Sequential transfers through a tier's native port, as many under way as wanted."""
+"""Sequential transfers through a tier's native port, with a given number under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """Transfers in order over the first `nbytes` bytes of a tier, in blocks, `depth` of them under way."""
+    """Description of sequential transfers over the first `nbytes` bytes of a tier, with `depth` blocks under way."""
 
     write: bool
     block: int
@@ -23,23 +23,23 @@ class Sequential:
 
     @property
     def count(self) -> int:
-        """Blocks of one pass."""
+        """Number of blocks in one pass."""
         return self.nbytes // self.block
 
 
 def pass_over(port: Port, kind: Sequential, memory: Memory) -> None:
-    """Write each block once."""
+    """Write each block once, in order."""
     for number in range(kind.count):
         port.write(number * kind.block, memory.address, kind.block)
 
 
 def rate(port: Port, kind: Sequential, memory: Memory, seconds: float) -> float:
-    """Bytes per second of pass after pass, for at least `seconds`.
+    """Measure bytes per second of pass after pass, for at least `seconds`.
 
     Parameters
     ----------
     memory : Memory
-        Of `depth` blocks.
+        Memory of `depth` blocks.
     """
     start = time.perf_counter()
     moved = (_one_by_one if kind.depth == 1 else _queued)(port, kind, memory, start + seconds)

@@ -1,4 +1,4 @@
-"""C sockets over TCP loopback, plain and with TLS: the limit of what a network transport can reach on this machine."""
+"""A C program on TCP loopback sockets, plain or with TLS, as the limit that a network transport can reach here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MISSING = "no C compiler is installed; on Debian or Ubuntu: apt-get install gcc
 
 
 def build_sockets(folder: Path, *, tls: bool = False) -> tuple[Path | None, str]:
-    """Compile the reference program into `folder`; without what that needs None and what to do about it."""
+    """Compile the reference program into `folder`; None and advice if a compiler or a library is missing."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None, _MISSING
@@ -33,14 +33,14 @@ def build_sockets(folder: Path, *, tls: bool = False) -> tuple[Path | None, str]
 
 
 class Sockets:
-    """A server with objects of one size, in a process of its own.
+    """A server of the reference program with objects of one size, in a process of its own.
 
     Parameters
     ----------
     program : Path
-        Of `build_sockets`.
+        The program that `build_sockets` compiled.
     nbytes, ring : int
-        Bytes of an object; how many there are.
+        Bytes of an object; number of objects.
     certificates : Path or None
         A folder with a certificate, its key and the authority, for both sides of a program with TLS.
     """
@@ -66,7 +66,7 @@ class Sockets:
     def seconds_each(
         self, write: bool, window: int, seconds: float, *, spin: bool, second: Sockets | None = None
     ) -> float:
-        """Seconds for one object, from a client in a process of its own. It compares the bytes at the end.
+        """Seconds for one object, as a client process measures them, which compares the bytes at the end.
 
         Parameters
         ----------
@@ -96,6 +96,6 @@ class Sockets:
         return float(done.stdout)
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self._server.kill()
         self._server.communicate()

@@ -1,4 +1,4 @@
-"""A stack of transformer blocks with seeded weights: what the benchmarks stream and train."""
+"""The model that benchmarks stream and train: a stack of transformer blocks with seeded weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CORRECTIONS = 2
 
 
 class Block(torch.nn.Module):
-    """Pre-norm attention and MLP, each added to what came in."""
+    """A transformer block: pre-norm attention and MLP, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(4 * width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states of shape (sequences, tokens, width), and of the same shape out."""
+        """Map hidden states of shape (sequences, tokens, width) to ones of the same shape."""
         sequences, tokens, width = hidden.shape
         qkv = self.qkv(self.attention_norm(hidden)).view(sequences, tokens, 3, self.heads, _HEAD)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -42,7 +42,7 @@ class Block(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """Blocks one after the other; the same seed gives the same weights."""
+    """A stack of transformer blocks; the same seed gives the same weights."""
 
     def __init__(self, layers: int, width: int, seed: int = 0) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Stack(torch.nn.Module):
         self.width = width
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states of shape (sequences, tokens, width), and of the same shape out."""
+        """Map hidden states of shape (sequences, tokens, width) to ones of the same shape."""
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
 
     def inputs(self, tokens: int, seed: int = 1) -> torch.Tensor:
-        """One sequence of random hidden states, on the device of the weights."""
+        """Make one sequence of random hidden states, on the device of the weights."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(1, tokens, self.width, generator=generator).to(next(self.parameters()).device)
 
@@ -74,13 +74,13 @@ def block_bytes(width: int) -> int:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_of(model: torch.nn.Module, inputs: torch.Tensor, device: str) -> tuple[float, torch.Tensor]:
-    """Seconds of one pass without gradients, and what came out."""
+    """Run one pass without gradients; returns its seconds and the output."""
     synchronize(device)
     start = time.perf_counter()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def seconds_of(model: torch.nn.Module, inputs: torch.Tensor, device: str) -> tup
 
 
 def tokens_for(seconds_with: Callable[[int], float], seconds: float) -> int:
-    """Tokens with which some work takes about `seconds`: a multiple of 8, found by doubling, then in proportion.
+    """Number of tokens, a multiple of 8, with which some work takes about `seconds`; found by trial.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ __all__ = ["Case", "Outcome", "Settings", "figures", "run", "table"]
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure each case.
+    """Measure each case: each rate of the link with each ratio of transfer to compute.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 
 def table(outcome: Outcome) -> RenderableType:
-    """One table of efficiencies, one of what lies behind them."""
+    """Tables of efficiencies, and of the times and bytes behind them."""
     return Group(_efficiencies(outcome), _details(outcome), *remarks(outcome.cases[0].peers))
 
 
@@ -99,7 +99,7 @@ def _details(outcome: Outcome) -> Table:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """Efficiency by ratio for each rate, and two passes of the case in the middle."""
+    """Figures of efficiency by ratio, and of two passes of the middle case, for each rate."""
     by_rate: dict[float, list[Case]] = defaultdict(list)
     for case in outcome.cases:
         by_rate[case.rate].append(case)

@@ -1,4 +1,4 @@
-"""Measures one case of the streaming benchmark: a rate of the link and an amount of compute."""
+"""Measurement of one case of the streaming benchmark: a rate of the link and an amount of compute."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from farpool.pool.events import Event
 __all__ = ["measure_case"]
 
 _SHARE = 4
-"""The weights are this many times the budget."""
+"""The weights are this many times as large as the budget."""
 _SETTLE = 8
-"""Passes after the first one before anything counts."""
+"""Number of passes after the first one before samples are taken."""
 _WIDTHS = 128
 _PROBE_TOKENS = 8
 
 
 def shape_for(settings: Settings, rate: float, ratio: float) -> tuple[int, int]:
-    """Layers and width with which a layer computes long enough and everything fits into memory."""
+    """Choose layers and width so that a layer computes long enough and everything fits into memory."""
     wanted = settings.layer_seconds * ratio * rate * _SHARE / (_SHARE - 1)
     width = _WIDTHS
     while block_bytes(width) < wanted:
@@ -52,7 +52,7 @@ def _most_bytes(settings: Settings) -> int:
 
 
 def fewest_of(model: Stack, budget: int, device: str) -> int:
-    """Bytes that one pass of a paged copy of the model has to bring in, in steady state."""
+    """Fewest bytes that one pass of a paged copy of the model has to bring in, in steady state."""
     inputs = model.inputs(_PROBE_TOKENS)
     with Pool(budget, [Dram(2 * model.nbytes)], device=device, prefetch=False) as pool:
         step = partial(seconds_of, offload(copy.deepcopy(model), pool), inputs, device)
@@ -64,7 +64,7 @@ def fewest_of(model: Stack, budget: int, device: str) -> int:
 
 @dataclass(slots=True)
 class _Samples:
-    """Of each round."""
+    """Samples of a case, one for each round."""
 
     resident: list[float] = field(default_factory=list)
     beside_copies: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ def measure_case(settings: Settings, rate: float | None, ratio: float, told: Cal
     ratio : float
         Time on the link over time to compute.
     told : callable
-        Told how many rounds are done, and of how many.
+        Told the number of rounds that are done, and of all rounds.
     """
     device = settings.device
     link = rate if rate is not None else link_rate(cut(_most_bytes(settings) // _SHARE).largest)
@@ -189,7 +189,7 @@ def _check_dropped(model: Stack) -> None:
 
 
 def _strip(pool: Pool, work: Callable[[], float]) -> Strip:
-    """Two passes in a row, after one that is left out."""
+    """Record two passes in a row, after one that is left out."""
     events: list[Event] = []
     end_subscription = pool.subscribe(events.append)
     work()

@@ -23,7 +23,7 @@ class Settings:
     ratios : tuple of float
         Time on the link over time to compute.
     rounds : int
-        Timed passes of each.
+        Timed passes of each kind.
     layers : int
         Transformer blocks at most; a multiple of 4.
     layer_seconds : float
@@ -45,13 +45,13 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(rates=(0.5e9,), ratios=(1.0,), rounds=1, layers=4, layer_seconds=0.001, gpu_share=128)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One rate of the link and one amount of compute.
+    """Results for one rate of the link and one amount of compute.
 
     Attributes
     ----------
@@ -60,13 +60,13 @@ class Case:
     wanted, ratio : float
         Time on the link over time to compute: as asked for, and as it came out.
     tokens : int
-        Of the sequence that runs through the blocks.
+        Tokens of the sequence that runs through the blocks.
     fewest_bytes, moved_bytes : int
-        That a pass has to bring in (Belady), and that it brought in (median).
+        Bytes that a pass has to bring in (Belady), and that it brought in (median).
     transfer_seconds : float
         The fewest bytes over the rate.
     resident_seconds, paged_seconds : tuple of float
-        Of each round.
+        Seconds of each round.
     stall_seconds : float
         Seconds of a pass for which ops waited (median).
     efficiency, first_efficiency : float
@@ -77,7 +77,7 @@ class Case:
         Blocks fetched ahead since the pool was made that were accessed, and that left without; None in results from
         before this was counted.
     beside_copies_seconds : tuple of float, optional
-        Of each round, everything resident, while the fewest bytes are copied over a link of the same rate for nobody:
+        Seconds of each round, all resident, while the fewest bytes are copied over a link of the same rate for nobody:
         what the limit is taken from. None on a GPU, where copies cost no computing, and in results from before.
     """
 
@@ -112,5 +112,5 @@ class Outcome:
 
     device: str
     threads: int
-    """With which everything computed: on the CPU the link has a core of its own."""
+    """Number of threads that computed; on the CPU the link has a core of its own."""
     cases: tuple[Case, ...]

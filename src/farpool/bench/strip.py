@@ -1,4 +1,4 @@
-"""What a pool did in a stretch of time, small enough to be kept in a result, and its picture."""
+"""Timelines of a pool's activity, small enough to be kept in a result, and figures of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["Strip", "draw_strip", "strip_of"]
 
 _GAP = 1e-4
-"""Seconds between two bars that are drawn as one."""
+"""Bars that lie fewer seconds apart are drawn as one."""
 
 Spans = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Bars on a common axis of time.
+    """A timeline of a pool's activity: bars in lanes on a common axis of time.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ _LANES: dict[str, Callable[[Event], bool]] = {
 
 
 def strip_of(events: Sequence[Event], start: float, stop: float, marks: Sequence[float]) -> Strip:
-    """What lies between two moments of the monotonic clock; lanes in which nothing happened are left out."""
+    """Make the timeline between two moments of the monotonic clock; lanes without bars are left out."""
     lanes: dict[str, Spans] = {}
     for name, belongs in _LANES.items():
         bars: list[tuple[float, float]] = []
@@ -66,7 +66,7 @@ def strip_of(events: Sequence[Event], start: float, stop: float, marks: Sequence
 
 
 def draw_strip(strip: Strip) -> Figure:
-    """One row a lane, with the share of the time that it was busy."""
+    """Draw a timeline with one row for each lane and the share of the time that it was busy."""
     figure, axes = new_figure("milliseconds", "")
     for row, ((_, bars), colour) in enumerate(zip(strip.lanes.items(), COLOURS, strict=False)):
         axes.broken_barh(

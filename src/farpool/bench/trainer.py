@@ -1,4 +1,4 @@
-"""Steps of AdamW on a stack of transformer blocks."""
+"""Timed training steps on a stack of transformer blocks, with AdamW by default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Loss of a step, and the seconds of its phases."""
+    """Loss of a training step, and the seconds of its phases."""
 
     loss: torch.Tensor
     forward: float
@@ -27,23 +27,23 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.forward + self.backward + self.optimizer
 
 
 class Trainer:
-    """A model, its optimizer, and one batch.
+    """A trainer of a model on one batch, with the model's optimizer.
 
     Parameters
     ----------
     model : Stack
-        What is trained; it may be paged.
+        The model to train; it may be paged.
     inputs : torch.Tensor
         The batch; the model is to reproduce it in reverse order.
     optimizer : torch.optim.Optimizer, optional
         The fused AdamW unless given: it touches each parameter and its state once.
     in_backward : bool
-        Whether each parameter is stepped during the backward pass.
+        True to step each parameter during the backward pass.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer:
         self._in_backward = step_in_backward(self.optimizer) if in_backward else None
 
     def step(self, between: Callable[[], None] = lambda: None) -> Step:
-        """One step; `between` is called between its phases, and not timed."""
+        """Do one step; `between` is called between its phases, and not timed."""
         device = self.inputs.device.type
         synchronize(device)
         start = time.perf_counter()

@@ -34,7 +34,7 @@ __all__ = ["Case", "Outcome", "Phase", "Settings", "figures", "run", "table"]
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Measure each case.
+    """Measure each case, that is, each ratio of transfer to compute.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 
 def table(outcome: Outcome) -> RenderableType:
-    """One table of efficiencies, one of what lies behind them."""
+    """Tables of efficiencies, and of the times and bytes behind them."""
     tables = [_efficiencies(outcome), _details(outcome), _phases(outcome)]
     if any(case.in_backward is not None for case in outcome.cases):
         tables.append(_in_backward(outcome))
@@ -147,7 +147,7 @@ def _phases(outcome: Outcome) -> Table:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """Efficiency by ratio, and one step of the case in the middle."""
+    """Figures of efficiency by ratio, and of one step of the middle case."""
     figure, axes = new_figure("time on the link / time to compute", "limit / measured")
     ratios = [case.wanted for case in outcome.cases]
     axes.plot(ratios, [case.efficiency for case in outcome.cases], marker="o")

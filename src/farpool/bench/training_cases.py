@@ -1,4 +1,4 @@
-"""Measures one case of the training benchmark: an amount of compute."""
+"""Measurement of one case of the training benchmark, which is an amount of compute."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from farpool.pool.stats import Stats
 __all__ = ["fewest_of", "link_of", "measure_case", "shape_of"]
 
 _STATE, _SHARE = 4, 6
-"""Weights, gradients and two moments, in bytes of weights; the budget is this fraction of them."""
+"""Size of weights, gradients and two moments as a multiple of the weights; the budget is that divided by the second."""
 _LOWER = 5
-"""Bytes of the lower tier, in bytes of weights."""
+"""Size of the lower tier, as a multiple of the weights."""
 _SETTLE = {"cpu": 3, "cuda": 12}
-"""Steps after the first one before anything counts; on a GPU host memory is page-locked meanwhile."""
+"""Number of steps after the first one before samples are taken; on a GPU host memory is page-locked meanwhile."""
 _PHASES = ("forward", "backward", "optimizer")
 _PROBE_TOKENS = 8
 _GPU_WIDTH = 2048
-"""Width of the blocks on a GPU."""
+"""Width of the transformer blocks on a GPU."""
 
 
 def shape_of(settings: Settings) -> tuple[int, int]:
-    """Layers and width of the stack."""
+    """Number of layers and width of the stack."""
     if settings.device != "cuda":
         return settings.layers, settings.width
     memory = int(torch.cuda.get_device_properties(0).total_memory)
@@ -57,7 +57,7 @@ def link_of(settings: Settings) -> float:
 
 
 def fewest_of(settings: Settings, *, in_backward: bool = False) -> tuple[Moved, ...]:
-    """Bytes that each phase of a step has to move, in steady state; their number does not depend on the tokens."""
+    """Fewest bytes that each phase of a step has to move, in steady state; the tokens make no difference."""
     model = Stack(*shape_of(settings)).to(settings.device)
     inputs = model.inputs(_PROBE_TOKENS)
     with Pool(_budget(model), [Dram(_LOWER * model.nbytes)], device=settings.device, prefetch=False) as pool:
@@ -76,7 +76,7 @@ def _budget(model: Stack) -> int:
 
 @dataclass(slots=True)
 class _Samples:
-    """Of each round."""
+    """Samples of a case, one for each round."""
 
     resident: list[Step] = field(default_factory=list)
     paged: list[Step] = field(default_factory=list)
@@ -104,7 +104,7 @@ def measure_case(
     ratio : float
         Time on the link over time to compute.
     told : callable
-        Told how many rounds are done, and of how many.
+        Told the number of rounds that are done, and of all rounds.
     """
     device = settings.device
     fewest, fewest_in_backward = total_of(phases), total_of(phases_in_backward)
@@ -212,7 +212,7 @@ def measure_case(
 
 
 class _InBackward:
-    """Steps inside the backward pass, in a pool of their own."""
+    """A trainer that steps inside the backward pass, with a pool of its own."""
 
     def __init__(self, plain: Stack, inputs: torch.Tensor, settings: Settings, fewest: Moved, rate: float) -> None:
         self.losses: list[torch.Tensor] = []
@@ -235,12 +235,12 @@ class _InBackward:
         self._pool.__exit__(None, None, None)
 
     def settle(self, steps: int) -> None:
-        """Steps that are not timed."""
+        """Do steps that are not timed."""
         for _ in range(steps):
             self._step()
 
     def measure(self) -> None:
-        """One timed step, after one that is not."""
+        """Do one timed step, after one that is not."""
         self._step()
         before = self._pool.stats()
         self._seconds.append(self._step())
@@ -268,7 +268,7 @@ class _InBackward:
 
 
 def _tokens(plain: Stack, seconds: float) -> int:
-    """Tokens with which a resident step takes about so long; the model itself stays as it is."""
+    """Number of tokens with which a resident step takes about `seconds`; the model itself is not changed."""
     trial = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(trial.parameters(), lr=0.0)
 

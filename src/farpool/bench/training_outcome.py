@@ -23,9 +23,9 @@ class Settings:
     ratios : tuple of float
         Time on the link over time to compute.
     rounds : int
-        Timed steps of each.
+        Timed steps of each kind.
     layers, width : int
-        Of the stack (on a GPU: chosen by its memory).
+        Layers of the stack and their width (on a GPU both are fixed by the program, from its memory).
     gpu_share : int
         On a GPU the weights take this fraction of its memory, which the peers share.
     """
@@ -40,13 +40,13 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Sizes so small that a run takes seconds."""
+        """Settings so small that a run takes seconds."""
         return cls(ratios=(1.0,), rounds=1, layers=4, width=128, gpu_share=256)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Part of a step: seconds and bytes, medians over the rounds.
+    """Results for one phase of a step: seconds and bytes, medians over the rounds.
 
     Bytes count when their transfer has ended, in whichever phase that is; the fewest are those of the phase's own
     accesses.
@@ -63,7 +63,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class InBackward:
-    """Steps of `farpool.step_in_backward`; attributes as of `Case`."""
+    """Results for steps with `farpool.step_in_backward`; attributes as for `Case`."""
 
     fewest_read: int
     fewest_written: int
@@ -76,22 +76,22 @@ class InBackward:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One amount of compute.
+    """Results for one amount of compute.
 
     Attributes
     ----------
     wanted, ratio : float
         Time on the link over time to compute: as asked for, and as it came out.
     tokens : int
-        Of the sequence that runs through the blocks.
+        Tokens of the sequence that runs through the blocks.
     state_bytes, budget_bytes, peak_bytes : int
-        Of weights, gradients and moments; of the fast tier; the most that was taken of it.
+        Bytes of weights, gradients and moments; of the fast tier; the most that was taken of it.
     fewest_read, fewest_written, moved_read, moved_written : int
         Bytes that a step has to move (Belady), and that it moved (median).
     link_seconds : float
-        Of the busier direction, with the fewest bytes.
+        Seconds on the link for the fewest bytes of the busier direction.
     resident_seconds, paged_seconds : tuple of float
-        Of each round.
+        Seconds of each round.
     stall_seconds : float
         Seconds of a step for which ops waited (median).
     efficiency, first_efficiency : float
@@ -101,7 +101,7 @@ class Case:
     phases : tuple of Phase
         Forward, backward, optimizer.
     equal : bool
-        Whether all losses were the same, bit for bit.
+        True if all losses were the same, bit for bit.
     strip : Strip
         One step.
     in_backward : InBackward, optional
@@ -138,7 +138,7 @@ class Outcome:
 
     device: str
     threads: int
-    """With which everything computed: on the CPU the link has a core of its own."""
+    """Number of threads that computed; on the CPU the link has a core of its own."""
     rate: float
     layers: int
     width: int

@@ -1,4 +1,4 @@
-"""What one would train with instead of a pool."""
+"""Peers of the training benchmark: libraries that one would train with instead of a pool."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Candidate:
     step : callable or None
         Does a step, then a timed one, and returns its seconds; None if it cannot run.
     remark : str
-        Why not, or how its run differs.
+        The reason why it cannot run, or how its run differs.
     comparable : bool
-        Whether it does the same work over the same link.
+        True if it does the same work over the same link.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Candidate:
             self.step, self.remark = None, str(error)
 
     def result(self, ours: Sequence[float], limits: Sequence[float]) -> Peer:
-        """What came out."""
+        """Make the peer's results, from farpool's samples and the limits of each round."""
         if self.step is None:
             return missing(self.name, self.remark)
         if not self.comparable:
@@ -62,7 +62,7 @@ class Candidate:
 
 
 def open_candidates(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> list[Candidate]:
-    """The peers, ready to step; `stack` closes them."""
+    """Start the peers, ready to step; `stack` closes them."""
     return [
         _deepspeed(stack, plain, inputs),
         _in_process("torchao CPUOffloadOptimizer", "torchao", _torchao, plain, inputs),

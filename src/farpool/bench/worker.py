@@ -1,4 +1,4 @@
-"""A process of its own for a peer that takes over much of the process it is in: a question a line, an answer a line."""
+"""Worker processes for peers that take over much of the process they run in; questions and answers are lines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 __all__ = ["Worker"]
 
 _PATIENCE = 300.0
-"""Seconds for an answer: some peers compile parts of themselves when they first run."""
+"""Seconds to wait for an answer; long, as some peers compile parts of themselves when they first run."""
 
 
 class Worker:
-    """A Python module that runs in a process of its own.
+    """A worker process that runs a Python module and answers questions line by line.
 
     Parameters
     ----------
     module : str
         Prints ``ready``, then a line for each line on its standard input, until that ends.
     arguments : sequence of str
-        Of its command line.
+        Arguments of its command line.
     environment : mapping of str to str
         Variables beside those of this process.
     """
@@ -40,7 +40,7 @@ class Worker:
         )
 
     def start(self) -> None:
-        """Wait until it is ready.
+        """Wait until the worker is ready.
 
         Raises
         ------
@@ -50,7 +50,7 @@ class Worker:
         self._answer("ready")
 
     def ask(self, question: str, word: str) -> str:
-        """What follows `word` in the next line that begins with it.
+        """Ask a question, and return the text after `word` in the next line that begins with it.
 
         Raises
         ------
@@ -65,7 +65,7 @@ class Worker:
         return self._answer(word)
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()

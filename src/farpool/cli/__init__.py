@@ -1,1 +1,1 @@
-"""The command ``farpool``: thin, one file a verb."""
+"""The ``farpool`` command: a thin layer over the library, with one file for each verb."""

@@ -1,4 +1,4 @@
-"""``farpool bench NAME``: measure, and show it as a table, as JSON or as a page. One command a benchmark."""
+"""``farpool bench NAME``: run a benchmark and show its result as a table, as JSON or as a page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def streaming(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """A model four times as large as the fast tier, against the limit, demand fetching and accelerate."""
+    """A model four times as large as the fast tier, against the machine's limit, demand fetching and accelerate."""
     _perform("streaming", {"rounds": rounds}, device, quick, json, report)
 
 
@@ -48,7 +48,7 @@ def training(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """AdamW steps with a sixth of their bytes resident, against the limit and what one would use otherwise."""
+    """AdamW steps with a sixth of their bytes resident, against the machine's limit and the usual alternatives."""
     _perform("training", {"rounds": rounds}, device, quick, json, report)
 
 
@@ -75,7 +75,7 @@ def prefetch(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """That prefetching does not hurt where it cannot help: five kinds of programs, against demand fetching."""
+    """Check that prefetching does not hurt where it cannot help: five kinds of programs, against demand fetching."""
     _perform("prefetch", {"pairs": pairs}, device, quick, json, report)
 
 
@@ -87,7 +87,7 @@ def overhead(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """What paged tensors cost when everything is resident: per argument, and per transformer layer."""
+    """Cost of paged tensors when everything is resident: per argument, and per transformer layer."""
     _perform("overhead", {"rounds": rounds}, device, quick, json, report)
 
 
@@ -156,7 +156,7 @@ def write_report(
 
 
 def _perform(name: str, given: dict[str, Any], device: str, quick: bool, json: bool, report: Path | None) -> None:
-    """Run one benchmark; options that are None are as its settings have them."""
+    """Run one benchmark and show its result; options that are None keep the defaults of its settings."""
     from rich.console import Console
 
     from farpool.bench import results
@@ -184,7 +184,7 @@ def _perform(name: str, given: dict[str, Any], device: str, quick: bool, json: b
 
 
 def _check_writable(path: Path) -> None:
-    """Find out before a long run whether the page can be written."""
+    """Check before a long run that the page can be written."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``farpool certs``: certificates for nodes and programs, of an authority of one's own."""
+"""``farpool certs``: make certificates for nodes and programs, with a private authority."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The command itself: its verbs, its version, and how errors are shown.
+"""Entry point of the ``farpool`` command: its verbs, its version, and the display of errors.
 
-All verbs are imported here, so their modules import what only they need when they are run: a node is to start at once.
+All verbs are imported here, so their modules import what only they need when they run: a node has to start fast.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def open_name(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a name's value to a file or to stdout; of tensors, list them. A file is there whole or not at all."""
+    """Write a name's value to a file or to stdout; tensors are listed. A file is there whole or not at all."""
     with (
         _store(node, replicas, timeout) as store,
         _names(store, registry, timeout) as names,
@@ -177,7 +177,7 @@ def unpublish(
     replicas: Replicas = 1,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Take a name away; who reads its last version keeps it."""
+    """Unpublish a name; programs that have its last version open keep it."""
     with _store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
         _tell([names.unpublish(name, expect=expect)], json)
 
@@ -212,14 +212,14 @@ def watch(
 
 @app.command()
 def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
-    """Let go of the objects of old versions that nobody holds. Each publish does it, too."""
+    """Release the objects of old versions that nobody holds. Each publish does so, too."""
     with _store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
         swept = names.sweep()
         typer.echo("another program is doing so" if swept is None else f"{swept} objects let go")
 
 
 def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:
-    """Names over a store; None where no object is touched."""
+    """Open the names over a store, which is None where no object is touched."""
     return Names(store, registry or None, hold=hold, timeout=timeout)
 
 
@@ -236,5 +236,5 @@ def _tell(versions: list[NameInfo], json: bool) -> None:
 
 
 def _text(text: str) -> str:
-    """Text that a terminal shows and does not obey."""
+    """Escape control characters, so that a terminal shows the text and does not obey it."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

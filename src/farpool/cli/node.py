@@ -113,7 +113,7 @@ def node(
     Objects and leases stay in shared memory for the next start with the same name or folder. SIGHUP reads --keys and
     --tls again.
     """
-    # Not above: the command's other verbs would wait for it.
+    # Not imported above: the command's other verbs would wait for it.
     from farpool.node import Node
     from farpool.node.logs import configure
 
@@ -157,7 +157,7 @@ def _shares(given: list[str]) -> dict[int, int]:
 
 
 def _reload(running: Node, keys: Path | None) -> None:
-    """Have the node use the keys and the certificate that are there now, or go on with the old ones and say why."""
+    """Make the node use the current keys and certificate; if they are invalid, log why and keep the old ones."""
     try:
         running.reload(None if keys is None else load_keys(keys))
     except ConfigError as error:
@@ -167,12 +167,12 @@ def _reload(running: Node, keys: Path | None) -> None:
 
 
 def _announce(line: str) -> None:
-    """Write a line for who started the node. That nobody can read it is no reason not to lend."""
+    """Write a line for whoever started the node; if it cannot be written, the node lends all the same."""
     try:
         print(line, end="", flush=True)  # writes nothing where there is no stdout
     except OSError as error:
         log("the ready line cannot be written", level=logging.WARNING, reason=error.strerror or str(error))
-        # What is in its buffer would be written, and fail, once more at the end.
+        # The text in its buffer would be written, and fail, once more at exit.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -194,7 +194,7 @@ def _ready_line(running: Node, *, json: bool) -> str:
 
 
 def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
-    """Take note of SIGTERM and SIGINT from now on; what is returned waits for one. SIGHUP calls `reload`.
+    """Catch SIGTERM and SIGINT from now on; return a function that waits for one. SIGHUP calls `reload`.
 
     A later one ends the process. One that comes within a second is the same stop: `timeout` and other wrappers signal
     the process and then its whole group.
@@ -224,7 +224,7 @@ def _wait_for_stop(reload: Callable[[], object]) -> Callable[[], object]:
 
 
 def _allow_many_files() -> None:
-    """Each connection is an open file, and the usual limit of 1,024 is for programs that use select."""
+    """Raise the limit on open files: each connection is one, and the usual 1,024 is for programs that use select."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Progress of a long command, on stderr."""
+"""Progress bars for long commands, on stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["progress_bars"]
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """One bar for each step that the callable is told of (name, done, total); none where stderr is no terminal."""
+    """Show a bar for each step that the callable is told of (name, done, total); none if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

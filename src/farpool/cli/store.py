@@ -1,4 +1,4 @@
-"""``farpool store``: objects on nodes."""
+"""``farpool store``: put, get, list, repair and drop objects on nodes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _write(path: Path, value: bytes, progress: _Progress) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether there is something that no file may take the place of: a device, a FIFO, a folder."""
+    """Return True if the path is that of a device, a FIFO or a folder, which no file may replace."""
     try:
         return not S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def stat(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Show what is known about an object (exit code 1 if there is none), or how the nodes are."""
+    """Show the properties of an object (exit code 1 if there is none), or the state of the nodes."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -310,13 +310,13 @@ def _encoded(info: ObjectInfo) -> str:
 
 
 def _shown(key: bytes) -> str:
-    """A key as text that a terminal shows and does not obey."""
+    """Decode a key and escape control characters, so that a terminal does not obey them."""
     text = key.decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _span(seconds: float) -> str:
-    """A time to live for people."""
+    """Format a time to live for people: ``90 s``, ``5 min``, ``3 days``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 3600 * 48:

@@ -1,4 +1,4 @@
-"""``farpool tape``: what was recorded with ``pool.record(path)``."""
+"""``farpool tape``: show recordings that ``pool.record(path)`` has made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
 ) -> None:
-    """Show a tape: sizes, times, its loop, reuse distances, and what would have to move at smaller budgets.
+    """Show a tape: sizes, times, its loop, reuse distances, and the least bytes to move at smaller budgets.
 
     A file whose recording was not closed (its program was killed) is shown up to its last whole chunk.
     """

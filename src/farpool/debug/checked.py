@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class CheckedExecutor(Executor):
-    """Another executor's commands, checked before they are given to it.
+    """Executor that checks commands before it passes them on to another one.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class CheckedExecutor(Executor):
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def hold(self, access: Hashable, spans: Sequence[Span], op: str = "") -> None:
-        """An access has been granted these ranges.
+        """Note that an access has been granted these ranges.
 
         Raises
         ------
@@ -61,11 +61,11 @@ class CheckedExecutor(Executor):
         self._held[access] = tuple(spans)
 
     def let_go(self, access: Hashable) -> None:
-        """The access has been released."""
+        """Note that an access has been released."""
         self._held.pop(access, None)
 
     def under_way(self, place: int, nbytes: int) -> list[Transfer]:
-        """Transfers under way that touch this range of the arena."""
+        """Return the transfers under way that touch this range of the arena."""
         return [transfer for transfer in self._open.values() if _touches(transfer, place, nbytes)]
 
     # ---- commands -----------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class CheckedExecutor(Executor):
                         )
 
     def is_own(self, move: Move) -> bool:
-        """Tells if an access copies between ranges that it holds itself, which disturbs nobody."""
+        """Return True if an access copies between ranges that it holds itself, which disturbs nobody."""
         return any(
             any(_within(move.source, move.nbytes, span) for span in spans)
             and any(span.writes and _within(move.target, move.nbytes, span) for span in spans)
@@ -143,7 +143,7 @@ class CheckedExecutor(Executor):
                     )
 
     def _closure(self, transfer: Transfer) -> set[int]:
-        """Transfers under way that end before this one starts."""
+        """Return the transfers under way that end before this one starts."""
         found: set[int] = set()
         todo = list(transfer.after)
         while todo:

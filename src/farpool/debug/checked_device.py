@@ -24,7 +24,7 @@ __all__ = ["CheckedDevice"]
 class _Fence:
     point: object
     uses: int
-    """Accesses that had been released when it was made."""
+    """Number of accesses that had been released when the fence was made."""
 
 
 class _CheckedCopy:
@@ -47,7 +47,7 @@ class _CheckedCopy:
 
 
 class CheckedDevice:
-    """Another device, and what is under way on it.
+    """Device that checks copies before it has another one make them.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class CheckedDevice:
     Attributes
     ----------
     findings : list of OrderError
-        What was out of order so far.
+        Violations of the order that were found so far.
     """
 
     def __init__(self, inner: Device) -> None:
@@ -71,13 +71,13 @@ class CheckedDevice:
         self._at_tier: dict[int, tuple[int, int]] = {}
 
     def found(self, message: str) -> None:
-        """Keep a finding."""
+        """Record a violation of the order."""
         self.findings.append(OrderError(message))
 
     # ---- the program's work -----------------------------------------------------------------------------------------
 
     def used(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """An access that is about to be released has used these ranges, ``(place, bytes)``."""
+        """Note the ranges, ``(place, bytes)``, that an access which is about to be released has used."""
         with self._lock:
             self._uses += 1
             for place, nbytes in ranges:
@@ -145,7 +145,7 @@ class CheckedDevice:
         return checked
 
     def ended(self, copy: _CheckedCopy) -> None:
-        """A copy has ended: its host memory may be used again."""
+        """Note that a copy has ended: its host memory may be used again."""
         with self._lock:
             if copy in self._copies:
                 self._copies.remove(copy)
@@ -153,12 +153,12 @@ class CheckedDevice:
     # ---- the tier's end of staging memory ---------------------------------------------------------------------------
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
-        """A transfer begins between its tier and the staging memory at this address."""
+        """Note that a transfer begins between its tier and the staging memory at this address."""
         self._check_host(f"transfer {transfer}", host, nbytes)
         with self._lock:
             self._at_tier[transfer] = (host, nbytes)
 
     def tier_leg_ended(self, transfer: int) -> None:
-        """It has ended."""
+        """Note that a transfer between its tier and staging memory has ended."""
         with self._lock:
             self._at_tier.pop(transfer, None)

@@ -22,14 +22,14 @@ class _Follower(Protocol):
 
 
 class WatchedExecutor(CheckedExecutor):
-    """Another executor, of which somebody hears: before commands are started, after each move, and of each end.
+    """Checking executor that notifies a follower before commands are started, after each move, and of each end.
 
     Parameters
     ----------
     inner : Executor
         Carries the commands out.
     follower : Watch
-        Hears of them.
+        Object that is notified.
     """
 
     def __init__(self, inner: Executor, follower: _Follower) -> None:

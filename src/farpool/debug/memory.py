@@ -17,10 +17,10 @@ _POISONED = POISON * (_CHUNK // 2 + 1)
 
 
 class Memory(Protocol):
-    """An arena's bytes; offsets are from its start."""
+    """Interface to the bytes of an arena; offsets are from its start."""
 
     readable: bool
-    """The bytes can be looked at without waiting for the device."""
+    """True if the bytes can be looked at without waiting for the device."""
 
     def fill(self, place: int, nbytes: int) -> None:
         """Poison a range, in order with the program's work."""
@@ -34,7 +34,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """An arena of host memory."""
+    """Bytes of an arena of host memory."""
 
     readable = True
 
@@ -66,7 +66,7 @@ def _expected(start: int, stop: int) -> bytes:
 
 
 class DeviceMemory:
-    """An arena on a device, which is only poisoned.
+    """Bytes of an arena on a device, which are only poisoned.
 
     To look at its bytes would mean to wait for the device, and so to hide the missing waits that are to be found.
 

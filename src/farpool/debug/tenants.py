@@ -22,7 +22,7 @@ class Tenant:
     Attributes
     ----------
     filled : bool
-        Whether the range holds its content: the block has been fetched, or an access has written it.
+        True if the range holds its content: the block has been fetched, or an access has written it.
     """
 
     block: int
@@ -33,14 +33,14 @@ class Tenant:
 
 @dataclass(slots=True)
 class Left:
-    """A block that lost its range.
+    """A block that lost its range of the arena.
 
     Attributes
     ----------
     moved : Move or None
-        The last of the commands that moves its bytes all the same.
+        Last of the commands that moves its bytes all the same; None without one.
     written : bool
-        Whether they are written back from where they are then.
+        True if its bytes are written back from where they are then.
     free : list of (int, int)
         Parts of the range, place and bytes, that nobody needs before the commands are started.
     """
@@ -52,12 +52,12 @@ class Left:
 
 
 class Tenants:
-    """Blocks by where their bytes are.
+    """Map of the arena: each block and where its bytes are now.
 
     Attributes
     ----------
     generation : Counter
-        For each block, how often it got, changed or lost its place.
+        Number of times that each block got, changed or lost its place.
     """
 
     def __init__(self, pager: Pager) -> None:
@@ -117,7 +117,7 @@ class Tenants:
         return self._pager.rounded(tenant.nbytes)
 
     def _follow_moves(self, commands: Sequence[Transfer | Move]) -> tuple[dict[int, int], dict[int, Move]]:
-        """Places of each block's bytes after the commands, and the last move of those that are moved."""
+        """Return the place of each block's bytes after the commands, and the last move of those that are moved."""
         places = {tenant.block: tenant.place for tenant in self}
         last: dict[int, Move] = {}
         for command in commands:
@@ -144,7 +144,7 @@ class Tenants:
         return {block: self._pager.block(block).place for block in self._pager.resident()}
 
     def _write_back_of(self, block: int) -> Transfer | None:
-        """A block that was kept while it was being written back may leave after all, by the same write."""
+        """Return a block's write-back under way: a block kept during it may leave after all, by the same write."""
         for transfer in self._pager.transfers():
             if transfer.block == block and transfer.kind == Kind.WRITE_BACK:
                 return transfer
@@ -164,7 +164,7 @@ class Tenants:
         self._here[tenant.block] = tenant
 
     def written_back(self, transfer: Transfer, *, failed: bool) -> Tenant | None:
-        """A write-back has ended, of which the pager does not know yet; the block whose range it leaves behind."""
+        """Note the end of a write-back, before the pager does; return the block whose range it leaves free, if any."""
         tenant = self._leaving.get(transfer.id)
         if tenant is None:
             return None
@@ -175,7 +175,7 @@ class Tenants:
         return tenant
 
     def fetched(self, transfer: Transfer) -> Tenant | None:
-        """A fetch has ended; the block whose content is here now."""
+        """Note the end of a fetch; return the block whose content is here now, None if it has left."""
         tenant = self._here.get(transfer.block)
         if tenant is None or not all(
             tenant.place <= piece.place < tenant.place + tenant.nbytes for piece in transfer.pieces
@@ -185,14 +185,14 @@ class Tenants:
         return tenant
 
     def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
-        """Parts ``(place, bytes)`` of a range that nobody has, not even a block whose transfer has only been started.
+        """Return parts ``(place, bytes)`` of a range that no block has, not even one whose transfer was only started.
 
         The pager may have given them to a block already; nothing comes there before its commands are started.
         """
         return gaps(self._taken(), place, place + nbytes)
 
     def about_to_be_taken(self) -> list[tuple[int, int]]:
-        """Parts ``(place, bytes)`` that were free until now, and that the pager has just given to a block."""
+        """Return parts ``(place, bytes)`` that were free until now and that the pager has just given to a block."""
         coming = [
             (place, place + self._pager.block(block).size)
             for block, place in self._owners().items()
@@ -209,7 +209,7 @@ class Tenants:
         ]
 
     def free(self) -> list[tuple[int, int]]:
-        """Parts ``(place, bytes)`` of the arena that belong to no block and that no write-back reads."""
+        """Return parts ``(place, bytes)`` of the arena that belong to no block and that no write-back reads."""
         return gaps(self._taken(), 0, self._pager.capacity)
 
     def _taken(self) -> list[tuple[int, int]]:
@@ -218,7 +218,7 @@ class Tenants:
 
 
 def gaps(taken: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """Parts ``(place, bytes)`` of ``[low, high)`` that none of the sorted ranges ``[start, stop)`` covers."""
+    """Return parts ``(place, bytes)`` of ``[low, high)`` that none of the sorted ranges ``[start, stop)`` covers."""
     found = []
     for start, stop in (*taken, (high, high)):
         start = min(start, high)

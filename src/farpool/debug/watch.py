@@ -1,6 +1,6 @@
 """Watches a pool's arena: poison where nothing lives, generations and checksums where something does.
 
-What it rests on: between two accesses nobody changes a block; what lies in no block holds poison; a block's content is
+Three invariants: between two accesses nobody changes a block; what lies in no block holds poison; a block's content is
 the same wherever it is moved. Whatever breaks one of these used memory outside its access: a tensor that outlived its
 operation, a copy that did not wait, a kernel that wrote beside its operand.
 
@@ -28,12 +28,12 @@ from farpool.pager.use import Use
 __all__ = ["Watch"]
 
 _LOOK = 1 << 18
-"""Free bytes that are compared with poison at each release; all of them are, in turn."""
+"""Free bytes that are compared with poison at each release; one release goes on where the last one ended."""
 
 
 @dataclass(slots=True)
 class _Frozen:
-    """Part of a block that an access may write to, but not there."""
+    """Part of a block that an access must not change, although it may write to the rest."""
 
     block: int
     place: int
@@ -43,7 +43,7 @@ class _Frozen:
 
 @dataclass(slots=True)
 class _Held:
-    """The operands of a granted access."""
+    """State of a granted access: its operands, their generations and its frozen parts."""
 
     op: str
     names: dict[int, str]
@@ -54,7 +54,7 @@ class _Held:
 
 
 class Watch:
-    """Debug mode of one pool.
+    """Watches the arena of one pool in debug mode.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class Watch:
     # ---- findings -----------------------------------------------------------------------------------------------
 
     def raise_findings(self) -> None:
-        """Raise the first thing that was found so far, as a new exception."""
+        """Raise the first error that was found so far, if any, as a new exception."""
         findings = self._findings or (self._device.findings if self._device is not None else ())
         if findings:
             first = findings[0]
@@ -122,7 +122,7 @@ class Watch:
     # ---- following the pager -----------------------------------------------------------------------------------
 
     def follow(self, commands: Sequence[Transfer | Move]) -> None:
-        """Note what the pager has decided, before `commands`, the outcome, are started; poison what came free."""
+        """Follow the pager's decisions before the `commands` that carry them out are started; poison what came free."""
         capacity = self._pager.capacity
         if capacity > self._capacity:
             self._memory.fill(self._capacity, capacity - self._capacity)
@@ -149,7 +149,7 @@ class Watch:
         self._memory.fill(place, nbytes)
 
     def moved(self, move: Move) -> None:
-        """A block has been moved: what it left behind is poisoned."""
+        """Note that a block has been moved, and poison the range that it left behind."""
         for index, other in enumerate(self._in_vain):
             if other is move:  # it has left since
                 del self._in_vain[index]
@@ -160,7 +160,7 @@ class Watch:
             self._memory.fill(place, nbytes)
 
     def ended(self, transfer: Transfer, *, failed: bool) -> None:
-        """A transfer has ended; the pager will be told next."""
+        """Note that a transfer has ended; the pager will be told next."""
         if transfer.kind == Kind.WRITE_BACK:
             tenant = self._tenants.written_back(transfer, failed=failed)
             if tenant is not None:
@@ -185,7 +185,7 @@ class Watch:
             )
 
     def collected(self) -> None:
-        """Dropped storages have been collected: their blocks' numbers may be given to others now."""
+        """Note that dropped storages have been collected: their blocks' numbers may be given to others now."""
         self.follow(())
         for block in self._content.keys() - self._pager.blocks():
             del self._content[block]
@@ -237,12 +237,12 @@ class Watch:
     # ---- accesses -----------------------------------------------------------------------------------------------
 
     def granted(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
-        """An access has been granted. If anything is wrong it is given up again.
+        """Check and note an access that has been granted. If anything is wrong it is given up again.
 
         Raises
         ------
         LifetimeError, OrderError
-            What was found, now or before.
+            Error that was found, now or before.
         """
         try:
             self.follow(())
@@ -294,7 +294,7 @@ class Watch:
         return frozen
 
     def released(self, grant: Grant) -> None:
-        """An access is about to be released. What is found is kept: see `raise_findings`."""
+        """Check an access that is about to be released. Errors are kept: see `raise_findings`."""
         held = self._held.pop(grant, None)
         if held is None:
             return
@@ -327,11 +327,11 @@ class Watch:
         self._check_free(_LOOK)
 
     def _undisturbed(self, held: _Held, block: int) -> bool:
-        """Tells if no other access could write to the block meanwhile."""
+        """Return True if no other access could write to the block meanwhile."""
         return self._writings[block] == held.writings[block] and self._writers[block] == (block in held.writes)
 
     def _check_generations(self, held: _Held) -> list[int]:
-        """The blocks of an access that are where they were when it was granted."""
+        """Return the blocks of an access that are where they were when it was granted; note an error for the others."""
         in_place = []
         for block, generation in held.generations.items():
             now = self._tenants.generation[block]
@@ -346,7 +346,7 @@ class Watch:
 
 
 def _names(uses: Sequence[Use]) -> dict[int, str]:
-    """Names of the storages that are used, by block."""
+    """Return the names of the storages that are used, by block."""
     names: dict[int, str] = {}
     for use in uses:
         if use.stop > use.start:
@@ -357,7 +357,7 @@ def _names(uses: Sequence[Use]) -> dict[int, str]:
 
 
 def _range_of(use: Use, tenants: Tenants) -> tuple[int, int]:
-    """Places in the arena of the bytes of a granted use."""
+    """Return where in the arena the bytes of a granted use begin and end."""
     storage = use.storage
     index, inside = divmod(use.start, storage.block_bytes)
     place = tenants[storage.first + index].place + storage.offset + inside

@@ -37,7 +37,7 @@ class Passage:
     Attributes
     ----------
     source : str
-        Where it comes from: a dotted Python name, or a path in the user's folder.
+        Origin of the text: a dotted Python name, or a path in the user's folder.
     text : str
         The text, without its source.
     """
@@ -83,7 +83,7 @@ def folder_passages(folder: Path, progress: Callable[[int, int], None] | None = 
 
 
 def pick(passages: list[Passage], count: int) -> list[Passage]:
-    """`count` of the passages, evenly spaced over all of them; all of them if there are fewer."""
+    """Pick `count` passages, evenly spaced over all of them; all of them if there are fewer."""
     if count >= len(passages):
         return passages
     return [passages[index * len(passages) // count] for index in range(count)]
@@ -113,7 +113,7 @@ def _docstring_passages(path: Path, name: str) -> Iterator[Passage]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Paragraphs, joined as long as they fit into one passage; a longer paragraph is cut between words."""
+    """Split a text into passages: paragraphs are joined as long as they fit; a longer one is cut between words."""
     piece = ""
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())

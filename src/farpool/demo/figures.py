@@ -11,14 +11,14 @@ __all__ = ["Counts", "LinkTraffic", "Timing", "counts_between"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long the batches took.
+    """Time that the batches took.
 
     Attributes
     ----------
     first_seconds, rest_seconds : float
         Seconds of the first batch, and of all others.
     texts_per_second : float
-        The first batch left out, unless it is the only one.
+        Throughput; the first batch is left out, unless it is the only one.
     """
 
     first_seconds: float
@@ -28,7 +28,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
-    """What went over one link, and the seconds it was busy with that."""
+    """Traffic over one link, and the seconds for which the link was busy with it."""
 
     source: str
     target: str
@@ -65,7 +65,7 @@ class Counts:
 
 
 def counts_between(before: Stats, after: Stats) -> Counts:
-    """What was counted between two statistics of one pool."""
+    """Return the counts between two statistics of one pool."""
     earlier = {(link.source, link.target): link for link in before.links}
     links = []
     for link in after.links:

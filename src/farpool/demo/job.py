@@ -54,26 +54,26 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out.
+    """Outcome of the demo: the answers, and the figures of both runs.
 
     Attributes
     ----------
     equal : bool
-        Whether all embeddings of both runs are the same, bit for bit.
+        True if all embeddings of both runs are the same, bit for bit.
     weight_bytes, budget_bytes, peak_bytes : int
         Bytes of the model's parameters and buffers, of the fast tier, and the most that was taken of it.
     tiers : dict
         Bytes of each lower tier.
     plain, paged : Timing
-        All resident, and inside the budget.
+        Times of the run with all weights resident, and of the run inside the budget.
     relative_throughput : float
         Paged over plain: median over the batches, the first left out.
     first, rest : Counts
-        What the pool did during the first batch and during all the others.
+        Counts of the pool during the first batch and during all the others.
     nodes : tuple of str
-        Where the lower tier was; none unless it was remote.
+        Addresses of the nodes that lent the lower tier; none unless it was remote.
     start_up : StartUp or None
-        The second act; None unless the lower tier was remote.
+        Outcome of the second act; None unless the lower tier was remote.
     unpaged_peak : int or None
         The most bytes beside the pool, which the budget does not count: activations, the interpreter; None if unknown.
     """
@@ -100,12 +100,12 @@ class Outcome:
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:
-    """Do the job.
+    """Run the demo.
 
     Parameters
     ----------
     settings : Settings
-        What to run.
+        Settings of the run.
     progress : callable
         Told the name of a step, how much of it is done, and how much there is.
 
@@ -199,7 +199,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 
 def share_of(size: str, whole: int, option: str) -> int:
-    """Bytes from a size with a unit, or from a percentage of `whole`.
+    """Convert a size with a unit, or a percentage of `whole`, to bytes.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def share_of(size: str, whole: int, option: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Lower:
-    """What lies below the fast tier, and the nodes that lend it."""
+    """Tiers below the fast one, and the nodes that lend them, if any."""
 
     tiers: list[Tier]
     nodes: tuple[str, ...] = ()
@@ -228,7 +228,7 @@ class _Lower:
 
 @contextlib.contextmanager
 def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Iterator[_Lower]:
-    """DRAM and a file, or as many bytes on nodes that run for as long as the context."""
+    """Provide the lower tiers: DRAM and a file, or as many bytes on nodes that run for as long as the context."""
     if settings.remote:
         share = (dram + nvme) // _NODES
         with lending(_NODES, share + weight_bytes + _SLACK) as nodes:
@@ -242,7 +242,7 @@ def _lower(settings: Settings, dram: int, nvme: int, weight_bytes: int) -> Itera
 def _second_act(
     settings: Settings, node: str, passages: Sequence[Passage], reference: Embedder, progress: Progress
 ) -> StartUp:
-    """Processes that start with weights from a node, and what the model, which is tuned, gives in this one."""
+    """Compare processes that start with weights from a node with the model in this one, which it tunes for that."""
     texts = [settings.question, *(passage.text for passage in passages)][:BATCH]
     expected = []
     for turn in range(2):
@@ -294,7 +294,7 @@ def _embed_in_turn(
     progress: Progress,
     first_batch_done: Callable[[], None],
 ) -> _Pairs:
-    """Embed each batch all resident and then paged, so that both meet the machine in the same mood."""
+    """Embed each batch all resident and then paged, so that both meet the machine in the same state."""
     texts = sum(len(batch.rows) for batch in batches)
     pairs = _Pairs(torch.empty(texts, embedder.width), torch.empty(texts, embedder.width), [], [])
     steps = (
@@ -315,7 +315,7 @@ def _embed_in_turn(
 
 
 def timing_of(batches: Sequence[Batch], seconds: Sequence[float]) -> Timing:
-    """Sum up the seconds of each batch."""
+    """Sum up the times of the batches."""
     measured = range(1, len(batches)) if len(batches) > 1 else range(1)
     texts = sum(len(batches[number].rows) for number in measured)
     return Timing(seconds[0], sum(seconds[1:]), texts / sum(seconds[number] for number in measured))
@@ -355,5 +355,5 @@ def _draw_stretch(
 
 
 def _disk() -> str | None:
-    """A folder that is on a disk: /tmp may be memory."""
+    """Return a folder that is on a disk, as /tmp may be memory; None for the default folder."""
     return "/var/tmp" if Path("/var/tmp").is_dir() else None

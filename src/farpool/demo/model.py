@@ -31,7 +31,7 @@ class Batch:
     Attributes
     ----------
     rows : tuple of int
-        Which of the texts these are.
+        Numbers of the texts in the batch.
     token_ids, mask : torch.Tensor
         int64, shape ``(len(rows), tokens)``.
     """
@@ -81,7 +81,7 @@ class Embedder:
 
     @torch.no_grad()
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Embeddings of a batch: the mean of the last layer over each text's tokens, scaled to length one.
+        """Embed a batch: the mean of the last layer over each text's tokens, scaled to length one.
 
         Returns
         -------
@@ -115,7 +115,7 @@ def load_embedder() -> Embedder:
 
 
 def load_pretrained() -> torch.nn.Module:
-    """The model as transformers loads it from its file, in evaluation mode; raises as `load_embedder`."""
+    """Load the model from its file as transformers does, in evaluation mode; raises as `load_embedder`."""
     folder = _folder()
     from transformers.models.bert import BertModel
     from transformers.utils import logging
@@ -126,7 +126,7 @@ def load_pretrained() -> torch.nn.Module:
 
 
 def all_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers by name, also buffers that a state dict leaves out."""
+    """Return all parameters and buffers by name, also buffers that a state dict leaves out."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -137,12 +137,12 @@ def tune(module: torch.nn.Module) -> None:
 
 
 def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """The model on tensors that are there already, without a copy; in evaluation mode. Raises as `load_embedder`.
+    """Build the model on existing tensors, without a copy, in evaluation mode. Raises as `load_embedder`.
 
     Parameters
     ----------
     tensors : mapping
-        As of `all_tensors`. Nothing may be written to them through the model.
+        Tensors by name, as from `all_tensors`. Nothing may be written to them through the model.
     """
     config = _config(_folder())
     from transformers.models.bert import BertModel
@@ -162,7 +162,7 @@ def build_on(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def with_tokenizer(module: torch.nn.Module) -> Embedder:
-    """The embedder around a ``BertModel``, which is put into evaluation mode."""
+    """Return an embedder around a ``BertModel``, which is put into evaluation mode."""
     folder = _folder()
     from tokenizers import Tokenizer
 
@@ -174,7 +174,7 @@ def with_tokenizer(module: torch.nn.Module) -> Embedder:
 
 
 def _folder() -> Path:
-    """Where the package has the model's files; everything that the demo needs can be imported then."""
+    """Return the folder of the model's files, once everything that the demo needs has been imported."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:

@@ -18,12 +18,12 @@ _PATIENCE = 60.0
 
 @contextlib.contextmanager
 def lending(count: int, nbytes: int) -> Iterator[tuple[str, ...]]:
-    """Addresses of nodes that lend `nbytes` bytes each, for as long as the context.
+    """Run nodes that lend `nbytes` bytes each for as long as the context, and yield their addresses.
 
     Raises
     ------
     FarpoolError
-        A node does not start; says what it wrote.
+        A node does not start; the message says what it wrote.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -34,7 +34,7 @@ def lending(count: int, nbytes: int) -> Iterator[tuple[str, ...]]:
 
 
 def bytes_sent(node: str) -> int:
-    """Bytes that a node's data loop has sent altogether, frames included."""
+    """Return the bytes that a node's data loop has sent altogether, frames included."""
     channel = Channel(parse_address(node), transport="tcp")
     try:
         return int(channel.call("stats", time.monotonic() + _PATIENCE)["bytes_out"])

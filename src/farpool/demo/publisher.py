@@ -16,7 +16,7 @@ from farpool.store import Store
 
 
 def main() -> None:
-    """Publish and say how much that was."""
+    """Publish the weights and report how much that was."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=PublishRequest)
     import transformers.models.bert.modeling_bert  # noqa: F401 - so that loading is timed without it
 

@@ -1,4 +1,4 @@
-"""The demo's outcome for a person to read."""
+"""Report of the demo's outcome, for people to read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["report"]
 
 
 def report(outcome: Outcome) -> RenderableType:
-    """Answers first, then whether they can be trusted, then what the budget cost."""
+    """Build the report: answers first, then whether they can be trusted, then what the budget cost."""
     parts: list[RenderableType] = [_answers(outcome), _verdict(outcome), _run(outcome), _traffic(outcome)]
     if outcome.start_up:
         parts += [_start_up_verdict(outcome.start_up), _start_up(outcome.start_up)]

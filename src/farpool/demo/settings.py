@@ -1,4 +1,4 @@
-"""What the demo can be told. Needs no torch, so that the command can show its help at once."""
+"""Settings of the demo. Needs no torch, so that the command can show its help at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run.
+    """Settings of one run of the demo.
 
     Attributes
     ----------
@@ -18,15 +18,15 @@ class Settings:
         Sizes of the fast tier, the DRAM tier and the NVMe tier: bytes with a unit (``"20 MiB"``) or a percentage of the
         model's weights (``"25%"``).
     question : str
-        What to look for.
+        Question to search the text for.
     docs : Path or None
         Folder of the user's own ``.txt`` and ``.md`` files; None for the standard library's documentation.
     texts : int
         Number of passages at most.
     timeline : Path or None
-        Where to draw the timeline; None for nowhere.
+        File to draw the timeline into; None for no timeline.
     remote : bool
-        Whether the lower tier is memory of two nodes, which the demo starts, instead of DRAM and NVMe; then also the
+        True if the lower tier is memory of two nodes, which the demo starts, instead of DRAM and NVMe; then also the
         second act, in which processes start with weights that another one has published.
     starts : int
         Processes that start in either way in the second act.

@@ -24,14 +24,14 @@ from farpool.store import Store
 __all__ = ["PATIENCE", "PublishRequest", "Published", "Start", "StartRequest", "StartUp", "Started", "compare_starts"]
 
 PATIENCE = 300.0
-"""Seconds for one process."""
+"""Seconds that one process may take."""
 _NAME = "minilm"
 Way = Literal["file", "mapped"]
 _Reply = TypeVar("_Reply")
 
 
 class PublishRequest(msgspec.Struct, frozen=True):
-    """Where to publish the weights, under which name, and if they are to be tuned before."""
+    """Request to a publisher: where to publish the weights, under which name, and if they are to be tuned before."""
 
     node: str
     registry: str
@@ -40,7 +40,7 @@ class PublishRequest(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What was published, and the seconds of loading it before and of publishing it."""
+    """Reply of a publisher: what was published, and the seconds of loading it before and of publishing it."""
 
     version: int
     tensors: int
@@ -50,7 +50,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class StartRequest(msgspec.Struct, frozen=True):
-    """Settings of a job: its start, its texts, and if it runs again with the next version of the weights."""
+    """Request to a starter: its way to the weights, its texts, and if it runs again with their next version."""
 
     way: Way
     node: str
@@ -64,7 +64,7 @@ class StartRequest(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Moments of the clock that all processes share, seconds of mapping, and embeddings, also of the next version."""
+    """Reply of a starter: moments of the clock that all processes share, seconds of mapping, and embeddings."""
 
     imported: float
     mapping: float
@@ -76,7 +76,7 @@ class Started(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How long it took to start; medians over the processes, in seconds.
+    """Times that a start takes; medians over the processes, in seconds.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Start:
     weights : float
         From then until the weights were ready.
     mapping : float
-        Of that, until the node was reached and its memory mapped and verified.
+        Part of that until the node was reached and its memory mapped and verified.
     whole : float
         From the process's beginning until the weights were ready.
     answered : float
@@ -101,30 +101,30 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class StartUp:
-    """What came out.
+    """Outcome of the second act: the times of both ways to start, and checks of the embeddings.
 
     Attributes
     ----------
     equal : bool
-        Whether every process on mapped weights gave the same embeddings, bit for bit.
+        True if every process on mapped weights gave the same embeddings, bit for bit.
     processes : int
         New processes for each way.
     tensors, nbytes : int
-        What was published.
+        Number of tensors that were published, and their bytes.
     load_seconds : float
-        How long the publisher took to build the model, read its file and copy the weights into it.
+        Seconds that the publisher took to build the model, read its file and copy the weights into it.
     publish_seconds : float
-        How long publishing took.
+        Seconds that publishing took.
     file, mapped : Start
-        The two ways.
+        Times of processes that read the weights from their file, and that mapped them from the node.
     relative_weights : float
         Seconds until the weights are ready, mapped over file; median over the pairs.
     sent_bytes : int
         Bytes that the node sent to one process on mapped weights, on average: everything but the weights.
     followed : bool
-        Whether a process that had mapped the first version was told of the second and gave its embeddings, bit for bit.
+        True if a process that had mapped the first version was told of the second and gave its embeddings, bit for bit.
     changed_tensors, changed_bytes : int
-        What of the second version is not in the first.
+        Tensors and bytes of the second version that are not in the first.
     """
 
     equal: bool
@@ -162,9 +162,9 @@ def compare_starts(
     node : str
         Address of a node on this host with room for the weights.
     registry : str
-        Where the name is kept.
+        Registry that keeps the name.
     texts : sequence of str
-        What each process embeds.
+        Texts that each process embeds.
     expected, expected_later : bytes
         The embeddings that must come out, of the first version and of the second.
     batch : int
@@ -172,7 +172,7 @@ def compare_starts(
     threads : int
         Threads to compute with.
     processes : int
-        How many to start each way.
+        Number to start each way.
     sent : callable
         Bytes that the node has sent altogether.
     progress : callable
@@ -235,7 +235,7 @@ def compare_starts(
 
 
 def _ask(module: str, request: msgspec.Struct, reply: type[_Reply]) -> tuple[_Reply, float]:
-    """The reply of a new process of this module, and when the process began."""
+    """Run a new process of this module; return its reply, and when it began."""
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", f"farpool.demo.{module}"],

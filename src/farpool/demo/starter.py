@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Start as asked and say when what was ready."""
+    """Start as requested, and report when each step was done."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=StartRequest)
-    # What a program that uses the model needs in either case.
+    # A program that uses the model needs these in either case.
     import torch
     import transformers.models.bert.modeling_bert  # noqa: F401
 

@@ -1,1 +1,1 @@
-"""One way to a node: addresses, frames, the handshake, access keys, control calls (docs/wire.md)."""
+"""Connections to nodes: addresses, frames, the handshake, access keys, control calls (docs/wire.md)."""

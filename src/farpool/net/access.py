@@ -1,4 +1,4 @@
-"""Access keys: names, shared secrets and rights, and where programs and nodes read them from.
+"""Access keys: names, shared secrets and rights, and the places from which programs and nodes read them.
 
 A node reads its keys from a TOML file that nobody else may read::
 
@@ -51,7 +51,7 @@ _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """A name, and the secret that it shares with a node.
+    """Access key of a program: a name, and the secret shared with a node.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class AccessKey:
         Raises
         ------
         ConfigError
-            The text is no such thing. The error does not repeat it.
+            The text is not of this form. The error does not repeat it.
         """
         name, separator, secret = text.partition(":") if isinstance(text, str) else ("", "", "")
         if not separator:
@@ -85,24 +85,24 @@ class AccessKey:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a node knows of an access key.
+    """A node's record of an access key: its secret, rights, tenant and byte limit.
 
     Attributes
     ----------
     secret : bytes
-        Shared with who uses the key; empty where only a certificate gives access to it.
+        Shared with whoever uses the key; empty for a key that is used with certificates alone.
     rights : Right
-        What the key allows.
+        Rights of the key.
     tenant : int
-        Whose objects and leases it gives access to.
+        Tenant whose objects and leases it gives access to.
     bytes : int
-        The most that it may hold in leases, pins and unfinished publishes; 0 for the node's own rule.
+        The most that it may hold in leases, pins and unfinished publishes; 0 for the node's own limit.
     """
 
     secret: bytes = field(repr=False)
     rights: Right
     tenant: int
-    bytes: int = field(default=0, compare=False)  # another number changes nothing of what was opened
+    bytes: int = field(default=0, compare=False)  # not compared: a new limit ends no open connection
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,17 +113,17 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def is_key_name(text: str) -> bool:
-    """Tell if an access key can have this name."""
+    """Return True if an access key can have this name."""
     return _NAME.fullmatch(text) is not None
 
 
 def client_key(key: AccessKey | str | None = None, environment: Mapping[str, str] = os.environ) -> AccessKey | None:
-    """The access key that a program is to use; None for none.
+    """Return the access key that a program is to use, or None if it has none.
 
     Parameters
     ----------
     key : AccessKey or str or None
-        The program's argument; a string is ``NAME:SECRET``. Without it the environment says: ``FARPOOL_KEY`` is
+        The program's argument; a string is ``NAME:SECRET``. Without it the environment decides: ``FARPOOL_KEY`` is
         ``NAME:SECRET``, ``FARPOOL_KEY_FILE`` names a file whose one line is that. An empty variable counts as not set.
     environment : mapping
         Environment variables.
@@ -147,12 +147,12 @@ def client_key(key: AccessKey | str | None = None, environment: Mapping[str, str
 
 
 def load_keys(path: str | os.PathLike[str]) -> dict[str, Grant]:
-    """The keys that a node accepts, by name.
+    """Read the access keys that a node accepts, by name.
 
     Parameters
     ----------
     path : str or path-like
-        A TOML file, as above.
+        A TOML file, as shown at the top of this module.
 
     Raises
     ------

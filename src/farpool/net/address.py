@@ -1,4 +1,4 @@
-"""Where a node listens: ``tcp://10.0.0.7:7471``, ``tls://[::1]:7471``, ``unix:///path/of/socket``."""
+"""Addresses of nodes: ``tcp://10.0.0.7:7471``, ``tls://[::1]:7471``, ``unix:///path/of/socket``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from farpool.errors import ConfigError
 __all__ = ["LONGEST_PATH", "Address", "is_host", "parse_address"]
 
 LONGEST_PATH = 107
-"""Bytes of a UNIX socket's path; the kernel's limit."""
+"""Longest path of a UNIX socket, in bytes; the kernel's limit."""
 _EXPECTED = "expected an address like 'tcp://10.0.0.7:7471', '[::1]:7471' or 'unix:///run/farpool/socket'"
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
@@ -20,12 +20,12 @@ _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a node listens. `str` gives the normalized form.
+    """Address at which a node listens. `str` gives the normalized form.
 
     Attributes
     ----------
     scheme : "tcp", "tls" or "unix"
-        Which kind of socket; ``tls`` is TCP with TLS over it.
+        Kind of socket; ``tls`` is TCP with TLS over it.
     host : str
         A name or an IP address (without brackets), lower case; empty for a UNIX socket.
     port : int
@@ -47,14 +47,14 @@ class Address:
 
 
 def parse_address(text: str, what: str = "address", *, any_port: bool = False) -> Address:
-    """Read an address.
+    """Parse the address of a node.
 
     Parameters
     ----------
     text : str
         ``tcp://HOST:PORT``, ``HOST:PORT``, ``tls://HOST:PORT`` or ``unix://PATH``. IPv6 addresses stand in brackets.
     what : str
-        What the address is of; named in the error.
+        Name of what has this address, for the error.
     any_port : bool
         Allow port 0, which lets the system choose a free one when listening.
 
@@ -78,7 +78,7 @@ def parse_address(text: str, what: str = "address", *, any_port: bool = False) -
 
 
 def is_host(text: str) -> bool:
-    """Tell if this is a name or an IPv4 address that an address can have as its host."""
+    """Return True if the text can be an address's host: a name, an IPv4 address, or an IPv6 address in brackets."""
     return _host(text) is not None
 
 
@@ -96,7 +96,7 @@ def _parse(text: str) -> Address | None:
 
 
 def _host(text: str) -> str | None:
-    """A host in its one spelling; None if it cannot be one."""
+    """Normalize a host name or IP address; None if it is neither."""
     if text.startswith("[") and text.endswith("]"):
         try:
             return str(ipaddress.IPv6Address(text[1:-1]))

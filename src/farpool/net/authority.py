@@ -1,6 +1,6 @@
-"""A certificate authority of one's own: makes the certificates with which nodes and programs prove themselves.
+"""Private certificate authority: issues the certificates with which nodes and programs prove their identity.
 
-The authority is a folder with ``ca.crt`` and ``ca.key``. What it issues is a folder, too, with the names that
+The authority is a folder with ``ca.crt`` and ``ca.key``. Each certificate is a folder, too, with the file names that
 `farpool.net.certificate` reads. Keys are ECDSA on the curve P-256, in files that only their owner may read.
 """
 
@@ -31,21 +31,21 @@ from farpool.net.private_file import read_file
 __all__ = ["AUTHORITY_KEY", "Authority", "Role"]
 
 Role = Literal["node", "client"]
-"""What a certificate is for: to be connected to, or to connect."""
+"""Use of a certificate: by a node, which is connected to, or by a client, which connects."""
 
 AUTHORITY_KEY = "ca.key"
 _USAGES = {"node": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 _SKEW = timedelta(minutes=5)
-"""How far behind the clock of another host may be."""
+"""Tolerated clock skew: certificates are valid from this long before they are made."""
 
 
 class Authority:
-    """An authority that exists.
+    """Certificate authority whose files exist; issues and renews certificates.
 
     Parameters
     ----------
     folder : Path
-        Where ``ca.crt`` and ``ca.key`` are.
+        Folder with ``ca.crt`` and ``ca.key``.
 
     Raises
     ------
@@ -100,22 +100,22 @@ class Authority:
         days: int = 90,
         begin: datetime | None = None,
     ) -> datetime:
-        """Make a key and a certificate for it, in a folder that does not exist yet; when the certificate expires.
+        """Make a key and a certificate in a folder that does not exist yet; return when the certificate expires.
 
         Parameters
         ----------
         folder : Path
-            Where ``tls.crt``, ``tls.key`` and ``ca.crt`` are to be.
+            The folder to make, with ``tls.crt``, ``tls.key`` and ``ca.crt``.
         name : str
-            Of a client: the name of its access key at the nodes.
+            Name in the certificate; for a client, the name of its access key at the nodes.
         role : "node" or "client"
-            Which side shows it.
+            Side that shows it.
         hosts : sequence of str
-            Of a node: the names and IP addresses by which programs reach it.
+            For a node, the names and IP addresses by which programs reach it; else empty.
         days : int
-            How long it is valid.
+            Days for which it is valid.
         begin : datetime or None
-            When it becomes valid; now by default.
+            Time from which it is valid; 5 minutes ago by default.
 
         Raises
         ------
@@ -128,7 +128,7 @@ class Authority:
         return end
 
     def rotate(self, folder: Path, *, days: int = 90) -> tuple[str, datetime]:
-        """Put a new key and a new certificate in the place of those in a folder; the name, and when it expires.
+        """Replace the key and the certificate in a folder by new ones; return the name in it and when it expires.
 
         Name, role and hosts stay. Each file is replaced as a whole. A node reads them when it gets SIGHUP, a program at
         its next connection.
@@ -276,7 +276,7 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 @contextlib.contextmanager
 def _new_folder(folder: Path, what: str) -> Iterator[Path]:
-    """A folder that has its name once all is in it; nothing that is there is overwritten."""
+    """Make a folder that gets its name only once its content is complete; an existing one is never overwritten."""
     if os.path.lexists(folder):
         raise ConfigError(f"{what}: {folder} is there already, and nothing is overwritten", setting=what)
     made = None

@@ -1,4 +1,4 @@
-"""Certificates for TLS: the folder with a certificate, its private key and the authority, and its state in memory.
+"""Certificates for TLS: folders with a certificate, its private key and the authority's certificate.
 
 The three files have the names of a Kubernetes TLS secret: ``tls.crt``, ``tls.key`` and ``ca.crt``. ``farpool certs
 issue`` makes such a folder (docs/security.md).
@@ -35,7 +35,7 @@ class CertificateFolder:
     path : str or path-like
         The folder.
     what : str
-        Which setting names it; for errors.
+        Setting that names it, for errors.
 
     Raises
     ------
@@ -54,19 +54,19 @@ class CertificateFolder:
 
     @property
     def context(self) -> TlsContext:
-        """What new connections begin with. While changed files cannot be used, what they were before."""
+        """TLS context for new connections: of the current files, or of the last usable ones."""
         with self._lock:
             state = self._stated()
             if state != self._state:
                 try:
                     self._context = self._read()
                 except ConfigError:
-                    return self._context  # they may be only half written: asked again at the next connection
+                    return self._context  # they may be only half written: read again at the next connection
                 self._state = state
             return self._context
 
     def reload(self) -> TlsContext:
-        """Read the files now, changed or not.
+        """Read the files again, changed or not, and return the new context.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class CertificateFolder:
 
 
 def client_certificate(environment: Mapping[str, str] = os.environ) -> CertificateFolder:
-    """The certificate that a program shows to nodes: of the folder that ``FARPOOL_TLS`` names.
+    """Certificate that a program shows to nodes, from the folder that ``FARPOOL_TLS`` names.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A program's way to one node: contact, connections, mapped objects, leases.
+"""A program's channel to one node: control connection, data connections, mapped objects, leases.
 
 *Contact* is a control connection. It gives the program its session and says whether the node runs on the same host:
 then its UNIX socket is used from there on, as only that one passes file descriptors, and memory is mapped instead of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["SPIN_SECONDS", "Channel", "Transport"]
 
 SPIN_SECONDS = 50e-6
-"""A reply over loopback or a fast network is there within this time; sleeping would cost as much again."""
+"""Seconds to poll before sleeping: replies over fast networks come in that time, and sleeping takes as long again."""
 
 
 class _Dial(Protocol):
@@ -48,35 +48,35 @@ class _Dial(Protocol):
 
 
 class Channel:
-    """A program's way to one node. Thread-safe; nothing is opened before it is needed.
+    """A program's channel to one node: its connections, mapped objects and leases. Thread-safe; opened on first use.
 
     Parameters
     ----------
     address : Address
-        Where the node listens.
+        The node's address.
     key : AccessKey or None
         The access key; None where the node needs none.
     transport : str
-        As `Transport`.
+        One of the values that `Transport` describes.
     spin : float
-        Seconds of asking a socket over and over before a wait blocks.
+        Seconds for which a wait polls a socket before it blocks.
     dial : callable
-        As `farpool.net.dial.dial`.
+        Connects to the node, as `farpool.net.dial.dial` does.
 
     Attributes
     ----------
     name : str
         The node's address as text.
     epoch : TenantEpoch
-        What is known of the tenant's epoch; a store gives the ways to its nodes one in common.
+        Highest known epoch of the tenant; a store shares one among the channels to its nodes.
     reader : ObjectReader or None
-        The mapped objects, after `attach` where mapping is possible.
+        The mapped objects, after `attach` if mapping is possible.
     pool : ConnectionPool
-        Connections for data: those that lie ready, and those that are lent.
+        Data connections: the idle ones, and those that are lent.
     one_sided : NodeMemory or None
         The node's memory as a fabric reaches it; None with other transports.
     welcome : Welcome or None
-        What the node said at the last contact.
+        The node's welcome at the last contact.
 
     Raises
     ------
@@ -112,20 +112,20 @@ class Channel:
         _channels.add(self)
 
     def connect(self, deadline: float) -> Welcome:
-        """Make contact, unless there is contact.
+        """Open the control connection, unless it is open.
 
         Raises
         ------
         NodeError
             The node cannot be reached by the deadline; with ``transport="mapped"`` also if it is on another host.
         ProtocolError, AccessDeniedError
-            As of `dial`.
+            As raised by `dial`.
         """
         with self._alone(deadline):
             return self._contact(deadline).welcome
 
     def attach(self, deadline: float) -> ObjectReader | None:
-        """Make contact and map the node's objects.
+        """Open the control connection, unless it is open, and map the node's objects.
 
         Returns
         -------
@@ -135,7 +135,7 @@ class Channel:
         Raises
         ------
         NodeError
-            As of `connect`; also if the node's files cannot be mapped.
+            As raised by `connect`; also if the node's files cannot be mapped.
         """
         with self._alone(deadline):
             control = self._contact(deadline)
@@ -145,7 +145,7 @@ class Channel:
 
     @contextlib.contextmanager
     def connection(self, deadline: float) -> Iterator[Connection]:
-        """A connection for data, for a ``with`` block: an idle one, or a new one that is open by the deadline.
+        """Borrow a data connection for a ``with`` block: an idle one, or a new one that is opened by the deadline.
 
         It is kept for the next use unless it broke or has unanswered requests.
         """
@@ -156,16 +156,16 @@ class Channel:
             self.pool.give(connection)
 
     def take(self, deadline: float, *, fresh: bool = False) -> Connection:
-        """Borrow a connection for data, to be given back to `pool`: an idle one, or a new one (always if `fresh`)."""
+        """Borrow a data connection, to be given back to `pool`: an idle one, or a new one (always if `fresh`)."""
         connection = None if fresh else self.pool.take()
         return connection or self.pool.lend(self._new_connection(deadline))
 
     def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
-        """Have the node do something; as `Control.call`."""
+        """Make a call over the control connection, as `Control.call` does."""
         return self._reach(deadline).call(name, deadline, **arguments)
 
     def lend(self, nbytes: int, deadline: float) -> Lease:
-        """Borrow memory, mapped where that is possible.
+        """Borrow memory from the node as a lease, mapped if possible.
 
         Raises
         ------
@@ -174,7 +174,7 @@ class Channel:
         AccessDeniedError
             The key does not allow to write.
         NodeError
-            As of `connect`.
+            As raised by `connect`.
         """
         control = self._reach(deadline)
         lease = int(control.call("lend", deadline, bytes=nbytes)["lease"])
@@ -191,7 +191,7 @@ class Channel:
         return Lease(self, lease, nbytes, memory)
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """The end of a lease that a `RemotePort` uses."""
+        """Make the object through which a `RemotePort` reaches a lease: mapped memory, or connections."""
 
         def open_connection() -> int | Stream:
             return self._open(time.monotonic() + timeout).socket.detach()
@@ -220,9 +220,9 @@ class Channel:
         self.call("release", deadline, lease=lease)
 
     def close(self) -> None:
-        """End all connections; the session ends after the node's grace. Idempotent. What is mapped stays mapped.
+        """End all connections; the session ends after the node's grace. Idempotent. Mapped memory stays mapped.
 
-        What other threads wait for ends with `NodeError`; a contact that one is making closes what it opened.
+        Waits in other threads end with `NodeError`; a thread that is just connecting closes what it opened.
         """
         self._closed = True
         self.pool.close()
@@ -253,7 +253,7 @@ class Channel:
         )
 
     def _forget_all(self) -> None:
-        """As new. Also in a forked child, where every connection is the parent's and must not be shut down."""
+        """Reset to a new channel's state without shutting connections down: in a forked child they are the parent's."""
         self.reader = None
         self.welcome = None
         self._session = 0
@@ -313,7 +313,7 @@ class Channel:
         return self._dial(address, purpose, key=self._key, session=session, deadline=deadline, name=self.name)
 
     def _local(self, dialled: Dialled, deadline: float) -> Dialled:
-        """The same contact over the node's UNIX socket, if it is on this host."""
+        """Move the control connection to the node's UNIX socket, if the node is on this host."""
         welcome = dialled.welcome
         self._mapped = False
         self._data_address = self._address
@@ -361,7 +361,7 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _has_hung_up(connected: Connected | None) -> bool:
-    """Tells if the node ended the connection. Reads nothing: another thread may be waiting for a reply on it."""
+    """Return True if the node ended the connection. Reads nothing: another thread may be waiting for a reply."""
     descriptor = -1 if connected is None else connected.fileno()  # read once: another thread may close it
     if descriptor < 0:
         return True

@@ -1,4 +1,4 @@
-"""The client's end of a control connection: calls by name, also such as pass file descriptors."""
+"""The client's end of a control connection: calls by name, some of which return file descriptors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from farpool.net.refusals import refusal
 __all__ = ["MOST_FILES", "Control"]
 
 MOST_FILES = 3
-"""File descriptors that one reply passes at most."""
+"""Most file descriptors that one reply passes."""
 
 
 class Control:
-    """Calls over one connection, one at a time; thread-safe.
+    """Makes calls over one control connection, one at a time. Thread-safe.
 
     After a call that got no whole reply in time the connection is of no use any more: it is closed, and further calls
-    say so.
+    raise `NodeError`.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Control:
     Attributes
     ----------
     welcome : Welcome
-        What the node said.
+        The node's welcome at the end of the handshake.
     """
 
     def __init__(self, dialled: Dialled) -> None:
@@ -55,16 +55,16 @@ class Control:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection was closed, or broke."""
+        """True if the connection was closed, or broke."""
         return self._closed
 
     def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
-        """Have the node do something.
+        """Make a call, and return the node's result.
 
         Parameters
         ----------
         name : str
-            One of the calls in docs/wire.md.
+            Name of the call, one of those in docs/wire.md.
         deadline : float
             Time of `time.monotonic` by which the reply has to be here.
         **arguments
@@ -75,7 +75,7 @@ class Control:
         NodeTimeoutError, ProtocolError, NodeError
             There was no reply; the connection is closed.
         AccessDeniedError, NodeFullError, LeaseLostError, ProtocolError
-            The node says that it cannot be done.
+            The node refused the call.
         """
         result, files = self.call_with_files(name, deadline, **arguments)
         for file in files:
@@ -83,7 +83,7 @@ class Control:
         return result
 
     def call_with_files(self, name: str, deadline: float, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
-        """As `call`; also the file descriptors that came with the reply, which the caller closes."""
+        """Make a call; return its result and the file descriptors that came with it, which the caller closes."""
         if not self._take_turn(deadline):
             raise NodeTimeoutError(f"{self._node}: another thread's call did not end in time", node=self._node)
         try:

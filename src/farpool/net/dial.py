@@ -1,4 +1,4 @@
-"""Reaching a node: connect and handshake under one deadline."""
+"""Dialling of nodes: connect and do the handshake under one deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farpool.net.tcp import set_options
 __all__ = ["Connected", "Dialled", "dial", "remaining"]
 
 Connected = socket.socket | SecureSocket
-"""A socket that leads to a node."""
+"""Socket that is connected to a node, plain or with TLS."""
 
 _RETRY_SECONDS = 0.002
 _Target = tuple[int, Any]
@@ -38,11 +38,11 @@ class Dialled:
     socket : socket.socket or SecureSocket
         Blocking, owned by the caller. Nothing after the welcome has been read from it.
     welcome : Welcome
-        What the node said.
+        The node's welcome at the end of the handshake.
     node : str
         The node's address, as the caller knows it.
     credential : int
-        What the frames' field of that name says, one of `Credential`.
+        Value of the frames' field of that name, one of `Credential`.
     """
 
     socket: Connected
@@ -60,14 +60,14 @@ def dial(
     deadline: float,
     name: str = "",
 ) -> Dialled:
-    """Connect to a node and prove to each other who both are. Blocking.
+    """Connect to a node and do the handshake, which authenticates both sides. Blocking.
 
     Parameters
     ----------
     address : Address
-        Where it listens.
+        The node's address.
     purpose : "control" or "data"
-        What the connection is for.
+        Use of the connection.
     key : AccessKey or None
         The access key; None where the node needs none. Over TLS the certificate takes its place.
     session : int
@@ -84,7 +84,7 @@ def dial(
     NodeError
         The node cannot be reached, or ended the connection.
     ProtocolError, AccessDeniedError
-        As of `ClientHandshake.feed` and `SecureSocket.do_handshake`.
+        As raised by `ClientHandshake.feed` and `SecureSocket.do_handshake`.
     ConfigError
         The address begins with ``tls://``, and there is no certificate that can be used.
     """
@@ -179,7 +179,7 @@ def _look_up(address: Address, flags: int) -> list[_Target]:
 
 
 def _look_up_in_time(address: Address, deadline: float) -> list[_Target]:
-    """Ask the resolver, which knows no deadline, in a thread that may be left behind."""
+    """Resolve the host name in a thread that is abandoned at the deadline, as the resolver itself has none."""
     outcome: list[list[_Target] | OSError] = []
 
     def ask() -> None:

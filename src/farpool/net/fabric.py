@@ -17,14 +17,14 @@ from farpool.errors import ConfigError
 __all__ = ["GROUP", "Endpoint", "Exposed", "Exposure", "Fabric", "Region", "load_fabric"]
 
 GROUP = "farpool.fabrics"
-"""Group of the entry points."""
+"""Entry-point group in which packages offer fabrics."""
 
 
 class Exposed(msgspec.Struct, frozen=True):
     """A segment file that can be read and written one-sided, as a node describes it to a program.
 
-    `metadata` says how it is reached in the fabric's own terms, in a few KiB at most, and tells this exposure from all
-    others; `address` is where its first byte lies in the process that exposes it.
+    `metadata` says how it is reached in the fabric's own terms, in a few KiB at most, and is unique to this exposure;
+    `address` is that of its first byte in the process that exposes it.
     """
 
     metadata: bytes
@@ -33,7 +33,7 @@ class Exposed(msgspec.Struct, frozen=True):
 
 
 class Region(Protocol):
-    """A program's way to the bytes of one segment. Thread-safe.
+    """A program's access to the bytes of one segment. Thread-safe.
 
     Offsets count from the beginning of the file, buffers are contiguous, a deadline is a time of `time.monotonic`.
     Both directions raise `ValueError` for a range outside of the segment, `NodeTimeoutError` where a transfer did not
@@ -41,15 +41,15 @@ class Region(Protocol):
     """
 
     def read(self, offset: int, into: memoryview, deadline: float) -> None:
-        """Fill a buffer: unspecified after a failure, and never written once this call has ended."""
+        """Fill a buffer, which is unspecified after a failure, and never written once this call has ended."""
         ...
 
     def write(self, offset: int, data: memoryview, deadline: float) -> None:
-        """Copy a buffer. After `NodeTimeoutError` it may still arrive, but before anything done here later."""
+        """Copy a buffer to the segment. After `NodeTimeoutError` it may still arrive, but before any later transfer."""
         ...
 
     def close(self) -> None:
-        """Let go of the segment. Nothing new is begun with this object; what other threads have begun may fail."""
+        """Detach from the segment. No new transfer may be begun; those that other threads have begun may fail."""
         ...
 
 
@@ -57,11 +57,11 @@ class Endpoint(Protocol):
     """A program's end of all transfers with one node. Thread-safe."""
 
     def attach(self, exposed: Exposed) -> Region:
-        """Get at a segment; NodeError if the description is none that the fabric can use."""
+        """Attach to a segment; raises NodeError if the fabric cannot use the description."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Nobody uses this object or its regions any more."""
+        """Release everything. This object and its regions may not be used any more."""
         ...
 
 
@@ -70,15 +70,15 @@ class Exposure(Protocol):
 
     @property
     def exposed(self) -> Exposed:
-        """Description for the program that may get at it."""
+        """Description for the program that may access it."""
         ...
 
     def is_alive(self) -> bool:
-        """Tell if the segment can still be reached; where it cannot, the node exposes it anew."""
+        """Return True if the segment can still be reached; if it cannot, the node exposes it anew."""
         ...
 
     def close(self) -> None:
-        """Expose it no longer: what a program reads or writes after this fails. Idempotent."""
+        """End the exposure: later reads and writes of programs fail. Idempotent."""
         ...
 
 
@@ -87,11 +87,11 @@ class Fabric(Protocol):
     """A one-sided fabric. Its constructor raises `ConfigError` where the fabric cannot be used on this host."""
 
     def endpoint(self, node: str) -> Endpoint:
-        """Open a program's end. `node` is the node's address, for errors."""
+        """Open a program's end of transfers with a node, whose address `node` is for errors."""
         ...
 
     def expose(self, file: int, *, loopback: bool) -> Exposure:
-        """Let programs, with `loopback` of this host alone, read and write a file; NodeError if that cannot be.
+        """Let programs (with `loopback`, of this host only) read and write a file; raises NodeError on failure.
 
         The descriptor is open for both; the caller closes it.
         """
@@ -101,7 +101,7 @@ class Fabric(Protocol):
 def load_fabric(name: object, what: str = "transport", others: str = "") -> Fabric:
     """Load an installed fabric.
 
-    Errors call the setting that names it `what`, for example ``transport of remote``, and say it may have `others`.
+    In errors `what` names the setting, for example ``transport of remote``, and `others` lists its other values.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""Frames of the wire protocol (docs/wire.md), as Python packs and reads them.
+"""Packing and reading of the wire protocol's frames (docs/wire.md) in Python.
 
-The data loop is native; what is here carries the handshake and control calls, whose frames have no payload. Sans-IO: a
+The data loop is native; this module serves the handshake and control calls, whose frames have no payload. Sans-IO: a
 `FrameReader` says how many bytes it needs next and never needs one that belongs to a later frame, so that a socket can
 change hands between two frames.
 """
@@ -46,14 +46,14 @@ VERSION = 2
 HEADER_BYTES = 64
 LARGEST_META = 65536
 LARGEST_KEY = 256
-"""Bytes of an object's key."""
+"""Longest key of an object, in bytes."""
 _MAGIC = b"FPW1"
 _HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
 _CHECKSUM = struct.Struct("<I")
 
 
 class Op(IntEnum):
-    """What a frame asks or says."""
+    """Operation codes of frames."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -80,38 +80,38 @@ class Op(IntEnum):
 
 
 HEAD = struct.Struct("<QBBHIQQ")
-"""An object besides its bytes: milliseconds to live (0: no end), copies, class, parts, recompute cost (us), namespace,
-and flags: 1 if it is kept. The upper half of the flags is the epoch of the tenant where it lies."""
+"""Head of an object: milliseconds to live (0: no end), copies, class, parts, recompute cost (us), namespace, and flags
+(`KEPT`, `COPIED`). The upper half of the flags is the epoch of the tenant where the object lies."""
 KEPT = 1
-"""Flag of an object's head, where it is told: it is never evicted."""
+"""Flag of a head in a reply: the object is never evicted."""
 COPIED = 2
-"""Flag of the head of a put: it is a copy of another node's, not wanted where the key has just been dropped."""
+"""Flag of a head in a ``put``: the object is copied from another node, and refused if its key was just dropped."""
 TTL = struct.Struct("<Q")
-"""Before the key of a ``pin``: milliseconds to live, 0 for as long as the session."""
+"""Start of a ``pin`` request, before the key: milliseconds to live, 0 for as long as the session."""
 TOUCH = struct.Struct("<QB7x")
-"""Before the key of a ``touch``: milliseconds to live, and 0 (as it is), 1 (keep) or 2 (let go)."""
+"""Start of a ``touch`` request, before the key: milliseconds to live, and 0 (as it is), 1 (keep) or 2 (let go)."""
 LOOKUP = struct.Struct("<II")
-"""Of a ``lookup``: flags, number of keys; of its reply: number of keys, and how many are there without a gap."""
+"""Start of a ``lookup`` request: flags, number of keys; of its reply: number of keys, and of leading ones present."""
 OFFSET = struct.Struct("<Q")
-"""Of an ``abort`` and the reply to ``prepare``; of a ``prepare`` itself the bytes, before the head."""
+"""Offset in an ``abort`` request and the reply to ``prepare``; bytes in a ``prepare`` request, before the head."""
 UNPIN = struct.Struct("<QQ")
-"""Of an ``unpin``: offset, and number of the pin."""
+"""Meta of an ``unpin`` request: offset, and number of the pin."""
 COMMIT = struct.Struct("<QII")
-"""Of a ``commit``: offset, checksum, zero."""
+"""Meta of a ``commit`` request: offset, checksum, zero."""
 PLACE = struct.Struct("<QQII")
-"""Of the reply to ``pin``: offset, bytes, checksum, number of the pin."""
+"""Meta of the reply to ``pin``: offset, bytes, checksum, number of the pin."""
 STATED = struct.Struct("<QII")
-"""Of the reply to ``stat``: bytes, checksum, pins, before the head."""
+"""Start of the reply to ``stat``, before the head: bytes, checksum, pins."""
 PRESENT = struct.Struct("<QII")
-"""Of the reply to a ``put`` or ``prepare`` of a key that is there: bytes, checksum, zero, before the head."""
+"""Start of the reply to a ``put`` or ``prepare`` of an existing key, before the head: bytes, checksum, zero."""
 ROTATE = struct.Struct("<I")
-"""Of a ``rotate``: the epoch that is to begin."""
+"""Meta of a ``rotate`` request: the epoch to begin."""
 ROTATED = struct.Struct("<IIQQ")
-"""Of the reply to ``rotate``: the epoch that is now, zero, and objects and bytes that became unreadable."""
+"""Meta of the reply to ``rotate``: the current epoch, zero, and objects and bytes that became unreadable."""
 
 
 class Status(IntEnum):
-    """How a request went."""
+    """Status codes of replies: the outcome of a request."""
 
     DONE = 0
     MISSING = 1
@@ -127,7 +127,7 @@ class Status(IntEnum):
 
 
 class Credential(IntEnum):
-    """How the sender of a request proved itself."""
+    """Kind of credential that authenticated the sender of a request."""
 
     NONE = 0
     SECRET = 1
@@ -135,7 +135,7 @@ class Credential(IntEnum):
 
 
 class Right(IntFlag):
-    """What an access key allows."""
+    """Rights that an access key may have."""
 
     READ = 1
     WRITE = 2
@@ -172,13 +172,13 @@ class Frame:
 def pack_frame(
     op: int, meta: bytes, *, status: int = 0, request: int = 0, tenant: int = 0, credential: int = 0
 ) -> bytes:
-    """A frame without a payload, as it goes over the wire."""
+    """Encode a frame without a payload, as it goes over the wire."""
     fields = _HEADER.pack(_MAGIC, VERSION, op, status, request, len(meta), 0, 0, 0, 0, 0, tenant, credential, b"\0\0\0")
     return fields + _CHECKSUM.pack(crc32c(meta, crc32c(fields))) + meta
 
 
 class FrameReader:
-    """Puts frames together from bytes as they come.
+    """Assembles frames from bytes as they arrive.
 
     Parameters
     ----------
@@ -196,11 +196,11 @@ class FrameReader:
 
     @property
     def needed(self) -> int:
-        """How many bytes to feed next at most; 1 or more."""
+        """Most bytes that may be fed next; 1 or more."""
         return self._needed - len(self._data)
 
     def feed(self, data: bytes) -> Frame | None:
-        """Take bytes, at most `needed`; a frame once it is complete.
+        """Take bytes, at most `needed`; return a frame once it is complete, else None.
 
         Raises
         ------
@@ -227,7 +227,7 @@ class FrameReader:
         return Frame(op, status, request, tenant, credential, meta)
 
     def _check_header(self) -> int:
-        """Bytes of meta, if the header can be gone on with."""
+        """Check the header; return its number of bytes of meta, or raise ProtocolError."""
         magic, version, op, _, _, meta_nbytes, _, payload_nbytes, *_ = _HEADER.unpack_from(self._data)
         if magic != _MAGIC:
             raise self._error(f"does not speak farpool's protocol: it sent {bytes(self._data[:8])!r}")

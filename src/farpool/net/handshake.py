@@ -1,10 +1,9 @@
-"""How a connection begins: both sides name their versions and prove the secret (docs/wire.md). Sans-IO.
+"""Handshake of a connection: both sides name their versions and prove the secret (docs/wire.md). Sans-IO.
 
-Each half says how many bytes it needs, is fed them, and answers with what is to be sent. Either side proves the shared
-secret over nonces that both chose, under a label of its own, so that nothing that was heard can be played back or
-mirrored. The client proves it first: whoever only knows the name of a key gets nothing from the node that guesses at
-the secret could be tried on. A node treats an unknown key like a wrong secret, so names of keys cannot be found by
-asking.
+Each half says how many bytes it needs, is fed them, and returns the bytes to send. Either side proves the shared secret
+over nonces that both chose, under a label of its own, so that nothing overheard can be replayed or mirrored. The client
+proves it first: whoever only knows the name of a key gets nothing from the node against which to test guesses of the
+secret. A node treats an unknown key like a wrong secret, so names of keys cannot be found by asking.
 
 Over TLS both have proved their certificates before. The client's certificate names the access key then, and there is no
 secret.
@@ -46,12 +45,12 @@ _ALL_RIGHTS = Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a node says about itself.
+    """Identity of a node, as it presents itself in a handshake.
 
     Attributes
     ----------
     name : str
-        Its name.
+        The node's name.
     id : bytes
         16 bytes, random at each start.
     identity : bytes
@@ -74,16 +73,16 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a client knows of a node and of its own standing there once the handshake is over.
+    """Outcome of a handshake on the client's side: the node's identity and limits, and the client's rights there.
 
     Attributes
     ----------
     session : int
         The program's session, to be named by its further connections.
     rights : Right
-        What its access key allows.
+        Rights of its access key.
     tenant : int
-        Whose objects and leases it sees.
+        Tenant whose objects and leases it sees.
     largest : int
         Bytes of the largest payload.
     host : str
@@ -111,20 +110,20 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a node knows of a connection once the handshake is over.
+    """Outcome of a handshake on the node's side: the client's session, access key, rights and tenant.
 
     Attributes
     ----------
     purpose : "control" or "data"
-        What the connection is for.
+        Use of the connection.
     session : int
         The program's session.
     key : str
         Name of the access key, empty for none.
     rights : Right
-        What the key allows.
+        Rights of the key.
     tenant : int
-        Whose objects and leases it sees.
+        Tenant whose objects and leases it sees.
     """
 
     purpose: Purpose
@@ -135,14 +134,14 @@ class Accepted:
 
 
 class ClientHandshake:
-    """The client's half.
+    """The client's half of the handshake.
 
     Parameters
     ----------
     node : str
         The node's address, for errors.
     purpose : "control" or "data"
-        What the connection is for.
+        Use of the connection.
     key : AccessKey or None
         With a key, a node that does not prove the same secret is refused, also one that asks for no proof.
     session : int
@@ -170,15 +169,15 @@ class ClientHandshake:
 
     @property
     def needed(self) -> int:
-        """How many bytes to feed next, at most."""
+        """Most bytes that may be fed next; 1 or more."""
         return self._reader.needed
 
     def start(self) -> bytes:
-        """What is to be sent first."""
+        """Return the bytes to send first."""
         return self._pack(Op.HELLO, self._hello)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes from the node, at most `needed`; what is to be sent next, often nothing.
+        """Take bytes from the node, at most `needed`; return the bytes to send next, often none.
 
         Raises
         ------
@@ -255,12 +254,12 @@ class ClientHandshake:
 
 
 class NodeHandshake:
-    """The node's half, for one connection.
+    """The node's half of the handshake, for one connection.
 
     Parameters
     ----------
     identity : Identity
-        What the node says about itself.
+        The node's identity.
     keys : mapping of str to Grant, or None
         Access keys by name; None where everybody who can connect may do everything.
     certificate : str or None
@@ -271,7 +270,7 @@ class NodeHandshake:
     accepted : Accepted or None
         Set once the client has proved itself; what `feed` returned then is still to be sent.
     grant : Grant or None
-        What the client's key allowed when it said hello.
+        Grant of the client's key at the time of its hello.
     """
 
     def __init__(self, identity: Identity, keys: Mapping[str, Grant] | None, certificate: str | None = None) -> None:
@@ -287,11 +286,11 @@ class NodeHandshake:
 
     @property
     def needed(self) -> int:
-        """How many bytes to feed next, at most."""
+        """Most bytes that may be fed next; 1 or more."""
         return self._reader.needed
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes from the client, at most `needed`; what is to be sent next, often nothing.
+        """Take bytes from the client, at most `needed`; return the bytes to send next, often none.
 
         Raises
         ------
@@ -354,7 +353,7 @@ class NodeHandshake:
 
 
 def refused_frame(error: NodeError) -> bytes:
-    """The frame that tells a client why it is refused."""
+    """Encode the frame that tells a client why it is refused."""
     reason = str(error)[:LONGEST_TEXT]
     return pack_frame(Op.REFUSED, msgspec.msgpack.encode(Refused(reason)), status=status_of(error))
 

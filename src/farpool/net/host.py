@@ -1,4 +1,4 @@
-"""Which host this process runs on."""
+"""Identity of the host that this process runs on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @cache
 def host_id() -> str:
-    """The kernel's boot id: processes with the same one run on one host, in whatever container. Empty for none."""
+    """The kernel's boot id, the same for all processes and containers of a host; empty if it cannot be read."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):

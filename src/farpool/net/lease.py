@@ -1,4 +1,4 @@
-"""Private memory that a node has lent to this program."""
+"""Leases: private memory that a node has lent to this program."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SEGMENT_HEADER_BYTES = 4096
 
 
 class Lender(Protocol):
-    """The node that has lent memory; a `Channel` is one."""
+    """Interface to the node that has lent memory; `Channel` implements it."""
 
     def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
-        """The end of a lease that a `RemotePort` uses."""
+        """Make the object through which a `RemotePort` reaches a lease: mapped memory, or connections."""
         ...
 
     def release(self, lease: int, deadline: float) -> None:
@@ -29,7 +29,7 @@ class Lender(Protocol):
 
 
 class Lease:
-    """Private memory of a node; zero when it is new.
+    """Private memory that a node has lent; zeroed when new.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Lease:
         return None if self._memory is None else buffer_address(self._memory) + SEGMENT_HEADER_BYTES
 
     def end(self, timeout: float) -> RemoteEnd:
-        """The end that a `RemotePort` moves bytes with; keeps mapped memory alive.
+        """Make the object through which a `RemotePort` moves bytes; it keeps mapped memory alive.
 
         Parameters
         ----------
@@ -73,7 +73,7 @@ class Lease:
 
 
 def map_lease(call: Callable[[], list[int]], nbytes: int, node: str) -> mmap.mmap:
-    """Map the file that the node passes; `call` asks for it."""
+    """Map the file of a lease, which `call` gets from the node."""
     files = call()
     try:
         if len(files) != 1:

@@ -1,4 +1,4 @@
-"""What the frames of the handshake carry (docs/wire.md): MessagePack, each field bounded."""
+"""Messages in the frames of the handshake (docs/wire.md): MessagePack with bounded fields."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
 ]
 
 Purpose = Literal["control", "data"]
-"""What a connection is for."""
+"""Use of a connection: for control calls, or for data."""
 LARGEST_META = 4096
-"""Bytes of meta that a frame of the handshake may have."""
+"""Most bytes of meta in a frame of the handshake."""
 LARGEST_SESSION = 2**63 - 1
 LONGEST_TEXT = 512
 
@@ -40,13 +40,13 @@ _Session = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SESSION)]
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """The one part of a hello that every version can read."""
+    """Protocol versions of the client: the one part of a hello that every version can read."""
 
     versions: tuple[_Unsigned, _Unsigned]
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The client's first word."""
+    """The client's first message: its versions, nonce, access key, purpose and session."""
 
     versions: tuple[_Unsigned, _Unsigned]
     features: _Unsigned
@@ -57,7 +57,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """What the client has to prove, and to whom."""
+    """The node's reply to a hello: its version, nonce and identity, and if a secret is to be proved."""
 
     version: _Unsigned
     features: _Unsigned
@@ -69,13 +69,13 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The client's proof."""
+    """The client's proof that it knows the secret; empty if none is asked for."""
 
     proof: _Proof
 
 
 class WelcomeFields(msgspec.Struct, frozen=True):
-    """The node's proof, what the client may do, and where else the node can be reached."""
+    """The node's acceptance: its proof, the client's session and rights, and where else the node can be reached."""
 
     proof: _Proof
     session: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_SESSION)]
@@ -87,7 +87,7 @@ class WelcomeFields(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Why the node ends the connection."""
+    """The node's refusal, with the reason why it ends the connection."""
 
     reason: _Text
 
@@ -103,7 +103,7 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 def decoded(frame: Frame, kind: type[_Message], node: str) -> _Message:
-    """The frame's arguments; raises `ProtocolError` where they are not what they have to be."""
+    """Decode the frame's message; raises `ProtocolError` if it is not a valid one of this kind."""
     try:
         return msgspec.msgpack.decode(frame.meta, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

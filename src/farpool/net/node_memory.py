@@ -1,4 +1,4 @@
-"""A node's memory as a program reaches it over a one-sided fabric: attached when needed, and anew after a failure."""
+"""One-sided access to a node's memory over a fabric: attached when needed, and anew after a failure."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["NodeMemory"]
 
 _UNPIN_SECONDS = 0.1
-"""Enough to leave a few bytes with the operating system."""
+"""Least time for sending an unpin: enough to hand a few bytes to the operating system."""
 _OBJECTS = None
-"""Stands for the tenant's objects where a lease's number may stand."""
+"""Used in place of a lease's number for the tenant's objects."""
 
 _of_parents: list[NodeMemory] = []
 
 
 class NodeCalls(Protocol):
-    """Calls and connections to a node; a `Channel` is one."""
+    """Interface for calls and connections to a node; `Channel` implements it."""
 
     @property
     def name(self) -> str:
@@ -40,17 +40,17 @@ class NodeCalls(Protocol):
         ...
 
     def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
-        """Ask the node over its control connection."""
+        """Make a call over the node's control connection."""
         ...
 
     def connection(self, deadline: float) -> AbstractContextManager[Connection]:
-        """A data connection for the time of a ``with`` block."""
+        """Borrow a data connection for the time of a ``with`` block."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attached:
-    """A segment as the node describes it, and the way to its bytes."""
+    """A segment as the node describes it, and the region that accesses its bytes."""
 
     exposed: Exposed
     region: Region
@@ -62,11 +62,11 @@ class NodeMemory:
     Parameters
     ----------
     channel : NodeCalls
-        The way to the node for everything else.
+        Calls and connections to the node, for everything but moving bytes.
     name : str
         The fabric's name.
     fabric : Fabric
-        Moves the bytes. Its end is opened when it is first needed.
+        Moves the bytes. Its endpoint is opened when it is first needed.
     """
 
     def __init__(self, channel: NodeCalls, name: str, fabric: Fabric) -> None:
@@ -83,9 +83,9 @@ class NodeMemory:
         Raises
         ------
         NodeTimeoutError, NodeError
-            As of `Region.read`; also if the node cannot be reached or does not expose memory.
+            As raised by `Region.read`; also if the node cannot be reached or does not expose memory.
         AccessDeniedError, LeaseLostError
-            The node does not let this program at the lease.
+            The node does not let this program access the lease.
         """
         self._move(lease, deadline, lambda region: region.read(SEGMENT_HEADER_BYTES + offset, into, deadline))
 
@@ -118,7 +118,7 @@ class NodeMemory:
                 if 0 < nbytes <= len(payload):
                     self._move(_OBJECTS, deadline, lambda region: region.read(offset, view, deadline))
             finally:
-                # Said also when the time is over: the node unpins whenever it comes to it.
+                # Sent even after the deadline: the node unpins when it gets to it.
                 soon = max(deadline, time.monotonic() + _UNPIN_SECONDS)
                 connection.exchange(Op.UNPIN, UNPIN.pack(offset, number), soon, serial=pinned.serial)
         if len(payload) < nbytes:
@@ -130,20 +130,20 @@ class NodeMemory:
         return bytes(view) if into is None else None, pinned.serial, nbytes
 
     def forget(self, lease: int | None) -> None:
-        """Let go of a lease that is given back, or of the tenant's objects."""
+        """Detach from a lease that is given back, or from the tenant's objects."""
         attached = self._regions.pop(lease, None)
         if attached is not None:
             attached.region.close()
 
     def close(self) -> None:
-        """Let go of everything. No transfer is under way."""
+        """Detach from everything. No transfer may be under way."""
         self._regions.clear()
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()
 
     def leave_to_parent(self) -> None:
-        """Keep everything as it is in a forked child: taking it down would speak on the parent's connections."""
+        """Keep everything as it is in a forked child: closing it would send on the parent's connections."""
         _of_parents.append(self)
 
     def _move(self, lease: int | None, deadline: float, transfer: Callable[[Region], None]) -> None:
@@ -157,7 +157,7 @@ class NodeMemory:
             transfer(self._attached(lease, deadline, failed=attached).region)
 
     def _attached(self, lease: int | None, deadline: float, failed: _Attached | None = None) -> _Attached:
-        """The way to a segment's bytes; a new one unless another thread has one already that is not `failed`."""
+        """Return the attached segment; attach it first if it is not attached, or only as `failed`."""
         attached = self._regions.get(lease)
         if attached is not None and attached is not failed:
             return attached

@@ -1,4 +1,4 @@
-"""Small configuration files: read whole, bounded, and refused where others could read what is secret."""
+"""Reading of small configuration files, which are refused if others could read secrets in them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _LARGEST = 1 << 20
 
 
 def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False) -> bytes:
-    """The content of a small file.
+    """Read a small file whole.
 
     Parameters
     ----------
     path : str or path-like
         The file.
     what : str
-        Which setting names it; for errors.
+        Setting that names it, for errors.
     private : bool
-        Refuse a file that others than its owner may read or write.
+        Refuse a file that anybody but its owner may read or write.
 
     Raises
     ------

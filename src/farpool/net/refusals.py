@@ -1,4 +1,4 @@
-"""What a node's refusal is called: the error of a status."""
+"""Map wire status codes to exceptions, and back."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _RIGHTS = {Op.GET: "read", Op.STAT: "read", Op.LOOKUP: "read", Op.PIN: "read", O
 
 
 def refusal(status: int, text: str, node: str, op: Op | None = None, nbytes: int | None = None) -> FarpoolError:
-    """The error of a reply that says why something was not done.
+    """Make the exception for a reply that refuses a request.
 
     Parameters
     ----------
     status : int
-        The reply's, one of `Status`.
+        The reply's status, one of `Status`.
     text : str
-        What the node says; empty if it does not.
+        The node's reason; empty if it gave none.
     node : str
         The node's address.
     op : Op or None
-        What was asked for.
+        The operation that was requested.
     nbytes : int or None
-        Of the object that was sent.
+        Bytes of the object that was sent.
     """
     message = f"{node}: {text or _known(status, op, nbytes)}"
     if status == Status.CHECKSUM:
@@ -52,7 +52,7 @@ def refusal(status: int, text: str, node: str, op: Op | None = None, nbytes: int
 
 
 def _known(status: int, op: Op | None, nbytes: int | None) -> str:
-    """What this side knows about a refusal that says nothing."""
+    """Describe a refusal for which the node gave no reason."""
     match status:
         case Status.DENIED:
             right = "" if op is None else f" {_RIGHTS.get(op, 'publish')!r}"
@@ -68,7 +68,7 @@ def _known(status: int, op: Op | None, nbytes: int | None) -> str:
 
 
 def status_of(error: FarpoolError) -> Status:
-    """The status under which a node sends an error of its own."""
+    """Status code with which a node reports an error to a client."""
     for status, kind in _ERRORS.items():
         if isinstance(error, kind):
             return Status(status)

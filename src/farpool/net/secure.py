@@ -28,13 +28,13 @@ class SecureSocket:
     context : TlsContext
         This side's certificate and the authority.
     host : str
-        Whose certificate the node has to show: a name or an IP address.
+        Name or IP address that the node's certificate has to be for.
     node : str
         The node's address, for errors.
     """
 
     family = socket.AF_INET
-    """No file can be passed, as over a UNIX socket."""
+    """Address family of TCP: unlike over a UNIX socket, no file descriptors can be passed."""
 
     def __init__(self, connected: socket.socket, context: TlsContext, host: str, node: str) -> None:
         self._node = node
@@ -60,7 +60,7 @@ class SecureSocket:
             raise self._explained(error) from error
 
     def settimeout(self, timeout: float | None) -> None:
-        """Seconds that each later call may take; None for no limit."""
+        """Set the seconds that each later call may take; None for no limit."""
         self._timeout = timeout
 
     def sendall(self, data: bytes) -> None:
@@ -77,7 +77,7 @@ class SecureSocket:
                 self._wait(select.POLLOUT, until)
 
     def recv(self, nbytes: int) -> bytes:
-        """At least one byte and at most so many; none at the end."""
+        """Receive 1 to `nbytes` bytes; none once the node has ended the connection."""
         until = self._until()
         while True:
             try:
@@ -89,19 +89,19 @@ class SecureSocket:
             self._wait(select.POLLOUT if self._stream.receiving_sends else select.POLLIN, until)
 
     def recvmsg(self, nbytes: int, _room: int = 0, _flags: int = 0) -> tuple[bytes, list[Any], int, None]:
-        """As `recv`, without files."""
+        """Receive bytes as `recv` does, never with file descriptors."""
         return self.recv(nbytes), [], 0, None
 
     def shutdown(self, how: int) -> None:
-        """End the connection for whoever waits for it."""
+        """Shut the connection down, which ends waits for it in other threads."""
         self._stream.shut_down(writing=how == socket.SHUT_WR)
 
     def fileno(self) -> int:
-        """The descriptor; -1 once closed or detached."""
+        """File descriptor of the connection; -1 once closed or detached."""
         return self._stream.fileno()
 
     def detach(self) -> Stream:
-        """The native stream; this object is of no more use."""
+        """Return the native stream; this object is of no more use."""
         return self._stream
 
     def close(self) -> None:

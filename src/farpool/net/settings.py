@@ -1,4 +1,4 @@
-"""What a program says about its way to nodes, checked: for a store and for a remote tier alike."""
+"""Checks of the timeout and the transport with which a store or a remote tier reaches nodes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from farpool.net.fabric import load_fabric
 __all__ = ["BUILT_IN", "LONGEST_TIMEOUT", "Transport", "checked_timeout", "checked_transport"]
 
 Transport = str
-"""How bytes of a node are moved: ``auto`` maps them where it is on this host, ``mapped`` maps them or fails, ``tcp``
-always sends them over a socket, and the name of a fabric reads and writes one-sided (what is put goes over a
+"""Way to move bytes of a node: ``auto`` maps them if the node is on this host, ``mapped`` maps them or fails, ``tcp``
+always sends them over a socket, and the name of a fabric reads and writes one-sided (objects that are put go over a
 socket then)."""
 
 BUILT_IN = ("auto", "mapped", "tcp")
-"""Transports that are no fabric."""
+"""Transports that need no fabric."""
 
 LONGEST_TIMEOUT = 1e6
-"""Seconds; a socket takes no more than 24 days."""
+"""Longest timeout in seconds; a socket takes no more than 24 days."""
 
 
 def checked_timeout(timeout: object, what: str = "timeout") -> float:
-    """Seconds within which a node has to answer.
+    """Check the seconds within which a node has to answer, and return them.
 
     Parameters
     ----------
     timeout : float
-        What was given.
+        The value given.
     what : str
-        What it is called; named in the error.
+        Name of the setting, for the error.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def checked_timeout(timeout: object, what: str = "timeout") -> float:
 
 
 def checked_transport(transport: object, what: str = "transport") -> Transport:
-    """How bytes of a node are moved; `what` is named in the error.
+    """Check a transport and return it; `what` names the setting in the error.
 
     Raises
     ------

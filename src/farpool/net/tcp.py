@@ -6,12 +6,12 @@ import socket
 
 __all__ = ["set_options"]
 
-# What a host that went away without a word leaves behind is found after half a minute.
+# A connection to a host that went away without a word is found dead after half a minute.
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def set_options(connection: socket.socket) -> None:
-    """Have a connection send at once, and end when the other host has gone."""
+    """Make a connection send at once (no Nagle's algorithm), and end when the other host has gone (keep-alive)."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():

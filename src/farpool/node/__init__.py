@@ -1,4 +1,4 @@
-"""The process that lends memory: its folder, its connections, its counters. The data loop is native."""
+"""The node process, which lends memory: its folder, its connections, its counters. The data loop is native."""
 
 from farpool.node.node import Node
 

@@ -1,4 +1,4 @@
-"""Who may come in: the node's access keys and its certificate, as they are now."""
+"""Access control of a node: its current access keys and certificate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["NodeAccess"]
 
 
 class NodeAccess:
-    """Begins handshakes with the keys and the certificate of the moment. For one thread.
+    """Begins handshakes with the current keys and certificate. For one thread.
 
     Parameters
     ----------
     identity : Identity
-        What the node says about itself.
+        The node's identity.
     keys : mapping of str to Grant, or None
         Access keys by name; None where the node's own user may do everything, and nobody else anything.
     tls : TlsContext or None
@@ -30,7 +30,7 @@ class NodeAccess:
     Attributes
     ----------
     tls : TlsContext or None
-        What a new connection from the network begins with.
+        TLS context with which a new connection from the network begins.
     """
 
     def __init__(self, identity: Identity, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> None:
@@ -39,11 +39,11 @@ class NodeAccess:
         self._keys = keys
 
     def handshake(self, certificate: str | None) -> NodeHandshake:
-        """The node's half for a new connection; `certificate` is the name in the client's, None without TLS."""
+        """Begin the handshake of a new connection; `certificate` is the name in the client's, None without TLS."""
         return NodeHandshake(self._identity, self._keys, certificate)
 
     def refusal(self, connection: socket.socket) -> AccessDeniedError | None:
-        """Why a new connection may not be used, whatever comes over it; None if it may."""
+        """Return the error if a new connection has to be refused, whatever comes over it; else None."""
         if self._keys is not None or (user := user_of(connection)) == os.geteuid():
             return None
         who = "the system does not tell whose this connection is" if user is None else f"this is user {user}"
@@ -53,13 +53,13 @@ class NodeAccess:
         )
 
     def still_grants(self, handshake: NodeHandshake) -> bool:
-        """Tell if a handshake that is over would end in the same way now."""
+        """Return True if a handshake that is over would end in the same way now."""
         if self._keys is None or handshake.accepted is None:
             return self._keys is None
         return self._keys.get(handshake.accepted.key) == handshake.grant
 
     def replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> list[str]:
-        """Use other keys and another certificate from now on; the names of the keys that are gone or were changed."""
+        """Replace the keys and the certificate; return the names of the keys that are gone or were changed."""
         before = self._keys or {}
         self._keys, self.tls = keys, tls
         return [name for name, grant in before.items() if (keys or {}).get(name) != grant]

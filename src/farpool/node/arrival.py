@@ -17,7 +17,7 @@ __all__ = ["Arrival"]
 
 
 class Arrival:
-    """One connection. For the loop's thread.
+    """A client's connection, plain or with TLS. For the event loop's thread.
 
     Parameters
     ----------
@@ -29,9 +29,9 @@ class Arrival:
     is_local : bool
         It came over the node's UNIX socket, so that files can be passed.
     peer : str
-        Where it comes from, for the log.
+        The client's address, for the log.
     origin : str
-        What bounds are counted for.
+        Address, IPv6 network or process that limits on handshakes are counted for.
     socket : socket.socket
         The socket, until TLS begins.
     """
@@ -52,11 +52,11 @@ class Arrival:
 
     @property
     def is_secure(self) -> bool:
-        """Whether TLS has begun."""
+        """True if TLS has begun."""
         return self._secure is not None
 
     async def secure(self, context: TlsContext) -> str:
-        """Begin TLS; the name in the client's certificate.
+        """Begin TLS; return the name in the client's certificate.
 
         Raises
         ------
@@ -69,7 +69,7 @@ class Arrival:
         return self._secure.peer_name
 
     async def receive(self, nbytes: int) -> bytes:
-        """At least one byte and at most so many; none at the end."""
+        """Receive 1 to `nbytes` bytes; none once the client has ended the connection."""
         secure = self._secure
         if secure is None:
             return await asyncio.get_running_loop().sock_recv(self.socket, nbytes)
@@ -91,14 +91,14 @@ class Arrival:
                 await self._ready(secure, select.POLLOUT)
 
     def send_files(self, data: bytes, files: Sequence[int]) -> int:
-        """Send file descriptors with the first bytes, over the UNIX socket; how many bytes went."""
+        """Send file descriptors with the first bytes, over the UNIX socket; return how many bytes went."""
         return socket.send_fds(self.socket, [data], list(files))
 
     async def end(self, most: int, plain: bytes = b"") -> None:
-        """Say that nothing more comes, and drop what the client still sends, at most so many bytes.
+        """Shut down sending, then receive and drop at most `most` bytes that the client still sends.
 
-        A socket that is closed with unread bytes would throw away what is on its way to the client. `plain` goes before
-        that, without TLS.
+        A socket that is closed with unread bytes would throw away what is on its way to the client. `plain` is sent
+        before that, without TLS.
         """
         loop = asyncio.get_running_loop()
         descriptor = self.socket.fileno() if self._secure is None else self._secure.fileno()
@@ -111,7 +111,7 @@ class Arrival:
                 most -= len(data)
 
     def detach(self) -> int | Stream:
-        """The connection, for the native server; this object is of no more use."""
+        """Return the connection for the native server; this object is of no more use."""
         return self.socket.detach() if self._secure is None else self._secure
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ from farpool.node.exposures import Exposures
 __all__ = ["Call", "List", "PassedFiles", "check_right", "make_call", "parse_call"]
 
 PassedFiles = Callable[[], list[int]]
-"""Opens the files that are to be passed; the descriptors are the caller's."""
+"""Callable that opens the files to be passed; the caller closes the descriptors."""
 
 MOST_LISTED = 128
-"""A list of the longest keys fits into a frame's meta, also with the few more that the data loop may give."""
+"""Most objects in a list: with the longest keys, and a few more from the data loop, it fits into a frame's meta."""
 
 _Key = Annotated[bytes, msgspec.Meta(max_length=LARGEST_KEY)]
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=MOST_LISTED)]
@@ -68,7 +68,7 @@ class AttachLease(msgspec.Struct, tag="attach_lease", tag_field="call"):
 
 
 class Expose(msgspec.Struct, tag="expose", tag_field="call"):
-    """Ask for what one-sided transfers with a lease need, or with the tenant's objects."""
+    """Ask for one-sided access to a lease, or to the tenant's objects."""
 
     fabric: str
     lease: _Lease | None = None
@@ -91,7 +91,7 @@ _NEEDED: dict[type[Call | List], Right] = {
 
 
 def parse_call(meta: bytes) -> Call | List:
-    """The call that a frame makes; ValueError says what was expected."""
+    """Decode the call in a frame's meta; raises ValueError that says what was expected."""
     try:
         return _DECODER.decode(meta)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -115,14 +115,14 @@ def make_call(
     stats: Callable[[], dict[str, int | float]],
     exposures: Exposures | None,
 ) -> tuple[dict[str, Any], PassedFiles | None]:
-    """Do what is asked for. May block for as long as making memory takes.
+    """Carry out a call. May block for as long as allocating memory takes.
 
     Parameters
     ----------
     call : Call
-        What is asked for.
+        The call.
     client : Accepted
-        Who asks.
+        The client that makes it.
     server : NodeServer
         The data loop.
     stats : callable
@@ -142,7 +142,7 @@ def make_call(
     AccessDeniedError
         The client's key lacks the right.
     NodeFullError, KeyError, OSError
-        As of the data loop.
+        As raised by the data loop.
     """
     check_right(call, client)
     files: PassedFiles | None = None
@@ -177,7 +177,7 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
             f"the node exposes no memory over the fabric {call.fabric!r}, only over "
             f"{repr(exposures.fabric) if exposures else 'none'}; start it with --fabric {call.fabric}"
         )
-    # What is exposed can be read and written, whatever the client means to do with it.
+    # Exposed memory can be read and written, whatever the client means to do with it.
     needed = Right.READ | Right.PUBLISH if call.lease is None else Right.WRITE
     if needed not in client.rights:
         raise AccessDeniedError(
@@ -195,7 +195,7 @@ def _expose(call: Expose, client: Accepted, server: NodeServer, exposures: Expos
 
 
 def _objects(server: NodeServer, client: Accepted) -> list[int]:
-    """Descriptors of the index and the data, to be read, and the session's own marks of visits."""
+    """Open the index and the data for reading, and the session's own marks of visits; return the descriptors."""
     visited = server.objects_visited(client.session, client.tenant)
     try:
         return [*server.objects_files(client.tenant, writable=False), visited]

@@ -27,11 +27,11 @@ from farpool.node.logs import log
 __all__ = ["STALL_SECONDS", "ControlService"]
 
 STALL_SECONDS = 10.0
-"""How long a client may take over the rest of a frame that it began to send, or over taking one."""
+"""Longest time a client may take to send the rest of a frame that it began, or to receive one."""
 
 
 class ControlService:
-    """Serves control connections.
+    """Serves the control connections of a node.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class ControlService:
         self._stats = stats
         self._exposures = exposures
         self._lists = Lists(server)
-        # Making memory takes long. It has threads of its own, of which one tenant uses half.
+        # Allocating memory takes long. It has threads of its own, of which one tenant uses at most half.
         threads = 4 + (os.cpu_count() or 1)
         self._making = ThreadPoolExecutor(threads, "farpool-lends")
         self._making_of_tenant = threads // 2
@@ -58,7 +58,7 @@ class ControlService:
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     def close(self) -> None:
-        """End the threads of calls. No connection is served any more."""
+        """End the threads of calls. No connection may be served any more."""
         self._lists.close()
         self._making.shutdown(cancel_futures=True)
 
@@ -123,7 +123,7 @@ class ControlService:
             return Status.FULL, {"error": f"the node lacks what this needs: {error.strerror}"}, []
 
     async def _made(self, call: Call, client: Accepted) -> tuple[dict[str, Any], PassedFiles | None]:
-        """As `make_call`, in a thread. What others wait for is not kept waiting by those who have memory made."""
+        """Run `make_call` in a thread. Calls that allocate memory have their own threads, so as not to delay others."""
         make = partial(make_call, call, client, self._server, self._stats, self._exposures)
         if not isinstance(call, Lend | Expose):
             return await asyncio.to_thread(make)
@@ -133,7 +133,7 @@ class ControlService:
 
 
 async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
-    """The next frame; None if the client ended the connection between two frames."""
+    """Receive the next frame; None if the client ended the connection between two frames."""
     data = await connection.receive(reader.needed)
     if not data:
         return None

@@ -18,10 +18,10 @@ __all__ = ["Exposures"]
 
 
 class Exposures:
-    """The segments that are exposed now. Thread-safe.
+    """Segments that are exposed over a one-sided fabric now. Thread-safe.
 
-    The fabric is given by name, and listens on `loopback` only where the node does. ConfigError if it is not there or
-    does not work here.
+    The fabric is given by name, and listens on `loopback` only if the node does. Raises ConfigError if it is not
+    installed or does not work here.
     """
 
     def __init__(self, fabric: str, *, loopback: bool) -> None:
@@ -30,18 +30,18 @@ class Exposures:
         self._loopback = loopback
         self._exposures: dict[tuple[int, str], Exposure] = {}
         self._held: Counter[int] = Counter()
-        """Control connections by session."""
+        """Number of control connections by session."""
         self._starting = threading.Lock()
         self._lock = threading.Lock()
         self._check()
 
     def hold(self, session: int) -> None:
-        """A control connection of the session has come."""
+        """Count a new control connection of the session."""
         with self._lock:
             self._held[session] += 1
 
     def drop(self, session: int) -> None:
-        """A control connection of the session has gone; with the last one, what is exposed to the session."""
+        """Count a control connection of the session as gone; with the last one end the session's exposures."""
         with self._lock:
             self._held[session] -= 1
             gone = not self._held[session]
@@ -51,11 +51,11 @@ class Exposures:
             self._withdraw(lambda owner, _: owner == session)
 
     def expose(self, session: int, path: str, opened: Callable[[], int] | None = None, failed: bytes = b"") -> Exposed:
-        """Have a session, which has a control connection, get at all of a segment; NodeError if that cannot be.
+        """Expose a whole segment to a session that has a control connection; raises NodeError if that fails.
 
-        `path` names the segment; `opened` gives a descriptor of it where it lies in no file. May take as long as
-        starting a process does. An exposure that failed the session, named by its metadata, is made anew: one that
-        is being killed may look alive for a moment more.
+        `path` names the segment; `opened`, if given, returns a descriptor of it instead of opening `path`. May take as
+        long as starting a process does. An exposure whose metadata is `failed` is made anew: one whose process is
+        being killed may look alive for a moment more.
         """
         key = (session, path)
         with self._starting:
@@ -80,11 +80,11 @@ class Exposures:
             return exposure.exposed
 
     def withdraw(self, path: str) -> None:
-        """Expose a file no longer, to anybody."""
+        """End the exposures of a segment to all sessions."""
         self._withdraw(lambda _, exposed: exposed == path)
 
     def close(self) -> None:
-        """Expose nothing any more. Idempotent."""
+        """End all exposures. Idempotent."""
         self._withdraw(lambda *_: True)
 
     def _withdraw(self, meant: Callable[[int, str], bool]) -> None:
@@ -94,7 +94,7 @@ class Exposures:
             exposure.close()
 
     def _check(self) -> None:
-        """Expose some memory for a moment: what does not work is to be known when the node starts."""
+        """Expose some memory for a moment, so that a fabric that does not work is found when the node starts."""
         file = os.memfd_create("farpool-fabric", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, os.sysconf("SC_PAGE_SIZE"))

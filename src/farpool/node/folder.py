@@ -1,4 +1,4 @@
-"""The folder in shared memory in which a node keeps its segments, and the lock that says whose it is."""
+"""The folder in shared memory in which a node keeps its segments, and the lock that reserves it for one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_name(name: str) -> None:
 
 
 def default_folder(name: str) -> Path:
-    """Where a node of this name keeps its segments."""
+    """Default folder for the segments of a node of this name."""
     return _base() / name
 
 
@@ -48,7 +48,7 @@ class Folder:
     Parameters
     ----------
     path : str or path-like
-        Where it is, or will be.
+        Path of the folder, which need not exist yet.
     group : int or None
         A group whose members may pass through it, to the socket; they cannot list what is there.
 
@@ -57,7 +57,7 @@ class Folder:
     path : Path
         Absolute.
     socket_path : Path
-        Where the node's UNIX socket belongs.
+        Path of the node's UNIX socket.
 
     Raises
     ------
@@ -75,13 +75,13 @@ class Folder:
         self._is_own = self.path.parent == _base()
 
     def check(self, capacity: int) -> None:
-        """Whether a node with this capacity could work here.
+        """Check that a node with this capacity could work here.
 
         Raises
         ------
         ConfigError
             The folder is open to others or cannot be written or made, its path is too long for a UNIX socket, or the
-            file system has less room than that, what the node already has in it included.
+            file system has less room than `capacity`, counting the files that the folder already has as room.
         """
         if len(os.fsencode(self.socket_path)) > LONGEST_PATH:
             raise ConfigError(
@@ -98,7 +98,7 @@ class Folder:
         self._check_room(present, capacity)
 
     def _check_private(self) -> None:
-        """What anybody may write to (/dev/shm is such) may hold a folder that somebody else made under this name."""
+        """Refuse a folder that is somebody else's or open to others: anybody may make one of this name in /dev/shm."""
         own = (_base(), self.path) if self.path.parent == _base() else (self.path,)
         for path in own:
             if not os.path.lexists(path):
@@ -156,7 +156,7 @@ class Folder:
             raise ConfigError(f"the folder {self.path} cannot be used: {error.strerror}", setting="folder") from error
 
     def _set_mode(self) -> None:
-        """Let nobody but the group in; a start before this one may have let in another."""
+        """Set group and mode so that only the group gets in; an earlier start may have let in another."""
         if self._group is None:
             self.path.chmod(0o700)
             return
@@ -186,7 +186,7 @@ class Folder:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Who had it may have removed the file between the two calls.
+                # Its last holder may have removed the file between the two calls.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(lock), path.lstat()):
                         return lock
@@ -201,12 +201,12 @@ class Folder:
             os.close(lock)
 
     def identity(self, *, kept: bool) -> bytes:
-        """Bytes that name the node which has this folder. Call `take` before.
+        """Return the 16 bytes that identify the node with this folder. Call `take` before.
 
         Parameters
         ----------
         kept : bool
-            The same from the first start on; False for new ones, and what an earlier node has kept goes.
+            The same bytes from the first start on; False for new ones, which also deletes those that were kept.
 
         Raises
         ------
@@ -219,7 +219,7 @@ class Folder:
                 path.unlink(missing_ok=True)
                 return os.urandom(_IDENTITY_BYTES)
             if not os.path.lexists(path):
-                made = path.with_suffix(".new")  # a node that is killed meanwhile leaves no half of one
+                made = path.with_suffix(".new")  # a node that is killed meanwhile leaves no partial file
                 made.touch(mode=0o600)
                 made.write_bytes(os.urandom(_IDENTITY_BYTES))
                 made.rename(path)
@@ -260,7 +260,7 @@ class Folder:
         return listening
 
     def give_back(self) -> None:
-        """Unlock, and remove the folder if it was made here and no segment is left in it. Idempotent."""
+        """Unlock, and remove the folder if it was made here or is a default one, and holds no segment. Idempotent."""
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
@@ -272,7 +272,7 @@ class Folder:
 
 
 def _owner(lock: int) -> str:
-    """The process that has a file locked. Asked of the system: a lock with bytes in it would take a page of memory."""
+    """Look up in /proc/locks which process has a file locked: a lock file with bytes would take a page of memory."""
     state = os.fstat(lock)
     number = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
     with contextlib.suppress(OSError):

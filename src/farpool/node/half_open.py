@@ -1,4 +1,4 @@
-"""Connections that have not proved themselves yet: bounded, so that idle strangers keep nobody out."""
+"""Limits on connections that are not authenticated yet, so that idle strangers keep nobody out."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ __all__ = ["HalfOpen", "Meeting", "origin_of"]
 
 
 class Meeting(Protocol):
-    """A handshake under way."""
+    """Interface to a handshake under way; an asyncio task implements it."""
 
     def cancel(self) -> object:
-        """End it, with its connection."""
+        """End the handshake and its connection."""
         ...
 
 
 class HalfOpen:
-    """Ends the oldest handshake where there are too many of one origin, or in all.
+    """Ends the oldest handshake if there are too many from one origin, or in all.
 
     Parameters
     ----------
     most : int
-        How many there may be in all.
+        Most handshakes in all.
     most_of_one : int
-        How many there may be of one origin.
+        Most handshakes from one origin.
 
     Attributes
     ----------
     dropped : int
-        How many were ended so far.
+        Number of handshakes ended so far.
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:
@@ -44,7 +44,7 @@ class HalfOpen:
         return len(self._origins)
 
     def enter(self, meeting: Meeting, origin: str) -> None:
-        """A handshake has begun."""
+        """Add a handshake that has begun, and end the oldest if there are too many."""
         self._origins[meeting] = origin
         of_one = self._of.setdefault(origin, {})
         of_one[meeting] = None
@@ -54,7 +54,7 @@ class HalfOpen:
             self._drop(next(iter(self._origins)))
 
     def leave(self, meeting: Meeting) -> None:
-        """A handshake is over. Nothing happens if it was dropped."""
+        """Remove a handshake that is over. Nothing happens if it was dropped."""
         origin = self._origins.pop(meeting, None)
         if origin is None:
             return
@@ -70,7 +70,7 @@ class HalfOpen:
 
 
 def origin_of(host: str) -> str:
-    """What counts as one origin: an IPv4 address, or the network of 64 bits of an IPv6 address."""
+    """Origin of a host's address: an IPv4 address itself, or the /64 network of an IPv6 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return host

@@ -1,6 +1,6 @@
-"""Where clients arrive: listening sockets, the handshake under a deadline, and who serves what comes of it.
+"""Arrival of clients at a node: listening sockets, the handshake under a deadline, and handing connections on.
 
-Runs in a thread of its own. Connections that have not proved themselves are bounded in time and in number, of one
+Runs in a thread of its own. Connections that are not authenticated yet are bounded in time and in number, of one
 address and in all, each kind of socket for itself. Where there are too many the oldest is dropped, so that strangers
 who say nothing keep nobody out.
 """
@@ -43,14 +43,14 @@ _EXPECTS_TLS = refused_frame(
 
 
 class Listener:
-    """Accepts connections until stopped.
+    """Accepts connections, and does their handshake, until stopped.
 
     Parameters
     ----------
     sockets : sequence of socket.socket
         Listening sockets, which this object owns from `start` on.
     access : NodeAccess
-        Who may come in.
+        The node's access control.
     server : NodeServer
         Takes over data connections.
     control : ControlService
@@ -65,7 +65,7 @@ class Listener:
         control: ControlService,
     ) -> None:
         self.refused = 0
-        """Connections that were refused in the handshake."""
+        """Number of connections that were refused in the handshake."""
         self._sockets = sockets
         self._access = access
         self._server = server
@@ -73,18 +73,18 @@ class Listener:
         self._half_open = [HalfOpen(_MOST_HALF_OPEN, _MOST_HALF_OPEN_OF_ONE) for _ in sockets]
         self._dropped = 0
         self._serving: dict[asyncio.Task[None], str] = {}
-        """Control connections, and the names of the keys that opened them."""
+        """Tasks of control connections, and the names of the keys that opened them."""
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="farpool-listener", daemon=True)
 
     @property
     def half_open(self) -> int:
-        """Connections whose handshake is under way."""
+        """Number of connections whose handshake is under way."""
         return sum(len(one) for one in self._half_open)
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Begin to accept connections, in a thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class Listener:
         self._thread.join()
 
     def replace(self, keys: Mapping[str, Grant] | None, tls: TlsContext | None) -> None:
-        """Use other keys and another certificate from now on, and end what was opened with keys that are gone."""
+        """Use other keys and another certificate from now on, and end connections opened with changed keys."""
         with contextlib.suppress(RuntimeError):  # the node is stopping
             # In the loop's thread, so that no handshake with an old key ends between the two.
             self._loop.call_soon_threadsafe(self._replace, keys, tls)
@@ -165,7 +165,7 @@ class Listener:
         arrival.close()
 
     async def _accepted(self, listening: socket.socket) -> socket.socket:
-        """As `sock_accept` of the loop, which drops what it has accepted when it is cancelled just then."""
+        """Accept a connection; unlike the loop's `sock_accept`, never loses one when it is cancelled."""
         while True:
             with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return listening.accept()[0]
@@ -177,14 +177,14 @@ class Listener:
                 self._loop.remove_reader(listening)
 
     async def _meet(self, arrival: Arrival, half_open: HalfOpen) -> None:
-        """Serve one connection; whatever goes wrong with it stays with it."""
+        """Serve one connection; its unexpected errors are logged and affect no other."""
         try:
             await self._serve(arrival, half_open)
         except Exception:
             log("failed", level=logging.ERROR, detail=traceback.format_exc())
 
     async def _serve(self, arrival: Arrival, half_open: HalfOpen) -> None:
-        """One connection, from its first byte to its end or to the data loop."""
+        """Serve one connection, from the handshake to its end or until the data loop takes it over."""
         client = await self._shake_hands(arrival)
         meeting = asyncio.current_task()
         assert meeting is not None
@@ -220,7 +220,7 @@ class Listener:
     async def _introduced(
         self, arrival: Arrival, handshake: NodeHandshake, stranger: AccessDeniedError | None
     ) -> Accepted:
-        """Hold the session of a client that has proved itself and is no stranger, until the connection ends."""
+        """Do the handshake, refuse a `stranger` at its end, and hold the session of an accepted client."""
         while True:
             data = await arrival.receive(handshake.needed)
             if not data:
@@ -233,7 +233,7 @@ class Listener:
                         raise stranger
                     if not self._access.still_grants(handshake):
                         raise AccessDeniedError("its access key has just been changed")
-                    # Before the welcome, which would promise what another key or tenant has.
+                    # Before the welcome: this refuses a session that belongs to another key or tenant.
                     self._server.hold(client.session, client.tenant, client.key)
             except NodeError as error:
                 raise _Refused(str(error), refused_frame(error)) from error
@@ -252,7 +252,7 @@ class Listener:
         log("refused", level=logging.WARNING, peer=arrival.peer, reason=reason)
         if not frame and not arrival.is_secure:
             return
-        # Let it arrive, with what TLS itself may have said.
+        # Let the refusal arrive, with any alert of TLS itself.
         with contextlib.suppress(OSError):
             async with asyncio.timeout(_LINGER_SECONDS):
                 if frame:
@@ -260,7 +260,7 @@ class Listener:
                 await arrival.end(_LINGER_BYTES, plain)
 
     async def _secured(self, arrival: Arrival) -> str | None:
-        """The name in the client's certificate, where the connection is to have TLS."""
+        """Begin TLS if the connection is to have it; return the name in the client's certificate, else None."""
         if arrival.is_local:
             return None
         set_options(arrival.socket)
@@ -268,7 +268,7 @@ class Listener:
 
 
 class _Refused(Exception):  # noqa: N818 - the client's error, not the node's
-    """A client is to be told why it may not come in."""
+    """Raised to refuse a client, with the frame that tells it why."""
 
     def __init__(self, reason: str, frame: bytes) -> None:
         super().__init__(reason)
@@ -276,9 +276,9 @@ class _Refused(Exception):  # noqa: N818 - the client's error, not the node's
 
 
 class _Stopped(Exception):  # noqa: N818 - it is no error
-    """Ends the task group with everything in it."""
+    """Raised to end the task group with everything in it."""
 
 
 def _short(session: int) -> str:
-    """Enough of a session's number to tell it from others, and too little to use it."""
+    """Low 32 bits of a session's number, in hex: enough to tell it from others, too little to use it."""
     return f"{session & 0xFFFFFFFF:08x}"

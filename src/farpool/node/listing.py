@@ -22,7 +22,7 @@ __all__ = ["Lists"]
 
 
 class Lists:
-    """Answers list calls. For one event loop.
+    """Answers the ``list`` calls of control connections. For one event loop.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Lists:
         self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     async def answer(self, call: List, client: Accepted) -> dict[str, Any]:
-        """Objects, and the key to go on behind."""
+        """Return a list of objects, and the key after which to go on (empty at the end)."""
         objects: list[Any] = []
         place = 0
         async with self._alone(client.tenant, client.key):
@@ -53,7 +53,7 @@ class Lists:
         return {"objects": objects, "next": objects[-1][0] if len(objects) >= call.limit else b""}
 
     def close(self) -> None:
-        """End the thread. No call is under way any more."""
+        """End the thread. No call may be under way any more."""
         self._thread.shutdown(cancel_futures=True)
 
     def _alone(self, *who: Hashable) -> asyncio.Lock:

@@ -1,4 +1,4 @@
-"""What a node logs: events with fields, as lines for people or as JSON."""
+"""Log of a node: events with fields, as lines for people or as JSON."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LOGGER = logging.getLogger("farpool.node")
 
 
 def log(event: str, *, level: int = logging.INFO, **fields: object) -> None:
-    """Log that something happened.
+    """Log an event with its fields.
 
     Parameters
     ----------
     event : str
         One or a few words, always the same for the same thing.
     level : int
-        As of the module `logging`.
+        One of the levels of the module `logging`.
     **fields : str or int or float
-        What is different each time. Text that comes from clients is escaped.
+        Details of the event. Text that comes from clients is escaped.
     """
     _LOGGER.log(level, event, extra={"fields": fields})
 

@@ -29,7 +29,7 @@ class MetricsServer:
     address : Address
         Where to listen; port 0 for any free one.
     collector : Collector
-        What to serve.
+        Source of the metrics.
 
     Attributes
     ----------
@@ -70,11 +70,11 @@ class _Handler(WSGIRequestHandler):
     timeout = _STALL_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A node's log is about its clients."""
+        """Log nothing: a node's log is about its clients."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread a connection. One more than there may be ends the oldest, and waits until its thread has ended."""
+    """HTTP server with a thread for each connection; one beyond the limit ends the oldest and waits for its thread."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -104,7 +104,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._leave(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away, or is ended, in the middle of a request is nothing to tell."""
+        """Report nothing: a client may go away, or be ended, in the middle of a request."""
 
     def _end_oldest(self) -> None:
         with self._lock:

@@ -35,7 +35,7 @@ _BACKLOG = 1024
 
 
 class Node:
-    """Lends memory until it is stopped.
+    """Node that lends memory of this host until it is stopped.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Node:
     grace : float
         Seconds for which a program's leases and pins outlive its last connection.
     spin : float
-        Seconds for which the data loop asks for more before it sleeps; 0 to sleep at once.
+        Seconds for which the data loop polls for more requests before it sleeps; 0 to sleep at once.
     nvme : pair of str and int, or None
         A file and its bytes: objects that have to leave memory go there instead of being forgotten.
     fabric : str
@@ -133,7 +133,7 @@ class Node:
         return str(self._folder.socket_path) if self._folder else ""
 
     def start(self) -> None:
-        """Check everything, then open everything.
+        """Check all settings, then open the node.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class Node:
             self._undo = undo.pop_all()
 
     def reload(self, keys: Mapping[str, Grant] | None) -> None:
-        """Use other keys from now on, and the certificate as it is in its folder now.
+        """Use other keys from now on, and read the certificate again from its folder.
 
         Connections that were opened with keys that are gone or were changed are ended, all others go on.
 
@@ -210,7 +210,7 @@ class Node:
         return {} if server is None else server.tenants()
 
     def keys(self) -> dict[str, dict[str, int]]:
-        """What each access key of the keys file holds, by name; empty unless the node runs."""
+        """Bytes and counts that each access key of the keys file holds, by name; empty unless the node runs."""
         server = self._server
         return {} if server is None else server.keys()
 
@@ -293,7 +293,7 @@ class Node:
         return folder
 
     def _resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
-        """What to bind: an address of the host to listen at, IPv4 first."""
+        """Resolve the address to bind, IPv4 first; raises ConfigError if listening there is not allowed."""
         if self.address.scheme == "unix":
             raise ConfigError(f"--listen is {str(self.address)!r}, expected HOST:PORT", setting="listen")
         if self.address.scheme == "tls" and self._tls is None:
@@ -327,7 +327,7 @@ class Node:
 
 
 def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
-    """Tell the data loop who may come, and which of them can hold something."""
+    """Tell the data loop which tenants and keys may come, and which of them can hold memory."""
     holders = Right.READ | Right.WRITE | Right.PUBLISH
     grants = {name: (grant.tenant, bool(grant.rights & holders), grant.bytes) for name, grant in (keys or {}).items()}
     server.expect_tenants({tenant for tenant, holds, _ in grants.values() if holds})

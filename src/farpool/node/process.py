@@ -27,7 +27,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class RunningNode:
-    """A ``farpool node`` process.
+    """A ``farpool node`` process that this process starts and ends.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class RunningNode:
     address : str
         Where it listens, for example ``tcp://127.0.0.1:40123``.
     ready : dict
-        What the node's ready line says.
+        Fields of the node's ready line.
     folder : Path
         Where its segments are.
     """
@@ -79,7 +79,7 @@ class RunningNode:
 
     @property
     def log(self) -> str:
-        """What the node has logged so far, over all its starts."""
+        """Log of the node so far, over all its starts."""
         # Without seeking: the process writes where this file stands, and would overwrite what is being read.
         descriptor = self._log.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
@@ -110,12 +110,12 @@ class RunningNode:
             self._reap(process)
 
     def terminate(self) -> int:
-        """End the process with SIGTERM; its exit code."""
+        """End the process with SIGTERM; return its exit code."""
         self._running().terminate()
         return self.wait()
 
     def wait(self) -> int:
-        """Wait until the process ends by itself; its exit code."""
+        """Wait until the process ends by itself; return its exit code."""
         return self._reap(self._running())
 
     def stop(self) -> None:
@@ -197,7 +197,7 @@ def running_node(
     timeout: float = 60.0,
     **options: Any,
 ) -> Iterator[RunningNode]:
-    """A node for the time of a ``with`` block.
+    """Run a node for the time of a ``with`` block.
 
     Parameters
     ----------
@@ -237,10 +237,10 @@ def running_node(
 
 
 def _reserved(listen: str) -> tuple[socket.socket, str]:
-    """A socket that keeps a free port from others, and ``HOST:PORT`` with it.
+    """Reserve a free port; return the socket that keeps it from others, and ``HOST:PORT``.
 
-    Both it and the node share their addresses and only the node listens: then the node gets the port, but nobody who
-    asks for any free one.
+    Both the socket and the node reuse addresses, and only the node listens: so the node gets the port, but the system
+    gives it to nobody who asks for any free one.
     """
     host = listen.rpartition(":")[0]
     family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
@@ -255,7 +255,7 @@ def _reserved(listen: str) -> tuple[socket.socket, str]:
 
 
 def _state(stat: Path) -> str:
-    """A thread's state, one letter: what stands behind its name, which may contain anything. "T" for one that ends."""
+    """Read a thread's state letter, which follows its name, any text; "T" if the thread has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return stat.read_text().rpartition(")")[2].split()[0]
     return "T"

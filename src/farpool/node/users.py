@@ -1,4 +1,4 @@
-"""Which user of this host is at the other end of a connection."""
+"""Lookup of the user and process at the other end of a connection, and of groups of this host."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def _user_of_tcp(connection: socket.socket) -> int | None:
-    """Ask the kernel for the socket at the other end: it is on this host, or there is none."""
+    """Ask the kernel for the user of the socket at the other end, which is found only if it is on this host."""
     (theirs, their_port), (ours, our_port) = connection.getpeername()[:2], connection.getsockname()[:2]
     family = connection.family
     addresses = [socket.inet_pton(family, str(host).partition("%")[0]).ljust(16, b"\0") for host in (theirs, ours)]

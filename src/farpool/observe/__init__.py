@@ -1,1 +1,1 @@
-"""What a pool did, made visible."""
+"""Reports and pictures of a pool's activity."""

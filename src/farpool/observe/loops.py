@@ -15,7 +15,7 @@ _CANDIDATES = 32
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A sequence that repeats itself.
+    """Loop in a sequence that repeats itself.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Loop:
 
 
 def find_loop(entries: Sequence[int]) -> Loop | None:
-    """The period at which most entries equal the one a period before; the shortest among equals.
+    """Find the period at which most entries equal the one a period before; the shortest among equals.
 
     A loop around inner loops is found once it has turned often enough to explain more entries than they do.
 

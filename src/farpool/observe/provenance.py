@@ -1,4 +1,4 @@
-"""Where a result comes from: machine, date, versions, command. Every result file begins with it."""
+"""Provenance of a result: machine, date, versions, command. Every result file begins with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("farpool", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What has to be known to judge a figure, or to get it again."""
+    """Facts that are needed to judge a figure, or to reproduce it."""
 
     command: str
     date: str
@@ -37,7 +37,7 @@ def _program() -> str:
 
 
 def provenance() -> Provenance:
-    """Of this process, now."""
+    """Return the provenance of a result that this process produces now."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

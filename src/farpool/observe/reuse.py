@@ -12,7 +12,7 @@ __all__ = ["quantiles", "reuse_distances"]
 
 
 def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
-    """Bytes used again, by the bytes of the distinct blocks touched since their use before, their own included.
+    """Count reused bytes by reuse distance: bytes of the distinct blocks touched since the use before, own included.
 
     That is the size from which on a cache that evicts the least recently used block still has them (R. L. Mattson et
     al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). A use that does not need
@@ -21,7 +21,7 @@ def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
     touches = sum(len(access.operands) for access in accesses)
     tree = _PrefixSums(touches)
     latest: dict[int, tuple[int, int]] = {}
-    """Of each block that was touched: position of the latest touch, and bytes."""
+    """For each block that was touched: position of the latest touch, and bytes."""
     total = position = 0
     distances: Counter[int] = Counter()
     for access in accesses:
@@ -43,7 +43,7 @@ def reuse_distances(accesses: Sequence[BlockAccess]) -> Counter[int]:
 
 
 def quantiles(distances: Counter[int], shares: Iterable[float]) -> list[tuple[float, int]]:
-    """For each share of the bytes used again (ascending), the distance within which it lies."""
+    """Return, for each share of the bytes used again (ascending), the distance within which it lies."""
     ordered = sorted(distances.items())
     whole = sum(distances.values())
     found: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""A tape's figures for a person to read."""
+"""Report of a tape's figures, for people to read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIGNS = {Mode.READ: "", Mode.WRITE: "+", Mode.OVERWRITE: "="}
 
 
 def report(metadata: Metadata, summary: TapeSummary) -> RenderableType:
-    """Where the tape comes from, what it holds, and what follows from it."""
+    """Build the report: where the tape comes from, what it holds, and what follows from it."""
     tiers = ", ".join(f"{tier.name} {format_size(tier.capacity)}" for tier in metadata.tiers) or "none"
     loop = summary.loop
     parts: list[RenderableType] = [
@@ -53,7 +53,7 @@ def report(metadata: Metadata, summary: TapeSummary) -> RenderableType:
 
 
 def access_lines(accesses: Iterable[Access]) -> list[str]:
-    """One line for each access: number, thread, microseconds, operation, and runs of blocks.
+    """Format one line for each access: number, thread, microseconds, operation, and runs of blocks.
 
     A run is ``first`` or ``first-last``, with ``+`` if it is changed, ``=`` if it is overwritten and ``*`` for rows of
     a table.

@@ -1,4 +1,4 @@
-"""What a tape says, in figures: sizes, times, its loop, reuse, and what would have to move at smaller budgets."""
+"""Figures of a tape: sizes, times, its loop, reuse, and the bytes that would have to move at smaller budgets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ClassSummary", "LeastMoved", "OpSummary", "Reuse", "TapeSummary", "s
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _BUDGETS = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4))
-"""Parts of what lives at most at once."""
+"""Budgets to examine, as parts of the bytes that live at once at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """Blocks of a class: how many were made altogether, and their bytes that lived at once at most."""
+    """Blocks of a class: the number made altogether, and the most bytes of them that lived at once."""
 
     name: str
     blocks: int
@@ -77,7 +77,7 @@ class TapeSummary:
     least_moved : tuple of LeastMoved
         At the recorded budget and at parts of `peak_bytes`, by budget.
     cut_off : str
-        Why the file could not be read to its end; empty if it could.
+        Reason for which the file could not be read to its end; empty if it could.
     """
 
     classes: tuple[ClassSummary, ...]
@@ -97,7 +97,7 @@ class TapeSummary:
 
 
 def summarize(trace: Trace) -> TapeSummary:
-    """Count. Takes some ten seconds for a million operands."""
+    """Compute the figures of a tape. Takes some ten seconds for a million operands."""
     sizes = [sum(info.nbytes for info in touched) for touched in trace.touched]
     largest = max(sizes, default=0)
     budgets = {trace.metadata.budget, *(int(trace.peak * part) for part in _BUDGETS)}

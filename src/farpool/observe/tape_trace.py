@@ -13,7 +13,7 @@ __all__ = ["BlockInfo", "ClassUse", "Trace", "read_trace"]
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """A block while it lives.
+    """Size, class and label of a live block.
 
     Attributes
     ----------
@@ -30,12 +30,12 @@ class BlockInfo:
 
 @dataclass(slots=True)
 class ClassUse:
-    """What a class of blocks takes.
+    """Blocks and bytes of one class of blocks.
 
     Attributes
     ----------
     blocks : int
-        Made altogether, or there at the beginning.
+        Number made altogether, or there at the beginning.
     live, peak : int
         Bytes that live at the end, and at most.
     """
@@ -47,7 +47,7 @@ class ClassUse:
 
 @dataclass(slots=True)
 class Trace:
-    """What a tape file tells.
+    """Contents of a tape file.
 
     Attributes
     ----------
@@ -57,14 +57,14 @@ class Trace:
     blocks : list of BlockAccess
         The same accesses, as blocks that are made, touched and dropped.
     touched : list of tuple of BlockInfo
-        What the operands of each of them are.
+        Blocks of the operands of each access.
     entries : list of int
         The same accesses as numbers that are equal when the accesses are, whatever their blocks are called.
     classes : dict of str to ClassUse
     live, peak : int
         Bytes that live at the end, and at most.
     cut_off : str
-        Why the file could not be read to its end; empty if it could.
+        Reason for which the file could not be read to its end; empty if it could.
     """
 
     metadata: Metadata
@@ -147,7 +147,7 @@ def _resolve(access: Access, infos: dict[int, BlockInfo]) -> tuple[list[Operand]
 
 
 def _key(access: Access, infos: dict[int, BlockInfo]) -> tuple[object, ...]:
-    """Rows picked by data are the same access whichever rows they are."""
+    """Return a key that is equal for equal accesses; rows picked by data are equal whichever rows they are."""
     tables = {infos[run.table].label for run in access.runs if run.table >= 0}
     runs = tuple((infos[run.first].label, run.count, run.mode) for run in access.runs if run.table < 0)
     return access.op, runs, frozenset(tables)

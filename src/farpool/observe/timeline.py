@@ -41,7 +41,7 @@ class Mark:
     time : float
         Monotonic seconds, as in the events.
     label : str
-        What begins there.
+        Name of what begins there.
     """
 
     time: float
@@ -49,10 +49,10 @@ class Mark:
 
 
 def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
-    """Bytes in use in the fast tier after each event.
+    """Return the bytes in use in the fast tier after each event.
 
-    Events are told a little after what they tell of has ended, and several threads end things: times are made to
-    ascend in the order of telling, because it is then that the bytes were counted.
+    Events are reported a little after the end of what they describe, and by several threads: times are made to ascend
+    in the order of the reports, because it is then that the bytes were counted.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def resident_bytes(events: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def check_drawable(path: Path, what: str = "timeline") -> None:
-    """Find out before a long run whether its picture can be drawn.
+    """Check, before a long run, that its picture can be drawn.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def draw_timeline(
     Parameters
     ----------
     events : sequence of Event
-        What the pool told, in the order of telling.
+        Events of the pool, in the order in which it reported them.
     path : Path
         The file; its suffix is the format (``.png``, ``.svg``, ``.pdf``).
     budget : int
@@ -248,7 +248,7 @@ def _draw_work(axes: Axes, events: Sequence[Event], start: float, stop: float) -
 
 
 def _links(events: Sequence[Event]) -> dict[tuple[str, str], list[Event]]:
-    """Transfers by link; the links that bring bytes in come first."""
+    """Group transfers by link; the links that bring bytes in come first."""
     links: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in {"fetch", "writeback"}:
@@ -257,19 +257,19 @@ def _links(events: Sequence[Event]) -> dict[tuple[str, str], list[Event]]:
 
 
 def _bar(event: Event, start: float, stop: float) -> Bar:
-    """Left end and width in milliseconds, cut to the window."""
+    """Return an event's left end and width in milliseconds, cut to the window."""
     left, right = max(event.time, start), min(event.time + event.duration, stop)
     return (left - start) * 1e3, (right - left) * 1e3
 
 
 def _visible(bars: list[Bar], seconds: float) -> list[Bar]:
-    """Bars no thinner than a pixel, which would fade away."""
+    """Widen bars that are thinner than a pixel, which would fade away."""
     thinnest = seconds * 1e3 / 1700
     return [(left, max(width, thinnest)) for left, width in bars]
 
 
 def _covered(bars: list[Bar]) -> float:
-    """Milliseconds covered by at least one bar."""
+    """Return the milliseconds that are covered by at least one bar."""
     edges: list[list[float]] = []
     for left, width in sorted(bars):
         if edges and left <= edges[-1][1]:

@@ -1,4 +1,4 @@
-"""Decides which block is where, and when it moves: the native pager, and what goes into it and comes out of it.
+"""The native pager, which decides where each block is and when it moves, with the types of its messages.
 
 The pager is told what is accessed and what has completed, and answers with the transfers to start, in order. It has no
 clock, no file and no thread. The same calls give the same transfers, always; so a run can be replayed from its seed,

@@ -1,4 +1,4 @@
-"""The fewest bytes that a cache with perfect foresight moves: a bound to hold a measured run against.
+"""Belady's bound: the fewest bytes that a cache with perfect foresight moves, to compare a measured run with.
 
 Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
 5(2), 1966): when room is needed, the block whose next use is farthest goes. Content that is never needed again (the
@@ -16,13 +16,13 @@ from farpool.pager import Mode
 __all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes", "belady_moves", "total_of"]
 
 _NEVER = 1 << 62
-"""Next use of content that the program keeps but does not use again in these accesses."""
+"""Value for the next use of content that the program keeps but does not use again in these accesses."""
 _DEAD = -1
-"""Next use of content that nobody will ever need."""
+"""Value for the next use of content that nobody will ever need."""
 
 
 class Operand(NamedTuple):
-    """One block that an access touches."""
+    """A block that an access touches, with its size and the mode of access."""
 
     block: int
     nbytes: int
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
 
 
 class BlockAccess(NamedTuple):
-    """Blocks that are needed at once.
+    """An access of blocks that are needed at once.
 
     Attributes
     ----------
@@ -48,24 +48,24 @@ class BlockAccess(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes over the link below the cache."""
+    """Bytes moved over the link below the cache: fetched into it, and written back."""
 
     fetched: int
     written: int
 
     @property
     def total(self) -> int:
-        """Both directions."""
+        """Bytes in both directions together."""
         return self.fetched + self.written
 
 
 def total_of(moves: Collection[Moved]) -> Moved:
-    """The sum, direction by direction."""
+    """Sum of several amounts, separately for each direction."""
     return Moved(sum(moved.fetched for moved in moves), sum(moved.written for moved in moves))
 
 
 def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
-    """Bytes that a cache moves in all of these accesses; see `belady_moves`."""
+    """Bytes that a cache moves for all of these accesses together; see `belady_moves`."""
     return total_of(belady_moves(accesses, capacity))
 
 
@@ -96,7 +96,7 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
     needs: dict[int, int] = {}
     """Next use of the content of each resident block."""
     queue: list[tuple[int, bool, int]] = []
-    """Resident blocks, farthest need first, clean ones first among equals; entries that `needs` contradicts are old."""
+    """Heap of resident blocks, farthest need first, then clean ones; entries that `needs` contradicts are stale."""
     dirty: set[int] = set()
     empty: set[int] = set()
     used = 0
@@ -148,7 +148,7 @@ def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
 
 
 def _merged(operands: Sequence[Operand]) -> list[Operand]:
-    """Each block once."""
+    """Merge the operands of an access so that each block appears once."""
     if len(operands) == 1:
         return [operands[0]]
     merged: dict[int, Operand] = {}
@@ -162,7 +162,7 @@ def _merged(operands: Sequence[Operand]) -> list[Operand]:
 
 
 def _next_needs(merged: Sequence[tuple[list[Operand], BlockAccess]]) -> list[list[int]]:
-    """The next access that needs the content of each operand; `_DEAD` if there will be none."""
+    """The next access that needs the content of each operand; `_DEAD` if the content is never needed again."""
     following: dict[int, int] = {}
     needs: list[list[int]] = []
     for number in range(len(merged) - 1, -1, -1):

@@ -1,6 +1,6 @@
-"""Drivers: one lock around a pager and what runs its transfers, and the waiting for both.
+"""Drivers: one lock around a pager and the executor of its transfers, and the waiting for operands.
 
-A driver is asked for the operands of an operation and gives back where they lie, at once or when transfers have ended.
+A driver is asked for the operands of an operation and returns their places, at once or when transfers have ended.
 `farpool._native.Driver` runs transfers between host memory and tiers without the interpreter. `ExecutorDriver` does the
 same with any executor: of a device, of a simulated one, of one that debug mode watches.
 """
@@ -20,15 +20,15 @@ from farpool.pager.use import Use, runs_of
 __all__ = ["Driver", "Ended", "ExecutorDriver", "Grant", "Waited", "Watcher"]
 
 Ended: TypeAlias = tuple[Transfer, float, float, int]
-"""A transfer that moved bytes, when it began and ended, and the bytes of the arena that blocks owned then."""
+"""An ended transfer of bytes, with its start, its end, and the bytes of the arena that blocks owned then."""
 _SLICE = 0.1
-"""Seconds after which a waiting thread looks again whether another thread has already noted what it waits for."""
+"""Seconds after which a waiting thread checks again, as another thread may have noted the end of its transfer."""
 
 
 class Waited(Protocol):
-    """Hears of each wait: operation, beginning and length in seconds, and the block and tier that were waited for.
+    """Callback for each wait, with the operation, its start and length in seconds, and the block and tier waited for.
 
-    Where the wait was given up, the length is negative, and the call raises what that means. Block and tier are -1
+    Where the wait was given up, the length is negative, and the callback raises the error. Block and tier are -1
     where other threads held the operands.
     """
 
@@ -36,90 +36,90 @@ class Waited(Protocol):
 
 
 class Watcher(Protocol):
-    """Looks at accesses as debug mode does, under the driver's lock."""
+    """Observer of accesses, used by debug mode; its methods are called under the driver's lock."""
 
     def granted(self, grant: Access, uses: Sequence[Use], op: str) -> None:
-        """An access has been granted; what is wrong gives it up again and is raised."""
+        """Check an access that was granted; on an error, give the access up and raise."""
         ...
 
     def released(self, grant: Access) -> None:
-        """An access is about to be released; what is found is kept."""
+        """Check an access that is about to be released; errors are kept for `raise_findings`."""
         ...
 
     def raise_findings(self) -> None:
-        """Raise what was found."""
+        """Raise the errors that were found, if there are any."""
         ...
 
 
 class Driver(Protocol):
-    """The contract. As a context manager it is the pool's lock; all but `acquire` and `release` are called under it."""
+    """Interface of drivers. As a context manager it is the pool's lock, which all but `acquire`, `release` need."""
 
     attention: bool
-    """Have `acquire` return None, so that its caller first frees dropped storages, records, or checks."""
+    """If True, `acquire` returns None, so that its caller first frees dropped storages, records, or checks."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
     def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None:
-        """Bring operands into the arena and pin them; without the lock.
+        """Bring operands into the arena and pin them; called without the lock.
 
         Parameters
         ----------
         careful : bool
-            The caller has looked after what asked for `attention`. Without it, and where storages are still to be
+            The caller has done what `attention` asks for. If False, and where storages are still to be
             packed, None is returned and nothing done; also where the driver is closed.
 
         Raises
         ------
         TooLargeError
-            They do not fit together.
+            The operands do not fit into the arena together.
         NoRoomError, TransferFailedError
-            Why they cannot be granted.
+            The operands cannot be brought in.
         """
         ...
 
     def release(self, grant: Grant) -> None:
-        """The operation is done with its operands; without the lock."""
+        """Unpin the operands of an operation; called without the lock."""
         ...
 
     def wait(self, timeout: float) -> None:
-        """Give the lock up until something has changed, at most so many seconds."""
+        """Give the lock up until something has changed, for at most `timeout` seconds."""
         ...
 
     def notify_all(self) -> None:
-        """Have those who wait look again."""
+        """Wake the waiting threads, so that they check again."""
         ...
 
     def start(self) -> None:
-        """Start what the pager wants done."""
+        """Start the moves and transfers that the pager has queued."""
         ...
 
     def note_ends(self) -> bool:
-        """Tell the pager what has ended; False if nothing has."""
+        """Report transfers that have ended to the pager; returns False if there are none."""
         ...
 
     def close(self) -> None:
-        """Nothing is granted any more, and those who wait give up."""
+        """Close the driver: it grants no more accesses, and waiting threads give up."""
         ...
 
     def listen(self, wanted: bool) -> None:
-        """Keep the ends of transfers for `take_ended` from now on, or no more."""
+        """Start or stop keeping ended transfers for `take_ended`."""
         ...
 
     def take_ended(self) -> Sequence[Ended]:
-        """The transfers that have ended well since the last call."""
+        """The transfers that have succeeded since the last call."""
         ...
 
     def forget_parent(self) -> None:
-        """Forget who held the lock, in the child of a fork; nothing is granted any more."""
+        """Reset the lock in the child of a fork, and close the driver."""
         ...
 
     def links(self) -> Sequence[tuple[int, Kind, int, int, float]]:
-        """Totals of all transfers: tier, direction, number, bytes, seconds."""
+        """Totals of transfers by tier and direction: tier, direction, number, bytes, seconds."""
         ...
 
     @property
     def granted(self) -> int:
-        """Accesses that have not been released."""
+        """Number of accesses that have not been released."""
         ...
 
     @property
@@ -129,7 +129,7 @@ class Driver(Protocol):
 
 
 class ExecutorDriver:
-    """A driver over an executor.
+    """A driver in Python that works with any executor.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class ExecutorDriver:
         Seconds that an access waits for its operands.
     waited : Waited
     watch : Watcher, optional
-        Debug mode.
+        Debug mode's checker.
     """
 
     def __init__(self, pager: Pager, executor: Executor, timeout: float, waited: Waited, watch: Watcher | None) -> None:

@@ -1,4 +1,4 @@
-"""Transfers, moves and errors that the native pager gives out, and the bookkeeping of tiers that it asks for."""
+"""Messages of the native pager: transfers, moves and errors, and the interface of a tier's space that it calls."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Bytes, at least. Plain torch tensors begin at such addresses; a kernel may give other bits for one that does not."""
+"""Least alignment of blocks in bytes, as of plain torch tensors: with less, a kernel may compute other bits."""
 NOWHERE = -1
-"""The place of a block that has none in the arena, and the tier of one that has no copy below."""
+"""Place of a block that is not in the arena, and tier of a block that has no copy in a lower tier."""
 
 
 class Piece(NamedTuple):
-    """One contiguous part of a transfer."""
+    """A contiguous part of a transfer."""
 
     tier: int
     """Index of the tier (or source) that holds the other end."""
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes to move between the arena and a tier. Without pieces it only waits for `after` (a barrier)."""
+    """Command to move bytes between the arena and a tier; without pieces it is a barrier that waits for `after`."""
 
     id: int
     kind: Kind
@@ -48,39 +48,39 @@ class Transfer:
     after: tuple[int, ...]
     """Transfers that must have completed first: the arena bytes are theirs until then."""
     demand: bool
-    """Somebody waits for it now."""
+    """True if an access waits for it already."""
     last_use: int = -1
-    """Accesses with this ordinal or a lower one may have used its bytes in the arena, and on a device, which runs
-    behind the program, may use them still; -1: none."""
+    """Ordinal of the last access that may have used its bytes in the arena; -1 for none. On a device, which runs
+    behind the program, such accesses may use them still."""
 
 
 class Move(NamedTuple):
-    """Bytes to move inside the arena, at once and before any transfer that follows; source and target may overlap."""
+    """Command to move bytes inside the arena, at once and before any later transfer; source and target may overlap."""
 
     source: int
     target: int
     nbytes: int
     last_use: int = -1
-    """Ordinal of the last use of source and target, as of a transfer."""
+    """Ordinal of the last access that may have used source or target; see `Transfer.last_use`."""
 
 
 class Space(Protocol):
-    """A lower tier's bookkeeping, as far as the pager needs it. Reservation is quick and does no I/O."""
+    """Interface of a lower tier's reservations, which are quick and do no I/O."""
 
     def reserve(self, nbytes: int, cls: str) -> int | None:
-        """Offset of a new extent for a block of this class, None when there is no room."""
+        """Reserve an extent for a block of this class; returns its offset, or None if there is no room."""
         ...
 
     def free(self, offset: int, nbytes: int, cls: str) -> None: ...
 
 
 class TooLargeError(Exception):
-    """The runs of one access together exceed the arena. ``args``: bytes needed."""
+    """Raised when the operands of one access together exceed the arena. ``args``: bytes needed."""
 
 
 class NoRoomError(Exception):
-    """No lower tier takes a block that has to leave. ``args``: the block and its bytes."""
+    """Raised when no lower tier has room for a block that has to leave. ``args``: the block and its bytes."""
 
 
 class TransferFailedError(Exception):
-    """A transfer failed. ``args``: the error of the tier, the tier's number (-1: none), and the block."""
+    """Raised when a transfer failed. ``args``: the error of the tier, the tier's number (-1: none), and the block."""

@@ -1,4 +1,4 @@
-"""Storages: what a tensor's bytes live in, as an ordered list of extents of blocks.
+"""Storages, which hold the bytes of tensors as an ordered list of extents of blocks.
 
 Pager, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans
 several blocks, cut at rows where that is possible, so that rows of a table can come and go without the rest.
@@ -20,27 +20,27 @@ CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", 
 """Classes that blocks may have."""
 
 _PARTS = 16
-"""A block is at most this fraction of the fast tier, so that several operands and what comes next fit beside each
+"""A block takes at most the fast tier divided by this, so that several operands and prefetched blocks fit beside each
 other."""
 _SMALL = 8
-"""A storage below this fraction of the largest block shares a block."""
+"""A storage shares a block with others if it is no larger than a shared block divided by this."""
 _SHARED = 1 << 20
-"""Bytes of a shared block at most: beyond it, a larger transfer is no faster."""
+"""Most bytes of a shared block: larger transfers are no faster."""
 _ROWS = 16 << 10
-"""Bytes of a block of a table whose rows are picked by data, at most, unless a row is larger."""
+"""Most bytes of a block of a table whose rows are picked by data, unless a row is larger."""
 _LEAST = 3200
-"""Bytes of such a block at least: the native pager takes some 110 bytes for a block, which is a thirtieth."""
+"""Least bytes of such a block: the native pager takes some 110 bytes for each block, a thirtieth of that."""
 _ROUNDED = 8
-"""Rounding it to pages in a file may take this part of its bytes."""
+"""Rounding such a block to pages in a file may add at most its bytes divided by this."""
 _PAGE = 4096
 _SECTOR = 512
-"""Direct I/O goes straight to memory that is aligned to it; elsewhere through a copy."""
+"""Alignment of memory in bytes that direct I/O needs to do without a copy."""
 _DIRECT = 128
-"""Blocks of this many sectors or more are aligned to them: less is lost to rounding than is won."""
+"""Blocks of this many sectors or more are aligned to sectors, as they lose less to rounding than they gain."""
 
 
 class BlockExtent(NamedTuple):
-    """A contiguous piece of a block."""
+    """A contiguous range of bytes in a block."""
 
     block: int
     offset: int
@@ -48,7 +48,7 @@ class BlockExtent(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of a storage; see the attributes of `Storage`."""
+    """The position of a storage in its blocks; see the attributes of `Storage`."""
 
     first: int
     blocks: int
@@ -59,7 +59,7 @@ class Blocks(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """The blocks to free of a storage that nobody refers to any more."""
+    """Notice of a storage that nobody refers to any more, with the blocks to free."""
 
     first: int
     blocks: int
@@ -69,7 +69,7 @@ class Dropped(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Sizes, in bytes, into which a pool cuts storages."""
+    """Block sizes and alignments, in bytes, by which a pool cuts storages."""
 
     largest: int
     shared: int
@@ -85,9 +85,9 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
     Parameters
     ----------
     alignment : int
-        Of an arena that there is already; 0 to choose it.
+        Alignment of an arena that exists already; 0 to choose it.
     packed : int
-        What storages are to be aligned to at least.
+        Least alignment of storages that share a block.
     """
     largest = fast // _PARTS
     if alignment == 0:
@@ -100,7 +100,7 @@ def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
 
 
 def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
-    """Bytes of the blocks of a large storage (the last may be shorter); a multiple of the alignment.
+    """Bytes of each block of a large storage (the last may be shorter); a multiple of the alignment.
 
     Cut at whole rows if some number of rows is aligned and no larger than a block; preferably also a multiple of the
     page, in which files are read and written. Each expert of stacked experts gets blocks of its own if its bytes can be
@@ -125,7 +125,7 @@ def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
 
 
 def _part_of_row(row_bytes: int, sizes: Cut) -> int:
-    """The largest block of which a whole number makes up a row; 0 if that takes blocks that are small."""
+    """Bytes of the largest block that divides a row evenly; 0 if only small blocks do."""
     fewest = -(-row_bytes // sizes.largest)
     most = row_bytes // max(sizes.small, sizes.alignment)
     for unit in (_PAGE, sizes.alignment):
@@ -136,7 +136,7 @@ def _part_of_row(row_bytes: int, sizes: Cut) -> int:
 
 
 def _table_block_bytes(row_bytes: int, limit: int) -> int:
-    """Bytes of a block of a table whose rows are picked by data, so that a miss brings few rows that nobody asked for.
+    """Bytes of a block of a table whose rows are picked by data, small so that a miss brings in few other rows.
 
     As few whole rows as bookkeeping and the rounding to pages in files allow: one, if it is 4 KiB or a multiple. Rows
     that fit neither sectors nor pages are cut into single pages, or as many as a row fills; some of them then lie in
@@ -151,7 +151,7 @@ def _table_block_bytes(row_bytes: int, limit: int) -> int:
 
 
 class StorageOwner(Protocol):
-    """The pool of a storage, as tensors use it; a `BlockPool` is one."""
+    """Interface of a storage's pool that tensors use, implemented by `BlockPool`."""
 
     @property
     def arena(self) -> Any:
@@ -171,11 +171,11 @@ class StorageOwner(Protocol):
 
     @property
     def small(self) -> int:
-        """Bytes up to which storages share a block."""
+        """Largest size in bytes of storages that share a block."""
         ...
 
     def allocate(self, nbytes: int, *, cls: str = ..., row_bytes: int = ..., name: str = ...) -> Storage:
-        """A new storage."""
+        """Make a new storage."""
         ...
 
     def acquire(self, uses: Sequence[Use], op: str = ..., *, rows: bool = ...) -> Grant:
@@ -183,16 +183,16 @@ class StorageOwner(Protocol):
         ...
 
     def release(self, grant: Grant) -> None:
-        """Unpin what `acquire` has granted."""
+        """Unpin operands that `acquire` has granted."""
         ...
 
     def drop(self, dropped: Dropped) -> None:
-        """Take note of a storage that nobody refers to any more."""
+        """Note a storage that nobody refers to any more."""
         ...
 
 
 class Storage:
-    """Bytes in a pool. Dropping the last reference frees them.
+    """A range of bytes in a pool, which is freed when the last reference is dropped.
 
     Attributes
     ----------
@@ -211,11 +211,11 @@ class Storage:
     block_bytes : int
         Bytes of each of its blocks but the last; the bytes of the block if it shares one.
     shared : bool
-        Whether it shares its block with other storages.
+        True if it shares its block with other storages.
     adopted : bool
-        Whether its bytes came from a file that keeps the clean copy.
+        True if its bytes came from a file that keeps the clean copy.
     loose : bool
-        Whether it is still to be packed, if it is small, with what is used next to it, at its first use.
+        True if it is still to be packed at its first use, if it is small, with storages that are used around then.
     made, first_used : int
         Its places in the orders in which storages were made and, of those that are packed at their first use, first
         used; -1 if it was not.
@@ -252,7 +252,7 @@ class Storage:
 
     @property
     def gradient_name(self) -> str:
-        """The name for the storage of its gradient."""
+        """Name for the storage of its gradient; empty if this one has no name."""
         return f"{self.name}.grad" if self.name else ""
 
     @property
@@ -284,13 +284,13 @@ class Storage:
         self.layout.loose = loose
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Byte ranges ``(start, stop)``, one for each block, in order."""
+        """Byte ranges ``(start, stop)`` of the storage, one for each block, in order."""
         step = max(self.block_bytes, 1)
         for start in range(0, self.nbytes, step):
             yield start, min(start + step, self.nbytes)
 
     def extents(self) -> list[BlockExtent]:
-        """The blocks that hold it, in order."""
+        """Parts of blocks that hold the storage, in order."""
         return [
             BlockExtent(self.first + index, self.offset, stop - start)
             for index, (start, stop) in enumerate(self.pieces())

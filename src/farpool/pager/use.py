@@ -1,4 +1,4 @@
-"""Uses: the byte ranges that one op touches, turned into runs of blocks and back into places in the arena."""
+"""Uses, the byte ranges that an operation touches, and their conversion to runs of blocks and places in the arena."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Use", "describe", "runs_of"]
 
 
 def describe(uses: Sequence[Use]) -> str:
-    """The operands by size, largest first, for an error message."""
+    """Describe operands by size, largest first, for an error message."""
     sizes = {id(use.storage): (use.stop - use.start, use.storage.name, use.storage.cls) for use in uses}
     largest = sorted(sizes.values(), reverse=True)
     named = ", ".join(f"{name or 'a tensor'} ({cls}, {format_size(nbytes)})" for nbytes, name, cls in largest[:4])

@@ -1,4 +1,4 @@
-"""The pool that a program sees, and what it is made of: configuration, blocks, budget, accounts."""
+"""The pool that a program sees, and its parts: configuration, blocks, budget, accounts."""
 
 from farpool.pool.pool import Pool, TensorLibrary, blocks_of, pool_of, use_tensors
 

@@ -1,4 +1,4 @@
-"""Keeps a pool's running account: what moved over which link, what was waited for, and the events for subscribers."""
+"""A pool's running account: totals of transfers by link, stalls, and the events for subscribers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAST_STALLS = 8
 
 
 class Account:
-    """Counts stalls; queues events while somebody listens.
+    """Counter of a pool's stalls, and queue of its events while there are subscribers.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class Account:
 
     @property
     def listening(self) -> bool:
-        """Tells if anybody wants events."""
+        """True if there are subscribers to events."""
         return bool(self._listeners)
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
@@ -48,12 +48,12 @@ class Account:
         return unsubscribe
 
     def note(self, event: Event) -> None:
-        """Queue an event."""
+        """Queue an event, if there are subscribers."""
         if self._listeners:
             self._events.append(event)
 
     def deliver(self) -> None:
-        """Hand queued events to the subscribers. Not under the pool's lock: a callback may use the pool."""
+        """Hand queued events to the subscribers; called without the pool's lock, as a callback may use the pool."""
         while self._events:
             try:
                 event = self._events.popleft()
@@ -63,7 +63,7 @@ class Account:
                 callback(event)
 
     def transferred(self, ended: Iterable[Ended]) -> None:
-        """Transfers with bytes have ended well, while somebody listened."""
+        """Queue events for transfers of bytes that have succeeded; called only while there are subscribers."""
         for transfer, start, end, used in ended:
             fetch = transfer.kind == Kind.FETCH
             tier = self._names[transfer.pieces[0].tier]
@@ -81,7 +81,7 @@ class Account:
             )
 
     def stalled(self, op: str, start: float, seconds: float, block: int, tier: str, resident: int) -> None:
-        """An op waited for its operands."""
+        """Count a stall, that is, an operation that waited for its operands, and queue an event for it."""
         self.stalls += 1
         self.stall_seconds += seconds
         self._last.append(Stall(op, seconds, block, tier))

@@ -1,4 +1,4 @@
-"""Cuts storages into blocks, lets small ones share a block, and frees what the program has dropped."""
+"""Allocation of blocks to storages: large ones are cut into blocks, small ones share one, dropped ones are freed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Allocation"]
 
 
 CREATED, USED = -1, -2
-"""Open blocks of a class beside those of its sources: for storages in order of creation, and in order of first use."""
+"""Keys of a class's open shared blocks, for storages in order of creation and in order of first use."""
 
 
 @dataclass(slots=True)
 class _Shared:
-    """A block shared by small storages: bytes given out, and how many of the storages live."""
+    """A block shared by small storages: its size, the bytes given out, and the number of live storages in it."""
 
     nbytes: int
     used: int = 0
@@ -26,18 +26,18 @@ class _Shared:
 
 
 class Allocation:
-    """Blocks of all storages of a pool.
+    """Allocator of the blocks of all storages of a pool.
 
     Attributes
     ----------
     storages : int
-        How many live.
+        Number of live storages.
     live : dict of str to int
-        Their bytes, by class.
+        Bytes of live storages, by class.
     written : int
-        Bytes of those whose only home is the pool.
+        Bytes of live storages that have no clean copy in a file.
     made : dict of int to Made
-        Blocks in use, as they were made, by the first of them.
+        Groups of blocks in use that were made together, by the first block of each.
     """
 
     def __init__(self, pager: Pager, sizes: Cut, recorder: Recorder) -> None:
@@ -50,18 +50,18 @@ class Allocation:
         self._recorder = recorder
         self._shared: dict[int, _Shared] = {}
         self._open: dict[tuple[str, int], int] = {}
-        """The shared block that takes the next small storage, by class and source."""
+        """Shared block that takes the next small storage, by class and source."""
         self.retired: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int, cls: str, row_bytes: int, pack: int = CREATED, *, name: str = "") -> Blocks:
-        """Blocks for a new storage. Small ones of a class are packed in the order in which they come.
+        """Allocate blocks for a new storage; small ones of a class share blocks in order of allocation.
 
         Parameters
         ----------
         pack : int
-            Which of the class's open blocks takes it: `CREATED`, or `USED` for what is packed again at its first use.
+            Key of the open block that takes it: `CREATED`, or `USED` for a storage that is packed at its first use.
         name : str
-            Of the storage, for recordings.
+            Name of the storage, for recordings.
         """
         self.storages += 1
         self.live[cls] = self.live.get(cls, 0) + nbytes
@@ -74,7 +74,7 @@ class Allocation:
         return self._create(nbytes, cls, row_bytes, name, adopted=False)
 
     def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int, *, name: str = "") -> Blocks:
-        """Blocks whose clean copy is `nbytes` bytes at `offset` of a source; small ones share, in file order."""
+        """Allocate blocks whose clean copy is `nbytes` bytes at `offset` of a source; small ones share blocks."""
         self.storages += 1
         self.live[cls] = self.live.get(cls, 0) + nbytes
         if nbytes == 0:
@@ -118,7 +118,7 @@ class Allocation:
         return block, offset
 
     def drop(self, dropped: Dropped) -> None:
-        """A storage is not referred to any more."""
+        """Retire the blocks of a storage that nobody refers to any more, unless other storages share them."""
         self.storages -= 1
         self.live[dropped.cls] -= dropped.nbytes
         if not dropped.adopted:
@@ -140,7 +140,7 @@ class Allocation:
         self.retired.append((dropped.first, dropped.blocks))
 
     def collect(self) -> None:
-        """Free retired blocks on which nothing is under way any more."""
+        """Free retired blocks on which no transfer or access is under way any more."""
         for _ in range(len(self.retired)):
             first, count = self.retired.popleft()
             if not self._pager.forget(first, count):

@@ -1,7 +1,7 @@
-"""The inside of a pool: storages, and their bytes brought into the arena, pinned while an operation works, and let go.
+"""The core of a pool: storages whose bytes are brought into the arena and pinned while an operation uses them.
 
-Storages lie in blocks, a pager places these, a driver has them moved. `BlockPool` owns them all, and looks after what
-an access needs beside that: storages that are still to be packed, dropped ones to be freed, recordings, events. It
+Storages lie in blocks, a pager places these, a driver has them moved. `BlockPool` owns them all, and sees to the rest
+of an access: storages that are still to be packed, dropped ones to be freed, recordings, events. It
 knows no tensors; the `farpool.Pool` that a program sees stands in front of it.
 """
 
@@ -52,26 +52,26 @@ if TYPE_CHECKING:
 __all__ = ["BlockPool", "open_pools"]
 
 _LAST_CHANCE = 5.0
-"""Seconds for transfers to end when the interpreter does."""
+"""Seconds that transfers get to end when the interpreter exits."""
 
 
 @dataclass(slots=True)
 class _Heard:
-    """An access that somebody listens to or records."""
+    """An access in progress that is recorded or of which subscribers are told."""
 
     op: str
     since: float
-    """When it was granted, on the monotonic clock."""
+    """Time at which the access was granted, on the monotonic clock."""
     recorded: Note | None
 
 
 class BlockPool:
-    """Memory behind a byte budget, used as storages. Safe to use from several threads.
+    """A pool of storages behind a byte budget, safe to use from several threads.
 
     Parameters
     ----------
     config : PoolConfig
-        Its tiers, which the pool opens and, when it is closed, closes, and its other settings.
+        The pool's settings, with its tiers, which the pool opens and, when it is closed, closes.
 
     Raises
     ------
@@ -91,11 +91,11 @@ class BlockPool:
         ledger.add("host", "staging", **device.staging)
         self.config = config
         self._dropped: deque[Dropped] = deque()
-        """Storages that died since the pool last looked."""
+        """Storages that were collected since the pool last freed such ones."""
         self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
         """The storages in use."""
         self._births = itertools.count()
-        """Numbers storages in the order in which they were made, or first used."""
+        """Counter that numbers storages in the order in which they were made, or first used."""
         self.ledger = ledger
         self._lower = lower
         self._device = device
@@ -107,7 +107,7 @@ class BlockPool:
         self.allocation = Allocation(self.pager, sizes, self.recorder)
         self.account = Account(lower.names)
         self._watch: Watch | None = None
-        """Debug mode."""
+        """Checker of debug mode; None without it."""
         if config.debug:
             self._watch = device.watch(self.pager)
             self._executor = self._watch.executor
@@ -150,7 +150,7 @@ class BlockPool:
 
     @property
     def debug(self) -> bool:
-        """Tells if it looks for memory that is used outside its access."""
+        """True if debug mode looks for memory that is used outside its access."""
         return self.config.debug
 
     @property
@@ -160,14 +160,14 @@ class BlockPool:
 
     @property
     def small(self) -> int:
-        """Bytes up to which storages share a block."""
+        """Largest size in bytes of storages that share a block."""
         return self.allocation.sizes.small
 
     def __repr__(self) -> str:
         return f"<BlockPool {self.describe()}>"
 
     def describe(self) -> str:
-        """Its tiers and how full they are, in one line.
+        """Describe the tiers and how full they are, in one line.
 
         Without locks and without asking tiers: a debugger may look in the middle of anything.
         """
@@ -186,7 +186,7 @@ class BlockPool:
             return self.allocation.storages
 
     def close(self) -> None:
-        """End the pool: transfers under way end, files are removed, memory is given back.
+        """Close the pool: wait for transfers under way, remove files and give memory back.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class BlockPool:
             )
 
     def shut(self, patience: float | None = None) -> None:
-        """End the pool as `close` does, with the storages that are still in use.
+        """Close the pool as `close` does, even if storages are still in use.
 
         Parameters
         ----------
@@ -260,13 +260,13 @@ class BlockPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the pool, with the storages that are still in use: bytes alone have no other form than the pool's."""
+        """Close the pool, even if storages are still in use: they are lost, as no tensors can take their bytes over."""
         self.shut()
 
     # ---- storages -----------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
-        """A new storage of `nbytes` bytes, whose content is unspecified until it is written.
+        """Make a new storage of `nbytes` bytes, whose content is unspecified until it is written.
 
         Raises
         ------
@@ -287,7 +287,7 @@ class BlockPool:
     def adopt(
         self, source: SafetensorsFile, extent: Extent, *, cls: str = "weights", row_bytes: int = 0, name: str = ""
     ) -> Storage:
-        """A new storage whose clean copy is this part of a file; it takes no room below until it is written."""
+        """Make a storage whose clean copy is part of a file; it takes no room in lower tiers until it is written."""
         with self.driver:
             self._check_open()
             self._collect_dropped()
@@ -298,9 +298,9 @@ class BlockPool:
         return storage
 
     def pack_at_first_use(self, storage: Storage) -> None:
-        """Pack a storage, if it is small, beside what is used next to it, which is known when it is first used.
+        """Mark a storage to be packed at its first use, if it is small, beside the storages that are used around then.
 
-        For storages that are filled long before, in another order.
+        This is for storages that are filled long before they are used, in another order.
         """
         storage.loose = not storage.adopted
 
@@ -323,7 +323,7 @@ class BlockPool:
         uses : sequence of Use
             Ranges whose storages are this pool's. Ranges that overlap are laid out consistently.
         op : str
-            What for, in errors and accounts.
+            Name of the operation, for errors and accounts.
         rows : bool
             The ranges are rows of tables picked by data; the tape then notes only the tables.
 
@@ -353,7 +353,7 @@ class BlockPool:
     def refusal(
         self, error: TooLargeError | NoRoomError | TransferFailedError, uses: Sequence[Use], op: str
     ) -> FarpoolError:
-        """The error to raise where the pager refuses the operands of an operation."""
+        """The error to raise when the pager refuses the operands of an operation."""
         if isinstance(error, TooLargeError):
             return operands_too_large(error, uses, op, self.pager.capacity, self._storages, self.arena.alignment)
         if isinstance(error, NoRoomError):
@@ -371,7 +371,7 @@ class BlockPool:
         return grant
 
     def _acquire_carefully(self, uses: Sequence[Use], op: str, rows: bool) -> Grant:
-        """Look after what asked for attention; then acquire."""
+        """Acquire after doing what `attention` asks for: packing, freeing dropped storages, recording, events."""
         self._check_open()  # before the lock: in the child of a fork, its holder may be gone
         for use in uses:
             if use.storage.loose:
@@ -394,7 +394,7 @@ class BlockPool:
         return grant
 
     def _waited(self, op: str, start: float, seconds: float, block: int, tier: int) -> None:
-        """An operation has waited for its operands, or waits no longer."""
+        """Account for a wait that has ended, or raise for one that was given up (negative `seconds`)."""
         name = self._lower.names[tier] if tier >= 0 else ""
         if seconds >= 0:
             self.account.stalled(op, start, seconds, block, name, self.pager.used)
@@ -415,7 +415,7 @@ class BlockPool:
         ) from trouble
 
     def drop(self, dropped: Dropped) -> None:
-        """A storage has died; anywhere, perhaps in the middle of a pool's method."""
+        """Note that a storage was collected; may be called at any time, even in the middle of another method."""
         self._dropped.append(dropped)
         self.driver.attention = True
 
@@ -432,7 +432,7 @@ class BlockPool:
     # ---- releasing ----------------------------------------------------------------------------------------------
 
     def release(self, grant: Grant) -> None:
-        """The op is done with its operands."""
+        """Unpin the operands of an access."""
         heard = grant.note
         if not isinstance(heard, _Heard):
             self.driver.release(grant)
@@ -450,7 +450,7 @@ class BlockPool:
             self.recorder.deliver()
 
     def _deliver(self) -> None:
-        """Hand events to those who listen. Without the lock."""
+        """Hand events to subscribers; called without the lock."""
         if self.account.listening:
             with self.driver:
                 ended = self.driver.take_ended()
@@ -491,7 +491,7 @@ class BlockPool:
             return self.recorder.start(writer, self.pager, self.allocation.made.values())
 
     def stats(self) -> Stats:
-        """The account since the pool was made."""
+        """Statistics since the pool was made."""
         with self.driver:
             self._check_open()
             self._collect_dropped()
@@ -508,12 +508,12 @@ class BlockPool:
             )
 
     def explain(self) -> str:
-        """The account as text: bytes per tier and owner, residency per class, what the last stalls waited for."""
+        """The statistics as text: bytes by tier and owner, residency by class, and the last stalls."""
         return census.explain(self.stats(), self.ledger)
 
 
 _POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
-"""Every pool of the process, closed ones too."""
+"""Every pool of the process that is not collected, even closed ones."""
 _LEFT_OPEN: list[BlockPool] = []
 """Pools that were closed while transfers hung. Collecting one would unmap memory that a device may still write to."""
 
@@ -524,14 +524,14 @@ def open_pools() -> list[BlockPool]:
 
 
 def _forked() -> None:
-    """Close the pools of a fork's child: native threads are gone there, and locks may be held for ever."""
+    """Mark pools as closed in the child of a fork: native threads are gone there, and locks may be held for ever."""
     for pool in _POOLS:
         pool.closed = True
         pool.driver.forget_parent()
 
 
 def _close_all() -> None:
-    """Close all pools at the end of the interpreter: no thread may come back into it."""
+    """Close all pools when the interpreter exits, after which no thread may call into it."""
     for pool in open_pools():
         pool.shut(_LAST_CHANCE)
 

@@ -1,4 +1,4 @@
-"""The budget of the fast tier, changed while the tier is in use."""
+"""Changing the budget of the fast tier while the tier is in use."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["Budget"]
 
 
 class Budget:
-    """Makes the fast tier larger or smaller. Its methods are called with the pool's lock held.
+    """Resizer of the fast tier; its methods are called with the pool's lock held.
 
     Parameters
     ----------
     ledger : Ledger
-        Where the arena's bytes are booked.
+        Ledger on which the arena's bytes are booked.
     tiers : sequence of Tier
-        The lower ones, which take what has to leave.
+        The lower tiers, which take the blocks that have to leave.
     timeout : float
-        Seconds to wait at most until it has left.
+        Most seconds to wait until the blocks have left.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class Budget:
         self._timeout = timeout
 
     def change(self, budget: int, watch: Watch | None) -> None:
-        """Change it to so many bytes.
+        """Change the budget to `budget` bytes.
 
         Parameters
         ----------
         watch : Watch, optional
-            Debug mode, which looks at memory before it is given back.
+            Debug mode's checker, which looks at memory before it is given back.
 
         Raises
         ------
         BudgetError
-            A block that there is already is larger.
+            A block that exists already is larger.
         PoolFullError, TierTimeoutError
-            What has to leave cannot; the budget is as it was.
+            Blocks that have to leave cannot; the budget is as it was.
         """
         before = self._pager.capacity
         if budget < before:
@@ -88,7 +88,7 @@ class Budget:
         self._allocation.sizes = cut(budget, self._allocation.sizes.alignment, self._arena.alignment)
 
     def _shrink(self, budget: int) -> None:
-        """Have everything leave the part of the arena that is to go."""
+        """Evict or move all blocks in the part of the arena that is to go, and wait until that is done."""
         before = self._pager.capacity
         deadline = time.monotonic() + self._timeout
         try:
@@ -106,7 +106,7 @@ class Budget:
             raise
 
     def _check_blocks_fit(self, budget: int) -> None:
-        """Blocks keep the size with which they were cut."""
+        """Raise if a block is larger than the new budget: blocks keep the size with which they were cut."""
         largest = max((self._pager.block(block).size for block in self._pager.blocks()), default=0)
         if largest > budget:
             raise BudgetError(

@@ -1,4 +1,4 @@
-"""Counts a pool's bytes, and tells them as text."""
+"""Statistics of a pool, and their text form."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def take(
     storages: Iterable[Storage],
     account: Account,
 ) -> Stats:
-    """Count all bytes of a pool, whose lock the caller holds.
+    """Take the statistics of a pool; the caller holds its lock.
 
     Parameters
     ----------
     kind : str
         Kind of the fast tier.
     spaces : iterable of TierSpace
-        Those of the lower tiers.
+        Bookkeeping of the lower tiers.
     live : mapping of str to int
         Bytes of the storages in use, by class.
     storages : iterable of Storage
-        Those in use.
+        The storages in use.
     """
     resident: dict[str, int] = {}
     dirty: dict[str, int] = {}
@@ -110,7 +110,7 @@ def take(
 
 
 def _tables(pager: Pager, storages: Iterable[Storage]) -> tuple[TableStats, ...]:
-    """Accesses to rows, by the names of tables; moments of a table have its name."""
+    """Accesses to rows by table name; a table's moments have its name, too."""
     counts = pager.row_counts
     named: dict[str, tuple[int, int]] = {}
     for storage in storages:
@@ -138,7 +138,7 @@ def _unpaged_peak(held: int) -> int | None:
 
 
 def explain(stats: Stats, ledger: Ledger) -> str:
-    """A pool's account as text."""
+    """Format the statistics of a pool as text."""
     lines = [
         "tier         owner         requested    reserved  page-locked     touched",
         *(

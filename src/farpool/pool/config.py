@@ -35,11 +35,11 @@ class PoolConfig(Struct, frozen=True):
     device : str
         ``cpu`` (the fast tier is a budgeted part of DRAM) or ``cuda``.
     prefetch : bool
-        Whether to fetch along the tape.
+        True to prefetch along the tape of recorded accesses.
     timeout : float
         Seconds that an access waits for a transfer before it gives up with `TierTimeoutError`.
     debug : bool
-        Whether to look for memory that is used outside its access, and for transfers out of order.
+        True to look for memory that is used outside its access, and for transfers out of order.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class PoolConfig(Struct, frozen=True):
             )
 
     def make_tiers(self) -> list[Tier]:
-        """The lower tiers, closed; those given as specs are new."""
+        """Make the list of lower tiers, closed; each spec gives a new tier."""
         return [tier if isinstance(tier, Tier) else tier.make() for tier in self.tiers]
 
     @classmethod
@@ -98,7 +98,7 @@ class PoolConfig(Struct, frozen=True):
         timeout: float = 60.0,
         debug: bool = False,
     ) -> PoolConfig:
-        """Check settings and make the configuration.
+        """Make a configuration from settings, after checking them.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class PoolConfig(Struct, frozen=True):
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> PoolConfig:
-        """Put everything together: arguments win over the environment, and that over the file.
+        """Combine arguments, the environment and a file; arguments win over the environment, and that over the file.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class PoolConfig(Struct, frozen=True):
         environment : mapping, optional
             Variables to read instead of the process's.
         **settings
-            As of :meth:`make`; what makes the lower tiers is one setting.
+            As for :meth:`make`; all settings that make lower tiers count as one.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class PoolConfig(Struct, frozen=True):
         return cls._of([below, environment_layer(environment, declared), _given(settings)])
 
     def replace(self, **settings: Any) -> PoolConfig:
-        """The same configuration but for these settings, which are those of :meth:`make`.
+        """A copy of the configuration with some settings changed, which are those of :meth:`make`.
 
         Raises
         ------
@@ -217,14 +217,14 @@ class PoolConfig(Struct, frozen=True):
 
 
 def _declared() -> dict[str, Any]:
-    """The settings that there are, with their types."""
+    """The known settings with their types, from the signature of `PoolConfig.make`."""
     hints = get_type_hints(PoolConfig.make)
     del hints["return"]
     return hints
 
 
 def _given(settings: dict[str, Any]) -> Layer:
-    """Settings that the program gives, their names checked."""
+    """Layer of the settings that the program gives, after checking their names."""
     declared = _declared()
     for name, value in settings.items():
         if name not in declared:
@@ -235,7 +235,7 @@ def _given(settings: dict[str, Any]) -> Layer:
 
 
 def _short_form(name: str, value: Any) -> TierSpec:
-    """The tier that a shorthand stands for."""
+    """The spec of the tier that a shorthand stands for."""
     if name == "remote":
         return RemoteSpec(nodes=require_type(value, Sequence[str] | str, name))
     size = parse_size(value, name)

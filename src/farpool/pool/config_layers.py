@@ -1,4 +1,4 @@
-"""Reads settings from a TOML file, the environment and keyword arguments; each is a layer over the one before."""
+"""Layers of settings from a TOML file, the environment and keyword arguments, each over the one before."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["CONFIG_VARIABLE", "Layer", "environment_layer", "named_layer", "stac
 
 _PREFIX = "FARPOOL_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
-"""Names the TOML file."""
+"""Environment variable that names the TOML file."""
 _TABLE = "pool"
 _TIERS = ("tiers", "dram", "remote", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Settings, and where each was found.
+    """Settings from one source, and where each was found.
 
     Attributes
     ----------
     values : dict of str to object
-        By the names that `PoolConfig.make` gives them.
+        The settings, by the names that `PoolConfig.make` gives them.
     origins : dict of str to str
-        By the same names, for errors; those given in the program have none.
+        Where each was found, for errors; settings given in the program have no origin.
     """
 
     values: dict[str, Any]
@@ -37,14 +37,14 @@ class Layer:
 
 
 def toml_layer(path: str | os.PathLike[str], declared: Mapping[str, object]) -> Layer:
-    """The table ``[pool]`` of a file.
+    """Read the table ``[pool]`` of a TOML file.
 
     Parameters
     ----------
     path : str or path-like
         The file.
     declared : mapping
-        The settings that there are.
+        The known settings.
 
     Raises
     ------
@@ -76,12 +76,12 @@ def toml_layer(path: str | os.PathLike[str], declared: Mapping[str, object]) -> 
 
 
 def named_layer(environment: Mapping[str, str], declared: Mapping[str, object]) -> Layer:
-    """The file that ``FARPOOL_CONFIG`` names; nothing if that is not set.
+    """Read the file that ``FARPOOL_CONFIG`` names; an empty layer if that is not set.
 
     Raises
     ------
     ConfigError
-        As of `toml_layer`.
+        As for `toml_layer`.
     """
     path = environment.get(CONFIG_VARIABLE, "")
     if not path:
@@ -93,7 +93,7 @@ def named_layer(environment: Mapping[str, str], declared: Mapping[str, object]) 
 
 
 def environment_layer(environment: Mapping[str, str], declared: Mapping[str, object]) -> Layer:
-    """The variables ``FARPOOL_FAST``, ``FARPOOL_DEVICE`` and so on; an empty one counts as not set.
+    """Read the variables ``FARPOOL_FAST``, ``FARPOOL_DEVICE`` and so on; an empty one counts as not set.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def environment_layer(environment: Mapping[str, str], declared: Mapping[str, obj
 
 
 def stacked(layers: Sequence[Layer]) -> Layer:
-    """The settings of several layers; a later one wins.
+    """Merge several layers of settings; a later one wins.
 
     What makes the lower tiers (``tiers``, ``dram``, ``remote``, ``nvme``) is one setting: a layer that gives any of it
     replaces all that the layers before it said about tiers.

@@ -1,4 +1,4 @@
-"""Chooses the fast tier and what runs its transfers, by the device that computes."""
+"""Choice of the fast tier and of the executor of its transfers, by the device that computes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["FastTier", "open_device"]
 
 _STAGED = 4
-"""Blocks in flight through staging memory: one each way on either leg."""
+"""Blocks that staging memory has room for: one in each direction on either leg."""
 _MOST_STAGING = 1 << 30
-"""Bytes beyond which staging memory only grows to hold the largest block."""
+"""Most bytes of staging memory, unless the largest block needs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class FastTier:
-    """An arena, what runs its transfers, and how to give both back.
+    """The arena of the fast tier, the executor of its transfers, and a function that releases the memory.
 
     Attributes
     ----------
     watch : callable
-        Makes debug mode for a pager over this arena.
+        Makes debug mode's checker for a pager over this arena.
     staging : dict of str to int
         Bytes of host memory held beside it, as booked on the ledger.
     """
@@ -48,21 +48,21 @@ class FastTier:
 
 
 def open_device(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
-    """Take the memory of the fast tier.
+    """Allocate the fast tier on the configured device, and make the executor of its transfers.
 
     Parameters
     ----------
     ports : list of Port
-        The tiers' native ends; the pool appends to it.
+        The tiers' native ports; the pool appends to it.
     tiers : sequence of Tier
         The lower tiers, open.
     ledger : Ledger
-        Where memory of theirs that is page-locked is booked.
+        Ledger on which page-locked memory of these tiers is booked.
 
     Raises
     ------
     ConfigError
-        There is no such device, or it has less memory.
+        There is no such device, or it has too little memory.
     """
     if config.device == "cpu":
         return _host(config, ports)

@@ -1,4 +1,4 @@
-"""Events that a pool tells its subscribers."""
+"""Events that a pool sends to its subscribers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EventKind = Literal["fetch", "writeback", "stall", "compute", "create", "free"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in a pool.
+    """An event in a pool, such as a transfer, a stall or the use of operands.
 
     Attributes
     ----------
@@ -20,7 +20,7 @@ class Event:
         ``fetch`` (bytes came into the fast tier), ``writeback`` (they left it), ``stall`` (an op
         waited), ``compute`` (an op had its operands, from grant to release), ``create`` and ``free`` (a storage).
     time : float
-        When it began, seconds on the monotonic clock.
+        Time at which it began, in seconds on the monotonic clock.
     duration : float
         Seconds it took; 0 for what takes no time.
     nbytes : int

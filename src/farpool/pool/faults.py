@@ -1,4 +1,4 @@
-"""Turns what the pager and the tiers refuse into the errors that a user sees."""
+"""Errors for users, made from refusals of the pager and failures of tiers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ __all__ = ["does_not_fit", "no_room", "operands_too_large", "with_tier_and_block
 def operands_too_large(
     error: TooLargeError, uses: Sequence[Use], op: str, budget: int, storages: Collection[Storage], alignment: int
 ) -> BudgetError:
-    """An op's operands exceed the fast tier: names op, operands and the smallest budget that works for a whole step.
+    """The error for operands that exceed the fast tier: names operation, operands and the smallest budget for a step.
 
-    In a new pool of that budget, that is; in one that was made smaller the blocks may be larger, and need what they
-    need.
+    The budget is for a new pool; in one that was made smaller, blocks keep their former size and may need more.
 
     Parameters
     ----------
     storages : collection of Storage
-        All of the pool.
+        All storages of the pool.
     alignment : int
-        Of storages that share a block, in bytes.
+        Alignment in bytes of storages that share a block.
     """
     alone = smallest_budget([uses], storages, alignment)
     needed = smallest_budget([uses, *uses_of_layers(storages, uses)], storages, alignment)
@@ -45,7 +44,7 @@ def operands_too_large(
 
 
 def does_not_fit(what: str, nbytes: int, held: int, fast: int, tiers: Sequence[Tier], block: int) -> PoolFullError:
-    """New bytes exceed all tiers together: names what lacks, every tier's size, and the size that works."""
+    """The error for a new storage that exceeds all tiers together: names the bytes lacking, the sizes, and a remedy."""
     sizes = [("fast", fast), *[(tier.info.name, tier.info.capacity) for tier in tiers]]
     capacity = sum(size for _, size in sizes)
     lacking = nbytes - (capacity - held)
@@ -58,7 +57,7 @@ def does_not_fit(what: str, nbytes: int, held: int, fast: int, tiers: Sequence[T
 
 
 def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError:
-    """A block has to leave the fast tier and cannot: names what lacks, and the lower tiers and how full they are."""
+    """The error for a block that has to leave the fast tier and cannot: names the bytes lacking and the tiers' use."""
     nbytes = int(error.args[1])
     full = ", ".join(
         f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers
@@ -74,7 +73,7 @@ def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError
 
 
 def _remedy(tiers: Sequence[Tier], more: int) -> str:
-    """The setting that makes `more` bytes of room."""
+    """Advice on the setting that makes `more` bytes of room."""
     if not tiers:
         return f'add a lower tier, such as Pool(..., dram="{_whole_size(more)}")'
     info = tiers[-1].info
@@ -82,13 +81,13 @@ def _remedy(tiers: Sequence[Tier], more: int) -> str:
 
 
 def _whole_size(nbytes: int) -> str:
-    """The next whole KiB or MiB, as a setting takes it."""
+    """Text of a size, rounded up to whole KiB or MiB, as a setting takes it."""
     unit, name = (1 << 20, "MiB") if nbytes >= 1 << 20 else (1 << 10, "KiB")
     return f"{-(-nbytes // unit)}{name}"
 
 
 def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:
-    """The same error, as a `TierError` that names tier and block in its message and its attributes."""
+    """A `TierError` with an error as its cause, which names tier and block in its message and attributes."""
     kind = type(error) if isinstance(error, TierError) else TierError
     if isinstance(error, NodeTimeoutError):
         kind = TierTimeoutError

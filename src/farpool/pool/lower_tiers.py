@@ -1,4 +1,4 @@
-"""The lower tiers of a pool, opened together and closed together, and the files that it reads from."""
+"""The lower tiers of a pool, opened and closed together, and the source files that it reads from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LowerTiers"]
 
 
 class LowerTiers:
-    """Tiers and source files, numbered as the pager numbers them: first the tiers, then the files as they come.
+    """The tiers and source files of a pool, numbered as in the pager: first the tiers, then files as they come.
 
     Parameters
     ----------
@@ -23,11 +23,11 @@ class LowerTiers:
     Attributes
     ----------
     tiers : list of Tier
-        Those whose bytes leave the process are checksummed.
+        The tiers; those whose bytes leave the process are wrapped in checksums.
     ports : list of Port
-        The native ends of tiers and files.
+        Native ports of tiers and files.
     names : list of str
-        Of tiers and files.
+        Names of tiers and files.
     """
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
@@ -53,7 +53,7 @@ class LowerTiers:
         return sum(tier.info.capacity for tier in self.tiers)
 
     def number_of(self, source: SafetensorsFile, pager: Pager) -> int:
-        """The pager's number of a file, which is opened and made known to it the first time."""
+        """The pager's number of a file; at the first call the file is opened and registered with the pager."""
         index = self._sources.get(id(source))
         if index is None:
             source.open()
@@ -64,7 +64,7 @@ class LowerTiers:
         return index
 
     def close(self) -> None:
-        """Close tiers and files. Nothing may be under way."""
+        """Close tiers and files; no transfer may be under way."""
         for tier in reversed(self.tiers):
             tier.close()
         for source in self._held:
@@ -72,7 +72,7 @@ class LowerTiers:
 
 
 def _guarded(tier: Tier) -> Tier:
-    """Bytes that leave the process are checksummed."""
+    """Wrap a tier in checksums if its bytes leave the process and it does not verify them itself."""
     if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verifies):
         return Verified(tier)
     return tier

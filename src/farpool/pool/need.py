@@ -1,4 +1,4 @@
-"""The smallest budget with which operations work, in a new pool that is given the same storages in the same order.
+"""Computation of the smallest budget that operations need, in a new pool with the same storages in the same order.
 
 Blocks are cut in proportion to the budget, and small storages share them, so an operation's need is a function of the
 budget. It is worked out as the new pool would: cut, pack, count each block that is touched once.
@@ -18,20 +18,20 @@ __all__ = ["smallest_budget", "uses_of_layers"]
 
 _NUMBER = re.compile(r"\d+")
 _SMALLER = 2
-"""An operation with less than this fraction of the largest one's bytes is not what a budget is too small for."""
+"""Operations are ignored if they have fewer bytes than the largest one's divided by this."""
 
 
 def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[Storage], alignment: int) -> int:
-    """Bytes of fast tier with which each of these operations works; with one byte less, one of them does not.
+    """The smallest size of the fast tier, in bytes, with which each of these operations works.
 
     Parameters
     ----------
     operations : sequence of sequence of Use
-        What each of them needs at once. Of all but the first, those that are much smaller than others are left out.
+        Uses that each operation needs at once. Operations much smaller than others are ignored, except the first.
     storages : collection of Storage
-        All of the pool.
+        All storages of the pool.
     alignment : int
-        Of storages that share a block, in bytes.
+        Alignment in bytes of storages that share a block.
     """
     raw = [sum({use.storage: use.stop - use.start for use in uses}.values()) for uses in operations]
     least = max(raw) // _SMALLER
@@ -65,17 +65,17 @@ def smallest_budget(operations: Sequence[Sequence[Use]], storages: Collection[St
 
 
 def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[list[Use]]:
-    """Operands that the layers of a model need at once, as far as their names tell.
+    """Operands that each layer of a model needs at once, guessed from the names of storages.
 
-    That is each weight with its bias, and what an operation takes whole of one layer, of all others whose names differ
-    in numbers only. Tables are left out: their rows are read one by one.
+    These are each weight with its bias and, for the operands that an operation takes whole, their counterparts in other
+    layers, whose names differ in numbers only. Tables are left out: their rows are read one by one.
 
     Parameters
     ----------
     storages : iterable of Storage
-        All of the pool.
+        All storages of the pool.
     uses : sequence of Use
-        What an operation needs.
+        Uses of one operation.
     """
     named = {storage.name: storage for storage in storages if storage.name and storage.cls == "weights"}
     layers = _alike(named, uses)
@@ -88,7 +88,7 @@ def uses_of_layers(storages: Iterable[Storage], uses: Sequence[Use]) -> list[lis
 
 
 def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]]:
-    """The storages of each layer that stand where those of an operation stand in theirs."""
+    """For each layer, the storages that correspond by name to those of an operation."""
     wanted = {use.storage.name for use in uses if use.stop - use.start == use.storage.nbytes}
     patterns = {_NUMBER.sub("#", name) for name in wanted}
     if len(wanted) < len(uses) or len({tuple(_NUMBER.findall(name)) for name in wanted}) != 1:
@@ -101,7 +101,7 @@ def _alike(named: dict[str, Storage], uses: Sequence[Use]) -> list[list[Storage]
 
 
 def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
-    """The storages that share blocks if they are small, each list in the order in which it is packed."""
+    """Group storages by the shared blocks they would go to if small, each list in the order of packing."""
     streams: dict[tuple[str, bool, bool], list[Storage]] = {}
     for storage in sorted(storages, key=lambda storage: storage.made):
         streams.setdefault((storage.cls, storage.adopted, False), []).append(storage)
@@ -113,12 +113,12 @@ def _streams(storages: Iterable[Storage]) -> list[list[Storage]]:
 
 
 def _shape(uses: Iterable[Use]) -> tuple[tuple[str, int, int, int, int], ...]:
-    """Equal for operations that need as much: the layers of a model, mostly."""
+    """A key that is equal for operations with equal needs, such as those of a model's like layers."""
     return tuple((u.storage.cls, u.storage.nbytes, u.storage.row_bytes, u.start, u.stop) for u in uses)
 
 
 def _pack(streams: Iterable[Sequence[Storage]], sizes: Cut) -> dict[Storage, tuple[int, int]]:
-    """The shared block of each small storage: its stream, and its number there."""
+    """The shared block of each small storage, as the number of its stream and the block's number in that."""
     packed: dict[Storage, tuple[int, int]] = {}
     for stream, storages in enumerate(streams):
         number, used = 0, 0
@@ -132,7 +132,7 @@ def _pack(streams: Iterable[Sequence[Storage]], sizes: Cut) -> dict[Storage, tup
 
 
 def _bytes_of(uses: Iterable[Use], sizes: Cut, packed: Callable[[Cut], dict[Storage, tuple[int, int]]]) -> int:
-    """Bytes of the blocks that uses touch, each counted once."""
+    """Bytes of the blocks that the uses touch, each block counted once."""
     small: set[Storage] = set()
     ranges: dict[Storage, list[tuple[int, int]]] = {}
     total = 0

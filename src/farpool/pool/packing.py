@@ -1,4 +1,4 @@
-"""Packs small storages beside what is used next to them, which is known when they are first used.
+"""Packing of small storages at their first use, so that those used one after the other share blocks.
 
 Storages that are filled long before, in another order, lie in shared blocks beside what came next to them then. At its
 first use such a *loose* storage gets another place, in the order of first uses.
@@ -20,18 +20,18 @@ from farpool.pool.allocation import USED, Allocation
 __all__ = ["Packing"]
 
 _SLICE = 0.1
-"""Seconds after which a thread that waits for another looks again."""
+"""Seconds after which a thread that waits for another to pack a storage checks again."""
 
 
 class Packing:
-    """Gives loose storages their places. It is called without the pool's lock and takes it by itself.
+    """Packer of loose storages; it is called without the pool's lock and takes it by itself.
 
     Parameters
     ----------
     driver : Driver
         The pool's.
     acquire : callable
-        Pins operands, as the pool does, but loose ones where they are. Without the lock.
+        Pins operands as the pool does, but without packing loose ones first. Called without the lock.
     check_open : callable
         Raises if the pool has been closed.
     births : iterator of int
@@ -54,7 +54,7 @@ class Packing:
         self._check_open = check_open
         self._births = births
         self._under_way: set[int] = set()
-        """Storages that a thread is packing; others wait for it."""
+        """Identities of the storages that a thread is packing; other threads wait for it."""
 
     def pack(self, storage: Storage, op: str) -> None:
         """Pack a loose storage, if it is small, or wait for the thread that does.

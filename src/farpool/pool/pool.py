@@ -1,4 +1,4 @@
-"""The pool that a program sees: its settings, tensors in it, its accounts, and its end.
+"""`Pool`, the object that a program sees: settings, making tensors, statistics, and closing.
 
 It stands in front of a `BlockPool`, which storages and tensors refer to. Tensors need torch, and so they come from a
 library above this module that is handed in (`use_tensors`) and loaded when the first one is made.
@@ -34,7 +34,7 @@ __all__ = ["Pool", "TensorLibrary", "blocks_of", "pool_of", "use_tensors"]
 
 
 class TensorLibrary(Protocol):
-    """Tensors in a pool; `farpool.tensors.library` is the one there is."""
+    """Interface of the library that makes a pool's tensors, implemented by `farpool.tensors.library`."""
 
     def empty(
         self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
@@ -59,11 +59,11 @@ class TensorLibrary(Protocol):
         ...
 
     def take_along(self, pool: StorageOwner) -> str:
-        """Make every tensor that lives in a pool plain; returns the warning about it, if there were any."""
+        """Make every tensor that lives in a pool plain; returns the text of a warning, empty if there were none."""
         ...
 
     def live_parameters(self, pool: StorageOwner) -> str:
-        """The parameters that live in a pool, counted, for a message; empty if there are none."""
+        """Number and bytes of the parameters that live in a pool, as text for a message; empty if there are none."""
         ...
 
 
@@ -71,13 +71,13 @@ _load_tensors: Callable[[], TensorLibrary]
 
 
 def use_tensors(load: Callable[[], TensorLibrary]) -> None:
-    """Make the tensors of all pools with this library, which is loaded when the first one is made."""
+    """Set the library that makes the tensors of all pools; `load` is called when one is needed."""
     global _load_tensors
     _load_tensors = load
 
 
 class Pool:
-    """One memory behind a byte budget: a fast tier that computation reads, and slower tiers below it.
+    """A pool of memory behind a byte budget: a fast tier that computation reads, and slower tiers below it.
 
     Parameters
     ----------
@@ -94,11 +94,11 @@ class Pool:
     device : str, optional
         ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
     prefetch : bool, optional
-        Whether to fetch along the recorded accesses, ahead of them; the default is to do so.
+        True, the default, to prefetch along the recorded accesses, ahead of them.
     timeout : float, optional
         Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
     debug : bool, optional
-        Whether to look for memory that is used outside its access, which raises `LifetimeError`, and for transfers out
+        True to look for memory that is used outside its access, which raises `LifetimeError`, and for transfers out
         of order, which raises `OrderError`. Slow. The default is off, or what ``FARPOOL_DEBUG`` says.
 
     Raises
@@ -146,7 +146,7 @@ class Pool:
             The file; None takes the one that ``FARPOOL_CONFIG`` names, if it is set. Or a whole configuration; neither
             a file nor the environment is read then.
         **settings
-            As of the constructor. They win over the environment, and that wins over the file.
+            As for the constructor. They win over the environment, and that wins over the file.
 
         Raises
         ------
@@ -158,7 +158,7 @@ class Pool:
 
     @property
     def config(self) -> PoolConfig:
-        """The configuration that it was made with."""
+        """The configuration that the pool was made with."""
         return self._blocks.config
 
     @property
@@ -168,7 +168,7 @@ class Pool:
 
     @property
     def debug(self) -> bool:
-        """Tells if it looks for memory that is used outside its access."""
+        """True if debug mode looks for memory that is used outside its access."""
         return self._blocks.debug
 
     @property
@@ -183,7 +183,7 @@ class Pool:
 
     @property
     def closed(self) -> bool:
-        """Tells if it has been closed."""
+        """True if the pool has been closed."""
         return self._blocks.closed
 
     def __repr__(self) -> str:
@@ -217,7 +217,7 @@ class Pool:
         ----------
         tensor : torch.Tensor
         table : bool
-            Whether it is a table whose rows are picked by data, as an `Embedding`'s weight is. It is cut into blocks of
+            True for a table whose rows are picked by data, as an `Embedding`'s weight is. It is cut into blocks of
             few rows then, so that a row that is not there brings few others.
         """
         return _load_tensors().from_tensor(self._blocks, tensor, cls="embedding" if table else "weights")
@@ -236,22 +236,22 @@ class Pool:
         ConfigError
             The size does not parse or is more than the machine's memory.
         BudgetError
-            A block that there is already is larger.
+            A block that exists already is larger.
         PoolFullError, TierTimeoutError
-            What has to leave cannot; the budget is as it was.
+            Blocks that have to leave cannot; the budget is as it was.
         """
         self._blocks.resize(fast)
 
     def stats(self) -> Stats:
-        """The account since the pool was made."""
+        """Statistics since the pool was made."""
         return self._blocks.stats()
 
     def explain(self) -> str:
-        """The account as text: bytes per tier and owner, residency per class, what the last stalls waited for."""
+        """The statistics as text: bytes by tier and owner, residency by class, and the last stalls."""
         return self._blocks.explain()
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `callback` with each event from now on, from the thread in which it is noted.
+        """Call `callback` with each event from now on, in any thread that uses the pool.
 
         Returns
         -------
@@ -285,7 +285,7 @@ class Pool:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self, *, materialize: bool = False) -> None:
-        """End the pool: transfers under way end, its files are removed, memory is given back.
+        """Close the pool: wait for transfers under way, remove its files and give memory back.
 
         Parameters
         ----------
@@ -302,7 +302,7 @@ class Pool:
         """
         if materialize and not self.closed and self.live:
             _load_tensors().materialize_all(self._blocks)
-            # What still lives is held by autograd graphs alone, and nobody can read it.
+            # Storages that still live are held by autograd graphs alone, and nobody can read them.
         else:
             self._blocks.check_unused()
         self._blocks.shut()
@@ -313,7 +313,7 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the pool; what still lives in it becomes plain before, in place, with one warning.
+        """Close the pool; tensors that still live in it become plain first, in place, with one warning.
 
         Parameters, buffers, gradients, moments and all other tensors that the program can reach are made plain if they
         fit into 80 % of the memory that is available (of the host, within the limits of its control groups; on CUDA
@@ -351,16 +351,16 @@ class Pool:
 
 
 _POOLS: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
-"""The pools that the program holds, by the identity of their `BlockPool`."""
+"""The `Pool` objects that the program holds, by the identity of their `BlockPool`."""
 
 
 def blocks_of(pool: Pool) -> BlockPool:
-    """The inside of a pool."""
+    """The `BlockPool` behind a pool."""
     return pool._blocks
 
 
 def pool_of(blocks: StorageOwner) -> Pool:
-    """The pool that has this inside: the object that the program holds, or a new one if it holds none any more."""
+    """The `Pool` in front of a `BlockPool`: the object that the program holds, or a new one if it holds none."""
     pool = _POOLS.get(id(blocks))
     if pool is None:
         pool = Pool.__new__(Pool)
@@ -370,7 +370,7 @@ def pool_of(blocks: StorageOwner) -> Pool:
 
 
 def _tell_what_is_lost() -> None:
-    """Name the parameters that live in open pools when the interpreter ends."""
+    """Print a message about the parameters that live in open pools when the interpreter exits."""
     for blocks in open_pools() if "farpool.tensors" in sys.modules else ():
         lost = _load_tensors().live_parameters(blocks) if blocks.live else ""
         if lost:

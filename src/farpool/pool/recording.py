@@ -1,4 +1,4 @@
-"""Recordings: what a program does with its pool, noted while it does it and written to tape files.
+"""Recordings of a program's accesses to its pool, written to tape files while it runs.
 
 The pool notes grants and blocks under its lock, which costs an append. What was noted is turned into bytes and written
 outside the lock, many records at a time, by the thread whose release comes next. A recording that cannot be written
@@ -31,24 +31,24 @@ __all__ = ["Made", "Note", "Recorder", "Recording", "metadata"]
 
 _NANOSECONDS = round(TICK * 1e9)
 _WEIGHT = 2048
-"""Records of a chunk, each run of an access counted as one."""
+"""Records in a chunk that is written at once; each run of an access counts as one."""
 _PATIENCE = 1_000_000_000
-"""Nanoseconds after which what was noted is written, so that little is lost if the process is killed."""
+"""Nanoseconds after which noted records are written, so that little is lost if the process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Blocks that were made together."""
+    """A group of consecutive blocks that were made together."""
 
     first: int
     count: int
     name: str
     adopted: bool
-    """A source file has, or had, a clean copy."""
+    """True if a source file has, or had, a clean copy of the blocks."""
 
 
 class Note:
-    """An access that was granted. Times are nanoseconds of the monotonic clock; `released` is 0 until it is known."""
+    """A granted access to record. Times are nanoseconds of the monotonic clock; `released` is 0 until it is known."""
 
     __slots__ = ("asked", "granted", "op", "released", "runs", "thread")
 
@@ -62,7 +62,7 @@ class Note:
 
 
 class Recording:
-    """A tape file that is being recorded; a context manager.
+    """A recording under way to a tape file; a context manager that ends it.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Recording:
     def __init__(self, recorder: Recorder, writer: TapeWriter, living: Iterable[Record]) -> None:
         self.path = writer.path
         self.noted: deque[Record | Note] = deque(living)
-        """Records in the order of the program; appended to under the pool's lock."""
+        """Records to write, in the order of the program; appended to under the pool's lock."""
         self._recorder = recorder
         self._writer = writer
         self._writing = threading.Lock()
@@ -83,10 +83,10 @@ class Recording:
         self._written = time.perf_counter_ns()
         self._began = self._written // _NANOSECONDS
         self._threads: dict[int, tuple[int, int]] = {}
-        """By identity: ordinal, and when it last released something, in ticks."""
+        """Ordinal of each thread and the time of its last release in ticks, by the thread's identity."""
 
     def advance(self, now: int) -> None:
-        """Write what is complete, if it is enough. Never raises an `Exception`."""
+        """Write the complete records if there are many or the last write was long ago; never raises an `Exception`."""
         if len(self.noted) < _WEIGHT and now - self._written < _PATIENCE:
             return
         if self._writing.acquire(blocking=False):
@@ -99,7 +99,7 @@ class Recording:
                 self.end()
 
     def end(self) -> None:
-        """Note nothing any more and complete the file. What goes wrong is kept for `close`."""
+        """Stop recording and complete the file; an error is kept for `close` to raise."""
         self._recorder.forget(self)
         if os.getpid() != self._owner:  # the child of a fork: file and lock are its parent's
             return
@@ -112,7 +112,7 @@ class Recording:
             self._writer.close()
 
     def close(self) -> None:
-        """End the recording and complete the file. The pool goes on.
+        """Stop recording and complete the file; the pool stays open.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class Recording:
                 raise
 
     def _take(self, *, last: bool) -> list[Record]:
-        """A chunk of what was noted first and is complete; at the end, of all that is complete."""
+        """Take a chunk of records up to the first that is incomplete; with `last`, incomplete ones are skipped."""
         records: list[Record] = []
         weight = 0
         while self.noted and weight < _WEIGHT:
@@ -182,12 +182,12 @@ class Recording:
 
 
 class Recorder:
-    """The recordings of a pool. What notes is called with the pool's lock held.
+    """The recordings under way of a pool; methods that note something are called with the pool's lock held.
 
     Attributes
     ----------
     recordings : tuple of Recording
-        Those under way; empty for most of the time, which callers ask before they do anything.
+        The recordings under way; callers check that there are any before they note something.
     """
 
     def __init__(self) -> None:
@@ -195,30 +195,30 @@ class Recorder:
         self._changing = threading.Lock()
 
     def start(self, writer: TapeWriter, pager: Pager, living: Iterable[Made]) -> Recording:
-        """Record from now on; the blocks that there are come first."""
+        """Start a recording; its first records are those of the blocks that exist already."""
         recording = Recording(self, writer, [create for made in living for create in _creates(pager, made)])
         with self._changing:
             self.recordings = (*self.recordings, recording)
         return recording
 
     def forget(self, recording: Recording) -> None:
-        """Note nothing for it any more."""
+        """Remove a recording, so that nothing more is noted for it."""
         with self._changing:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
 
     def created(self, pager: Pager, made: Made) -> None:
-        """Blocks were made; nothing has been written to them."""
+        """Note that blocks were made, to which nothing has been written."""
         creates = [_create(pager, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
         for recording in self.recordings:
             recording.noted.extend(creates)
 
     def freed(self, first: int, count: int) -> None:
-        """The program has dropped blocks."""
+        """Note that the program has dropped blocks."""
         for recording in self.recordings:
             recording.noted.append(Free(first, count))
 
     def granted(self, runs: Sequence[Run], op: str, waited: float) -> Note:
-        """An access was granted.
+        """Note that an access was granted.
 
         Parameters
         ----------
@@ -231,19 +231,19 @@ class Recorder:
         return note
 
     def deliver(self) -> None:
-        """Write what was noted. Not under the pool's lock."""
+        """Write noted records to the files of all recordings; called without the pool's lock."""
         now = time.perf_counter_ns()
         for recording in self.recordings:
             recording.advance(now)
 
     def end(self) -> None:
-        """The pool is closed."""
+        """End all recordings, as the pool is closed."""
         for recording in self.recordings:
             recording.end()
 
 
 def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classes: tuple[str, ...]) -> Metadata:
-    """The header of a tape file, which describes the pool."""
+    """Make the header of a tape file, which describes the pool."""
     return Metadata(
         farpool=version("farpool"),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -256,7 +256,7 @@ def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classe
 
 
 def _creates(pager: Pager, made: Made) -> list[Create]:
-    """Records of blocks that live already, some of which may have content and some not."""
+    """Make the records for blocks that exist already, some of which may have content and some not."""
     members = range(made.first, made.first + made.count)
     creates = []
     for content, group in groupby(members, key=lambda block: _content(pager, block, made.adopted)):

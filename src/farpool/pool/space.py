@@ -1,4 +1,4 @@
-"""A tier's bookkeeping as the pager sees it, booked on the ledger."""
+"""Adapter between the pager and a tier's reservations, which books them on the ledger."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["TierSpace"]
 
 
 class TierSpace:
-    """Reserves in a tier for the pager, and keeps the ledger and the peak.
+    """Reservations of the pager in one tier, booked on the ledger, with their peak.
 
     Attributes
     ----------
     name : str
     capacity : int
-        Bytes of the tier altogether.
+        Capacity of the tier in bytes.
     reserved : int
-        Bytes reserved now.
+        Bytes reserved at the moment.
     peak : int
         The most bytes that were ever reserved.
     """

@@ -1,4 +1,4 @@
-"""The result of `Pool.stats`: frozen, versioned, in bytes and seconds."""
+"""Types of the result of `Pool.stats`: frozen and versioned, in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Bytes of one tier.
+    """Statistics of one tier, in bytes.
 
     Attributes
     ----------
     name, kind : str
     capacity : int
     requested : int
-        Asked for by the blocks it holds.
+        Bytes that the blocks it holds asked for.
     reserved : int
-        Taken for them, alignment included.
+        Bytes taken for them, alignment included.
     peak : int
         The most that was ever reserved.
     page_locked, touched : int
-        Of the memory behind it: locked into RAM; touched so far, hence counted by the operating system.
+        Bytes of the memory behind it that are locked into RAM, and that were touched so far (resident memory).
     """
 
     name: str
@@ -39,7 +39,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """Bytes of one class of blocks: live altogether, and resident in the fast tier."""
+    """Bytes of one class of blocks: live in all, resident in the fast tier, and dirty there."""
 
     name: str
     live: int
@@ -49,7 +49,7 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class TableStats:
-    """Accesses to blocks of a table that is in use (with its moments), and those that found their block in place."""
+    """Accesses to blocks of a table and its moments, and the hits among them, which found their block resident."""
 
     name: str
     row_accesses: int
@@ -57,13 +57,13 @@ class TableStats:
 
     @property
     def row_hit_rate(self) -> float:
-        """Share of the accesses that found their block in place."""
+        """Share of the accesses that found their block resident."""
         return self.row_hits / self.row_accesses if self.row_accesses else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Transfers from one tier to another; `seconds` adds up their own times."""
+    """Totals of the transfers from one tier to another; `seconds` is the sum of their durations."""
 
     source: str
     target: str
@@ -74,7 +74,7 @@ class LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One wait: for which op, how long, and for which block from which tier (-1, empty: another thread)."""
+    """A wait of an operation for a block from a tier; block -1 and tier "" where it waited for another thread."""
 
     op: str
     seconds: float
@@ -84,24 +84,24 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Account of a pool since it was made."""
+    """Statistics of a pool since it was made."""
 
     fast: TierStats
     tiers: tuple[TierStats, ...]
     classes: tuple[ClassStats, ...]
     tables: tuple[TableStats, ...]
-    """Those whose rows were picked by data, by name."""
+    """Tables whose rows were picked by data, in order of name."""
     links: tuple[LinkStats, ...]
     accesses: int
     hits: int
-    """Accesses that found everything in place."""
+    """Accesses that found all their blocks resident, in one contiguous place."""
     row_accesses: int
     """Accesses to blocks of tables whose rows are picked by data."""
     row_hits: int
     rows_by_frequency: bool
-    """True where such blocks are kept by how often they are used, False where by how recently."""
+    """True if blocks of such tables are evicted by how rarely they are used, False if by how long ago."""
     late: int
-    """Accesses whose transfer was already under way."""
+    """Accesses that were no hits, but whose missing blocks were all being fetched already."""
     demand_fetches: int
     prefetches: int
     prefetches_used: int
@@ -111,7 +111,7 @@ class Stats:
     moves: int
     moved_bytes: int
     divergences: int
-    """Accesses that the tape had not foretold."""
+    """Accesses that differ from what the tape predicted."""
     stalls: int
     stall_seconds: float
     last_stalls: tuple[Stall, ...]
@@ -122,12 +122,12 @@ class Stats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the accesses that found everything in place."""
+        """Share of the accesses that found all their blocks resident, in one contiguous place."""
         return self.hits / self.accesses if self.accesses else 1.0
 
     @property
     def row_hit_rate(self) -> float:
-        """Share of the accesses to rows of tables that found their block in place."""
+        """Share of the accesses to rows of tables that found their block resident."""
         return self.row_hits / self.row_accesses if self.row_accesses else 1.0
 
     @property

@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 LONGEST_KEY = 1024
-"""Bytes of a key in UTF-8."""
+"""Longest key, in bytes of UTF-8."""
 LARGEST_VALUE = 1 << 20
-"""Bytes of a value. An etcd takes requests of 1.5 MiB unless it is told otherwise."""
+"""Largest value, in bytes. An etcd takes requests of 1.5 MiB by default."""
 LARGEST_OPERATIONS = 100
-"""Conditions, and operations, in one transaction. An etcd takes 128 of each unless it is told otherwise."""
+"""Most conditions, and most operations, in one transaction. An etcd takes 128 of each by default."""
 _LONGEST_TTL = 1e9
 
 
@@ -63,7 +63,7 @@ class Entry:
     lease : int
         The lease that it is bound to; 0 for none.
     deleted : bool
-        The change was a deletion. Only in what a watch tells.
+        The change was a deletion. Only in the changes of a watch.
     """
 
     key: str
@@ -91,7 +91,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A key has to be as it was read.
+    """Condition of a transaction: a key has not changed since it was read.
 
     Attributes
     ----------
@@ -126,14 +126,14 @@ Operation = Put | Delete
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The end of a transaction.
+    """Outcome of a transaction.
 
     Attributes
     ----------
     succeeded : bool
         All conditions held and all operations were done. Otherwise nothing was changed.
     revision : int
-        The revision of the changes; where nothing was changed, one at which that was so.
+        The revision of the changes; if nothing was changed, a revision at which the outcome held.
     """
 
     succeeded: bool
@@ -142,7 +142,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The next changes that a watch has seen; none if its wait ended before any.
+    """Changes that one wait of a watch returns; none if the wait ended before any.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class Changes:
 
 
 class Watch(ABC):
-    """Changes of keys under a prefix, one wait after another. Not for several threads at a time."""
+    """Watches keys under a prefix for changes, one wait after another. Not for several threads at a time."""
 
     @abstractmethod
     def next(self, timeout: float) -> Changes:
@@ -252,7 +252,7 @@ class Registry(ABC):
         RegistryLeaseError
             An entry was to be bound to a lease that is not there. Nothing was changed.
         RegistryAwayError
-            With `uncertain` if the transaction was sent and nobody said how it ended.
+            With `uncertain` if the transaction was sent and its outcome is not known.
         """
 
     @abstractmethod
@@ -262,7 +262,7 @@ class Registry(ABC):
         Parameters
         ----------
         prefix : str
-            What the keys begin with.
+            Text that the keys begin with.
         after : int
             The revision after which changes are told: that of a snapshot, a commit or earlier changes.
         """
@@ -273,14 +273,14 @@ class Registry(ABC):
 
     @abstractmethod
     def grant(self, ttl: float, *, timeout: float | None = None) -> int:
-        """Make a lease that ends after `ttl` seconds unless it is kept alive; its number.
+        """Make a lease that ends after `ttl` seconds unless it is kept alive; return its number.
 
         The registry may round the time up, to whole seconds and to a time that it needs to be sure.
         """
 
     @abstractmethod
     def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
-        """Begin a lease's time anew; how many seconds it is.
+        """Restart a lease's time to live, and return its seconds.
 
         Raises
         ------
@@ -324,14 +324,14 @@ def deadline_of(timeout: float | None, default: float) -> float:
 
 
 def checked_ttl(ttl: float) -> float:
-    """A lease's time in seconds, checked."""
+    """Check a lease's time to live and return it, in seconds."""
     if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _LONGEST_TTL:
         raise ConfigError(f"ttl is {ttl!r}, expected seconds above 0 and at most {_LONGEST_TTL:g}", setting="ttl")
     return float(ttl)
 
 
 def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:
-    """A key (or prefix) as UTF-8, checked."""
+    """Check a key (or prefix) and return it as UTF-8."""
     if not isinstance(key, str):
         raise TypeError(f"a registry's {what} is a str, this one is a {type(key).__name__}: {key!r}")
     try:
@@ -347,7 +347,7 @@ def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:
 
 
 def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Operation]) -> None:
-    """Raise unless both back ends could do the transaction."""
+    """Raise ConfigError (TypeError for keys that are no text) unless both back ends could do the transaction."""
     for many, what in ((conditions, "conditions"), (operations, "operations")):
         if len(many) > LARGEST_OPERATIONS:
             raise ConfigError(

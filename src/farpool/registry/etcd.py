@@ -72,7 +72,7 @@ class EtcdRegistry(Registry):
     *endpoints : (str, int)
         Host and port of each member. All are asked, one after another, until one answers.
     prefix : str
-        What all keys begin with in etcd; not empty.
+        Text that all keys begin with in etcd; not empty.
     context : ssl.SSLContext, optional
         For TLS, with the client's certificate if the cluster wants one.
     user, password : str
@@ -153,7 +153,7 @@ class EtcdRegistry(Registry):
     def _done_before(
         self, operations: Sequence[Operation], mark: bytes, revision: int, before: int, deadline: float
     ) -> int:
-        """The revision of an earlier try of a transaction whose conditions do not hold now; 0 if it was not done."""
+        """Find the revision of an earlier try of a transaction whose conditions fail now; 0 if it was not done."""
         for operation in operations:
             if isinstance(operation, Delete):
                 continue
@@ -256,7 +256,7 @@ class EtcdRegistry(Registry):
 
 
 class _EtcdWatch(Watch):
-    """A stream at one member; at another, after the last revision told, when that one fails or falls behind."""
+    """Watch over a stream from one member, which goes on at another when that member fails or falls behind."""
 
     def __init__(self, registry: EtcdRegistry, gateway: Gateway, prefix: bytes, after: int) -> None:
         self._registry = registry
@@ -325,7 +325,7 @@ class _EtcdWatch(Watch):
         raise ConnectionError
 
     def _ask(self, stream: Stream, deadline: float) -> None:
-        """Raise unless the stream's member has heard of the cluster's majority: a read of one key needs it."""
+        """Raise ConnectionError unless the stream's member reaches the majority, which a read of one key needs."""
         limit = max(FIRST_PATIENCE / 10, min(2 * FIRST_PATIENCE, deadline - time.monotonic()))
         request = RangeRequest(self._prefix, limit=1)
         if not self._gateway.ask_one(stream.endpoint, "/v3/kv/range", request, limit):
@@ -333,7 +333,7 @@ class _EtcdWatch(Watch):
         self._asked = time.monotonic()
 
     def _read(self, line: bytes, stream: Stream) -> Changes | None:
-        """What a line of the stream tells; None for nothing."""
+        """Decode the changes in a line of the stream; None if it has none."""
         try:
             reply = msgspec.json.decode(line, type=WatchReply, strict=False)
         except msgspec.MsgspecError as error:
@@ -374,5 +374,5 @@ class _EtcdWatch(Watch):
 
 
 def _range_of(prefix: bytes) -> tuple[bytes, bytes]:
-    """The first key of a prefix, and the first one behind it. UTF-8 has no byte 255, so the last one can be raised."""
+    """First key of a prefix, and first key after it. UTF-8 has no byte 255, so the last byte can be incremented."""
     return prefix, prefix[:-1] + bytes([prefix[-1] + 1])

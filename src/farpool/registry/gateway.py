@@ -1,4 +1,4 @@
-"""The way to an etcd: its JSON gateway over HTTP/1.1, at whichever of several endpoints answers.
+"""Client of etcd's JSON gateway over HTTP/1.1, at whichever of several endpoints answers.
 
 Chosen by measurement (docs/registry.md): with the standard library's HTTP client it is as fast as aetcd and needs no
 package, so it also survives a fork, which gRPC's own threads do not.
@@ -26,7 +26,7 @@ __all__ = ["Gateway", "RefusedError", "Stream"]
 _Reply = TypeVar("_Reply")
 
 FIRST_PATIENCE = 1.0
-"""Seconds that an endpoint is given in the first round. Each further round gives twice as much."""
+"""Seconds that an endpoint may take to answer in the first round; twice as long in each further round."""
 _PAUSE, _LONGEST_PAUSE = 0.05, 0.5  # seconds between rounds in which all endpoints failed
 _IDLE = 4  # connections kept for each endpoint
 _LARGEST_LINE = 64 << 20
@@ -35,7 +35,7 @@ _INVALID, _DEADLINE, _DENIED, _EXHAUSTED, _ABORTED, _UNAVAILABLE, _UNAUTHENTICAT
 
 
 class RefusedError(RegistryError):
-    """The etcd is well and refused a request; `code` is that of gRPC."""
+    """A healthy etcd refused a request; `code` is the gRPC status code."""
 
     def __init__(self, message: str, code: int, registry: str) -> None:
         super().__init__(message, registry=registry)
@@ -43,7 +43,7 @@ class RefusedError(RegistryError):
 
 
 class _FailedError(Exception):
-    """One endpoint did not do what was asked. `sent`: the request may have arrived."""
+    """A request to one endpoint failed. `sent`: the request may have arrived."""
 
     def __init__(self, why: str, *, sent: bool) -> None:
         super().__init__(why)
@@ -52,7 +52,7 @@ class _FailedError(Exception):
 
 @dataclass(eq=False)
 class Endpoint:
-    """One member of the cluster, with its connections and how it is."""
+    """One member of the cluster, with its idle connections and its last failure."""
 
     host: str
     port: int
@@ -77,7 +77,7 @@ class Gateway:
     context : ssl.SSLContext or None
         For TLS.
     user, password : str
-        None if `user` is empty.
+        Credentials; not used if `user` is empty.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Gateway:
             rounds += 1
 
     def ask_one(self, endpoint: Endpoint, path: str, request: msgspec.Struct, limit: float) -> bool:
-        """Whether this very endpoint answers within `limit` seconds."""
+        """Return True if this very endpoint answers within `limit` seconds."""
         try:
             self._ask(endpoint, path, msgspec.json.encode(request), limit, time.monotonic() + limit)
         except _FailedError as failure:
@@ -166,7 +166,7 @@ class Gateway:
             raise ConnectionError(why) from error
 
     def endpoints(self) -> list[Endpoint]:
-        """The endpoints, those first that have not failed."""
+        """All endpoints, those first that have not failed."""
         return self._ordered()
 
     def failed(self, endpoint: Endpoint, why: str) -> None:
@@ -188,15 +188,15 @@ class Gateway:
         time.sleep(max(0.0, min(_PAUSE * 2 ** min(rounds, 8), _LONGEST_PAUSE, deadline - time.monotonic())))
 
     def away(self, began: float) -> RegistryAwayError:
-        """The error that says which endpoints failed, and since when."""
+        """Make the error that says which endpoints failed, and since when."""
         return self._away(began, uncertain=False)
 
     def forget_token(self) -> None:
-        """Authenticate anew at the next request."""
+        """Drop the token, so that the next request authenticates anew."""
         self._token = ""
 
     def close(self) -> None:
-        """Close all connections that wait. Idempotent."""
+        """Close all idle connections. Idempotent."""
         with self._lock:
             self._closed = True
             idle = [connection for endpoint in self._endpoints for connection in endpoint.idle]
@@ -213,7 +213,7 @@ class Gateway:
                 self._pid = os.getpid()
                 for endpoint in self._endpoints:
                     endpoint.idle = []
-            # Sorting is stable: of those that are well it is always the first, of the others the one that failed last.
+            # Sorting is stable: first those that are well, in their order, then the others, the last to fail first.
             return sorted(self._endpoints, key=lambda one: (one.since is not None, -(one.since or 0.0)))
 
     def _away(self, began: float, uncertain: bool) -> RegistryAwayError:
@@ -233,7 +233,7 @@ class Gateway:
         )
 
     def _ask(self, endpoint: Endpoint, path: str, body: bytes, limit: float, deadline: float) -> bytes:
-        """One request to one endpoint; its body if it is well."""
+        """Send one request to one endpoint; return the body of its reply."""
         for fresh_token in (False, True):
             headers = self._headers(endpoint, limit, deadline)
             status, content = self._exchange(endpoint, path, body, headers, limit)
@@ -331,7 +331,7 @@ class Gateway:
 
 
 class Stream:
-    """Lines of a reply that has no end. HTTP/1.0, so that the reply is not cut into chunks."""
+    """Reader of the lines of an endless reply. Uses HTTP/1.0, so that the reply is not cut into chunks."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class Stream:
                 raise TimeoutError(f"no answer within {limit:.1f} s")
 
     def line(self, until: float) -> bytes | None:
-        """The next line without its end; None if there is none by `until`.
+        """Read the next line, without its line end; None if there is none by `until`.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Where a registry is, as people write it: ``sqlite:///PATH`` or ``etcd://HOST,HOST2/PREFIX?ca=FILE``."""
+"""Addresses of registries, as people write them: ``sqlite:///PATH`` or ``etcd://HOST,HOST2/PREFIX?ca=FILE``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = {"ca", "cert", "key", "password_file", "tls"}
 
 
 def default_registry() -> str:
-    """The registry in ``FARPOOL_REGISTRY``, else a file in the user's state folder."""
+    """Address in ``FARPOOL_REGISTRY``, else the path of a file in the user's state folder."""
     named = os.environ.get("FARPOOL_REGISTRY", "")
     if named:
         return named
@@ -33,7 +33,7 @@ def default_registry() -> str:
 
 
 def open_registry(where: str | os.PathLike[str] | None = None, *, timeout: float = 5.0) -> Registry:
-    """Open a registry.
+    """Open a registry: a SQLite file, or an etcd cluster.
 
     Parameters
     ----------
@@ -48,9 +48,9 @@ def open_registry(where: str | os.PathLike[str] | None = None, *, timeout: float
     Raises
     ------
     ConfigError
-        The text is no such place, or a file that it names cannot be read.
+        The text is no such address, or a file that it names cannot be read.
     RegistryError
-        As of the registry.
+        As raised by the registry.
     """
     # Both kinds import much that a program without names does not need.
     from farpool.registry.sqlite import SqliteRegistry

@@ -45,7 +45,7 @@ class Header(_Reply, frozen=True):
 
 
 class KeyValue(_Reply, frozen=True):
-    """An entry."""
+    """An entry with the revision that wrote it and its lease."""
 
     key: bytes = b""
     value: bytes = b""
@@ -63,7 +63,7 @@ class RangeRequest(_Request, frozen=True):
 
 
 class RangeReply(_Reply, frozen=True):
-    """Entries; `more` if the limit has cut them."""
+    """Reply to a read of keys: their entries; `more` if the limit has cut them off."""
 
     header: Header = Header()
     kvs: tuple[KeyValue, ...] = ()
@@ -71,7 +71,7 @@ class RangeReply(_Reply, frozen=True):
 
 
 class PutRequest(_Request, frozen=True):
-    """Write a value."""
+    """Write a value under a key, bound to a lease unless that is 0."""
 
     key: bytes
     value: bytes
@@ -85,7 +85,7 @@ class DeleteRequest(_Request, frozen=True):
 
 
 class RequestOp(_Request, frozen=True):
-    """One operation of a transaction: one of these."""
+    """One operation of a transaction, in exactly one of the fields."""
 
     request_range: RangeRequest | None = None
     request_put: PutRequest | None = None
@@ -103,7 +103,7 @@ class Compare(_Request, frozen=True):
 
 
 class TxnRequest(_Request, frozen=True):
-    """A transaction."""
+    """A transaction: the operations in `success` are done if all of `compare` hold."""
 
     compare: tuple[Compare, ...] = ()
     success: tuple[RequestOp, ...] = ()
@@ -116,7 +116,7 @@ class ResponseOp(_Reply, frozen=True):
 
 
 class TxnReply(_Reply, frozen=True):
-    """How a transaction ended."""
+    """Reply to a transaction: its outcome and the replies to its operations."""
 
     header: Header = Header()
     succeeded: bool = False
@@ -131,19 +131,19 @@ class LeaseRequest(_Request, frozen=True):
 
 
 class LeaseReply(_Reply, frozen=True):
-    """A lease; `TTL` is what is left of it."""
+    """Reply about a lease; `TTL` is the seconds left of it."""
 
     TTL: int = 0
 
 
 class LeaseAlive(_Reply, frozen=True):
-    """What is in the reply to a lease that is kept alive; a `TTL` of 0 says that it has ended."""
+    """Result of keeping a lease alive; a `TTL` of 0 says that it has ended."""
 
     TTL: int = 0
 
 
 class LeaseAliveReply(_Reply, frozen=True):
-    """The reply to a lease that is kept alive."""
+    """Reply to a request to keep a lease alive."""
 
     result: LeaseAlive = LeaseAlive()
 
@@ -155,24 +155,24 @@ class Compact(_Request, frozen=True):
 
 
 class Empty(_Reply, frozen=True):
-    """A reply of which nothing is looked at."""
+    """Reply whose content is ignored."""
 
 
 class Authenticate(_Request, frozen=True):
-    """Ask for a token."""
+    """Ask for an authentication token."""
 
     name: str
     password: str
 
 
 class Authenticated(_Reply, frozen=True):
-    """A token."""
+    """Reply with an authentication token."""
 
     token: str
 
 
 class Refusal(_Reply, frozen=True):
-    """What comes in the place of a reply when a request fails."""
+    """Reply to a request that failed."""
 
     code: int
     error: str = ""
@@ -180,12 +180,12 @@ class Refusal(_Reply, frozen=True):
 
     @property
     def text(self) -> str:
-        """What etcd says, without its own name."""
+        """Error message of etcd, without the prefix ``etcdserver:``."""
         return (self.message or self.error).removeprefix("etcdserver: ")
 
 
 class WatchCreate(_Request, frozen=True):
-    """Watch from a revision on."""
+    """Watch keys from `key` to before `range_end`, from a revision on."""
 
     key: bytes
     range_end: bytes
@@ -199,14 +199,14 @@ class WatchRequest(_Request, frozen=True):
 
 
 class WatchEvent(_Reply, frozen=True):
-    """A change."""
+    """A change of one entry."""
 
     kv: KeyValue
     type: str = "PUT"
 
 
 class WatchResult(_Reply, frozen=True):
-    """Some changes, or how the watch is."""
+    """Changes that a watch reports, or its state: created, cancelled or compacted."""
 
     created: bool = False
     canceled: bool = False
@@ -216,14 +216,14 @@ class WatchResult(_Reply, frozen=True):
 
 
 class StreamError(_Reply, frozen=True):
-    """Why a stream ends."""
+    """Error that ends a stream."""
 
     grpc_code: int = 0
     message: str = ""
 
 
 class WatchReply(_Reply, frozen=True):
-    """One line of a watch."""
+    """One line of a watch's stream: a result or an error."""
 
     result: WatchResult | None = None
     error: StreamError | None = None

@@ -44,7 +44,7 @@ from farpool.registry.base import (
 __all__ = ["POLL_SECONDS", "SqliteRegistry"]
 
 POLL_SECONDS = 0.005
-"""How often a watch looks for changes of other connections."""
+"""Seconds between a watch's looks for changes of other connections."""
 _MAGIC = 0x46505247  # "FPRG", SQLite's application id
 _VERSION = 1
 _CHANGES_KEPT = 20_000
@@ -78,7 +78,7 @@ class SqliteRegistry(Registry):
     Raises
     ------
     RegistryError
-        The file is no registry, or one of a newer farpool. It was not touched.
+        The file is no registry, or one of another version. It was not touched.
     RegistryDeniedError
         The file cannot be opened or made.
     """
@@ -163,7 +163,7 @@ class SqliteRegistry(Registry):
         return False
 
     def _borrow(self, deadline: float) -> sqlite3.Connection:
-        """A connection that no other thread uses."""
+        """Take a connection that no other thread uses."""
         with self._lock:
             if self._closed:
                 raise RegistryError(f"the registry {self.address} was closed; make a new one", registry=self.address)
@@ -367,7 +367,7 @@ class _SqliteWatch(Watch):
             time.sleep(min(POLL_SECONDS, left))
 
     def _counter(self, deadline: float) -> int:
-        """A number that changes when another connection changes the file; sweeps ended leases before."""
+        """Read a number that changes when another connection changes the file; sweeps ended leases first."""
         if self._connection is None or self._pid != os.getpid():
             self._drop()
             self._connection = self._registry._borrow(deadline)
@@ -431,7 +431,7 @@ def _now() -> int:
 
 
 def _boot() -> str:
-    """An identity of the host's run, which a restart changes."""
+    """The kernel's boot id, which changes when the host restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -439,12 +439,12 @@ _THIS_BOOT = _boot()
 
 
 def _alive(connection: sqlite3.Connection) -> tuple[bool, int]:
-    """Parameters of `_ALIVE`: False, after a restart of the host, if no lease can be alive; and the time."""
+    """Parameters of `_ALIVE`: False if the host was restarted, so that no lease is alive; and the time."""
     return connection.execute("SELECT boot FROM state").fetchone()[0] == _THIS_BOOT, _now()
 
 
 def _lease(connection: sqlite3.Connection, number: int) -> tuple[int, int] | None:
-    """A lease's time and end, in milliseconds."""
+    """Read a lease's time to live and end, in milliseconds; None if there is no such lease."""
     row: tuple[int, int] | None = connection.execute(
         "SELECT milliseconds, ends FROM lease WHERE number = ?", (number,)
     ).fetchone()

@@ -1,4 +1,4 @@
-"""What callers pass, checked, and as it goes over the wire."""
+"""Check and convert the arguments of store calls: keys, values, buffers and times to live."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = [
 ]
 
 _LONGEST_TTL = 1e16
-"""Seconds; about what the wire can say."""
+"""Longest time to live in seconds; about the largest that the wire format can express."""
 
 
 def as_key(key: str | bytes) -> bytes:
-    """A key as bytes; text as UTF-8.
+    """Convert a key to bytes; text is encoded as UTF-8.
 
     Raises
     ------
     ConfigError
-        It has no bytes, more than 256, or characters that UTF-8 does not have.
+        The key is empty, has more than 256 bytes, or has characters that UTF-8 does not have.
     TypeError
         It is neither text nor bytes.
     """
@@ -45,14 +45,14 @@ def as_key(key: str | bytes) -> bytes:
 
 
 def as_keys(keys: Iterable[str | bytes]) -> list[bytes]:
-    """Keys as bytes; errors as of `as_key`."""
+    """Convert keys to bytes; raises the errors of `as_key`."""
     given = list(keys)
     checked = native_keys(given)
     return [as_key(key) for key in given] if checked is None else checked
 
 
 def as_prefix(prefix: str | bytes) -> bytes:
-    """What keys begin with, as bytes; errors as of `as_key`, but it may be empty."""
+    """Convert a key prefix, which may be empty, to bytes; otherwise raises the errors of `as_key`."""
     return _bytes_of(prefix, "prefix", 0)
 
 
@@ -78,16 +78,16 @@ def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
 
 
 Payload = memoryview | tuple[memoryview, ...]
-"""Memory of a value: in one piece, or in pieces that follow each other."""
+"""The bytes of a value: one buffer, or several that follow each other."""
 
 
 def nbytes_of(payload: Payload) -> int:
-    """Bytes of a payload."""
+    """Return the size of a payload in bytes."""
     return payload.nbytes if isinstance(payload, memoryview) else sum(part.nbytes for part in payload)
 
 
 def as_payload(value: Buffer | tuple[Buffer, ...]) -> Payload:
-    """A value, or the pieces of one, as memory that can be sent without a copy.
+    """View a value, or the pieces of one, as memory that can be sent without a copy.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def as_payload(value: Buffer | tuple[Buffer, ...]) -> Payload:
 
 
 def content_key(payload: Payload) -> str:
-    """The key of a value that is stored under the hash of its bytes."""
+    """Return the content key of a payload: ``sha256-`` and the hash of its bytes in hexadecimal."""
     digest = hashlib.sha256()
     for part in payload if isinstance(payload, tuple) else (payload,):
         digest.update(part)
@@ -121,7 +121,7 @@ def as_target(buffer: Buffer) -> memoryview: ...
 @overload
 def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload: ...
 def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload:
-    """A buffer, or several that follow each other, that an object can be read into.
+    """View a buffer, or several that follow each other, as memory that an object can be read into.
 
     Raises
     ------
@@ -140,7 +140,7 @@ def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload:
 
 
 def ttl_of(ttl: float | None) -> int:
-    """A time to live in milliseconds, as on the wire; 0 for None.
+    """Convert a time to live from seconds to milliseconds, as on the wire; None becomes 0.
 
     Raises
     ------
@@ -158,5 +158,5 @@ def ttl_of(ttl: float | None) -> int:
 
 
 def _brief(value: object) -> str:
-    """A value for an error; whole numbers may have more digits than Python prints."""
+    """Format a value for an error message; a whole number may have more digits than Python prints."""
     return "too large a number" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)

@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 _THREADS = 8
 _SLICE = 0.5
-"""Seconds of one wait of a watch; a cancellation waits for its end."""
+"""Longest single wait of a watch, in seconds; a cancellation takes effect when it ends."""
 
 
 class AsyncStore:
@@ -45,7 +45,7 @@ class AsyncStore:
     Parameters
     ----------
     *nodes : str
-        As of `Store`, as are all parameters.
+        Addresses of the nodes; this and all other parameters as for `Store`.
     """
 
     def __init__(
@@ -81,58 +81,58 @@ class AsyncStore:
         return await _end_of(self._threads.submit(call, *args, **kwargs))
 
     async def put(self, key: Key, value: Buffer, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
-        """As `Store.put`."""
+        """Asynchronous `Store.put`."""
         return await self._call(self._store.put, key, value, ttl=ttl, check=check)
 
     async def put_content(self, value: Value, *, ttl: float | None = None) -> str:
-        """As `Store.put_content`."""
+        """Asynchronous `Store.put_content`."""
         return await self._call(self._store.put_content, value, ttl=ttl)
 
     async def get(self, key: Key) -> bytes | None:
-        """As `Store.get`."""
+        """Asynchronous `Store.get`."""
         return await self._call(self._store.get, key)
 
     async def get_into(self, key: Key, buffer: Buffer) -> int | None:
-        """As `Store.get_into`."""
+        """Asynchronous `Store.get_into`."""
         return await self._call(self._store.get_into, key, buffer)
 
     async def put_parts(
         self, key: Key, parts: Iterable[Buffer], *, ttl: float | None = None, check: bool = False
     ) -> PutOutcome:
-        """As `Store.put_parts`."""
+        """Asynchronous `Store.put_parts`."""
         return await self._call(self._store.put_parts, key, parts, ttl=ttl, check=check)
 
     async def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
-        """As `Store.get_into_parts`."""
+        """Asynchronous `Store.get_into_parts`."""
         return await self._call(self._store.get_into_parts, key, buffers)
 
     async def exists(self, key: Key) -> bool:
-        """As `Store.exists`."""
+        """Asynchronous `Store.exists`."""
         return await self._call(self._store.exists, key)
 
     async def lookup(self, keys: Iterable[Key]) -> Lookup:
-        """As `Store.lookup`."""
+        """Asynchronous `Store.lookup`."""
         return await self._call(self._store.lookup, keys)
 
     async def stat(self, key: Key) -> ObjectInfo | None:
-        """As `Store.stat`."""
+        """Asynchronous `Store.stat`."""
         return await self._call(self._store.stat, key)
 
     async def drop(self, key: Key) -> bool:
-        """As `Store.drop`."""
+        """Asynchronous `Store.drop`."""
         return await self._call(self._store.drop, key)
 
     async def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
-        """As `Store.touch`."""
+        """Asynchronous `Store.touch`."""
         return await self._call(self._store.touch, key, ttl, keep=keep)
 
     async def touch_many(self, keys: Iterable[Key], ttl: float | None, *, keep: bool | None = None) -> Touched:
-        """As `Store.touch_many`."""
+        """Asynchronous `Store.touch_many`."""
         return await self._call(self._store.touch_many, keys, ttl, keep=keep)
 
     @contextlib.asynccontextmanager
     async def pin(self, key: Key, *, ttl: float | None = None) -> AsyncIterator[Pin]:
-        """As `Store.pin`, for ``async with``."""
+        """Asynchronous `Store.pin`, for ``async with``."""
         held = await self._call(self._store.pin, key, ttl=ttl)
         try:
             yield held
@@ -143,7 +143,7 @@ class AsyncStore:
 
     @contextlib.asynccontextmanager
     async def pin_many(self, keys: Iterable[Key], *, ttl: float | None = None) -> AsyncIterator[Pins]:
-        """As `Store.pin_many`, for ``async with``."""
+        """Asynchronous `Store.pin_many`, for ``async with``."""
         held = await self._call(self._store.pin_many, keys, ttl=ttl)
         try:
             yield held
@@ -167,37 +167,37 @@ class AsyncStore:
         ttl: float | None = None,
         check: bool = False,
     ) -> list[PutOutcome]:
-        """As `Store.put_many`."""
+        """Asynchronous `Store.put_many`."""
         return await self._call(self._store.put_many, items, ttl=ttl, check=check)
 
     async def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
-        """As `Store.get_many`."""
+        """Asynchronous `Store.get_many`."""
         return await self._call(self._store.get_many, keys)
 
     async def get_into_many(self, pairs: Iterable[tuple[Key, Buffer]]) -> list[int | None]:
-        """As `Store.get_into_many`."""
+        """Asynchronous `Store.get_into_many`."""
         return await self._call(self._store.get_into_many, pairs)
 
     async def objects(self, prefix: Key = "") -> AsyncIterator[ObjectInfo]:
-        """As `Store.objects`."""
+        """Asynchronous `Store.objects`."""
         source = self._store.objects(prefix)
         while (info := await self._call(next, source, None)) is not None:
             yield info
 
     async def keys(self, prefix: Key = "") -> AsyncIterator[bytes]:
-        """As `Store.keys`."""
+        """Asynchronous `Store.keys`."""
         async for info in self.objects(prefix):
             yield info.key
 
     async def publish(
         self, name: str, value: Buffer | Iterable[Buffer] | Mapping[str, Any], *, expect: int | None = None
     ) -> NameInfo:
-        """As `Store.publish`."""
+        """Asynchronous `Store.publish`."""
         return await self._call(self._store.publish, name, value, expect=expect)
 
     @contextlib.asynccontextmanager
     async def open(self, name: str, version: int | None = None) -> AsyncIterator[AsyncOpenedName]:
-        """As `Store.open`, for ``async with``."""
+        """Asynchronous `Store.open`, for ``async with``."""
         opened = await self._call(self._store.open, name, version)
         try:
             yield AsyncOpenedName(opened, self._call)
@@ -205,9 +205,9 @@ class AsyncStore:
             await asyncio.to_thread(opened.close)
 
     async def watch(self, name: str, after: int = 0) -> AsyncGenerator[NameInfo, None]:
-        """New versions of a name above `after`, for ``async for``; the current one comes first if it is.
+        """Iterate over the versions of a name above `after`, for ``async for``; the current one comes first if it is.
 
-        Versions that were passed over meanwhile are not told one by one.
+        Versions that have been superseded meanwhile are skipped.
 
         Raises
         ------
@@ -223,31 +223,31 @@ class AsyncStore:
                     yield info
 
     async def list_names(self, prefix: str = "") -> list[NameInfo]:
-        """As `Store.list_names`."""
+        """Asynchronous `Store.list_names`."""
         return await self._call(self._store.list_names, prefix)
 
     async def history(self, name: str) -> list[NameInfo]:
-        """As `Store.history`."""
+        """Asynchronous `Store.history`."""
         return await self._call(self._store.history, name)
 
     async def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """As `Store.unpublish`."""
+        """Asynchronous `Store.unpublish`."""
         return await self._call(self._store.unpublish, name, expect=expect)
 
     async def nodes(self) -> list[NodeStatus]:
-        """As `Store.nodes`."""
+        """Asynchronous `Store.nodes`."""
         return await self._call(self._store.nodes)
 
     async def repair(self, *, bandwidth: float | None = None) -> Repaired:
-        """As `Store.repair`."""
+        """Asynchronous `Store.repair`."""
         return await self._call(self._store.repair, bandwidth=bandwidth)
 
     async def rotate_tenant(self) -> Rotation:
-        """As `Store.rotate_tenant`."""
+        """Asynchronous `Store.rotate_tenant`."""
         return await self._call(self._store.rotate_tenant)
 
     async def close(self) -> None:
-        """As `Store.close`."""
+        """Asynchronous `Store.close`."""
         await asyncio.to_thread(self._store.close)
         await asyncio.to_thread(self._threads.shutdown)
 
@@ -266,7 +266,7 @@ class AsyncOpenedName:
     Attributes
     ----------
     info : NameInfo
-        Which version it is.
+        The version that is open.
     """
 
     def __init__(self, opened: OpenedName, call: Callable[..., Any]) -> None:
@@ -275,21 +275,21 @@ class AsyncOpenedName:
         self._call = call
 
     async def read(self) -> bytes:
-        """As `OpenedName.read`."""
+        """Asynchronous `OpenedName.read`."""
         value: bytes = await self._call(self._opened.read)
         return value
 
     async def read_into(self, buffer: Buffer) -> int:
-        """As `OpenedName.read_into`."""
+        """Asynchronous `OpenedName.read_into`."""
         nbytes: int = await self._call(self._opened.read_into, buffer)
         return nbytes
 
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """As `OpenedName.tensors`."""
+        """Return the tensors of the version; see `OpenedName.tensors`."""
         return self._opened.tensors()
 
     async def read_tensors_into(self, pairs: Iterable[tuple[TensorEntry, Buffer]]) -> None:
-        """As `OpenedName.read_tensors_into`."""
+        """Asynchronous `OpenedName.read_tensors_into`."""
         await self._call(self._opened.read_tensors_into, pairs)
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a store: their order for a key, and the one way in which requests go to them.
+"""The nodes of a store: their order for a key, and the one function that sends requests to them.
 
 A key's nodes are ranked by rendezvous hashing over the nodes' identities: copies lie on the first that took them.
 """
@@ -28,13 +28,13 @@ _ONCE = frozenset({Op.UNPIN})
 
 
 def share_of(deadline: float, *, last: bool) -> float:
-    """Until when a node may take: half of the time is kept for others unless it is the last to be asked."""
+    """Return the deadline for one node: half of the time left is kept for others unless it is the last to be asked."""
     now = time.monotonic()
     return deadline if last else now + max(0.0, deadline - now) / 2
 
 
 def is_away(failure: Exception) -> bool:
-    """Tell if a node could not be asked, and may be later; not if it refuses this program or has sent damaged bytes."""
+    """Return True if a node could not be asked but may be later: it did not refuse this program nor send bad bytes."""
     return isinstance(failure, NodeError) and not failure.refused and not isinstance(failure, AccessDeniedError)
 
 
@@ -44,9 +44,9 @@ class Cluster:
     Parameters
     ----------
     channels : sequence of Channel
-        The ways to them.
+        Channels to the nodes.
     copies : int
-        How many nodes have to confirm a put.
+        Number of nodes that have to confirm a put.
     timeout : float
         Seconds that a call may take.
 
@@ -59,7 +59,7 @@ class Cluster:
     members : list of Member
         The nodes, in the order in which they were named.
     strangers : list of int
-        Those that have not been met yet, so that their place in the order is not known.
+        Numbers of the nodes that have not been met yet, so that their place in the order is not known.
     """
 
     def __init__(self, channels: Sequence[Channel], copies: int, timeout: float) -> None:
@@ -78,11 +78,11 @@ class Cluster:
         self._closing = threading.Event()
 
     def deadline(self) -> float:
-        """Deadline of a call that begins now, by the monotonic clock."""
+        """Return the deadline of a call that begins now, by the monotonic clock."""
         return time.monotonic() + self.timeout
 
     def order(self, key: bytes, deadline: float) -> list[int]:
-        """The known nodes in the order of their ranks for a key.
+        """Return the known nodes in the order of their ranks for a key.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class Cluster:
         *,
         fresh: bool,
     ) -> None:
-        """Ask on new connections what broken ones have not answered, once and where a new one may work."""
+        """Repeat, once and on new connections, the requests that broken ones left unanswered, where that may help."""
         again: list[int] = []
         for place, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
             if ask.node in troubled and isinstance(answer, NodeError):
@@ -194,7 +194,7 @@ class Cluster:
         return {known[place]: numbers for place, numbers in enumerate(by_first(keys, seeds)) if numbers}
 
     def wait(self, deadline: float) -> bool:
-        """Wait a little before nodes that have failed are asked again; False once the deadline has passed.
+        """Wait a little before nodes that have failed are asked again; return False once the deadline has passed.
 
         Raises
         ------
@@ -202,13 +202,13 @@ class Cluster:
             The store was closed meanwhile.
         """
         left = deadline - time.monotonic()
-        # Of too little time for another attempt the rest is waited out: its error would only tell of that.
+        # Too little time for another attempt is waited out: the error of that would only tell of the lack of time.
         if self._closing.wait(min(_PAUSE, max(0.0, left))):
             raise StoreClosedError("this store was closed while a call waited for a node to come back")
         return left > _PAUSE
 
     def reachable(self, deadline: float) -> list[int]:
-        """The nodes that have been met, after another attempt to meet the others."""
+        """Return the nodes that have been met, after another attempt to meet the others."""
         if self.strangers:
             self._meet(deadline)
         return list(self._ranked[0])
@@ -223,7 +223,7 @@ class Cluster:
             self.ask(asks, share_of(deadline, last=False))
 
     def unmet(self, known: Collection[int]) -> list[NodeError]:
-        """Why the nodes could not be asked that are not known to a call."""
+        """Return an error for each node that is not known to a call: why it could not be asked."""
         return [
             self._unmet.get(number) or NodeError(f"{member.name} was reached too late for this call", node=member.name)
             for number, member in enumerate(self.members)
@@ -231,13 +231,13 @@ class Cluster:
         ]
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._closing.set()
         for member in self.members:
             member.close()
 
     def _meet(self, deadline: float) -> None:
-        """Make contact with nodes that have not been met; until the deadline if there is none that has."""
+        """Make contact with nodes that have not been met; keep trying until the deadline while none has been."""
         while True:
             failures: list[NodeError] = []
             for number in list(self.strangers):
@@ -254,7 +254,7 @@ class Cluster:
                 raise failures[0]
 
     def _met(self, member: Member) -> None:
-        """Rank a node by its identity; two addresses of one node would hold two copies that are lost together."""
+        """Rank a node by its identity; refuse a second address of one node, as copies there would be lost together."""
         with self._lock:
             for other in self.members:
                 if other is not member and other.identity == member.identity:

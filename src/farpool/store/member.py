@@ -1,4 +1,4 @@
-"""One node as a store sees it: the way to it, and whether it answers.
+"""One node of a store: the connections to it, and the record of whether it answers.
 
 A node that has failed is left alone: calls pass it over, or fail at once where there is no other. Meanwhile a thread
 asks it again and again, so that no call has to find out, and calls go to it as soon as it answers.
@@ -25,11 +25,11 @@ _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 """Seconds between two attempts to reach a node that has failed; they double."""
 _PATIENCE = 1.0
-"""Seconds in which it has to answer then."""
+"""Seconds in which a node that is probed has to answer."""
 
 
 def may_be_stale(error: Exception) -> bool:
-    """Tell if a new connection may work where one that was open before has failed: the node may have been restarted."""
+    """Return True if a new connection may work where an open one has failed, as the node may have been restarted."""
     return isinstance(error, NodeError) and not isinstance(error, NodeTimeoutError | ProtocolError | AccessDeniedError)
 
 
@@ -39,20 +39,20 @@ class Member:
     Parameters
     ----------
     channel : Channel
-        The way to it.
+        Connections to the node.
     met : callable
-        Is called with this object at each new contact; may refuse the node with `ConfigError`.
+        Called with this object at each new contact; may refuse the node with `ConfigError`.
 
     Attributes
     ----------
     name : str
         Its address.
     identity : bytes
-        The node's own, which it keeps over restarts; empty before the first contact.
+        The node's identity, which it keeps over restarts; empty before the first contact.
     pool : ConnectionPool
         Connections to it.
     is_failing : bool
-        It has failed and is left alone.
+        True while the node has failed and is left alone.
     """
 
     def __init__(self, channel: Channel, met: Callable[[Member], None]) -> None:
@@ -116,7 +116,7 @@ class Member:
         return self.channel.reader
 
     def call(self, name: str, deadline: float, **arguments: object) -> dict[str, object]:
-        """Have the node do something over the control connection."""
+        """Call a named operation of the node over its control connection."""
         self.attach(deadline)  # a refusal from here on is not one of the connection
         try:
             return self.channel.call(name, deadline, **arguments)
@@ -126,7 +126,7 @@ class Member:
             raise
 
     def failed(self, error: Exception) -> None:
-        """Leave the node alone until it answers again, as the way to it has failed."""
+        """Mark the node as failed: leave it alone until it answers a probe."""
         if isinstance(error, AccessDeniedError):  # that it refuses this program says nothing about its health
             return
         with self._lock:
@@ -137,12 +137,12 @@ class Member:
                 self._prober.start()
 
     def status(self) -> tuple[float, str]:
-        """Tell for how many seconds the node has been failing, and why."""
+        """Return for how many seconds the node has been failing (0.0 if it is well), and the error."""
         with self._lock:
             return time.monotonic() - self._since if self.is_failing else 0.0, str(self._error or "")
 
     def close(self) -> None:
-        """End all connections, and what is under way on them."""
+        """Close all connections, and end the requests that are under way on them."""
         with self._lock:
             self._closing.set()
         self.channel.close()

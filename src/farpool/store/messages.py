@@ -16,7 +16,7 @@ __all__ = ["Ask", "Lookup", "ObjectInfo", "PutOutcome", "Touched", "object_head"
 
 
 class PutOutcome(StrEnum):
-    """How a put ended.
+    """Outcome of a put.
 
     Attributes
     ----------
@@ -45,9 +45,9 @@ class ObjectInfo:
     copies : int
         Number of copies that the program asked for which put it.
     pins : int
-        How many programs hold it in its place on that node.
+        Number of programs that hold it in its place on that node.
     kept : bool
-        It is never evicted.
+        True if it is never evicted.
     """
 
     key: bytes
@@ -60,7 +60,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Which of many keys have a value.
+    """Result of a lookup of many keys: which have a value, and of which size.
 
     Attributes
     ----------
@@ -77,20 +77,20 @@ class Lookup:
 
     @property
     def found(self) -> list[bool]:
-        """For each key, if it has a value."""
+        """For each key, True if it has a value."""
         return [size is not None for size in self.sizes]
 
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """How many copies of objects a touch has reached.
+    """Result of a touch: the number of copies that it has reached.
 
     Attributes
     ----------
     copies : sequence of int
         Number of nodes that have touched their copy, for each key in the order of the keys.
     complete : bool
-        All nodes have answered. Otherwise those that have not may hold copies which are as they were.
+        True if all nodes have answered. Otherwise those that have not may hold untouched copies.
     """
 
     copies: Sequence[int]
@@ -109,7 +109,7 @@ class Ask(msgspec.Struct, gc=False):
     meta : bytes
         A key or arguments.
     serial : int
-        Serial of the object, of operations on a certain one.
+        Serial of the object, for operations on a certain one.
     payload : buffer, tuple of buffers or None
         Bytes to send.
     into : buffer, tuple of buffers or None
@@ -128,7 +128,7 @@ ResultT = TypeVar("ResultT")
 
 
 def results(outcomes: Sequence[ResultT | Exception], done: int = 0) -> list[ResultT]:
-    """Return the outcomes if none of them is an error, else raise the first. `done` more went well before.
+    """Return the outcomes if none of them is an error, else raise the first. `done` more succeeded before.
 
     Raises
     ------
@@ -158,5 +158,5 @@ def object_head(ttl: int, copies: int) -> bytes:
 
 
 def seconds_left(milliseconds: int) -> float | None:
-    """Convert a time to live of the wire to seconds; None for no end."""
+    """Convert a time to live from milliseconds, as on the wire, to seconds; 0, for no end, becomes None."""
     return milliseconds / 1000 if milliseconds else None

@@ -1,4 +1,4 @@
-"""Objects that stay where they are while they are used."""
+"""Pins: objects that stay in place in memory while a program uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Pin", "Pins", "pin_all"]
 
 
 class Pin:
-    """An object in memory; a context manager.
+    """A stored object that is held in memory, with a view of its bytes; a context manager.
 
     On a node of this host the view is the node's memory itself, mapped, and the node keeps the object in its place
     until the pin is released, also when it is dropped or expires meanwhile. From elsewhere it is a copy.
@@ -33,7 +33,7 @@ class Pin:
     Attributes
     ----------
     is_mapped : bool
-        Whether the view is the node's memory.
+        True if the view is the node's memory itself, False if it is a copy.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Pin:
         return self._view
 
     def verify(self) -> None:
-        """Read all bytes and compare their checksum, which a mapped view is given without.
+        """Read all bytes and compare their checksum; a mapped view has not been verified before.
 
         Raises
         ------
@@ -77,7 +77,7 @@ class Pin:
             raise ChecksumError(f"{self._key!r}: the bytes of the pinned object are not those that were put")
 
     def release(self) -> None:
-        """Let the object go. Idempotent.
+        """Release the object. Idempotent.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class Pin:
             place.release()
 
     def _leave(self) -> _Place | None:
-        """Show nothing any more; the place that the node is still to be told of."""
+        """Drop the view; return the place that the node has still to be told to unpin, if any."""
         if self._view is None:
             return None
         if self._place is not None and not self._let_go():
@@ -104,7 +104,7 @@ class Pin:
         return memoryview(self._shown).toreadonly().cast("B")
 
     def _let_go(self) -> bool:
-        """Whether nobody but this object looks at the memory any more; if so, this object does not either."""
+        """Drop this pin's view of the memory unless somebody else still uses it; return True if it was dropped."""
         assert self._view is not None
         try:
             self._view.release()
@@ -149,7 +149,7 @@ class Pins(Sequence[Pin | None]):
         return len(self._pins)
 
     def release(self) -> None:
-        """Let all objects go, with all nodes told at the same time. Idempotent.
+        """Release all objects, and tell all nodes at the same time. Idempotent.
 
         Raises
         ------
@@ -185,7 +185,7 @@ class Pins(Sequence[Pin | None]):
 
 
 def _shown(view: memoryview) -> Any:
-    """The same memory as a buffer of its own, which keeps the mapping."""
+    """Wrap the memory of a view in a new buffer object, which keeps the mapping alive."""
     shown = (ctypes.c_ubyte * view.nbytes).from_address(buffer_address(view))
     shown.mapped = view  # type: ignore[attr-defined]
     return shown
@@ -193,7 +193,7 @@ def _shown(view: memoryview) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an object is pinned."""
+    """Location of a pinned object: its node, its offset there, and the number of the pin."""
 
     cluster: Cluster
     node: int
@@ -202,12 +202,12 @@ class _Place:
     serial: int
 
     def release(self) -> None:
-        """Let the object go."""
+        """Tell the node to unpin the object."""
         _release([self])
 
 
 def _release(places: Sequence[_Place]) -> None:
-    """Have the nodes let objects go."""
+    """Tell the nodes to unpin objects."""
     if places:
         # The answers do not matter: a node that cannot be reached frees the pins with the session.
         cluster = places[0].cluster
@@ -216,7 +216,7 @@ def _release(places: Sequence[_Place]) -> None:
 
 
 def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
-    """Pin objects in mapped memory, or else copy them; None for what there is not.
+    """Pin objects in mapped memory, or else copy them; None for keys without a value.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def _pin_at(
     until: float,
     deadline: float,
 ) -> None:
-    """Pin what is in the mapped memory of certain nodes, all at the same time."""
+    """Pin the objects that lie in the mapped memory of the given nodes, all at the same time."""
     readers = [cluster.members[node].channel.reader for _, node in places]
     asked = [(*place, reader) for place, reader in zip(places, readers, strict=True) if reader is not None]
     asks = [Ask(node, Op.PIN, TTL.pack(ttl_ms) + keys[number]) for number, node, _ in asked]

@@ -24,7 +24,7 @@ __all__ = ["fetch", "listing", "look_up", "probe"]
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """A key that is looked for: nodes that may have it, and what the others said."""
+    """Search for one key: the nodes that may have it, and the answers of the others."""
 
     number: int
     key: bytes
@@ -41,7 +41,7 @@ class _Search:
             del self.failures[node]
 
     def note(self, ask: Ask, answer: Reply | Exception, name: str) -> None:
-        """Remember why a node did not give it."""
+        """Record why a node did not return the object."""
         if isinstance(answer, Exception):
             self.failures[ask.node] = answer
         elif answer.status == Status.MISSING:
@@ -51,21 +51,21 @@ class _Search:
             self.failures[ask.node] = refusal(answer.status, said, name, Op(ask.op))
 
     def unasked(self) -> list[int]:
-        """Nodes of which it is not known if they have it."""
+        """Return the nodes that have not said that they lack the object, and have not failed."""
         return [node for node in self.order if node not in self.missing and node not in self.failures]
 
     def away(self) -> list[int]:
-        """Nodes that could not be asked."""
+        """Return the nodes that could not be asked."""
         return [node for node, failure in self.failures.items() if is_away(failure)]
 
     def absent(self, cluster: Cluster) -> bool:
-        """Tell if it is nowhere: too few nodes are away, or had not been met when it began, to hold all copies."""
+        """Return True if no node has the object: too few are away, or were not met before, to hold all copies."""
         others = any(not is_away(failure) for failure in self.failures.values())
         unmet = len(cluster.members) - len(self.order)
         return not others and len(self.away()) + unmet < cluster.copies
 
     def failure(self, cluster: Cluster) -> Exception:
-        """Explain why it cannot be known where it is, or cannot be read."""
+        """Return the error that says why the object cannot be found or read."""
         worst = [failure for failure in self.failures.values() if not is_away(failure)]
         if worst:
             return worst[0]
@@ -102,9 +102,9 @@ def fetch(
     op : Op
         ``GET``, or another operation on one object (``STAT``, ``PIN``).
     meta : bytes
-        What stands before the key.
+        Bytes that precede the key in the request.
     first : tuple of Ask and Reply or Exception, optional
-        What the first rank of the only key has been asked already, and its answer.
+        Request that the first rank of the only key has been sent already, and its answer.
 
     Returns
     -------
@@ -178,7 +178,7 @@ def _find_sources(cluster: Cluster, searches: Sequence[_Search], deadline: float
 
 @dataclass(slots=True)
 class Probed:
-    """What a node has of some keys: the bytes of each value, None where there is none, and the places of those."""
+    """Answer of a node to a probe: the bytes of each key's value, None where there is none, and the places of those."""
 
     sizes: list[int | None]
     missing: list[int]
@@ -203,7 +203,7 @@ def probe(
     Returns
     -------
     dict of int to Probed or Exception
-        What each node has, or why it does not say.
+        Answer of each node, or the error for which there is none.
     """
     found: dict[int, Probed | Exception] = {}
     asks: list[Ask] = []
@@ -284,9 +284,9 @@ def look_up(cluster: Cluster, keys: list[bytes], deadline: float) -> Lookup:
 
 
 def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[int, ObjectInfo]]:
-    """All objects under keys that begin with `prefix`, once for each copy, with the node that has it.
+    """Iterate over the objects whose keys begin with `prefix`, once for each copy, with the node that has it.
 
-    What comes and goes meanwhile may be among them or not.
+    Objects that are put or dropped meanwhile may be among them or not.
 
     Raises
     ------

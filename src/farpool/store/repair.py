@@ -1,4 +1,4 @@
-"""A sweep over all nodes that makes missing copies again."""
+"""Repair: a sweep over all nodes that restores missing copies."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Repaired", "repair"]
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """Outcome of a sweep.
+    """Outcome of a repair sweep over all nodes.
 
     Attributes
     ----------
     objects : int
         Objects that were found.
     endangered : int
-        Those of them with fewer copies than they are to have; of what is kept, with fewer that are kept.
+        Objects with too few copies; of objects that are kept, only copies that are kept count.
     mended : int
-        Those that have all their copies again.
+        Objects that have all their copies again.
     nbytes : int
         Bytes that were copied.
     """
@@ -46,7 +46,7 @@ def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, i
     for node, info in listing(cluster, b"", cluster.deadline):
         (kept if info.kept else others).setdefault(info.key, []).append(node)
         about[info.key] = info.nbytes, max(info.copies, about.get(info.key, (0, 0))[1])
-    # Of what is kept, only copies that are kept count: a node that could not be told so evicts its copy one day.
+    # If an object is kept, only kept copies count: a node that could not be told so evicts its copy one day.
     holders = others | kept
     places = len(cluster.reachable(cluster.deadline()))
     lacking = {key: min(copies, places) - len(holders[key]) for key, (_, copies) in about.items()}

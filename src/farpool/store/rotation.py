@@ -30,13 +30,13 @@ class RotatedNode:
     node : str
         Its address.
     rotated : bool
-        The node is in the new epoch. Else it has not confirmed that, and may still give out what was put before.
+        True if the node is in the new epoch. Else it has not confirmed that, and may still return what was put before.
     objects : int
         Objects that became unreadable there.
     nbytes : int
         Bytes of their values.
     error : str
-        Why the node has not confirmed; empty if it has.
+        Reason for which the node has not confirmed; empty if it has.
     """
 
     node: str
@@ -48,7 +48,7 @@ class RotatedNode:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Outcome of a rotation.
+    """Outcome of a rotation on all nodes.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Rotation:
 
 
 def rotate(cluster: Cluster) -> Rotation:
-    """Begin an epoch above all that the nodes know, on each of them; see `Store.rotate_tenant`."""
+    """Begin a new epoch, above all that the nodes know, on each node; see `Store.rotate_tenant`."""
     deadline = cluster.deadline()
     others = len(cluster.members) > 1
     # Other programs may have rotated since these nodes were met; each reply tells the node's epoch.

@@ -46,12 +46,12 @@ Key = str | bytes
 
 _GET, _DONE = Op.GET, Status.DONE  # found sooner than members of an enum, once for each read
 _COPIES = 8
-"""Where the number of copies stands in an object's head."""
+"""Offset of the number of copies in an object's head."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node as a store sees it.
+    """State of one node as a store sees it.
 
     Attributes
     ----------
@@ -60,9 +60,9 @@ class NodeStatus:
     failing : float
         Seconds since it began to fail, from when it is left alone until it answers again; 0.0 while it is well.
     error : str
-        Why it failed, or cannot be asked now; empty while it is well.
+        Error with which it failed, or cannot be asked now; empty while it is well.
     mapped : bool
-        Whether its objects are in mapped memory.
+        True if its objects are in mapped memory.
     stats : dict or None
         Its counters; None if it cannot be asked.
     """
@@ -80,7 +80,7 @@ class Store:
     Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key says what the value is: it is
     its hash (`put_content`), or names where it came from. So the first value that is put under a key stays, and any
     copy that can be read is right. A value is there until it is dropped, expires, or is evicted by a node that needs
-    the room: to a reader that is a miss. What is read is verified (CRC32C). Thread-safe. Of no use in a forked child:
+    the room: to a reader that is a miss. What is read is verified (CRC32C). Thread-safe. Unusable in a forked child:
     make a new one there.
 
     Parameters
@@ -100,7 +100,7 @@ class Store:
     spin : float
         Seconds of asking a socket over and over before a wait for it blocks; 0 saves processor time.
     registry : Registry, str or path, optional
-        Where names are kept, opened when the first is used; None for the registry of the environment
+        Registry of names, opened when the first is used; None for the registry of the environment
         (``FARPOOL_REGISTRY``), else a file of this user on this host.
 
     Attributes
@@ -264,7 +264,7 @@ class Store:
     @overload
     def _read_one(self, key: bytes, into: Payload) -> int | None: ...
     def _read_one(self, key: bytes, into: Payload | None) -> bytes | int | None:
-        """The value of a key, or its bytes once they are in its target; None where there is none."""
+        """Read one value: return its bytes, or their number once they are in the target; None if there is no value."""
         cluster = self._cluster or self._open()
         deadline = time.monotonic() + cluster.timeout
         node = cluster.order(key, deadline)[0]
@@ -298,7 +298,7 @@ class Store:
         return reply.payload or b"" if into is None else reply.nbytes
 
     def _read(self, keys: Sequence[bytes], targets: Sequence[Payload | None]) -> list[bytes | int | None]:
-        """Each key's value, or its bytes once they are in its target; None where there is none."""
+        """Read many values: for each key its bytes, or their number once they are in its target; None for no value."""
         cluster = self._open()
         deadline = cluster.deadline()
         values: list[bytes | int | None] = [None] * len(keys)
@@ -320,7 +320,7 @@ class Store:
         return values
 
     def exists(self, key: Key) -> bool:
-        """Tell if a key has a value."""
+        """Return True if a key has a value."""
         return self.lookup([key]).leading == 1
 
     def lookup(self, keys: Iterable[Key]) -> Lookup:
@@ -335,7 +335,7 @@ class Store:
         return look_up(cluster, as_keys(keys), cluster.deadline())
 
     def stat(self, key: Key) -> ObjectInfo | None:
-        """Size, time to live and pins of a key's value, as the first node knows them that has it; None if none has."""
+        """Return size, time to live and pins of a key's value from the first node that has it; None if none has."""
         cluster, data = self._open(), as_key(key)
         (found,) = results(fetch(cluster, [data], [None], cluster.deadline(), Op.STAT))
         if found is None:
@@ -346,7 +346,7 @@ class Store:
         return ObjectInfo(data, nbytes, seconds_left(ttl), copies, pins, bool(flags & KEPT))
 
     def drop(self, key: Key) -> bool:
-        """Take a key's value away; True if there was one.
+        """Drop a key's value; return True if there was one.
 
         It is hidden at once on all nodes that can be reached; its memory is free when nobody holds it pinned any more.
         A copy on a node that is away may come back with it.
@@ -355,7 +355,7 @@ class Store:
         return everywhere(cluster, Op.DROP, [data], cluster.deadline()).copies[0] > 0
 
     def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
-        """Have a value live for `ttl` seconds more, or for ever; True if there is one.
+        """Let a value live for `ttl` seconds from now, or for ever; return True if there is one.
 
         Parameters
         ----------
@@ -369,7 +369,7 @@ class Store:
         return self._touch([key], ttl, keep, copies=1).copies[0] > 0
 
     def touch_many(self, keys: Iterable[Key], ttl: float | None, *, keep: bool | None = None) -> Touched:
-        """Touch many values at the same time and tell how many copies that has reached; see `touch`.
+        """Touch many values at the same time and return how many copies that has reached; see `touch`.
 
         Raises
         ------
@@ -454,9 +454,9 @@ class Store:
         return cast("list[int | None]", self._read([key for key, _ in checked], [into for _, into in checked]))
 
     def objects(self, prefix: Key = "") -> Iterator[ObjectInfo]:
-        """Objects under keys that begin with `prefix`, in no order.
+        """Iterate over the objects whose keys begin with `prefix`, in no particular order.
 
-        What comes and goes meanwhile may be among them or not.
+        Objects that are put or dropped meanwhile may be among them or not.
 
         Raises
         ------
@@ -466,11 +466,11 @@ class Store:
         return _each_once(listing(cluster := self._open(), as_prefix(prefix), cluster.deadline))
 
     def keys(self, prefix: Key = "") -> Iterator[bytes]:
-        """The keys of `objects`."""
+        """Iterate over the stored keys that begin with `prefix`, in no particular order."""
         return (info.key for info in self.objects(prefix))
 
     def repair(self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None) -> Repaired:
-        """Make the copies again that are missing, those with the fewest first.
+        """Restore missing copies, beginning with the objects that have the fewest.
 
         Parameters
         ----------
@@ -555,15 +555,15 @@ class Store:
         return self._open_names().watch(name, after)
 
     def list_names(self, prefix: str = "") -> list[NameInfo]:
-        """The names that begin with a prefix, in their current versions, sorted."""
+        """List the names that begin with a prefix, in their current versions, sorted."""
         return self._open_names().list_names(prefix)
 
     def history(self, name: str) -> list[NameInfo]:
-        """What was published under a name and when, the oldest first; the last hundred versions."""
+        """List the versions that were published under a name, the oldest first; at most the last hundred."""
         return self._open_names().history(name)
 
     def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """Take a name away; its last version stays for a minute, and for its readers.
+        """Remove a name; its last version stays for a minute, and for its readers.
 
         Raises
         ------
@@ -575,7 +575,7 @@ class Store:
         return self._open_names().unpublish(name, expect=expect)
 
     def _open_names(self) -> Names:
-        """Names over this store; the registry is opened at the first use."""
+        """Return the names over this store, for which the registry is opened at the first use."""
         self._open()
         with self._naming:
             if self._names is None:
@@ -599,13 +599,13 @@ class Store:
         return rotate(self._open())
 
     def largest(self) -> int:
-        """Bytes of the largest value that one of the nodes can hold."""
+        """Return the size in bytes of the largest value that one of the nodes can hold."""
         cluster = self._open()
         cluster.reachable(cluster.deadline())
         return max(member.channel.welcome.largest for member in cluster.members if member.channel.welcome is not None)
 
     def nodes(self) -> list[NodeStatus]:
-        """State and counters of each node; asks them."""
+        """Ask each node for its state and counters."""
         cluster, statuses = self._open(), []
         for member in cluster.members:
             stats: dict[str, Any] | None = None
@@ -619,7 +619,7 @@ class Store:
         return statuses
 
     def close(self) -> None:
-        """End all connections. Idempotent. The nodes free what is still pinned after their grace.
+        """Close all connections. Idempotent. The nodes free what is still pinned after their grace period.
 
         With `replicas`, missing copies of what was read are made before, for as long as a call may take. Names that are
         open are let go.
@@ -649,7 +649,7 @@ class Store:
 
 
 def _read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: float) -> bytes | int | None:
-    """Read a value where it lies in the node's memory, or its bytes once they are in `into`; None to ask the node."""
+    """Read a value from a node's memory: its bytes, or their number once they are in `into`; None to ask the node."""
     try:
         reader = channel.reader
         if reader is not None:
@@ -676,7 +676,7 @@ _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In the child of a fork connections are the parent's and locks may be held for ever."""
+    """Disable all stores in the child of a fork: connections are the parent's, and locks may be held for ever."""
     for store in _STORES:
         store._cluster = None
         store._names = None
@@ -685,7 +685,7 @@ def _forked() -> None:
 
 
 def _exiting() -> None:
-    """End the threads of stores that were left open: they could not go on in an interpreter that ends."""
+    """Close stores that were left open, as their threads cannot go on in an interpreter that ends."""
     for store in list(_STORES):
         store.close()
 

@@ -1,4 +1,4 @@
-"""Work beside calls: other copies of what is read are kept warm, and missing ones are made again.
+"""Background upkeep: other copies of what is read are kept warm, and missing ones are restored.
 
 A hit is a use of one copy only. Without this the others would look unused to their nodes, be evicted, and be gone when
 the first node is lost.
@@ -27,11 +27,11 @@ __all__ = ["Upkeep", "mend"]
 _PAUSE = 0.005
 """Seconds in which hits are collected. A small cache is full of other objects a few of them later."""
 _MOST = 65536
-"""Keys that are remembered; more in one pause are left to a later hit."""
+"""Most keys whose hits are remembered; more in one pause are left to a later hit."""
 
 
 class Upkeep:
-    """A thread that is there while there is something to do.
+    """Background thread that looks after the other copies of what is read; it runs only while there is work.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Upkeep:
         self._until = math.inf
 
     def note(self, key: bytes, node: int) -> None:
-        """Note a hit on a node."""
+        """Record that a key was read from a node."""
         with self._lock:
             if self._closing.is_set():
                 return
@@ -60,7 +60,7 @@ class Upkeep:
                 self._thread.start()
 
     def finish(self, deadline: float) -> None:
-        """Do what is left to do for hits so far, until the deadline by the monotonic clock. Idempotent.
+        """Finish the work for all hits so far, until the deadline by the monotonic clock. Idempotent.
 
         A program that reads and ends at once is to leave as many copies behind as one that stays.
         """
@@ -97,8 +97,8 @@ class Upkeep:
             if not isinstance(answer, Exception):
                 for place in answer.missing:
                     lacking[wanted[node][place]].append(node)
-        # What is being put or dropped is on some nodes only, for a moment: a copy is missing if it still is later.
-        # There is no later once the store is being closed.
+        # An object that is being put or dropped is on some nodes only, for a moment: a copy is missing if it is at the
+        # next check, too. There is no next check once the store is being closed.
         again = set() if self._closing.is_set() else lacking.keys() - self._lacking
         self._lacking = again
         with self._lock:
@@ -114,7 +114,7 @@ class Upkeep:
 
 
 def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[int], deadline: float) -> int:
-    """Copy an object from the first of some nodes that gives it whole to others; how many have it now that had not.
+    """Copy an object from the first holder that returns it to other nodes; return how many of them have taken it.
 
     The copies get the time to live that is left, and are kept if the source is. A node where the key was dropped
     lately takes none: the drop may have come after the source was read. Nor does one that is in a later epoch than the

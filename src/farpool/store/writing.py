@@ -28,7 +28,7 @@ __all__ = ["everywhere", "put"]
 
 @dataclass(slots=True)
 class _Put:
-    """A put under way: nodes that have confirmed, nodes still to be asked, and why others did not take it."""
+    """State of a put under way: nodes that have confirmed, nodes still to be asked, and the errors of others."""
 
     key: bytes
     payload: Payload
@@ -40,18 +40,18 @@ class _Put:
     away: dict[int, Exception] = field(default_factory=dict)
 
     def next_nodes(self, copies: int) -> list[int]:
-        """Take as many nodes as confirmations are lacking."""
+        """Take as many waiting nodes as there are confirmations missing."""
         lacking = copies - self.confirmed
         nodes, self.waiting = self.waiting[:lacking], self.waiting[lacking:]
         return nodes
 
     def is_waiting(self, cluster: Cluster) -> bool:
-        """Tell if enough nodes are away, or had not been met when it began, to confirm it after all."""
+        """Return True if enough nodes are away, or had not been met when it began, to confirm it after all."""
         unmet = len(cluster.members) - len(self.known)
         return 0 < cluster.copies - self.confirmed <= len(self.away) + unmet
 
     def retry(self, cluster: Cluster, deadline: float) -> list[int]:
-        """Take nodes that were away again, and those that have been met since."""
+        """Take nodes to ask once more: those that were away, and those that have been met since."""
         if not self.is_waiting(cluster):
             return []
         order = cluster.order(self.key, deadline)
@@ -61,7 +61,7 @@ class _Put:
         return self.next_nodes(cluster.copies)
 
     def note(self, node: int, answer: Reply | Exception, name: str) -> None:
-        """Count what a node said."""
+        """Record a node's answer."""
         if isinstance(answer, Exception):
             if is_away(answer):
                 self.away[node] = answer
@@ -76,7 +76,7 @@ class _Put:
             self.refused.append(refusal(answer.status, said, name, Op.PUT, nbytes_of(self.payload)))
 
     def outcome(self, cluster: Cluster, *, check: bool) -> PutOutcome | Exception:
-        """How it ended."""
+        """Return the outcome of the put, or the error with which it failed."""
         if self.confirmed < cluster.copies:
             return self._too_few(cluster)
         if check and self.present:
@@ -119,16 +119,16 @@ def put(
     items : sequence of tuple
         Keys and payloads.
     head : bytes
-        As of `object_head`.
+        Properties of the objects, as packed by `object_head`.
     deadline : float
         By the monotonic clock. Nodes that fail are asked again until then.
     check : bool
-        A copy that is there has to have the same size and checksum.
+        Require a copy that is there to have the same size and checksum.
 
     Returns
     -------
     list of PutOutcome or Exception
-        How each ended.
+        Outcome of each put.
     """
     copies = cluster.copies
     orders: list[list[int]] = []
@@ -178,7 +178,7 @@ def _write(
 
 
 def everywhere(cluster: Cluster, op: Op, metas: Sequence[bytes], deadline: float, *, copies: int = 1) -> Touched:
-    """Have all nodes do something to objects.
+    """Send an operation on objects to all nodes.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def everywhere(cluster: Cluster, op: Op, metas: Sequence[bytes], deadline: float
     deadline : float
         By the monotonic clock. Nodes are asked again until then for objects of which no node has said anything.
     copies : int
-        On how many nodes it has to be done; then it does not matter that others refuse it.
+        Number of nodes on which it has to succeed; refusals by others are then ignored.
 
     Raises
     ------

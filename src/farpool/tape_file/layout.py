@@ -16,7 +16,7 @@ MAGIC = b"FARTAPE\0"
 VERSION = 1
 META, DATA, DONE = b"META", b"DATA", b"DONE"
 _LARGEST = 1 << 28
-"""Bytes of a payload at most, so that a damaged file cannot ask for all memory."""
+"""Most bytes of a payload, so that a damaged file cannot ask for all memory."""
 _LEVEL = 1
 _HEADER = struct.Struct("<8sIIQI")
 _CHUNK = struct.Struct("<4sIII")
@@ -26,7 +26,7 @@ CHUNK_BYTES = _CHUNK.size + _CHECKSUM.size
 
 
 class ChunkHeader(NamedTuple):
-    """What stands before a payload."""
+    """Header of a chunk, which precedes the payload."""
 
     kind: bytes
     number: int
@@ -41,19 +41,19 @@ class ChunkHeader(NamedTuple):
         return cls(*_CHUNK.unpack_from(data), *_CHECKSUM.unpack_from(data, _CHUNK.size))
 
     def verified(self, payload: bytes) -> bool:
-        """Whether header and payload are those that were written."""
+        """Return True if header and payload are those that were written."""
         fields = _CHUNK.pack(self.kind, self.number, self.stored, self.nbytes)
         return crc32c(payload, crc32c(fields)) == self.checksum
 
 
 def pack_header() -> bytes:
-    """The file's first bytes."""
+    """Pack the header of a tape file."""
     fields = _HEADER.pack(MAGIC, VERSION, HEADER_BYTES, 0, 0)
     return fields + _CHECKSUM.pack(crc32c(fields))
 
 
 def check_header(data: bytes, path: str) -> None:
-    """Refuse what is not a tape file that this farpool reads.
+    """Raise unless a header is that of a tape file which this farpool reads.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def check_header(data: bytes, path: str) -> None:
     Raises
     ------
     TapeFileError
-        It is none, is damaged, or has a newer version or unknown features.
+        It is not that of a tape file, is damaged, or has a newer version or unknown features.
     """
     if data[: len(MAGIC)] != MAGIC:
         raise TapeFileError(f"{path} is not a tape file: expected one that pool.record() has written")
@@ -84,7 +84,7 @@ def check_header(data: bytes, path: str) -> None:
 
 
 def pack_chunk(kind: bytes, number: int, payload: bytes) -> bytes:
-    """A chunk around a MessagePack payload.
+    """Pack a chunk around a MessagePack payload.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def pack_chunk(kind: bytes, number: int, payload: bytes) -> bytes:
 
 
 def decompress(header: ChunkHeader, stored: bytes) -> bytes:
-    """The payload.
+    """Decompress the payload of a chunk.
 
     Raises
     ------

@@ -36,7 +36,7 @@ class TapeFile:
     ----------
     path : Path
     metadata : Metadata
-        Where it comes from.
+        Origin of the tape.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ class TapeFile:
             raise self._damaged(0, HEADER_BYTES, str(error)) from None
 
     def _chunk(self, file: BinaryIO, number: int) -> tuple[bytes, bytes]:
-        """The kind and the payload of the next chunk."""
+        """Read the kind and the payload of the next chunk."""
         offset = file.tell()
         fields = file.read(CHUNK_BYTES)
         header = ChunkHeader.unpack(fields) if len(fields) == CHUNK_BYTES else None

@@ -1,4 +1,4 @@
-"""What a tape file tells, as a reader gets it and a writer gives it."""
+"""Metadata and records of a tape file, as a reader gets them and a writer gives them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from farpool.tiers import TierInfo
 __all__ = ["TICK", "Access", "Content", "Create", "Free", "Metadata", "Record", "Run"]
 
 TICK = 1e-7
-"""Seconds; times are multiples of it."""
+"""Resolution of times, in seconds: all are multiples of it."""
 
 
 class Content(IntEnum):
-    """What blocks hold when they are created, or when the recording begins."""
+    """Content of blocks when they are created, or when the recording begins."""
 
     NONE = 0
     POOL = 1
@@ -27,7 +27,7 @@ class Content(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Where a tape comes from.
+    """Origin of a tape: the writer's version, the date, and the pool that was recorded.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Metadata:
     budget : int
         Bytes of the fast tier.
     cut : Cut
-        How the pool cut storages into blocks, in bytes.
+        Sizes, in bytes, by which the pool cut storages into blocks.
     tiers : tuple of TierInfo
         Lower tiers from fast to slow.
     classes : tuple of str
@@ -58,7 +58,7 @@ class Metadata:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Consecutive blocks came to be, or were there when the recording began.
+    """Record of consecutive blocks that were created, or were there when the recording began.
 
     Attributes
     ----------
@@ -69,11 +69,11 @@ class Create:
     cls : str
         Their class.
     name : str
-        Of the storage; of the first one, if several share the block. May be empty.
+        Name of the storage; of the first one, if several share the block. May be empty.
     content : Content
-        What they hold.
+        Content of the blocks at that time.
     label : int
-        Under which the pool's own tape knows the first block. Labels do not depend on timing, block numbers may.
+        Number under which the pool's own tape knows the first block. Labels do not depend on timing, block numbers may.
     """
 
     first: int
@@ -92,7 +92,7 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The program dropped these blocks."""
+    """Record of consecutive blocks that the program dropped."""
 
     first: int
     count: int
@@ -106,12 +106,12 @@ class Run:
     count: int
     mode: Mode
     table: int = -1
-    """For rows picked by data: the first block of their table."""
+    """First block of the table, for a run of rows that are picked by data; -1 for any other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One operation's operands, needed at once.
+    """Record of one operation's access to its operands, which it needs at once.
 
     Attributes
     ----------

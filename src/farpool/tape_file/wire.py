@@ -46,7 +46,7 @@ class _Access(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """What the last chunk says of those before it."""
+    """Numbers of records and accesses in a file, which its last chunk holds."""
 
     records: Natural
     accesses: Natural
@@ -66,11 +66,11 @@ class Encoder:
         self.totals = Totals(0, 0)
 
     def map(self, fields: Metadata | Totals) -> bytes:
-        """A payload that is a map."""
+        """Encode metadata or totals as a payload."""
         return self._encoder.encode(fields)
 
     def records(self, records: Sequence[Record]) -> bytes:
-        """A payload of records."""
+        """Encode records as a payload."""
         rows: list[_Text | _Create | _Free | _Access] = []
         accesses = 0
         for record in records:
@@ -112,19 +112,19 @@ class Decoder:
         self.totals = Totals(0, 0)
 
     def metadata(self, payload: bytes) -> Metadata:
-        """What the first chunk says."""
+        """Decode the metadata, which the first chunk holds."""
         metadata = msgspec.msgpack.decode(payload, type=Metadata)
         self._classes = metadata.classes
         return metadata
 
     def check_totals(self, payload: bytes) -> None:
-        """Compare the last chunk with what was read."""
+        """Compare the totals, which the last chunk holds, with what was read."""
         written = msgspec.msgpack.decode(payload, type=Totals)
         if written != self.totals:
             raise ValueError(f"{self.totals} read, {written} written")
 
     def records(self, payload: bytes) -> list[Record]:
-        """The records of a payload. Nothing of it is used unless all of it can be decoded."""
+        """Decode the records of a payload; ValueError, and none of them, unless all can be decoded."""
         records: list[Record] = []
         accesses = 0
         for row in self._rows.decode(payload):

@@ -47,7 +47,7 @@ class TapeWriter:
             raise TapeFileError(f"{self.path}: cannot write it: {error.strerror}") from error
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append a chunk.
+        """Append records as one chunk.
 
         Raises
         ------

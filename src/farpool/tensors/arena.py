@@ -30,7 +30,7 @@ class ArenaViews:
     device : torch.device
         The arena's device.
     debug : bool
-        Whether nothing made here may be kept: see `farpool.tensors.survivors`.
+        True if nothing made here may outlive its operation: see `farpool.tensors.survivors`.
     """
 
     __slots__ = ("_bytes", "_typed", "debug", "device", "start", "stop", "storage")
@@ -52,7 +52,7 @@ class ArenaViews:
         self.stop = self.start + self._bytes.numel()
 
     def typed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The arena as a one-dimensional tensor of `dtype`."""
+        """The whole arena as a one-dimensional tensor of `dtype`."""
         view = self._typed.get(dtype)
         if view is None:
             with torch.inference_mode(False):
@@ -85,7 +85,7 @@ class ArenaViews:
         return view
 
     def aliases(self, tensor: torch.Tensor) -> bool:
-        """Tells if a plain strided tensor shares memory with the arena."""
+        """Return True if a plain strided tensor shares memory with the arena."""
         if tensor.numel() == 0:
             # An empty view has no address of its own, but could be resized into its neighbours.
             return tensor.device == self.device and self.start <= tensor.untyped_storage().data_ptr() < self.stop
@@ -99,7 +99,7 @@ def device_of(pool: StorageOwner) -> torch.device:
 
 
 def is_device(asked: Any, device: torch.device) -> bool:
-    """Tell if a call names this device; without a number it names the current one of its kind."""
+    """Return True if a call names this device; a name without an index means the current device of its type."""
     named = torch.device(asked)
     if named.type != device.type or device.index is None:
         return named.type == device.type
@@ -110,7 +110,7 @@ _views: weakref.WeakKeyDictionary[StorageOwner, ArenaViews] = weakref.WeakKeyDic
 
 
 def arena_views(pool: StorageOwner) -> ArenaViews:
-    """The arena's views of `pool`."""
+    """The views of a pool's arena, made at first use."""
     views = _views.get(pool)
     if views is None:
         views = _views[pool] = ArenaViews(pool)

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind are refused by name, with the call that was probably meant."""
+"""Checks of arguments: one of the wrong type raises an error that names it and the call that was probably meant."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["inside_of", "require_movable"]
 
 
 def require_movable(value: Any, call: str) -> None:
-    """Raise unless `value` is what ``farpool.offload`` and ``farpool.restore`` work on.
+    """Raise unless `value` is a module or an optimizer, as ``farpool.offload`` and ``farpool.restore`` require.
 
     Raises
     ------
     ArgumentError
-        It is neither a module nor an optimizer.
+        The value is neither a module nor an optimizer.
     """
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return
@@ -45,12 +45,12 @@ def require_movable(value: Any, call: str) -> None:
 
 
 def inside_of(value: Any, call: str) -> BlockPool:
-    """The inside of a pool that was given to ``farpool.<call>``.
+    """The `BlockPool` behind a `Pool` that was given to ``farpool.<call>``.
 
     Raises
     ------
     ArgumentError
-        It is something else.
+        The value is not a `Pool`.
     """
     if isinstance(value, Pool):
         return blocks_of(value)

@@ -1,4 +1,4 @@
-"""The native side of operations on paged tensors, which runs most of them without Python.
+"""The native dispatcher of operations on paged tensors, which runs most of them without Python.
 
 torch calls `calls.dispatch` for each operation; what that leaves goes to `farpool.tensors.dispatch`, which tells it of
 each operator that it may run itself.

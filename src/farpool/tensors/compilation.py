@@ -1,4 +1,4 @@
-"""``torch.compile``, ``torch.export`` and paged tensors: what would compute with them runs as it is, uncompiled.
+"""Keep ``torch.compile`` off code that computes with paged tensors, which runs uncompiled, and refuse ``torch.export``.
 
 A compiled graph reads its parameters through addresses that it takes once, and a paged tensor has none. Left alone,
 torch would break the graph at each operation with a paged argument and trace into farpool's own code. So each call that
@@ -24,18 +24,18 @@ from farpool.tensors.paged_tensor import PagedTensor, describe
 __all__ = ["apply", "invalidate_guards"]
 
 _DEPTH = 2
-"""How deep to look into lists, tuples and dicts."""
+"""Levels of nested lists, tuples and dicts that are searched for paged tensors."""
 _warned = False
 
 
 def apply() -> None:
-    """Tell the compiler and the exporter, as soon as somebody imports them (which takes seconds)."""
+    """Patch torch's compiler and exporter as soon as the program imports them (importing them takes seconds)."""
     when_imported("torch._dynamo.convert_frame", _step_aside_in)
     when_imported("torch.export._trace", _refuse_exports_in)
 
 
 def _step_aside_in(compiler: Any) -> None:
-    """Look at each frame before the compiler does."""
+    """Make the compiler skip each frame that has paged tensors within reach."""
     entry: Any = compiler.CatchErrorsWrapper
     compile_frame = entry.__call__
     skipped = compiler.ConvertFrameReturn
@@ -61,7 +61,7 @@ def _step_aside_in(compiler: Any) -> None:
 
 
 def _refuse_exports_in(exporter: Any) -> None:
-    """Look at each module before it is exported."""
+    """Make the exporter refuse modules and inputs that have paged tensors."""
     for name in ("_export", "_export_for_training", "_export_to_torch_ir"):
         setattr(exporter, name, _refusing(getattr(exporter, name)))
 
@@ -135,10 +135,10 @@ def _paged_in(module: torch.nn.Module) -> PagedTensor | None:
 
 
 def invalidate_guards(module: torch.nn.Module) -> None:
-    """Have compiled code look at the module's tensors again.
+    """Make compiled code check its guards on the module's tensors again.
 
-    It skips that while the dicts that hold them are untouched, and `farpool.offload` changes what the tensors in
-    them are.
+    It skips these checks while the dicts that hold the tensors are unmodified, and `farpool.offload` changes the
+    tensors in place.
     """
     for part in module.modules():
         held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)

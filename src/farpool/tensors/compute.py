@@ -1,4 +1,4 @@
-"""Computing with paged arguments: acquire the bytes that they view, run on real tensors over the arena, release.
+"""Running an operation on paged arguments: acquire the bytes that they view, compute on real tensors, release.
 
 All bytes are acquired in one call, so two threads cannot wait for each other. The common case, a few paged arguments
 of different storages, is handled by the native core (`farpool.tensors.calls`); this is for all others.
@@ -29,7 +29,7 @@ __all__ = ["compute", "explain", "wrap_results"]
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on real tensors."""
+    """Run an operation on real tensors over the arena that stand for its paged arguments."""
     result = calls.compute(func, args, kwargs)
     if result is not NotImplemented:
         return result
@@ -42,12 +42,12 @@ def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-    """Raise what an error of an operator on real tensors means, where its own words would mislead.
+    """Replace an operator's error on real tensors where its own message would mislead; else return.
 
     Raises
     ------
     UnsupportedError
-        It would have resized memory of the arena.
+        The operator would have resized memory of the arena.
     """
     if "storage that is not resizable" in str(error):
         target = describe(paged_arguments(args, kwargs or {})[0])
@@ -58,7 +58,7 @@ def explain(error: BaseException, func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def wrap_results(pairs: Sequence[tuple[PagedTensor, torch.Tensor]], arena: ArenaViews, result: Any) -> Any:
-    """Results of an operation as the program may see them; `pairs` are its paged arguments and what stood for them."""
+    """Wrap an operation's results that alias the arena; `pairs` are its paged arguments with their real tensors."""
     with lazy_bits():
         return Operands.of(pairs, arena).wrap_all(result)
 

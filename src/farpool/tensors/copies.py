@@ -1,4 +1,4 @@
-"""Running an operator that may keep its operands: on private copies, which are its own for ever.
+"""Running an operator that may keep its operands, on private copies that it can hold for ever.
 
 Each copy has the strides of its operand and lies at the same distance from an aligned address, so that kernels choose
 the same way and the bits are the same. Copies are plain temporaries: they do not count against the budget, and an
@@ -24,12 +24,12 @@ from farpool.tensors.viewing import view_like
 __all__ = ["compute_on_copies", "private_copy"]
 
 _ALIGNMENT = 64
-"""Bytes at which storages begin, in torch as in a pool."""
+"""Alignment in bytes of the start of a storage, in torch as in a pool."""
 
 
 def private_copy(tensor: PagedTensor) -> torch.Tensor:
-    """A plain tensor of the same bytes, strides and alignment as `tensor`, that shares memory with nothing."""
-    # What was made in inference mode would be an inference tensor for whoever keeps it.
+    """A plain copy of a paged tensor with the same strides and alignment, which shares memory with nothing."""
+    # A copy made in inference mode would be an inference tensor for whoever keeps it.
     with torch.inference_mode(False), torch.no_grad():
         start, stop = tensor.byte_range()
         before = start % _ALIGNMENT // tensor.itemsize
@@ -96,7 +96,7 @@ def _check(
 
 
 def _own(operands: Operands, result: Any) -> Any:
-    """The result as the program may see it: an operand, or a strided view of one, stays paged."""
+    """Wrap the result of an operator on copies: an operand, or a strided view of one, becomes paged again."""
     if type(result) is tuple or type(result) is list:
         return type(result)(_own(operands, item) for item in result)
     if not isinstance(result, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Every operation with a paged argument comes through here.
+"""Dispatch of operations with paged arguments: the entry point for those that the native core leaves to Python.
 
 In this order: a rule written for the operation; a view; an operation made of others, which are dispatched in its place;
 everything else computes on real tensors (`farpool.tensors.compute`), and if these do not fit into the fast tier, by the
@@ -35,16 +35,16 @@ __all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule", "rule_of"]
 
 Kind = Calls.Kind
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Handles an overload; returns NotImplemented to leave it to the general path."""
+"""Function that handles an operator overload; it returns NotImplemented to leave the call to the general path."""
 
 _rules: dict[Any, Rule] = {}
 _for_sparse: set[Any] = set()
 _families: dict[str, Rule] = {}
 _fallbacks: dict[Any, Rule] = {}
 _handlers: dict[Any, Rule] = {}
-"""What an overload that was seen before is handled by."""
+"""Handlers of the operator overloads that have been called before."""
 _OWN = frozenset(("_storage", "_arena", "_footprint"))
-"""Attributes that a paged tensor has and a plain one has not."""
+"""Attributes that a paged tensor has and a plain one lacks."""
 _composite = torch._C.DispatchKey.CompositeImplicitAutograd
 _views = torch._C.DispatchKey.ADInplaceOrView
 _modes = torch._C._len_torch_dispatch_stack
@@ -60,7 +60,7 @@ def rule(*overloads: Any, sparse: bool = False) -> Callable[[Rule], Rule]:
     ----------
     *overloads : torch._ops.OpOverload
     sparse : bool
-        Only calls with a tensor that is not strided are for it.
+        The rule handles only calls with a tensor that is not strided.
     """
 
     def register(function: Rule) -> Rule:
@@ -84,7 +84,7 @@ def family_rule(*prefixes: str) -> Callable[[Rule], Rule]:
 
 
 def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
-    """Register what is done with operands of these overloads that do not fit into the fast tier together."""
+    """Register a rule for calls of these overloads whose operands do not fit into the fast tier together."""
 
     def register(function: Rule) -> Rule:
         _fallbacks.update(dict.fromkeys(overloads, function))
@@ -94,7 +94,7 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
 
 
 def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    """Run one operation of which at least one argument is paged."""
+    """Run one operation that has at least one paged argument."""
     if _modes() and any(_active(key) is not None for key in _TRACERS):
         _refuse_tracing(func, args, kwargs or {})
     for kind in types:
@@ -119,7 +119,7 @@ def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: di
 
 
 def _handler_of(func: Any) -> Rule:
-    """Analyse an overload that is seen for the first time."""
+    """Choose the handler of an overload at its first call; tell the native core of it if that can run it alone."""
     signature = signature_of(func)
     general = _TREATMENTS[signature.treatment]
     if func in _fallbacks:

@@ -1,4 +1,4 @@
-"""Making paged tensors, and plain ones of them again."""
+"""Factories of paged tensors, and the copies between paged and plain tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def allocate(
     cls: str = "weights",
     name: str = "",
 ) -> PagedTensor:
-    """A paged tensor of a dense geometry with a storage of its own; its values are unspecified."""
+    """A paged tensor of a dense geometry with a new storage; its values are unspecified."""
     elements = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
     row_bytes = row_bytes_of(size, stride, dtype.itemsize)
     storage = pool.allocate(elements * dtype.itemsize, cls=cls, row_bytes=row_bytes, name=name)
@@ -47,7 +47,7 @@ def allocate(
 
 
 def class_of_moments(parameter: PagedTensor) -> str:
-    """The class of what an optimizer keeps for a parameter (or makes of anything else that is paged).
+    """The class of blocks for an optimizer's state of a parameter (or for a tensor made like another paged one).
 
     Moments of a table are cut like the table, unless its gradients are known to be dense: rows that a sparse gradient
     names are then changed without the rows beside them.
@@ -60,7 +60,7 @@ def class_of_moments(parameter: PagedTensor) -> str:
 
 
 def shape_of(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
-    """The shape that was meant: separate sizes, or one sequence of them."""
+    """The shape from a factory's arguments, which are separate sizes or one sequence of them."""
     if len(shape) == 1 and isinstance(shape[0], Sequence):
         return tuple(shape[0])
     return tuple(shape)  # type: ignore[arg-type]

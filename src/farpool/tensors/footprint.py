@@ -1,4 +1,4 @@
-"""What a paged tensor touches of its storage, and what was made of that before: uses, real tensors, views.
+"""Footprints: the part of a storage that a paged tensor views, with cached uses, real tensors and views of it.
 
 Computing these again for each operation would cost more than a small operation itself. Paged tensors of the same
 geometry share a footprint where one was derived from the other's views, so ``weight.t()`` is worked out once.
@@ -15,12 +15,12 @@ from farpool._native import Footprint as NativeFootprint
 __all__ = ["Footprint"]
 
 _VIEWS = 64
-"""Views to remember of one footprint: a loop over the rows of a table must not fill the memory."""
+"""Most views cached for one footprint, so that a loop over the rows of a table cannot fill the memory."""
 _set = torch._C.TensorBase.set_
 
 
 class Footprint(NativeFootprint):
-    """A geometry over a storage. Nothing of it changes but what it remembers.
+    """An immutable geometry (size, strides, offset, dtype) over a storage, with caches of what was made of it.
 
     Attributes
     ----------
@@ -31,11 +31,11 @@ class Footprint(NativeFootprint):
     offset : int
         In elements, from the storage's start.
     conj, neg : bool
-        Whether the values are to be conjugated, negated.
+        True if the values are to be conjugated, negated.
     start, stop : int
         Bytes of the storage that the elements touch.
     views : dict
-        Footprints of its views, by what made them.
+        Footprints of its views, by the operation and arguments that made them.
     """
 
     __slots__ = ()
@@ -43,7 +43,7 @@ class Footprint(NativeFootprint):
     def real(self, memory: torch.UntypedStorage, origin: int, *, requires_grad: bool) -> torch.Tensor:
         """A real tensor over memory that begins with byte `origin` of the storage."""
         if torch.is_inference_mode_enabled():
-            # It may be used again outside.
+            # The tensor is cached, and may be used again outside of inference mode.
             with torch.inference_mode(False):
                 return self.real(memory, origin, requires_grad=requires_grad)
         offset = self.offset - origin // self.dtype.itemsize
@@ -59,7 +59,7 @@ class Footprint(NativeFootprint):
         return real  # type: ignore[no-any-return]
 
     def real_at(self, place: int, requires_grad: bool) -> torch.Tensor:
-        """The real tensor whose first byte lies at `place` in the arena; the one made before if that is still it."""
+        """The real tensor whose first byte lies at `place` in the arena; the cached one if it lies there."""
         kept = self.kept_real(place, requires_grad)
         if kept is not None:
             return kept
@@ -70,7 +70,7 @@ class Footprint(NativeFootprint):
         return real
 
     def remember_view(self, key: Any, view: Footprint | tuple[Footprint, ...]) -> None:
-        """Keep what an operation that makes views made of this footprint."""
+        """Cache the footprint, or footprints, of a view under its key."""
         if len(self.views) >= _VIEWS:
             self.views.clear()
         self.views[key] = view

@@ -1,4 +1,4 @@
-"""Where the elements of a view lie: byte ranges, density, and views computed on the meta device."""
+"""Geometry of tensors: the ranges that views touch, density, strides, and stand-ins on the meta device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _meta_bases: dict[torch.dtype, torch.Tensor] = {}
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is what a block can hold: strided, with memory, no nested or quantized values."""
+    """Return True if blocks can hold a plain tensor: it is strided, has memory, and is not nested or quantized."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -46,7 +46,7 @@ def element_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the view fills its element range, each element once, in some order of dimensions."""
+    """Return True if the view fills its element range, each element once, in some order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -72,7 +72,7 @@ def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
 def dense_strides(
     tensor: torch.Tensor, memory_format: torch.memory_format | None = torch.preserve_format
 ) -> tuple[int, ...]:
-    """The strides of a copy of `tensor`, or of a tensor like it, in a memory format."""
+    """The strides that a copy of `tensor`, or a tensor like it, has in a memory format."""
     memory_format = memory_format or torch.preserve_format
     if memory_format is torch.preserve_format and is_dense(tensor):
         return tuple(tensor.stride())
@@ -81,7 +81,7 @@ def dense_strides(
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry without bytes, to ask what a tensor like it looks like."""
+    """A tensor of the same geometry on which operations can be tried for the shape and strides of their results."""
     if tensor.numel():
         return meta_view(tensor)
     # The meta device gives empty tensors other strides than the CPU does.
@@ -105,7 +105,7 @@ def meta_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A plain tensor, also where a factory function would make a paged one."""
+    """A new plain tensor with unspecified values, even inside ``with farpool.paged(pool)``."""
     return torch.ops.aten.empty_strided.default(  # type: ignore[no-any-return]
         tuple(size), tuple(stride), dtype=dtype, device=device
     )

@@ -1,4 +1,4 @@
-"""Copying, pickling and rebinding paged tensors, and swapping what two tensor objects are."""
+"""Copying, pickling and rebinding paged tensors, and exchanging the contents of two tensor objects."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _INTERNAL = frozenset(("_footprint", "_gradient_hook"))
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that the program itself set on a tensor."""
+    """The attributes that the program has set on a tensor, without farpool's own."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL}
 
 
 def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
-    """``tensor.data = value``: a paged value is shared, a plain one copied into the pool."""
+    """Implement ``tensor.data = value``: a paged value is shared, a plain one copied into the pool."""
     if type(value) is not PagedTensor:
         storage = tensor._storage
         value = from_tensor(storage.pool, value, cls=storage.cls, name=storage.name)
@@ -45,7 +45,7 @@ def set_data(tensor: PagedTensor, value: torch.Tensor) -> None:
 
 
 def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
-    """``copy.deepcopy``: tensors that shared a storage share the copy.
+    """Implement ``copy.deepcopy``: copies of tensors that share a storage share a storage, too.
 
     As in torch, a Parameter's copy has neither gradient nor attributes; another leaf's has both.
     """
@@ -68,7 +68,7 @@ def deep_copy(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
 
 
 def snapshot(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
-    """A paged copy without history, of which `memo` is told: tensors that share a storage share the copy of it."""
+    """A paged copy without history; tensors that share a storage share its copy, which `memo` keeps by storage."""
     old = tensor._storage
     new = memo.get(id(old))
     if new is None:
@@ -89,7 +89,7 @@ def snapshot(tensor: PagedTensor, memo: dict[int, Any]) -> PagedTensor:
 
 
 def shallow_copy(tensor: PagedTensor) -> PagedTensor:
-    """``copy.copy``: another leaf over the same bytes."""
+    """Implement ``copy.copy``: another leaf over the same bytes."""
     with torch.no_grad():
         result: PagedTensor = tensor.detach()  # type: ignore[assignment]
     result.requires_grad_(tensor.requires_grad)
@@ -98,7 +98,7 @@ def shallow_copy(tensor: PagedTensor) -> PagedTensor:
 
 
 def reduce(tensor: PagedTensor, protocol: Any) -> Any:
-    """Pickle as a plain tensor, which loads where farpool is not installed. Bytes are read when they are written."""
+    """Pickle as a plain tensor, which loads where farpool is not installed; the pool's bytes are read while writing."""
     if not tensor.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) can be pickled: use t.detach() first"
@@ -149,7 +149,7 @@ def _from_bytes(content: bytes) -> torch.Tensor:
 
 
 def check_swappable(tensor: torch.Tensor, name: str) -> None:
-    """Raise if native code or a graph holds the tensor, so that its object cannot become another.
+    """Raise if native code or an autograd graph holds the tensor, so that its contents cannot be exchanged.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def _poisoned(gradients: Any) -> None:
 
 
 def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Make `tensor` what `other` is, keeping its identity, weak references, hooks and attributes.
+    """Exchange the contents of two tensors; `tensor` keeps its identity, weak references, hooks and attributes.
 
     `other` becomes what `tensor` was. Unlike ``torch.utils.swap_tensors`` this allows weak references, which recurrent
     modules keep to their weights: they name the object, and the object stays.

@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["replace", "when_imported"]
 
 Patch = Callable[[Any], None]
-"""Is given the imported module and changes it."""
+"""Function that is given an imported module and changes it."""
 
 
 def when_imported(name: str, patch: Patch) -> None:
@@ -31,7 +31,7 @@ def when_imported(name: str, patch: Patch) -> None:
 
 
 def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the function `name` by what `make` makes of it, also where another module has imported it by name.
+    """Replace the function `name` by ``make(function)``, also in modules that have imported it by name.
 
     A function that the module does not have, or has imported from elsewhere, is left alone.
     """
@@ -46,12 +46,12 @@ def replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds nothing itself; waits for modules to be imported.
+    """Import hook that calls a function with each awaited module right after its import; it finds no modules itself.
 
     Attributes
     ----------
     pending : dict of str to callable
-        What to call with each module.
+        Functions to call, by the names of the modules.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What torch itself has to know about paged tensors. Applied once, when the first of them can exist."""
+"""Changes to torch that paged tensors need, applied once when `farpool.tensors` is imported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _module_cpu(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def apply() -> None:
-    """Tell torch. Doing so twice changes nothing."""
+    """Apply all changes to torch; a second call changes nothing."""
     if "data" not in vars(torch.Tensor):
         torch.Tensor.data = property(_native_data.__get__, _set_data, doc=_native_data.__doc__)  # type: ignore[assignment]
     if "set_" not in vars(torch.Tensor):

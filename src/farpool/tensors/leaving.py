@@ -1,4 +1,4 @@
-"""The end of a pool: its live tensors become plain, or it stays open.
+"""Closing a pool that has live tensors: they become plain tensors, or the pool stays open.
 
 Whoever closes a pool by hand is told what still lives in it and can go on; whoever leaves a ``with`` block cannot, so
 there the tensors become plain even where an autograd graph holds them. The graph keeps what they were: a backward
@@ -29,7 +29,7 @@ _SHARE = 0.8
 
 
 def _living(pool: StorageOwner) -> list[PagedTensor]:
-    """The pool's tensors that somebody can still reach."""
+    """The pool's tensors that the program still holds."""
     if gc.get_freeze_count():
         gc.unfreeze()  # the collector does not list what the program has frozen
     gc.collect()
@@ -37,7 +37,7 @@ def _living(pool: StorageOwner) -> list[PagedTensor]:
 
 
 def _gradients(tensors: list[PagedTensor]) -> dict[int, PagedTensor]:
-    """Gradients of the leaves among the tensors, by identity; they go with their leaf."""
+    """Paged gradients of the leaves among the tensors, by identity; they become plain with their leaf."""
     found = (tensor.grad for tensor in tensors if tensor.is_leaf)
     return {id(grad): grad for grad in found if type(grad) is PagedTensor}
 
@@ -65,19 +65,19 @@ def materialize_all(pool: StorageOwner) -> None:
 
 
 def take_along(pool: StorageOwner) -> str:
-    """Make every tensor that lives in a pool plain, in place, because the pool ends; also what a graph holds.
+    """Make every tensor that lives in a closing pool plain, in place, even one that an autograd graph holds.
 
     Returns
     -------
     str
-        What was done, for a warning; empty if nothing lived.
+        Text of a warning that says what was done; empty if no tensor was live.
 
     Raises
     ------
     BudgetError
-        They do not fit into four fifths of the memory that is available; nothing was changed.
+        The tensors do not fit into four fifths of the memory that is available; nothing was changed.
     UnsupportedError
-        A tensor has history and its bytes are no leaf's; nothing was changed.
+        A tensor has history and no leaf shares its storage; nothing was changed.
     FarpoolError
         A tier failed. What could be read before is plain, the rest still lives in the pool; a note says how much.
     """
@@ -132,7 +132,7 @@ def _available(device: torch.device) -> int:
 
 
 def live_parameters(pool: StorageOwner) -> str:
-    """The parameters that live in a pool, counted, with their bytes; empty if there are none."""
+    """Number and bytes of the parameters that live in a pool, as text for a message; empty if there are none."""
     found = [tensor for tensor in _living(pool) if isinstance(tensor, torch.nn.Parameter)]
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""The tensors that a pool makes and, when it ends, leaves behind: a `farpool.pool.TensorLibrary`."""
+"""Functions that a pool calls to make tensors and, when it is closed, to turn them plain: a `TensorLibrary`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights straight from a safetensors file: the file itself is the clean copy below the fast tier."""
+"""Loading safetensors files into a pool, where the file itself serves as the clean copy below the fast tier."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def load_safetensors(path: str | os.PathLike[str], pool: Pool) -> dict[str, PagedTensor]:
-    """The tensors of a safetensors file, paged.
+    """Load the tensors of a safetensors file as paged tensors.
 
     Nothing is read before it is used. A weight that is never written takes no room in the lower tiers: when it leaves
     the fast tier it is dropped, and read from the file again. The file must stay as it is while the pool is open.
@@ -71,7 +71,7 @@ def load_safetensors(path: str | os.PathLike[str], pool: Pool) -> dict[str, Page
 
 
 def load_tensors(path: str | os.PathLike[str], pool: BlockPool, tables: Collection[str]) -> dict[str, PagedTensor]:
-    """As `load_safetensors`; `tables` names the tensors that are tables of embeddings."""
+    """Load a safetensors file as `load_safetensors` does; `tables` names the tensors that are embedding tables."""
     source = SafetensorsFile(path)
     source.open()
     try:

@@ -1,4 +1,4 @@
-"""``with farpool.paged(pool):`` what factory functions and modules make inside lives in the pool."""
+"""The context ``with farpool.paged(pool)``, in which factory functions and modules make paged tensors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _PagedMode(TorchFunctionMode):
 
 
 def paged(pool: Pool) -> AbstractContextManager[Any]:
-    """A context in which new tensors live in a pool.
+    """A context manager inside which new tensors live in a pool.
 
     Results of factory functions (``torch.zeros``, ``torch.randn``, ``torch.tensor``, ...) on the pool's device are
     paged, and with them the parameters of modules that are made inside. Random ones have the bits of plain torch with

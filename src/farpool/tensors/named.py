@@ -1,4 +1,4 @@
-"""PyTorch's tensors under names: published, read into memory of one's own, or mapped where they lie."""
+"""PyTorch tensors in a store: published under a name, read into new memory, or mapped without a copy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["map_tensors", "publish_tensors", "read_tensors", "tensor_source"]
 
 _BATCH = 4 << 20
-"""Bytes of small tensors that are mapped with one another; each batch has the time of one call."""
+"""Bytes of small tensors that are pinned in one call; the timeout applies to each such batch."""
 
 
 def publish_tensors(
@@ -41,13 +41,13 @@ def publish_tensors(
     ConfigError
         There are no tensors.
     NameHeldError, NameMovedError, RegistryAwayError, NodeError
-        As of ``store.publish``.
+        As for ``store.publish``.
     """
     return store.publish(name, tensors, expect=expect)
 
 
 class _Source:
-    """A tensor of any kind; its plain copy, where one is needed, lives only while it is sent."""
+    """A plain or paged tensor as a source of bytes to publish; a plain copy, if any, lives only while it is sent."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -61,7 +61,7 @@ class _Source:
 
 
 def tensor_source(name: str, tensor: object) -> TensorSource | None:
-    """A tensor as a source for `Store.publish`; None if it is none of PyTorch's. `name` is named in errors.
+    """Wrap a tensor as a source for `Store.publish`; None if it is not a PyTorch tensor. `name` is for errors.
 
     Raises
     ------
@@ -98,18 +98,18 @@ def read_tensors(opened: OpenedName) -> dict[str, torch.Tensor]:
 
 
 def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str, torch.Tensor]:
-    """The tensors that are published under a name, where they lie.
+    """Map the tensors that are published under a name into this process, without copying those on a node of this host.
 
-    What lies on a node of this host is not copied, however many processes map it. That memory is read-only, and a write
-    to such a tensor ends the process: clone what is to change. Other tensors are copied once. All bytes are verified.
+    Such a tensor exists once, however many processes map it. Its memory is read-only, and a write to it ends the
+    process: clone what is to change. Other tensors are copied once. All bytes are verified.
 
     Parameters
     ----------
     store : Store
-        Where from. What is mapped stays as it is, and its version is held, for as long as one of the tensors lives,
+        The store to map from. Mapped bytes stay as they are, and their version is held, for as long as a tensor lives,
         unless the store is closed.
     name : str
-        Their name.
+        Name under which they are published.
     version : int, optional
         An older version that is still held; None for the current one.
 
@@ -124,7 +124,7 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
     ConfigError
         The name holds no tensors, or some of a type that this torch does not have.
     NodeError
-        As of ``store.pin``.
+        As for ``store.pin``.
     """
     opened = store.open(name, version)
     held = _Held(store)
@@ -140,7 +140,7 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
 
 
 class _Held:
-    """What mapped tensors have in common: the version is let go when the last of them is gone."""
+    """Object that mapped tensors share; when the last of them is gone, it closes the opened version."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

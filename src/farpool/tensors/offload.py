@@ -38,7 +38,7 @@ _ALIGNMENT = 512
 
 @dataclass(slots=True)
 class _Shared:
-    """Tensors of a module that share memory."""
+    """A group of tensors of a module that share memory."""
 
     names: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Shared:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]:
-    """Name, tensor, and whether it is a table of embeddings; a tensor comes once for each place that holds it."""
+    """Yield each tensor's name, the tensor, and True if it is an embedding table; once for each place that holds it."""
     for prefix, part in module.named_modules(remove_duplicate=True):
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(
@@ -111,7 +111,7 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
 
 
 def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
-    """The tensors to move, checked, grouped by shared memory."""
+    """The tensors to move into the pool, checked and grouped by shared memory."""
     _detach_computed(module)
     shared: dict[int, _Shared] = {}
     seen: dict[int, _Shared] = {}
@@ -134,7 +134,7 @@ def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
 
 
 def _twins(group: _Shared, pool: BlockPool) -> list[PagedTensor]:
-    """Paged copies of the group's tensors, which share a storage as these share memory."""
+    """Paged copies of a group's tensors; as the tensors share memory, the copies share a storage."""
     start, stop = group.byte_range()
     largest = max(group.tensors, key=lambda tensor: tensor.numel())
     row_bytes = row_bytes_of(largest.size(), largest.stride(), largest.itemsize)
@@ -173,7 +173,7 @@ def _move_in(group: _Shared, pool: BlockPool) -> None:
 
 
 def paged_together(tensors: Mapping[str, torch.Tensor], pool: BlockPool) -> dict[str, torch.Tensor]:
-    """Paged copies of those that are plain, without history; what shared memory shares a storage."""
+    """Replace plain tensors in a mapping by paged copies without history; those that share memory share a storage."""
     shared: dict[int, _Shared] = {}
     for name, tensor in tensors.items():
         if type(tensor) is not PagedTensor:
@@ -265,7 +265,7 @@ def _offload_optimizer(
 
 
 def restore(module: _Owner) -> _Owner:
-    """Undo `offload`: what of a module (with its gradients) or of an optimizer is paged becomes plain again, in place.
+    """Undo `offload`: make the paged tensors of a module (and their gradients) or of an optimizer plain, in place.
 
     A module's optimizer keeps its moments in the pool until it is given, too.
 
@@ -305,7 +305,7 @@ def restore(module: _Owner) -> _Owner:
 
 
 def move_out(tensors: list[PagedTensor]) -> None:
-    """Make leaves plain, in place, and their gradients with them; those that shared a storage share memory.
+    """Make leaves and their gradients plain, in place; tensors that shared a storage then share memory.
 
     One storage after the other, each whole or not at all: after an error some are plain and the others as they were.
     """

@@ -1,4 +1,4 @@
-"""The paged arguments of an operation, what stands for them while it runs, and what its results may look like."""
+"""Operands: an operation's paged arguments, the real tensors that stand for them, and the wrapping of its results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def paged_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[PagedTe
 
 
 class Operands:
-    """The paged arguments of one operation, each once, and what stands for them while it runs."""
+    """The paged arguments of one operation, each once, with the real tensors that stand for them while it runs."""
 
     __slots__ = ("arena", "modes", "reals", "tensors")
 
     arena: ArenaViews
-    """Views of their pool's arena; from the beginning, as another thread may take a tensor out of its pool."""
+    """Views of the pool's arena, stored with the first operand: another thread may move a tensor out later."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, PagedTensor] = {}
@@ -46,7 +46,7 @@ class Operands:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[PagedTensor, torch.Tensor]], arena: ArenaViews) -> Self:
-        """Operands whose real tensors there are already."""
+        """Make operands from paged tensors whose real tensors exist already."""
         operands = cls()
         operands.arena = arena
         for tensor, real in pairs:
@@ -92,7 +92,7 @@ class Operands:
         self.reals[id(tensor)] = tensor._footprint.real(memory, origin, requires_grad=_requires_grad(tensor))
 
     def build_all(self, tensors: list[PagedTensor], uses: list[Use], places: Sequence[int]) -> None:
-        """Make all real tensors. Views of one storage share memory, as plain views do; others do not."""
+        """Make the real tensors of all operands; views of one storage share memory, as plain views do."""
         if len({id(use.storage) for use in uses}) == len(uses):
             for tensor, place in zip(tensors, places, strict=True):
                 self.reals[id(tensor)] = tensor._footprint.real_at(place, _requires_grad(tensor))
@@ -118,7 +118,7 @@ class Operands:
         return result
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
-        """A result as the program may see it: no plain tensor aliases the arena."""
+        """Wrap a result: one that aliases the arena becomes a paged view or a copy, as no plain tensor may view it."""
         for key, real in self.reals.items():
             if result is real:
                 return self.tensors[key]

@@ -1,4 +1,4 @@
-"""Optimizer state beside paged parameters: in the pool, also where it was not made there.
+"""Moves the optimizer state of paged parameters into their pool, also where it was not made there.
 
 Moments that an optimizer makes for a paged parameter are made like it, and so in the pool. Those that were there before
 `offload`, or that ``load_state_dict`` brings, are plain tensors: they are paged here, at the next step and as they are
@@ -30,11 +30,11 @@ _native_policy: Any = Optimizer._process_value_according_to_param_policy
 _TAKE_NORMS = (torch.optim.Adafactor, torch.optim.Muon)
 _MARK = "_farpool_offloads"
 _offloads = 0
-"""Number of moves of tensors into pools. An optimizer that stepped since the last one has all its state there."""
+"""Number of modules offloaded so far. An optimizer that has stepped since the last one has its state in the pool."""
 
 
 def note_offload() -> None:
-    """Have each optimizer looked at before its next step."""
+    """Note that a module was offloaded, so that each optimizer is checked for plain moments before its next step."""
     global _offloads
     _offloads += 1
 
@@ -65,20 +65,20 @@ def _plain_moments_of(parameter: torch.Tensor, state: Any) -> Iterator[tuple[Pag
 
 
 def _plain_moments(optimizer: Optimizer) -> Iterator[tuple[PagedTensor, torch.Tensor]]:
-    """Paged parameters, and moments of theirs that are not in the pool."""
+    """Yield each paged parameter with each of its moments that is not in the pool."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield from _plain_moments_of(parameter, optimizer.state.get(parameter))
 
 
 def page_moments(parameter: torch.Tensor, state: Any) -> None:
-    """Page those moments of one parameter that are not in its pool."""
+    """Move the moments of one parameter that are still plain into its pool."""
     for paged, value in list(_plain_moments_of(parameter, state)):
         swap(value, _paged(paged, value))
 
 
 def moments_of(optimizer: Optimizer) -> list[PagedTensor]:
-    """The state of an optimizer that lives in a pool."""
+    """The tensors of an optimizer's state that live in a pool."""
     return [
         value
         for state in optimizer.state.values()
@@ -91,14 +91,14 @@ def moments_of(optimizer: Optimizer) -> list[PagedTensor]:
 def offload_state(
     optimizer: Optimizer, pool: StorageOwner, progress: Callable[[int, int], None] | None, moved: list[torch.Tensor]
 ) -> None:
-    """Page the moments of paged parameters, one after the other, in place; `moved` grows by each.
+    """Page the moments of paged parameters one by one, in place, and append each to `moved`.
 
     Raises
     ------
     UnsupportedError
         No parameter of the optimizer is paged.
     PoolMixError
-        One is, in another pool.
+        A parameter is in another pool.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is PagedTensor]
     if not parameters:
@@ -121,7 +121,7 @@ def offload_state(
 
 
 def page_moments_of(optimizer: Optimizer) -> None:
-    """Page what an optimizer has of moments outside the pool, if there may be any."""
+    """Page the moments that an optimizer still has outside the pool, unless it was checked since the last `offload`."""
     if torch.compiler.is_compiling() or optimizer.__dict__.get(_MARK) == _offloads:
         return
     for parameter, value in list(_plain_moments(optimizer)):
@@ -130,9 +130,9 @@ def page_moments_of(optimizer: Optimizer) -> None:
 
 
 def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> list[tuple[Any, ...]]:
-    """The tensors that operations of a step take whole, whatever their size, one tuple for each operation.
+    """The tensors that a step's operations take whole, whatever their size, as one tuple for each operation.
 
-    Of an optimizer that takes norms, or of fused SGD.
+    For optimizers that take norms, and for fused SGD.
     """
     grad = parameter.grad
     if isinstance(optimizer, _TAKE_NORMS):
@@ -147,7 +147,7 @@ def _used_whole(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
 
 
 def require_room(optimizer: Optimizer, *, gradients_follow: bool) -> None:
-    """Raise before a step what would be raised in the middle of it, where some tensors are changed already.
+    """Raise before a step the `BudgetError` that would otherwise stop it half-way, with some tensors changed already.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def _process_loaded(parameter: torch.Tensor, value: torch.Tensor, *args: Any, **
 
 
 def apply() -> None:
-    """Tell torch. Doing so twice changes nothing."""
+    """Register the hooks in torch's optimizers; a second call changes nothing."""
     if Optimizer._process_value_according_to_param_policy is not _process_loaded:
         # One moment after the other: no second copy of all of them is made on the way.
         Optimizer._process_value_according_to_param_policy = staticmethod(_process_loaded)  # type: ignore[method-assign, assignment]

@@ -1,4 +1,4 @@
-"""The storage that a paged tensor shows: a size and an identity, no memory.
+"""Storage objects that stand for a paged tensor's bytes: they have a size and an identity, but no memory.
 
 Savers ask for it to see which tensors share memory. ``torch.save`` gets one of its own, whose bytes are read when its
 record is written, so that a file larger than memory is written storage by storage.
@@ -20,7 +20,7 @@ __all__ = ["PagedStorage", "SavedStorage", "storage_of"]
 
 
 class PagedStorage(torch.UntypedStorage):
-    """The storage of paged tensors. Views of the same bytes have the same one; its memory cannot be had.
+    """The ``untyped_storage()`` of paged tensors, the same for all views of the same bytes, without accessible memory.
 
     To native code it is a storage without memory, on the meta device, so nothing can read or write through it.
     """
@@ -43,16 +43,16 @@ class PagedStorage(torch.UntypedStorage):
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the tensors compute on a GPU."""
+        """True if the tensors compute on a GPU."""
         return self.device.type == "cuda"
 
     @property
     def _cdata(self) -> int:
-        # What torch's own savers tell storages apart by; the object that is named lives as long as the bytes.
+        # torch's own savers tell storages apart by this number; the object it identifies lives as long as the bytes.
         return id(self._bytes._storage)
 
     def get_device(self) -> int:
-        """The index of the GPU, or -1."""
+        """The index of the GPU, or -1 on the CPU."""
         return self.device.index if self.is_cuda else -1
 
     def cpu(self) -> torch.UntypedStorage:
@@ -93,10 +93,10 @@ for _name in (*_SPECIAL, *[name for name in dir(torch.UntypedStorage) if not nam
 
 
 class SavedStorage(PagedStorage):
-    """A storage on its way into a file of ``torch.save``, which reads it when it writes it."""
+    """A storage that ``torch.save`` is to write; its bytes are read from the pool only when its record is written."""
 
     def data_ptr(self) -> int:
-        """The identity again: ``torch.save`` compares it, to refuse a storage that is saved under two dtypes."""
+        """A number that identifies the storage; ``torch.save`` uses it to refuse a storage saved under two dtypes."""
         return self._cdata
 
     def __reduce__(self) -> Any:
@@ -113,7 +113,7 @@ _known: weakref.WeakValueDictionary[int, PagedStorage] = weakref.WeakValueDictio
 
 
 def storage_of(tensor: PagedTensor) -> PagedStorage:
-    """The storage that ``tensor.untyped_storage()`` returns: the same object for all views, as long as it is held."""
+    """The storage that ``tensor.untyped_storage()`` returns: one object for all views, as long as somebody holds it."""
     key = id(tensor._storage)
     storage = _known.get(key)
     if storage is None:

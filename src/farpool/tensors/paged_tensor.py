@@ -1,4 +1,4 @@
-"""The tensor that programs see: a geometry and a storage in a pool, no data of its own.
+"""`PagedTensor`, the tensor that programs see: a geometry and a storage in a pool, without memory of its own.
 
 A wrapper subclass keeps size, strides, offset, dtype and everything that autograd needs; what an operation does with it
 is decided in `farpool.tensors.dispatch`. Only what never reaches the dispatcher is overridden here: raw memory,
@@ -44,7 +44,7 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
 
 
 class Methods(Protocol):
-    """Functions behind methods of a paged tensor. They build on the class, so they are handed in (`use_methods`)."""
+    """Functions that implement methods of a paged tensor; they need the class, so `use_methods` hands them in."""
 
     def deep_copy(self, tensor: PagedTensor, memo: dict[int, Any], /) -> PagedTensor: ...
     def materialize(self, tensor: torch.Tensor, /) -> torch.Tensor: ...
@@ -61,7 +61,7 @@ _methods: Methods
 
 
 def use_methods(methods: Methods) -> None:
-    """Have paged tensors call these functions."""
+    """Set the functions that implement the methods of paged tensors."""
     global _methods
     _methods = methods
 
@@ -103,7 +103,7 @@ class PagedTensor(torch.Tensor):
 
     @staticmethod
     def over(footprint: Footprint, *, requires_grad: bool = False) -> PagedTensor:
-        """A tensor that views what `footprint` says."""
+        """A paged tensor with the given footprint."""
         return calls.wrap(footprint, requires_grad)  # type: ignore[return-value]
 
     @property
@@ -130,7 +130,7 @@ class PagedTensor(torch.Tensor):
         return PagedTensor(self._storage, self._arena, self.dtype if dtype is None else dtype, size, stride, offset)
 
     def rebind(self, other: PagedTensor) -> None:
-        """Become a view of what `other` views, keeping identity, autograd history and attributes."""
+        """Make this tensor a view of what `other` views; it keeps its identity, autograd history and attributes."""
         _native_data.__set__(self, other)
         self._footprint = other._footprint
 
@@ -138,7 +138,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def data(self) -> PagedTensor:
-        """The same bytes without history. Setting it rebinds; a plain value is copied into the pool."""
+        """A view of the same bytes without history. Setting it rebinds; a plain value is copied into the pool."""
         return _native_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -147,7 +147,7 @@ class PagedTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Tells if gradients are accumulated into this tensor; they are paged too."""
+        """True if gradients are accumulated into this tensor; they are paged too."""
         return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @requires_grad.setter
@@ -187,11 +187,11 @@ class PagedTensor(torch.Tensor):
     # -- raw memory -------------------------------------------------------------------------------------------------
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The size and identity of what this views: the same object for all views of it. Its memory cannot be had."""
+        """The storage's size and identity, as one object for all its views; the memory itself is not accessible."""
         return _methods.storage_of(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy where ``force=True`` allows one; else the array would have to share the memory.
+        """A copy as a NumPy array, with ``force=True``; an array that shares memory with the tensor is impossible.
 
         Raises
         ------
@@ -203,7 +203,7 @@ class PagedTensor(torch.Tensor):
         return self.detach().cpu().numpy()
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        """A plain copy in host memory, also where the tensor computes there; `to` keeps a tensor in its pool."""
+        """A plain copy in host memory, even of a tensor on the CPU; ``to("cpu")`` keeps such a tensor in its pool."""
         plain = _methods.to_cpu(self)
         return plain if memory_format is torch.preserve_format else plain.contiguous(memory_format=memory_format)
 

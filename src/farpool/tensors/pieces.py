@@ -1,4 +1,4 @@
-"""Elementwise operations on tensors larger than the fast tier, in pieces, with the bits of one call on the whole.
+"""Elementwise operations on tensors larger than the fast tier, computed in pieces with bit-identical results.
 
 torch's kernels for the CPU compute the elements of a tensor in vector registers, and the last few of each thread's
 share one by one. Both round alike nearly everywhere, but not everywhere: a NaN in bfloat16 gets other bits, and a
@@ -37,9 +37,9 @@ __all__ = ["compute_in_pieces"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GRAIN = 32768
-"""A tensor with more elements is shared among threads, each of which gets at least as many (``GRAIN_SIZE`` of ATen)."""
+"""Fewest elements that a thread gets when torch divides a tensor among threads (``GRAIN_SIZE`` of ATen)."""
 _VECTOR = 64
-"""A multiple of the elements that a kernel takes at once: two registers of at most 64 bytes."""
+"""A multiple of the elements that a kernel takes at once, which fill two registers of at most 64 bytes."""
 _ROUND_ONCE = frozenset(
     (
         *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "reciprocal"),
@@ -48,9 +48,9 @@ _ROUND_ONCE = frozenset(
     )
 )
 _OF_TRUTH = frozenset(("where", "gt", "lt", "eq"))
-"""Operations that take or give truth values beside numbers, and round nothing at all."""
+"""Operations that take or return booleans beside numbers, and round nothing."""
 _EXACT = (torch.float32, torch.float64)
-"""Others are computed in float32 and rounded again."""
+"""Data types that kernels compute in directly; others are computed in float32 and rounded again."""
 
 
 class _Operand:
@@ -64,7 +64,7 @@ class _Operand:
 
 
 def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
-    """Whether pieces are known to have the bits of the whole, on this device."""
+    """Return True if the operation is known to give the same bits in pieces as at once, on this device."""
     if func._opname == "_fused_sgd_" and tensor.dtype not in _EXACT:
         return False  # on the CPU, torch's leaves other bits in half-precision moments from run to run, also at once
     if tensor.device.type == "cpu":
@@ -76,14 +76,14 @@ def _proven(func: Any, tensor: PagedTensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """The memory that a tensor views, and where in it the view begins."""
+    """An identifier of the memory that a tensor views, and where in that memory the view begins."""
     if type(tensor) is PagedTensor:
         return id(tensor._storage), tensor.byte_range()[0]
     return tensor.untyped_storage()._cdata, tensor.data_ptr()
 
 
 def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, _Operand]:
-    """The tensors that are taken in pieces, by their ids, each with what is done with it."""
+    """The tensor arguments to take in pieces, by their ids, each with its access mode."""
     signature = signature_of(func)
     operands: dict[int, _Operand] = {}
     named = [(position in signature.writes, value) for position, value in enumerate(args)]
@@ -98,7 +98,7 @@ def _collect(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int
 
 
 def _alike(operands: Sequence[_Operand], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether all hold as many elements in the same order, and writing to one changes no other."""
+    """Return True if all operands have the same layout and device, and writing to one changes no other."""
     first = operands[0].tensor
     pool = next(operand.tensor for operand in operands if type(operand.tensor) is PagedTensor)._storage.pool
     starts: dict[int, int] = {}
@@ -123,7 +123,7 @@ def _replace(value: Any, instead: dict[int, torch.Tensor]) -> Any:
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], instead: dict[int, torch.Tensor]) -> Any:
-    """The operation's only result, on other tensors."""
+    """Call the operation with other tensors in place of its arguments; returns its only result."""
     result = func(
         *[_replace(value, instead) for value in args],
         **{name: _replace(value, instead) for name, value in kwargs.items()},
@@ -132,7 +132,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], instead: dict[
 
 
 def _share(count: int) -> int:
-    """Elements that each thread gets of so many."""
+    """Elements that each thread gets of a tensor of `count` elements."""
     threads = min(torch.get_num_threads(), -(-count // _GRAIN))
     return -(-count // threads)
 
@@ -147,7 +147,7 @@ def _steps(count: int, tensors: Sequence[PagedTensor], share: int) -> Iterator[t
 
 
 def _calls(count: int) -> Iterator[slice]:
-    """Parts of a piece that are computed by one thread each, or whose shares are whole vectors."""
+    """Parts of a piece, each computed in one call by a single thread or by threads whose shares are whole vectors."""
     threads = torch.get_num_threads()
     body = count if threads == 1 else count // (threads * _GRAIN) * (threads * _GRAIN)
     if body:
@@ -175,7 +175,7 @@ def compute_in_pieces(
         Makes the tensor that takes the result of an operation that is not in place, from a description of it on the
         meta device.
     fused : bool
-        It is a fused optimizer's, which is divided among threads in another way.
+        The operation is a fused optimizer, which is divided among threads in another way.
 
     Returns
     -------
@@ -190,7 +190,7 @@ def compute_in_pieces(
     dtypes = (number.dtype, torch.bool) if func._opname in _OF_TRUTH else (number.dtype,)
     if not _proven(func, number, kwargs) or not _alike(list(operands.values()), dtypes):
         return NotImplemented
-    # What has no dimension (the learning rate, the count of steps) is the same for each piece.
+    # Tensors without dimensions (the learning rate, the count of steps) are the same for each piece.
     constants = {
         id(tensor): materialize(tensor)
         for value in (*args, *kwargs.values())

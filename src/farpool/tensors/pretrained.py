@@ -1,4 +1,4 @@
-"""Models of transformers, loaded from their checkpoints straight into a pool.
+"""Loading models of the transformers library from their checkpoints straight into a pool.
 
 transformers builds a model without memory, matches the tensors of its checkpoint with the parameters (renamed,
 converted to another dtype, fused), initializes what the checkpoint does not have, and ties. All of that stays its
@@ -55,7 +55,7 @@ _REFUSED: dict[str, str] = {
 
 @dataclass(slots=True)
 class _Target:
-    """A pool that a thread loads into, and how far it is."""
+    """A pool that a thread loads a model into, and the progress of that."""
 
     pool: BlockPool
     progress: Callable[[int, int], None] | None = None
@@ -70,7 +70,7 @@ class _Target:
 
 
 class _Thread(threading.local):
-    """The pools that the calling thread loads into."""
+    """State of the calling thread: the pools that it loads into, and the depth of its calls into transformers."""
 
     def __init__(self) -> None:
         self.targets: list[_Target] = []
@@ -83,7 +83,7 @@ _wrapped = False
 
 
 def is_loading() -> bool:
-    """Tells if the calling thread is inside transformers, whose own tensors are not to be paged one by one."""
+    """Return True if the calling thread is loading a model in transformers, whose tensors must not be paged singly."""
     return _thread.loading > 0
 
 
@@ -196,7 +196,7 @@ def _require_model_class(value: Any) -> None:
 
 
 def wrap_transformers() -> None:
-    """Wrap the functions of transformers that load checkpoints, if it is imported. Doing so twice changes nothing."""
+    """Wrap the functions of transformers that load checkpoints, if it is imported; a second call changes nothing."""
     if not _wrapped and hasattr(sys.modules.get(_MODELING), "PreTrainedModel"):
         with _lock:
             _wrap_once()
@@ -236,7 +236,7 @@ def _wrap(modeling: Any, conversion: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A weight of a file, in the dtype that the model wants; transformers calls it when it is its turn."""
+    """A weight from a file, converted to the model's dtype when transformers calls this object to get it."""
 
     tensor: PagedTensor
     dtype: torch.dtype | None
@@ -302,7 +302,7 @@ def _convert(self: Any, original: Any, layer_name: str, *args: Any, fused: bool,
 
 
 def _check(model: Any, load_config: Any) -> None:
-    """Refuse what would not end in strided tensors on the pool's device."""
+    """Refuse models and options that would not give strided tensors on the pool's device."""
     if load_config.hf_quantizer is not None:
         raise UnsupportedError(f"{type(model).__name__}: {_REFUSED['quantization_config']}")
     if load_config.device_map is not None and {str(device) for device in load_config.device_map.values()} != {"cpu"}:
@@ -329,7 +329,7 @@ def _weights_of(model: Any, files: Any, pool: BlockPool) -> dict[str, PagedTenso
 
 
 def _tables_of(model: Any) -> set[str]:
-    """Names in files of tables whose rows are picked by data, unless something else is tied to them."""
+    """Names, as in checkpoint files, of embedding tables that are tied to no other weights."""
     kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
     tables = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, kinds)}
     for target, source in model.all_tied_weights_keys.items():
@@ -341,7 +341,7 @@ def _tables_of(model: Any) -> set[str]:
 
 
 def _bytes_of(model: Any) -> int:
-    """Bytes that the model has when it is loaded and tied."""
+    """Bytes of the model's parameters and buffers once it is loaded and tied."""
     tied = set(model.all_tied_weights_keys)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return sum(tensor.nbytes for name, tensor in named.items() if name not in tied)

@@ -1,4 +1,4 @@
-"""Text of a paged tensor. Large ones are summarised by torch's own printer, which reads only the edges."""
+"""Text of paged tensors for printing; large ones are summarised by torch's printer, which reads only their edges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["text"]
 
 
 def text(tensor: PagedTensor) -> str:
-    """What ``repr`` and ``str`` show."""
+    """The text that ``repr`` and ``str`` of a paged tensor show."""
     storage = tensor._storage
     where = f"farpool={storage.name or storage.cls!r}"
     if storage.pool.closed:

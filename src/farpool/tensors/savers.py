@@ -1,4 +1,4 @@
-"""Savers of other libraries and paged tensors: each writes what it would of plain ones, a tensor or storage at a time.
+"""Changes to checkpoint savers of torch and other libraries, so that they write paged tensors like plain ones.
 
 They take the address of each tensor, to see which share memory and to write what lies there. A paged tensor has none.
 So what compares addresses is given places in the pool to compare, and what writes is given the bytes of one after
@@ -40,11 +40,11 @@ _COMPARE_PLACES = (
     "storage_ptr",
     "storage_size",
 )
-"""Functions, in any of the libraries, that look at addresses only to see which tensors share memory."""
+"""Functions, in any of the libraries, that use addresses only to find out which tensors share memory."""
 
 
 def apply() -> None:
-    """Change the savers that are there, and those that come as soon as they are imported."""
+    """Patch the savers that are imported already, and the others as soon as they are imported."""
     replace(torch, "is_storage", _counting_paged_ones)
     for module in (
         "accelerate.utils.modeling",
@@ -66,7 +66,7 @@ def apply() -> None:
 
 
 class _Place:
-    """Where a paged tensor lies, in numbers that compare like the addresses of plain ones."""
+    """Stand-in for a paged tensor, whose numbers compare like the addresses of plain tensors."""
 
     def __init__(self, tensor: PagedTensor, start: int, stop: int) -> None:
         self._tensor = tensor
@@ -91,7 +91,7 @@ class _Place:
         return self._stop - self._start
 
     def view(self, *shape: int) -> list[_Place]:
-        """Something of which savers take the last element."""
+        """A list with a stand-in for the tensor's last element, which is all that savers take of a view."""
         return [_Place(self._tensor, self._stop - self.element_size(), self._stop)]
 
 
@@ -150,7 +150,7 @@ def _write_safetensors_in(module: Any) -> None:
 
 
 def _save_file(module: Any, tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None) -> None:
-    """``safetensors.torch.save_file``, writing one tensor after another."""
+    """Do what ``safetensors.torch.save_file`` does, but write one tensor after another."""
     header, names = _header(module, tensors, metadata)
     path = os.path.realpath(filename)
     # The file that is there may be where some of the tensors come from: it stays until the new one is whole.
@@ -168,7 +168,7 @@ def _save_file(module: Any, tensors: dict[str, torch.Tensor], filename: Any, met
 
 
 def _header(module: Any, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> tuple[bytes, list[str]]:
-    """The beginning of the file, and the names of the tensors in the order in which they follow."""
+    """The header of a safetensors file as bytes, and the names of the tensors in the order of the file."""
     module._evaluate_tensors_for_save(tensors)
     packed = getattr(torch, "float4_e2m1fn_x2", None)
     for name, tensor in tensors.items():
@@ -222,7 +222,7 @@ def _counting_paged_ones(original: Any) -> Any:
 
 
 class _Records:
-    """A writer of records that reads paged storages when it writes them."""
+    """Wrapper of torch's zip writer that reads the bytes of a paged storage when its record is written."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""What an operation does with its arguments, read from its schema once and kept."""
+"""Signatures of operators: how each uses its arguments, read once from its schema and cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNDECLARED_WRITES: dict[Any, frozenset[int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an operation does with its arguments.
+    """The way an operator uses its arguments, as its schema declares it.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Signature:
     view_of : int
         Position of the argument that the results alias without writing; -1 if they alias none.
     treatment : Treatment
-        How it is run where no rule is written for it.
+        The way it is run if no rule is written for it.
     marks_views : bool
         Its results are marked as views by whoever called it, and must not be before.
     writes : frozenset of int
@@ -47,7 +47,7 @@ class Signature:
     outputs : frozenset of str
         Keyword arguments that receive results and may be resized for them.
     simple : bool
-        torch's own, with no outputs.
+        True if the operator is torch's own and has no outputs.
     view_of_numbers : bool
         Besides the first argument, which the results alias, it looks at no tensors.
     """

@@ -1,4 +1,4 @@
-"""Stacked experts: parameters of which an operation uses some entries along the first dimension and leaves the others.
+"""Recognition of stacked experts, parameters of which an operation uses only some entries along the first dimension.
 
 Models with a mixture of experts keep all experts of a layer in one tensor ``[experts, out, in]``, and a token is routed
 to few of them. Such a tensor is cut so that each expert has blocks of its own, as if it were a tensor of its own.

@@ -1,4 +1,4 @@
-"""Optimizer steps inside the backward pass: a parameter is stepped when its gradient is whole, which is then freed.
+"""Optimizer steps inside the backward pass: each parameter is stepped once its gradient is complete, then freed.
 
 All gradients together never exist, and while one parameter is stepped the next gradients are computed. The numbers are
 those of a step after the pass, because only optimizers are accepted whose step of one parameter needs nothing of any
@@ -43,21 +43,21 @@ _PROVEN = (
     torch.optim.SGD,
     torch.optim.SparseAdam,
 )
-"""What they do to a parameter depends on it, its gradient, its state and its group's settings, and on nothing else."""
+"""Optimizers whose step of a parameter depends only on it, its gradient, its state and its group's settings."""
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""Node of the graph that computes a part of the forward pass again and runs a backward pass of its own through it."""
+"""Name of the graph node of re-entrant checkpointing, which runs a backward pass of its own inside the outer one."""
 
 _REPLACED = ("step", "zero_grad", "add_param_group")
-"""Methods of the optimizer that others stand in for."""
+"""Methods of the optimizer that are replaced while parameters are stepped in the backward pass."""
 _active: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
-"""Kept alive by their optimizers."""
+"""The `StepInBackward` objects in force; their optimizers keep them alive."""
 _changing = threading.Lock()
-"""Of `_active`."""
+"""Lock that guards `_active`."""
 
 
 def step_in_backward(optimizer: Optimizer, every: int = 1) -> StepInBackward:
-    """Step each parameter during the backward pass, as soon as its gradient is whole, and free the gradient at once.
+    """Step each parameter during the backward pass, as soon as its gradient is complete, and free that gradient.
 
     The numbers are those of ``optimizer.step()`` after the pass. ``optimizer.step()`` and ``optimizer.zero_grad()`` do
     nothing from now on, and warn once, so a training loop may stay as it is. Schedulers, ``state_dict()`` and
@@ -102,15 +102,15 @@ class StepInBackward:
         self._optimizer = weakref.ref(optimizer)  # which holds this; a circle would keep both until it is collected
         self.every = every
         self._hooks: dict[int, Any] = {}
-        """By the identity of the parameter."""
+        """Hook of each parameter, by the parameter's identity."""
         self._where: dict[int, tuple[int, int]] = {}
-        """Group and index of each parameter, by its identity, as they were when somebody looked."""
+        """Group and index of each parameter, by its identity: a cache, checked at each use."""
         self._passes = 0
         """Backward passes since the last step."""
         self._stepped: set[int] | None = None
         """Parameters stepped in the pass that is under way; None between passes."""
         self._failed = False
-        """Whether the latest pass has, so that its gradients are to be dropped if the program asks for it."""
+        """True if the latest pass failed; ``zero_grad()`` then drops its gradients."""
         self._stepping = threading.Lock()  # devices run their parts of a backward pass in threads of their own
         self._warned: set[str] = set()
         _install()
@@ -127,12 +127,12 @@ class StepInBackward:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer.
+        """The optimizer that is stepped.
 
         Raises
         ------
         UnsupportedError
-            It is gone.
+            The optimizer has been garbage-collected.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -151,7 +151,7 @@ class StepInBackward:
         self.remove()
 
     def remove(self) -> None:
-        """From now on the optimizer is stepped by ``optimizer.step()`` again. Gradients summed up so far stay."""
+        """End stepping in the backward pass: ``optimizer.step()`` works again, and gradients summed up so far stay."""
         with _changing:
             if self not in _active:
                 return
@@ -166,7 +166,7 @@ class StepInBackward:
                     attributes[name] = self._before[name]
 
     def flush(self) -> None:
-        """Step with what fewer than `every` passes have summed up, at the end of an epoch for example."""
+        """Step with the gradients that fewer than `every` passes have summed up, at the end of an epoch for example."""
         with self._stepping:
             self._sweep()
         self._passes = 0
@@ -178,7 +178,7 @@ class StepInBackward:
             yield from group["params"]
 
     def watch_all(self) -> None:
-        """Hear of the gradients of all parameters, also of those that were thawed since."""
+        """Register hooks on all parameters that require gradients, also on those unfrozen since the last call."""
         if self._optimizer() is not None:
             for parameter in self._parameters():
                 self._watch(parameter)
@@ -213,7 +213,7 @@ class StepInBackward:
     # ---- a backward pass --------------------------------------------------------------------------------------------
 
     def check(self, kept: bool, differentiable: bool, reentrant: bool, nested: bool) -> None:
-        """Refuse a pass that would not give the numbers of a step after it. Nothing has been changed."""
+        """Raise, before anything is changed, if a pass would not give the numbers of a step after it."""
         if differentiable:
             raise UnsupportedError(
                 "backward(create_graph=True) needs the weights as they are, and farpool.step_in_backward steps them on "
@@ -236,7 +236,7 @@ class StepInBackward:
         require_room(self.optimizer, gradients_follow=True)
 
     def _check_order(self, parameter: torch.Tensor) -> None:
-        """Refuse a hook that would find its gradient used up."""
+        """Raise if a hook of the program runs after this object's own: it would find its gradient gone."""
         own = self._hooks.get(id(parameter))
         hooks: Any = parameter._post_accumulate_grad_hooks
         if own is None or not hooks or len(hooks) == 1:
@@ -249,12 +249,12 @@ class StepInBackward:
             )
 
     def begin(self) -> None:
-        """A backward pass begins that reaches parameters of this optimizer."""
+        """Prepare for a backward pass that reaches parameters of this optimizer."""
         page_moments_of(self.optimizer)
         self._stepped = set()
 
     def fail(self, error: BaseException) -> None:
-        """The pass has failed."""
+        """Note that the backward pass failed, and add to its error how many parameters had been stepped."""
         stepped, self._stepped = self._stepped, None
         self._failed = True
         if stepped:
@@ -264,7 +264,7 @@ class StepInBackward:
             )
 
     def end(self) -> None:
-        """The pass has ended."""
+        """Finish a backward pass: if it completes a step, step the parameters that have a gradient left."""
         self._passes += 1
         self._failed = False
         try:
@@ -277,7 +277,7 @@ class StepInBackward:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks for
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Autograd has accumulated a gradient."""
+        """Step a parameter whose gradient autograd has just accumulated, if this pass is the last before a step."""
         if self._stepped is None or id(parameter) in self._stepped:
             raise UnsupportedError(
                 "a gradient arrived after its parameter had been stepped (farpool.step_in_backward), from a backward "
@@ -290,7 +290,7 @@ class StepInBackward:
             self._step(parameter)
 
     def _sweep(self) -> None:
-        """Step what has a gradient and has not been stepped: from an earlier pass, or of a parameter thawed since."""
+        """Step each parameter that still has a gradient, from an earlier pass or because it was unfrozen since."""
         for parameter in list(self._parameters()):
             if parameter.grad is not None:
                 self._step(parameter)
@@ -351,7 +351,7 @@ class StepInBackward:
 
 
 class _Hook:
-    """Called by autograd when it has accumulated a parameter's gradient."""
+    """Hook that autograd calls when it has accumulated a parameter's gradient."""
 
     def __init__(self, stepper: StepInBackward) -> None:
         self.handle: Any = None
@@ -428,7 +428,7 @@ def _override(stepper: StepInBackward, method: Callable[..., Any]) -> Callable[.
 
 
 def _reach(outputs: Iterable[Any]) -> tuple[set[int], bool]:
-    """Leaves that a backward pass from these outputs reaches, by identity; whether it runs others inside itself."""
+    """Leaves, by identity, that a backward pass from these outputs reaches; True if it is re-entrant."""
     leaves: set[int] = set()
     reentrant = False
     waiting: list[Any] = []

@@ -1,4 +1,4 @@
-"""Debug mode: a real tensor over the arena must not outlive the operation that it was made for.
+"""Debug mode's search for survivors: real tensors over the arena that outlive the operation they were made for.
 
 What it viewed is moved, evicted and overwritten as soon as the access has been released. So each storage and view that
 an operation makes of the arena is noted, weakly, and looked for when the operation is over and nothing of it is on the
@@ -22,26 +22,26 @@ from farpool.tensors.calls import calls
 __all__ = ["in_use", "look_for_survivors", "note", "without_survivors"]
 
 in_use = False
-"""Whether there is, or was, a pool in debug mode."""
+"""True once a pool in debug mode has been made."""
 
 
 class _Local(threading.local):
     made: list[StorageWeakRef | weakref.ref[torch.Tensor]] | None = None
-    """What the operation that runs has made of the arena; None outside of operations."""
+    """Storages and views over the arena that the running operation has made; None outside of operations."""
 
 
 _local = _Local()
 
 
 def look_for_survivors() -> None:
-    """From now on, look for them."""
+    """Switch the search on for the rest of the process; the native core then leaves all operations to Python."""
     global in_use
     in_use = True
     calls.suspend()
 
 
 def note(memory: torch.UntypedStorage | torch.Tensor) -> None:
-    """Something was made that shares memory with the arena."""
+    """Note a storage or tensor that was made and shares memory with the arena."""
     if _local.made is not None:
         _local.made.append(
             weakref.ref(memory) if isinstance(memory, torch.Tensor) else StorageWeakRef(memory)  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def note(memory: torch.UntypedStorage | torch.Tensor) -> None:
 def without_survivors(
     handler: Callable[[Any, Any, Any], Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation, and look for what is left of it.
+    """Run an operation, and raise if a tensor over the arena that it made outlives it.
 
     An operation that raises is not looked at: the traceback keeps what was on its stack.
 

@@ -32,21 +32,21 @@ __all__ = [
 ]
 
 _TINY = 64
-"""Blocks are tiny if they are less than this fraction of the budget."""
+"""Blocks are tiny if they are smaller than the budget divided by this."""
 
 
 def spans_blocks(tensor: PagedTensor) -> bool:
-    """Whether the storage is cut into several blocks."""
+    """Return True if the tensor's storage is cut into several blocks."""
     return tensor._storage.count > 1
 
 
 def streamable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor can be handled piece by piece: dense, and no pending conjugation or negation."""
+    """Return True if the tensor can be handled in pieces: it is dense, with no pending conjugation or negation."""
     return is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether both hold the same elements in the same order of memory."""
+    """Return True if both tensors have the same size and the same order of elements in memory."""
     return (
         left.size() == right.size()
         and streamable(left)
@@ -56,7 +56,7 @@ def same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def convertible(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converting element by element gives the same bits in pieces as at once."""
+    """Return True if converting between these dtypes gives the same bits in pieces as at once."""
     if source is target:
         return True
     return source.is_floating_point and target.is_floating_point
@@ -68,7 +68,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_cuts(tensors: Iterable[PagedTensor], fast: int = 0) -> set[int]:
-    """Element positions at which dense tensors of as many elements are cut into blocks.
+    """Element positions at which dense tensors of equal length are cut into blocks.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def stream(
     Returns
     -------
     bool
-        Whether `function` went through all pieces.
+        True if `function` went through all pieces.
     """
     paged = [(tensor, mode) for tensor, mode in operands if type(tensor) is PagedTensor]
     pool = paged[0][0]._storage.pool
@@ -159,5 +159,5 @@ def fill_dense(target: PagedTensor, value: complex | torch.Tensor, op: str) -> N
 
 
 def equal_dense(left: torch.Tensor, right: torch.Tensor, op: str) -> bool:
-    """Whether two tensors of the same layout and dtype, at least one of them paged, are equal."""
+    """Return True if two tensors of the same layout and dtype, at least one of them paged, are equal."""
     return stream(op, torch.equal, (left, Mode.READ), (right, Mode.READ))

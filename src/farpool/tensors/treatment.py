@@ -1,4 +1,4 @@
-"""How an operator is run on paged arguments, told by its schema alone.
+"""Treatments: the ways to run an operator on paged arguments, chosen by its schema alone.
 
 Real tensors over the arena are good only while their blocks are pinned. An operator that keeps one of them, in an
 object with packed weights, in a tensor of another layout, or anywhere else, would read other bytes later and say
@@ -18,42 +18,42 @@ __all__ = ["Treatment", "treatment_of"]
 
 
 class Treatment(StrEnum):
-    """How an operator is run that has no rule of its own."""
+    """Way of running an operator that has no rule of its own."""
 
     DECOMPOSED = "decomposed"
-    """Made of other operators: these are dispatched in its place."""
+    """The operator is made of others, which are dispatched in its place."""
     GEOMETRY = "geometry"
-    """Changes the geometry of its first argument in place; reads no bytes."""
+    """The operator changes the geometry of its first argument in place, and reads no bytes."""
     VIEW = "view"
-    """Views its argument; reads no bytes."""
+    """The operator returns views of its argument, and reads no bytes."""
     ARENA = "arena"
-    """Runs on real tensors over the arena, while their blocks are pinned."""
+    """The operator runs on real tensors over the arena, while their blocks are pinned."""
     COPIES = "copies"
-    """May keep its operands: runs on private copies of them."""
+    """The operator may keep its operands, so it runs on private copies of them."""
     REFUSED = "refused"
-    """Needs memory that stays where it is, or takes tensors in containers that are not looked into."""
+    """The operator needs memory that does not move, or takes tensors in nested containers; it is refused."""
 
 
 _OWN = frozenset(("aten", "prims"))
-"""Libraries whose operators keep no operand, unless what they take or give is told apart below."""
+"""Namespaces whose operators keep no operand, with the exceptions below."""
 
 _ADDRESSES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "inductor", "static_runtime", "symm_mem")
 )
-"""Libraries that hand memory to other processes, or make tensors of parts of it."""
+"""Namespaces whose operators hand memory to other processes, or make tensors of parts of it."""
 
 _FORMATS = re.compile(
     r"(?<!fake_)quantiz|sparse|nested|jagged|to_mkldnn|mkldnn_reorder|fbgemm|prepack|(^|_)pack_|_(coo|[bc]s[rc])(_|$)"
 )
-"""Formats that hold other tensors: quantized (scales, zero points), sparse, nested, opaque and packed ones.
+"""Pattern of operator names that make formats holding other tensors: quantized, sparse, nested, opaque, packed.
 
 An operator that makes one of them of strided tensors says so in its name. Any other gives one only where it was given
 one, which is never paged.
 """
 _HOLDERS = frozenset(("zero_points", "crow_indices", "ccol_indices"))
-"""Arguments that only such formats have."""
+"""Names of arguments that only operators on such formats have."""
 _OBJECTS = frozenset(("AnyType", "CapsuleType", "ClassType", "PyObjectType", "DictType", "StorageType"))
-"""Types of which nothing is known, and objects that may hold tensors."""
+"""Schema types of which nothing is known, and of objects that may hold tensors."""
 
 
 def _kinds(kind: Any, found: set[str]) -> set[str]:
@@ -105,5 +105,5 @@ def treatment_of(func: Any, *, views: bool) -> Treatment:
 
 
 def _is_nested(kind: str) -> bool:
-    """Whether a type holds tensors in more than one list."""
+    """Return True if an argument's type holds tensors in nested lists, dicts or tuples."""
     return "Tensor" in kind and ("List[List[" in kind or "Dict[" in kind or "Tuple[" in kind)

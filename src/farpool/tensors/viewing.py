@@ -44,12 +44,12 @@ def _footprint_like(source: PagedTensor, shape: torch.Tensor) -> Footprint:
 
 
 def view_like(source: PagedTensor, shape: torch.Tensor) -> PagedTensor:
-    """The view of the storage of `source` that has the geometry of `shape`."""
+    """A view of the storage of `source` with the geometry of `shape`."""
     return PagedTensor.over(_footprint_like(source, shape))
 
 
 def _key(func: Any, args: tuple[Any, ...]) -> Any:
-    """What identifies a view of one tensor, here and in the native core."""
+    """The key that identifies a view of one tensor, here and in the native core's cache."""
     if len(args) == 1:
         return func._op
     return (func._op, *[tuple(value) if type(value) is list else value for value in args[1:]])

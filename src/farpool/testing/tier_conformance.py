@@ -40,12 +40,12 @@ def _pattern(nbytes: int, seed: int = 0) -> bytearray:
 
 
 class TierConformance:
-    """Subclasses give :meth:`make_tier`; pytest runs the rest."""
+    """Tests of a tier's contract: a subclass gives :meth:`make_tier`, pytest runs the rest."""
 
     folder: Path
 
     def make_tier(self) -> Tier:
-        """A new, closed tier that holds from 8 MiB to 256 MiB and, once opened, is empty."""
+        """Make a new, closed tier that holds from 8 MiB to 256 MiB and, once opened, is empty."""
         raise NotImplementedError("give TierConformance a make_tier()")
 
     @pytest.fixture(autouse=True)
@@ -54,18 +54,18 @@ class TierConformance:
 
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        """An open tier."""
+        """Provide an open tier."""
         tier = self.make_tier()
         tier.open()
         yield tier
         tier.close()
 
     def write(self, tier: Tier, extent: Extent, data: bytes | bytearray) -> None:
-        """Write it."""
+        """Write data to an extent."""
         tier.write_from(extent, memoryview(data))
 
     def read(self, tier: Tier, extent: Extent) -> bytes:
-        """Read it."""
+        """Read the bytes of an extent."""
         buffer = bytearray(extent.nbytes)
         tier.read_into(extent, memoryview(buffer))
         return bytes(buffer)
@@ -254,7 +254,7 @@ class TierConformance:
                 assert self.read(tier, extent) == data
 
     def test_closing_while_threads_transfer_does_no_harm(self) -> None:
-        """Each transfer ends well, or says that the tier is closed."""
+        """Each transfer either ends well or says that the tier is closed."""
         tier = self.make_tier()
         tier.open()
         extents = [tier.reserve(_MIB) for _ in range(4)]

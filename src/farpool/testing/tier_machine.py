@@ -20,7 +20,7 @@ _SIZES = st.one_of(
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Reserves, writes, reads, overwrites and frees; reads must give what the dictionary says.
+    """State machine that reserves, writes, reads, overwrites and frees; reads must agree with a dictionary.
 
     Subclasses (see :func:`tier_machine`) give :meth:`make_tier`.
     """
@@ -34,7 +34,7 @@ class TierMachine(RuleBasedStateMachine):
         self.model: dict[Extent, bytes | None] = {}
 
     def make_tier(self) -> Tier:
-        """A closed tier with at least 1 MiB."""
+        """Make a closed tier with at least 1 MiB."""
         raise NotImplementedError("give TierMachine a make_tier(), or use tier_machine()")
 
     def teardown(self) -> None:
@@ -43,7 +43,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(target=extents, nbytes=_SIZES)
     def reserve(self, nbytes: int) -> Extent:
-        """Reserve, or learn that the tier is full and unchanged."""
+        """Reserve an extent, or learn that the tier is full and unchanged."""
         before = self.tier.reserved
         try:
             extent = self.tier.reserve(nbytes)
@@ -60,7 +60,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(extent=extents, seed=st.integers(0, 2**32), shift=st.sampled_from([0, 1, 8, 64]))
     def write(self, extent: Extent, seed: int, shift: int) -> None:
-        """Write, from aligned or unaligned memory."""
+        """Write to an extent, from aligned or unaligned memory."""
         data = random.Random(seed).randbytes(extent.nbytes)
         buffer = memoryview(bytearray(shift) + data)[shift:]
         self.tier.write_from(extent, buffer)
@@ -68,7 +68,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(extent=extents, shift=st.sampled_from([0, 1, 8, 64]))
     def read(self, extent: Extent, shift: int) -> None:
-        """Read what was written last."""
+        """Read an extent and compare it with the bytes written last."""
         expected = self.model[extent]
         if expected is None:
             return  # a fresh extent's bytes are unspecified
@@ -80,13 +80,13 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(extent=consumes(extents))
     def free(self, extent: Extent) -> None:
-        """Free."""
+        """Free an extent."""
         self.tier.free(extent)
         del self.model[extent]
 
     @invariant()
     def reserved_bytes_are_accounted(self) -> None:
-        """What is reserved covers what the model holds, and fits."""
+        """Check that the bytes reserved cover what the model holds, and fit."""
         wanted = sum(extent.nbytes for extent in self.model)
         assert wanted <= self.tier.reserved <= self.tier.info.capacity
         if not self.model:
@@ -94,7 +94,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 def tier_machine(make: Callable[[], Tier]) -> type[TierMachine]:
-    """A state machine for tiers made by `make`, for ``hypothesis.stateful.run_state_machine_as_test``."""
+    """Return a state machine for tiers made by `make`, for ``hypothesis.stateful.run_state_machine_as_test``."""
 
     class Machine(TierMachine):
         def make_tier(self) -> Tier:

@@ -1,4 +1,4 @@
-"""The contract that every tier keeps.
+"""The interface of tiers, which every tier implements.
 
 A tier holds bytes. It hands out extents, and a transfer moves a whole extent in or out: blocks move as one, so there
 are no partial transfers. What a fresh extent contains is unspecified. Reservation is bookkeeping and quick; transfers
@@ -26,7 +26,7 @@ __all__ = ["Extent", "HasPort", "HoldsMemory", "Mapped", "Tier", "TierInfo", "Ve
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A contiguous piece of a tier.
+    """A contiguous range of bytes in a tier.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """What a tier is.
+    """Description of a tier: its name, kind, size and measured speed.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class TierInfo:
 
 
 class Tier(ABC):
-    """A kind of memory with a capacity, a latency and a bandwidth.
+    """Base class of tiers, kinds of memory with a capacity, a latency and a bandwidth.
 
     Constructing a tier checks its arguments and nothing else; :meth:`open` takes the resources and :meth:`close` gives
     them back. Both may be called again; a closed tier can be opened anew and is then empty. Methods are safe to call
@@ -80,23 +80,23 @@ class Tier(ABC):
     @property
     @abstractmethod
     def info(self) -> TierInfo:
-        """What the tier is. Valid before it is opened."""
+        """Description of the tier, valid before it is opened."""
 
     @abstractmethod
     def open(self) -> None:
-        """Take the resources. Opening an open tier does nothing.
+        """Acquire the tier's resources, such as memory or a file; opening an open tier does nothing.
 
         Raises
         ------
         ConfigError
-            The resources cannot be had as configured (path not writable, more than the machine has).
+            The resources are not available as configured (path not writable, more memory than the machine has).
         PoolFileError
             The file is in use, is no pool file, or has a newer version.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for transfers under way, give the resources back. Closing a closed tier does nothing."""
+        """Wait for transfers under way and release the resources; closing a closed tier does nothing."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Extent:
@@ -110,7 +110,7 @@ class Tier(ABC):
 
     @abstractmethod
     def free(self, extent: Extent) -> None:
-        """Give an extent back. The caller has no transfer under way on it.
+        """Free an extent, on which the caller has no transfer under way.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def reserved(self) -> int:
-        """Bytes reserved now, alignment included."""
+        """Bytes reserved at the moment, alignment included."""
 
     @abstractmethod
     def read_into(self, extent: Extent, into: memoryview) -> None:
@@ -164,11 +164,11 @@ class Tier(ABC):
 
 @runtime_checkable
 class HasPort(Protocol):
-    """A tier with a native data path. Valid while the tier is open."""
+    """A tier with a native data path."""
 
     @property
     def port(self) -> Port:
-        """The native end of the tier, used by executors without the interpreter lock."""
+        """The native port of the tier, valid while it is open; executors use it without the interpreter lock."""
         ...
 
 
@@ -178,7 +178,7 @@ class HoldsMemory(Protocol):
 
     @property
     def touched(self) -> int:
-        """Bytes that the operating system has to back for it."""
+        """Bytes of memory that the operating system has to back for the tier."""
         ...
 
 
@@ -190,7 +190,7 @@ class Mapped(Protocol):
     """
 
     def address(self, offset: int) -> int:
-        """Where in memory the byte at `offset` of the tier's space lies. Valid until the tier is closed.
+        """Address in memory of the byte at `offset` of the tier's space, valid until the tier is closed.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class Mapped(Protocol):
 
 @runtime_checkable
 class Verifies(Protocol):
-    """A tier that compares what it reads with what was written; a pool puts no `Verified` round it."""
+    """A tier that checks itself that it reads the bytes that were written; a pool wraps no `Verified` round it."""
 
     @property
     def tracked(self) -> int:

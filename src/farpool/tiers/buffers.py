@@ -1,4 +1,4 @@
-"""Checks of the buffers that transfers are given."""
+"""Checks of the buffers that are passed to transfers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require_buffer(extent: Extent, buffer: memoryview, *, writable: bool) -> mem
     buffer : memoryview
         Memory for it.
     writable : bool
-        Whether the transfer writes into the buffer.
+        True if the transfer writes into the buffer.
 
     Returns
     -------

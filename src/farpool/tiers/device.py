@@ -1,4 +1,4 @@
-"""The fast tier: one preallocated arena that computation reads.
+"""The fast tier in host memory: one preallocated arena that computation reads.
 
 On a machine without a GPU it is a budgeted part of DRAM. Address space is reserved for growth, memory only for the
 budget.
@@ -16,7 +16,7 @@ __all__ = ["HostArena"]
 
 
 class HostArena:
-    """Host memory that stands in for a device's.
+    """The fast tier's arena in host memory, for pools whose device is the CPU.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class HostArena:
     kind = "dram"
     page_locked = 0
     alignment = 64
-    """That of torch's own memory: operands must be aligned alike, or other kernels compute other bits."""
+    """Alignment in bytes, as of torch's own memory: with another, other kernels run and compute other bits."""
 
     def __init__(self, nbytes: int) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -38,12 +38,12 @@ class HostArena:
 
     @property
     def limit(self) -> int:
-        """Bytes that it can grow to."""
+        """Most bytes that the arena can grow to."""
         return self._memory.nbytes
 
     @property
     def touched(self) -> int:
-        """Bytes backed with memory."""
+        """Bytes of the arena that are backed with memory."""
         return self.nbytes
 
     def view(self) -> memoryview:
@@ -70,5 +70,5 @@ class HostArena:
         self.nbytes = nbytes
 
     def release(self) -> None:
-        """Give the memory back. Nobody may look at it any more."""
+        """Give the memory back; nobody may access it any more."""
         self._memory.release()

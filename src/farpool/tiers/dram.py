@@ -1,4 +1,4 @@
-"""Host memory as a tier.
+"""The DRAM tier, which keeps bytes in host memory.
 
 The whole capacity is one range of address space of exactly that size (never rounded up to a power of two). Pages are
 backed by the operating system when they are first written, and stay until the tier is closed: a loop that frees and
@@ -26,7 +26,7 @@ _ALIGNMENT = 64  # a cache line: what vector instructions and device copies want
 
 
 class Dram(PortTier):
-    """Host memory.
+    """A tier in host memory.
 
     Parameters
     ----------
@@ -70,11 +70,11 @@ class Dram(PortTier):
 
     @property
     def touched(self) -> int:
-        """Bytes of memory behind what was ever reserved; they are held until the tier is closed."""
+        """Bytes of memory behind all that was ever reserved; they are held until the tier is closed."""
         return self._touched
 
     def address(self, offset: int) -> int:
-        """Where in memory the byte at `offset` lies, while the tier is open."""
+        """Address in memory of the byte at `offset`, valid while the tier is open."""
         with self._lifecycle:
             self.port  # noqa: B018 - raises if the tier is closed
             assert self._memory is not None

@@ -1,4 +1,4 @@
-"""Failures on purpose, for tests: reproducible by seed, or exactly at the n-th operation."""
+"""Fault injection into a tier for tests, reproducible by seed or exactly at the n-th operation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NO_SCRIPT: Mapping[int, str] = {}
 
 
 class Fault(StrEnum):
-    """What can go wrong with one operation."""
+    """A kind of failure that is injected into one operation."""
 
     FAIL = "fail"
-    """It raises TierError; nothing is moved."""
+    """The operation raises TierError; nothing is moved."""
     CORRUPT = "corrupt"
-    """One bit of what is moved is flipped, silently."""
+    """One bit of the bytes that are moved is flipped, silently."""
     STALL = "stall"
-    """It completes `stall_seconds` late."""
+    """The operation completes `stall_seconds` late."""
 
 
 class Faulty(WrapperTier):
-    """Makes operations of a tier fail, corrupt what they move, or stall.
+    """Wrapper that makes operations of a tier fail, corrupt the bytes they move, or stall.
 
     Reads and writes are counted together from 0, in the order in which they start. Whether the n-th has a fault depends
     on `seed` and n alone.
@@ -37,7 +37,7 @@ class Faulty(WrapperTier):
     Parameters
     ----------
     inner : Tier
-        The tier inside.
+        The inner tier.
     seed : int
         Selects which operations are hit.
     fail_reads, fail_writes, corrupt_reads, corrupt_writes, stall : float
@@ -104,7 +104,7 @@ class Faulty(WrapperTier):
 
     @property
     def injected(self) -> list[tuple[int, Fault]]:
-        """The faults so far: ordinal of the operation, and what was done to it."""
+        """The faults so far, each as the ordinal of the operation and the kind of fault."""
         with self._lock:
             return list(self._injected)
 

@@ -1,6 +1,6 @@
-"""A file as a tier: NVMe, or whatever the file system is on.
+"""A tier in a file, on NVMe or whatever medium the file system is on.
 
-The file goes round the page cache (O_DIRECT) where the file system allows that, through io_uring where the kernel has
+The file bypasses the page cache (O_DIRECT) where the file system allows that, through io_uring where the kernel has
 it. Its format is in `pool_file`. The lock belongs to the open file, so a child that this process forks shares it.
 """
 
@@ -31,7 +31,7 @@ _ATTEMPTS = 10
 
 
 class Nvme(PortTier):
-    """A preallocated file.
+    """A tier in a preallocated file.
 
     Parameters
     ----------
@@ -43,9 +43,9 @@ class Nvme(PortTier):
     name : str
         Name of the tier.
     direct : bool, optional
-        Whether to go round the page cache; None does so where the file system allows it.
+        True to bypass the page cache; None does so where the file system allows it.
     ring : bool
-        Whether to use io_uring where the kernel has it.
+        True to use io_uring where the kernel has it.
 
     Raises
     ------
@@ -83,17 +83,17 @@ class Nvme(PortTier):
 
     @property
     def path(self) -> str:
-        """The file, as an absolute path."""
+        """Absolute path of the file."""
         return self._path
 
     @property
     def direct(self) -> bool:
-        """Whether the open file goes round the page cache."""
+        """True if the open file bypasses the page cache."""
         return self._direct
 
     @property
     def uses_ring(self) -> bool:
-        """Whether the open file is read and written through io_uring."""
+        """True if the open file is read and written through io_uring."""
         return isinstance(self._port, FilePort) and self._port.uses_ring
 
     @property
@@ -124,7 +124,7 @@ class Nvme(PortTier):
                     ring=self._want_ring,
                 )
             except BaseException:
-                # What was somebody's empty file becomes that again.
+                # A file that was somebody's and empty becomes empty again.
                 if ours:
                     os.unlink(self._path)
                 else:
@@ -154,7 +154,7 @@ class Nvme(PortTier):
         return ExtentSpace(self._info.name, self._info.capacity, self._info.alignment)
 
     def _open_locked(self) -> tuple[int, bool]:
-        """Open and lock the file; the descriptor, and whether it was created."""
+        """Open and lock the file; returns the descriptor, and True if the file was created."""
         for _ in range(_ATTEMPTS):
             fd, created = self._open_file()
             try:
@@ -200,7 +200,7 @@ class Nvme(PortTier):
         )
 
     def _take_over(self, fd: int) -> bool:
-        """Whether the locked file is a stale pool file; PoolFileError if it is something else that is not empty."""
+        """Return True if the locked file is a stale pool file, False if it is empty; else raise PoolFileError."""
         if os.fstat(fd).st_size == 0:
             return False
         PoolFileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), self._path, self._info.name)

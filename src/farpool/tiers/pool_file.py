@@ -1,4 +1,4 @@
-"""The pool file: the header that tells a tier's file from anybody else's.
+"""Format of pool files, whose header distinguishes a tier's file from any other.
 
 A pool file holds what one process has moved out of memory, and nothing that outlives it. Integers are little-endian.
 
@@ -63,13 +63,13 @@ class PoolFileHeader:
         return cls(capacity, os.getpid(), os.urandom(16))
 
     def pack(self) -> bytes:
-        """The header's 4096 bytes."""
+        """Encode the header as 4096 bytes."""
         fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, 0, self.capacity, self.pid, self.pool_id)
         return (fields + _CHECKSUM.pack(crc32c(fields))).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes, path: str, tier: str) -> PoolFileHeader:
-        """Read a header.
+        """Decode and check a header.
 
         Parameters
         ----------

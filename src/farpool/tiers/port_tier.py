@@ -1,4 +1,4 @@
-"""What tiers with a native data path have in common."""
+"""Base class of tiers with a native data path."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class PortTier(Tier):
         self._lifecycle = threading.RLock()
         self._idle = threading.Condition(self._lifecycle)
         self._under_way = 0
-        """Transfers of callers in Python."""
+        """Number of transfers under way that were called from Python."""
         self._closing = False
         self._process = os.getpid()
 
     @property
     def port(self) -> Port:
-        """The native end of the tier, valid while it is open.
+        """The native port of the tier, valid while it is open.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class PortTier(Tier):
                 self._idle.notify_all()
 
     def _wait_for_close(self) -> None:
-        """The lock is free while another thread's `close` waits for transfers."""
+        """Wait until no other thread is closing the tier; `close` gives the lock up while it waits for transfers."""
         while self._closing and os.getpid() == self._process:
             self._idle.wait()
 
@@ -103,12 +103,12 @@ class PortTier(Tier):
 
     @abstractmethod
     def _open_port(self) -> Port:
-        """Take the resources; on failure nothing is kept."""
+        """Acquire the tier's resources and return its port; on failure nothing is kept."""
 
     @abstractmethod
     def _close_port(self) -> None:
-        """Give the resources back. No transfer is under way."""
+        """Release the tier's resources; no transfer is under way."""
 
     @abstractmethod
     def _check_extent(self, extent: Extent) -> None:
-        """ValueError unless `extent` may be transferred. The tier is open."""
+        """Raise ValueError unless `extent` may be transferred; the tier is open."""

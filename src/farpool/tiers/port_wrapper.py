@@ -1,4 +1,4 @@
-"""Base of the wrappers with a native data path: a port round the port of the tier inside."""
+"""Base class of wrappers with a native data path, whose port wraps the port of the inner tier."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["PortWrapper"]
 
 
 class PortWrapper(PortTier):
-    """Reserves in the tier inside, and puts a port of its own round that tier's.
+    """A tier that reserves in an inner tier, and wraps that tier's port in one of its own.
 
-    Works without the interpreter lock if the tier inside does. Subclasses make the port in :meth:`_wrap`.
+    Works without the interpreter lock if the inner tier does. Subclasses make the port in :meth:`_wrap`.
 
     Parameters
     ----------
     inner : Tier
-        The tier inside; opened and closed with the wrapper.
+        The inner tier; opened and closed with the wrapper.
     """
 
     def __init__(self, inner: Tier) -> None:
@@ -32,7 +32,7 @@ class PortWrapper(PortTier):
 
     @property
     def inner(self) -> Tier:
-        """The tier inside."""
+        """The inner tier."""
         return self._inner
 
     @property
@@ -53,7 +53,7 @@ class PortWrapper(PortTier):
 
     @abstractmethod
     def _wrap(self, port: Port) -> Port:
-        """The port round that of the tier inside."""
+        """Make the port that wraps the inner tier's port."""
 
     def _open_port(self) -> Port:
         self._inner.open()

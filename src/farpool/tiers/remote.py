@@ -1,7 +1,7 @@
-"""Memory of other processes and hosts as a tier: leases of nodes, striped.
+"""A tier in the memory of other processes and hosts, striped over leases from several nodes.
 
 Each node lends the same number of bytes. What is written is checksummed here and compared when it arrives back, so
-that neither the way nor the node's memory can change a byte unseen.
+that neither the network nor the node's memory can change a byte unnoticed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STRIPE = 1 << 20
 
 
 class Remote(PortTier):
-    """Memory that nodes lend (``farpool node``).
+    """A tier in memory that nodes lend (``farpool node``).
 
     The bytes lie on all nodes in stripes of 1 MiB. At open each node lends its part, or none does; they get it back at
     close, and soon after the program has ended. A node that is restarted still has it, unless it is an ephemeral one:
@@ -95,12 +95,12 @@ class Remote(PortTier):
 
     @property
     def info(self) -> TierInfo:
-        """What the tier is. Without a size the nodes are asked, once.
+        """Description of the tier; without a configured size, the nodes are asked for their free memory, once.
 
         Raises
         ------
         ConfigError
-            They cannot be asked.
+            The nodes cannot be asked.
         """
         if (known := self._known) is not None:
             return known
@@ -116,12 +116,12 @@ class Remote(PortTier):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes' addresses."""
+        """Addresses of the nodes."""
         return tuple(str(address) for address in self._addresses)
 
     @property
     def mapped(self) -> tuple[bool, ...]:
-        """Whether each node's part is mapped into this process; empty while the tier is closed."""
+        """For each node, True if its part is mapped into this process; empty while the tier is closed."""
         return tuple(lease.address is not None for lease in self._leases)
 
     @property
@@ -132,13 +132,13 @@ class Remote(PortTier):
 
     @property
     def touched(self) -> int:
-        """Bytes of mapped memory behind what was ever reserved: they are the nodes', and resident in this process."""
+        """Bytes of mapped memory behind all that was ever reserved: the nodes own them, and they are resident here."""
         mapped = self.mapped
         return self._high * sum(mapped) // len(mapped) if mapped else 0
 
     @property
     def port(self) -> Port:
-        """The native end of the tier, valid while it is open and in the process that opened it.
+        """The native port of the tier, valid while it is open and in the process that opened it.
 
         Raises
         ------
@@ -227,7 +227,7 @@ class Remote(PortTier):
         return [Channel(address, key=key, transport=self._transport) for address in self._addresses]
 
     def _free_share(self, channels: list[Channel], deadline: float) -> int:
-        """The whole stripes that every node has free, in bytes."""
+        """Bytes of the whole stripes that fit into the free memory of each node."""
         free = free_bytes(channels, self._name, deadline)
         if free < STRIPE:
             raise ConfigError(
@@ -242,7 +242,7 @@ class Remote(PortTier):
 
 
 def node_addresses(nodes: Iterable[str], name: str) -> tuple[Address, ...]:
-    """The addresses of a tier's nodes.
+    """Parse and check the addresses of a tier's nodes.
 
     Raises
     ------
@@ -268,7 +268,7 @@ def _checked_name(name: object) -> str:
 
 
 def _share(size: int | str, nodes: int, name: str) -> int:
-    """Bytes on each node: the size over the nodes, rounded up to stripes."""
+    """Bytes on each node: the size divided by the number of nodes, rounded up to whole stripes."""
     nbytes = parse_size(size, f"size of {name}")
     if nbytes < 1:
         raise ConfigError(f"size of {name} is {size!r}, expected 1 byte or more, for example '8GiB'")

@@ -1,4 +1,4 @@
-"""The nodes behind a remote tier: borrowing from all of them or none, and staying in contact."""
+"""Handling of the nodes behind a remote tier: borrowing from all of them or none, and keeping sessions alive."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from farpool.net.lease import Lease
 __all__ = ["Contact", "borrow", "free_bytes", "give_back"]
 
 _PERIOD = 1.0
-"""Seconds between two looks at whether the nodes are still there; far less than a node's grace."""
+"""Seconds between two checks that the nodes can be reached; far less than a node's grace period."""
 _BACKED_PER_SECOND = 512 << 20
-"""Bytes that a node is sure to zero and to give pages to within a second; it does so before it answers."""
+"""Bytes that a node surely backs with zeroed pages within a second, which it does before it answers."""
 _Result = TypeVar("_Result")
 
 
 def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
-    """What the node with the least free memory has free.
+    """Free bytes of the node that has the least free memory.
 
     Raises
     ------
@@ -40,9 +40,9 @@ def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
 
 
 def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
-    """A lease of `nbytes` bytes from each node; none is kept if one cannot be had.
+    """Borrow `nbytes` bytes from each node; if one cannot lend them, no lease is kept.
 
-    Has `timeout` seconds, and a second more for each 512 MiB, which the nodes have to back with memory first.
+    It takes up to `timeout` seconds, and one more for each 512 MiB, which the nodes have to back with memory first.
 
     Raises
     ------
@@ -64,14 +64,14 @@ def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) 
 
 
 def give_back(leases: Sequence[Lease], deadline: float) -> None:
-    """End leases as far as their nodes can be told; a node that cannot frees them after its grace."""
+    """End leases; a node that cannot be told frees its lease after the grace period."""
     for lease in leases:
         with contextlib.suppress(NodeError):
             lease.release(deadline)
 
 
 class Contact:
-    """Keeps the program's session at its nodes alive: a thread that makes contact again soon after it was lost.
+    """A thread that keeps the program's sessions at its nodes alive, by reconnecting soon after contact was lost.
 
     A node that was restarted gives what it had lent back to sessions that return within its grace. A program that
     computes for longer than that between two transfers would not.
@@ -79,9 +79,9 @@ class Contact:
     Parameters
     ----------
     owner : object
-        For whom. If it is dropped without `end`, contact ends, and with it the session.
+        Object on whose behalf contact is kept. If it is collected without `end`, contact and session end.
     channels : sequence of Channel
-        The ways to the nodes.
+        Channels to the nodes.
     timeout : float
         Seconds that reaching a node may take.
     """
@@ -96,7 +96,7 @@ class Contact:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop; waits for the attempt under way."""
+        """Stop keeping contact; waits for the attempt under way."""
         self._ended.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""A remote tier's transfers over a one-sided fabric, called by the native queue like a tier written in Python."""
+"""Transfers of a remote tier over a one-sided fabric, called by the native queue like a tier written in Python."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["OneSidedStripes"]
 
 
 class OneSidedStripes:
-    """Leases of several nodes, striped, read and written one-sided.
+    """Leases from several nodes, striped, which are read and written with one-sided operations.
 
-    `parts` are each node's memory and the lease in it, `stripe` is in bytes, `timeout` in seconds for a transfer.
+    `parts` holds each node's memory and the lease in it, `stripe` is in bytes, `timeout` in seconds for a transfer.
     """
 
     def __init__(self, parts: Sequence[tuple[NodeMemory, int]], stripe: int, timeout: float) -> None:
@@ -25,19 +25,19 @@ class OneSidedStripes:
         self._timeout = timeout
 
     def read_into(self, extent: Extent, into: memoryview) -> None:
-        """Read an extent."""
+        """Read an extent into a buffer."""
         deadline = time.monotonic() + self._timeout
         for memory, lease, offset, piece in self._pieces(extent, into):
             memory.read(lease, offset, piece, deadline)
 
     def write_from(self, extent: Extent, data: memoryview) -> None:
-        """Write an extent."""
+        """Write an extent from a buffer."""
         deadline = time.monotonic() + self._timeout
         for memory, lease, offset, piece in self._pieces(extent, data):
             memory.write(lease, offset, piece, deadline)
 
     def _pieces(self, extent: Extent, view: memoryview) -> Iterator[tuple[NodeMemory, int, int, memoryview]]:
-        """What lies on one node each, and where."""
+        """Split an extent by node: yields each piece's node memory, lease, offset in the lease, and buffer part."""
         done = 0
         while done < extent.nbytes:
             stripe, inside = divmod(extent.offset + done, self._stripe)

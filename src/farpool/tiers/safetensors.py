@@ -1,4 +1,4 @@
-"""An existing safetensors file as a read-only tier, so that weights are read from where they already are.
+"""A read-only tier over an existing safetensors file, so that weights are read from where they already are.
 
 The format: eight bytes with the length of the header (little-endian), the header as JSON, then the data. The header
 maps each tensor's name to its dtype, shape and the begin and end of its bytes, counted from the first byte after the
@@ -28,7 +28,7 @@ _NO_TENSORS: Mapping[str, TensorEntry] = MappingProxyType({})
 
 
 class SafetensorsFile(PortTier):
-    """A safetensors file.
+    """A read-only tier over a safetensors file.
 
     The header is read and checked at open. Reads raise TierError once the file was truncated or written to by somebody
     else. A file that is replaced by renaming another one over it is read as it was at open.
@@ -57,22 +57,22 @@ class SafetensorsFile(PortTier):
 
     @property
     def path(self) -> str:
-        """The file, as an absolute path."""
+        """Absolute path of the file."""
         return self._path
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """The tensors by name, in the order of the header; empty while the tier is closed."""
+        """Entries of the tensors by name, in the order of the header; empty while the tier is closed."""
         return self._tensors
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """The file's ``__metadata__``; empty while the tier is closed."""
+        """The file's ``__metadata__`` entry; empty while the tier is closed."""
         return self._metadata
 
     @property
     def reserved(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors in the file; 0 while the tier is closed."""
         return sum(entry.extent.nbytes for entry in self._tensors.values())
 
     def reserve(self, nbytes: int) -> Extent:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, strictly checked."""
+"""Parser of the header of safetensors files, with strict checks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of the file.
+    """Entry of one tensor in a safetensors file.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What a header says.
+    """The parsed header of a safetensors file.
 
     Attributes
     ----------

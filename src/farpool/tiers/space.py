@@ -1,4 +1,4 @@
-"""Bookkeeping of the extents of one tier."""
+"""Bookkeeping of the reserved extents of one tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ExtentSpace"]
 
 
 class ExtentSpace:
-    """The extents reserved in ``[0, capacity)``. Safe to use from several threads.
+    """Allocator of extents in the range ``[0, capacity)``, safe to use from several threads.
 
     Parameters
     ----------
@@ -27,12 +27,12 @@ class ExtentSpace:
     def __init__(self, name: str, capacity: int, alignment: int) -> None:
         self._name = name
         self._allocator = ExtentAllocator(capacity, alignment)
-        """A range's tag is the bytes that were asked for."""
+        """Allocator of the ranges; the tag of each is the bytes that were asked for."""
         self._lock = threading.Lock()
 
     @property
     def reserved(self) -> int:
-        """Bytes reserved, alignment included."""
+        """Bytes reserved at the moment, alignment included."""
         with self._lock:
             return self._allocator.used
 
@@ -58,7 +58,7 @@ class ExtentSpace:
             return self._allocator.free(extent.offset)
 
     def require(self, extent: Extent) -> None:
-        """ValueError unless `extent` is reserved."""
+        """Raise ValueError unless `extent` is reserved."""
         with self._lock:
             self._require(extent)
 

@@ -1,4 +1,4 @@
-"""Tiers as values: what a tier is to be made of, for configurations that can be compared, stored and read from files.
+"""Specifications of tiers as plain values, for configurations that can be compared, stored and read from files.
 
 A tier itself holds resources and is equal to itself alone. A `TierSpec` is plain data: two with the same settings are
 equal, whether they were written in Python, in TOML or as a shorthand, and one makes as many tiers as are wanted.
@@ -32,7 +32,7 @@ _Spec = TypeVar("_Spec", bound=Struct)
 
 
 class ThrottledSpec(Struct, frozen=True, kw_only=True):
-    """Settings of `Throttled`, with the same meaning; rates are bytes per second once it is made."""
+    """Settings of a `Throttled` wrapper, with the same meaning; rates become bytes per second."""
 
     read_bandwidth: float | str | None = None
     write_bandwidth: float | str | None = None
@@ -46,12 +46,12 @@ class ThrottledSpec(Struct, frozen=True, kw_only=True):
                 force_setattr(self, name, parse_rate(value, name))
 
     def wrap(self, tier: Tier) -> Tier:
-        """The tier behind such a link."""
+        """Wrap a tier so that it lies behind such a link."""
         return Throttled(tier, self.read_bandwidth, self.write_bandwidth, latency=self.latency, shared=self.shared)
 
 
 class TracedSpec(Struct, frozen=True, kw_only=True):
-    """Settings of a `Traced` that writes a file; the path is absolute once it is made."""
+    """Settings of a `Traced` wrapper that writes a file; the path becomes absolute."""
 
     path: str
 
@@ -59,30 +59,30 @@ class TracedSpec(Struct, frozen=True, kw_only=True):
         force_setattr(self, "path", os.path.abspath(self.path))
 
     def wrap(self, tier: Tier) -> Tier:
-        """The tier with a trace of what is done to it."""
+        """Wrap a tier so that each operation on it is written to the trace file."""
         return Traced(tier, path=self.path, keep=0)
 
 
 class TierSpec(Struct, frozen=True, kw_only=True):
-    """What a tier is to be made of. Each kind of tier has one.
+    """Specification of a tier, from which any number of equal tiers are made; each kind of tier has a subclass.
 
     Attributes
     ----------
     size : int, str or None
-        Its capacity; bytes once the spec is made. Only a tier that can ask what there is may go without.
+        Its capacity, which becomes bytes. None only for a tier that can ask how much memory there is.
     name : str
-        Its name; that of the kind unless given.
+        Its name; the name of the kind unless given.
     throttled : ThrottledSpec, optional
         Puts it behind a slower link.
     traced : TracedSpec, optional
-        Notes what is done to it, outside of the link.
+        Notes the operations on it, outside of the link.
     verified : bool
-        Whether to keep checksums, outside of both. Pools do so by themselves where bytes leave the process.
+        True to keep checksums, outside of both. Pools do so by themselves where bytes leave the process.
 
     Raises
     ------
     ConfigError
-        No tier can be made of it; names the setting.
+        No tier can be made with these settings; names the wrong one.
     """
 
     kind: ClassVar[str]
@@ -103,11 +103,11 @@ class TierSpec(Struct, frozen=True, kw_only=True):
         self.make()  # constructing a tier checks its arguments and nothing else
 
     def make_bare(self) -> Tier:
-        """A new, closed tier without the wrappers."""
+        """Make a new, closed tier without the wrappers."""
         raise NotImplementedError
 
     def make(self) -> Tier:
-        """A new, closed tier."""
+        """Make a new, closed tier, with the wrappers."""
         tier = self.make_bare()
         if self.throttled is not None:
             tier = self.throttled.wrap(tier)
@@ -117,7 +117,7 @@ class TierSpec(Struct, frozen=True, kw_only=True):
 
 
 class DramSpec(TierSpec, frozen=True, kw_only=True):
-    """Host memory: a `Dram`."""
+    """Specification of a tier in host memory, a `Dram`."""
 
     kind: ClassVar[str] = "dram"
 
@@ -128,7 +128,7 @@ class DramSpec(TierSpec, frozen=True, kw_only=True):
 
 
 class NvmeSpec(TierSpec, frozen=True, kw_only=True):
-    """A file: an `Nvme`.
+    """Specification of a tier in a file, an `Nvme`.
 
     Attributes
     ----------
@@ -158,12 +158,12 @@ class NvmeSpec(TierSpec, frozen=True, kw_only=True):
 
 
 class RemoteSpec(TierSpec, frozen=True, kw_only=True):
-    """Memory of other processes and hosts: a `Remote`.
+    """Specification of a tier in memory of other processes and hosts, a `Remote`.
 
     Attributes
     ----------
     nodes : sequence of str or str
-        Their addresses, or one text with commas between them; a tuple of full addresses once the spec is made.
+        Addresses of the nodes, or one text with commas between them; becomes a tuple of full addresses.
     size : int, str or None
         As in `Remote`: None takes what the nodes have free.
     key : str, optional
@@ -240,7 +240,7 @@ def tier_spec(table: Mapping[str, object], what: str) -> TierSpec:
 
 
 def _filled(spec: type[_Spec], settings: Mapping[str, Any], what: str) -> _Spec:
-    """The spec with these settings, whose names and types are checked."""
+    """Make a spec of the given type from settings, after checking their names and types."""
     known = {setting.name: setting for setting in fields(spec)}
     values: dict[str, Any] = {}
     for name, value in settings.items():
@@ -261,6 +261,6 @@ def _names(spec: type[Struct]) -> str:
 
 
 def _temporary_path() -> str:
-    """Path for a new file on disk, where temporary files that outlast memory go."""
+    """Path for a new temporary file on disk, in ``/var/tmp`` if that is writable: ``/tmp`` may be memory."""
     folder = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
     return os.path.join(folder, f"farpool-{os.getpid()}-{os.urandom(4).hex()}.pool")

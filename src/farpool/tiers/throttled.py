@@ -1,4 +1,4 @@
-"""Slower hardware than is there: a tier behind a link of a given rate and latency."""
+"""Simulation of slower hardware: a tier behind a link of a given rate and latency."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Throttled"]
 
 
 class Throttled(PortWrapper):
-    """Lets transfers end no earlier than a link of a given rate and latency would end them.
+    """Wrapper that delays transfers so that none ends earlier than over a link of a given rate and latency.
 
     A link carries one transfer after another, in the order in which they come. A transfer occupies it for its bytes
     over the rate and ends `latency` later, so latencies of transfers from several threads overlap. The bytes are really
@@ -28,18 +28,18 @@ class Throttled(PortWrapper):
     Parameters
     ----------
     inner : Tier
-        The tier inside; opened and closed with this one.
+        The inner tier; opened and closed with this one.
     read_bandwidth, write_bandwidth : float or str, optional
         Bytes per second, or a rate such as ``"2GB/s"``; None sets no limit.
     latency : float
         Seconds by which each transfer ends later.
     shared : bool
-        Whether reads and writes share one link (half duplex) instead of having one each.
+        True if reads and writes share one link (half duplex) instead of having one each.
 
     Raises
     ------
     ConfigError
-        A rate or the latency is none.
+        A rate or the latency is not valid.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Throttled(PortWrapper):
         )
 
     def close(self) -> None:
-        """As of any tier; what is under way is no longer held back, so that it ends as fast as the tier inside is."""
+        """Close the tier; transfers under way are no longer delayed, and end as fast as the inner tier is."""
         with self._lifecycle:
             if self._throttle is not None:
                 self._throttle.lift()

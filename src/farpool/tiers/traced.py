@@ -1,4 +1,4 @@
-"""A note of each operation on a tier, for tests and for finding out what a program does."""
+"""Tracing of each operation on a tier, for tests and for finding out what a program does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One operation on a tier.
+    """Record of one operation on a tier.
 
     Attributes
     ----------
@@ -54,21 +54,21 @@ class TraceRecord:
 
 
 class Traced(WrapperTier):
-    """Notes each operation on a tier: kept in memory, given to a callback, written to a file.
+    """Wrapper that records each operation on a tier: in memory, for a callback, or in a file.
 
-    Transfers are noted in Python, so a pool calls the tier inside with the interpreter lock; everything is slower.
+    Transfers are noted in Python, so a pool calls the inner tier with the interpreter lock; everything is slower.
 
     Parameters
     ----------
     inner : Tier
-        The tier inside.
+        The inner tier.
     callback : callable, optional
         Called with each `TraceRecord`, from whichever thread sees the end of the operation. It must not use the tier.
         What it raises is logged and does no harm to the operation.
     path : str or path-like, optional
         File for the records, one JSON object a line. Begun anew when the tier is opened.
     keep : int
-        How many records are kept for :meth:`records`; older ones are dropped.
+        Number of records that are kept for :meth:`records`; older ones are dropped.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Checksums: what comes back is what was written, or an error."""
+"""Checksums of a tier's extents, so that a read gives the bytes that were written, or an error."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Verified"]
 
 
 class Verified(PortWrapper):
-    """Keeps the CRC32C of each extent at its write and compares it at its read.
+    """Wrapper that computes the CRC32C of each extent when it is written and compares it when it is read.
 
     A read of bytes that are not those written raises ChecksumError; so does a read of an extent that was never written.
     The checksums are in this process's memory, so corruption inside the tier cannot hide itself. Works natively,
-    without the interpreter lock, if the tier inside does.
+    without the interpreter lock, if the inner tier does.
 
     Parameters
     ----------
     inner : Tier
-        The tier inside; opened and closed with this one.
+        The inner tier; opened and closed with this one.
     """
 
     def __init__(self, inner: Tier) -> None:

@@ -1,4 +1,4 @@
-"""Base of the tiers that add a behaviour to another tier."""
+"""Base class of tiers that add a behaviour to another tier."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["WrapperTier"]
 
 
 class WrapperTier(Tier):
-    """Passes everything on to the tier inside. Subclasses override what they change.
+    """A tier that passes each operation on to an inner tier; subclasses override what they change.
 
-    A wrapper has no port even where the tier inside has one: its behaviour would be passed by.
+    A wrapper has no port even where the inner tier has one: transfers through that would bypass its behaviour.
 
     Parameters
     ----------
     inner : Tier
-        The tier inside; opened and closed with the wrapper.
+        The inner tier; opened and closed with the wrapper.
     """
 
     def __init__(self, inner: Tier) -> None:
@@ -23,7 +23,7 @@ class WrapperTier(Tier):
 
     @property
     def inner(self) -> Tier:
-        """The tier inside."""
+        """The inner tier."""
         return self._inner
 
     @property

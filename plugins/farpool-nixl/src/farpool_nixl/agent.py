@@ -1,4 +1,4 @@
-"""NIXL itself: finding the library, and an agent of it.
+"""Access to NIXL itself: loads the library, and wraps an agent of it.
 
 The native module is used directly. The public class of the package gives its progress thread no time to sleep, so that
 each agent would keep a core busy.
@@ -24,7 +24,7 @@ _PROGRESS_WAIT = 100_000
 
 @functools.cache
 def bindings() -> Any:
-    """NIXL's native module; ConfigError if the package is not installed or cannot be loaded here."""
+    """Load NIXL's native module; ConfigError if the package is not installed or cannot be loaded here."""
     raises = logging.raiseExceptions
     try:
         native = importlib.import_module("nixl_cu13._bindings")
@@ -78,7 +78,7 @@ class Agent:
             ) from error
 
     def metadata(self) -> bytes:
-        """Description of this agent and its memory for other agents."""
+        """Return the description of this agent and its memory for other agents."""
         return bytes(self._agent.getLocalMD())
 
     def meet(self, metadata: bytes) -> str:
@@ -109,7 +109,7 @@ class Agent:
         return handle
 
     def is_done(self, handle: int) -> bool:
-        """Tell if a transfer has ended well. Raises what NIXL raises where it has ended badly."""
+        """Return True if a transfer has ended well. Raises what NIXL raises where it has ended badly."""
         status = self._agent.getXferStatus(handle)
         if status == self.native.NIXL_IN_PROG:
             return False
@@ -118,7 +118,7 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """End it; nothing can be done with it any more."""
+        """End the agent; it cannot be used any more."""
         self._agent = None
 
     def release(self, handle: int) -> None:

@@ -23,9 +23,9 @@ __all__ = ["NixlEndpoint", "NixlRegion"]
 
 _SLAB_BYTES = 4 << 20
 _MOST_SLABS = 16
-"""Slabs for one node: transfers under way and such that were given up."""
+"""Most slabs for one node: those of transfers under way, and of transfers that were given up."""
 _SLABS_A_TRANSFER = 2
-"""One is copied while the other is under way."""
+"""Slabs of one transfer: one is copied while the other is under way."""
 _SPIN = 50e-6
 """Seconds of looking for the end of a transfer before sleeping between looks."""
 _PAUSE = 20e-6
@@ -37,11 +37,11 @@ class _Slab:
         self.memory = memory
         self.bytes = memoryview(memory).cast("B")
         self.transfer: int | None = None
-        """Handle of the transfer that uses it."""
+        """Handle of the transfer that uses the slab; None while it is idle."""
         self.region = ""
         """Name of the other end of the latest transfer."""
         self.is_written_out = False
-        """Tells if that was a write."""
+        """True if the latest transfer was a write."""
 
 
 class NixlEndpoint:
@@ -63,12 +63,12 @@ class NixlEndpoint:
         self._changed = threading.Condition()
 
     def attach(self, exposed: Exposed) -> NixlRegion:
-        """Get at a segment."""
+        """Open a segment that the node exposes."""
         with self.failing("NIXL cannot use what the node says of its memory"):
             return NixlRegion(self, self.agent.meet(exposed.metadata), exposed)
 
     def close(self) -> None:
-        """Give everything back. An agent that is gone has no connections through which bytes could still come."""
+        """Release the slabs and end the agent: without it there are no connections through which bytes could come."""
         with self._changed:
             for slab in self.given_up:
                 self._let_go(slab)
@@ -78,7 +78,7 @@ class NixlEndpoint:
 
     @contextlib.contextmanager
     def failing(self, what: str) -> Iterator[None]:
-        """Raise what NIXL raises as `NodeError`."""
+        """Turn exceptions of NIXL into `NodeError`."""
         try:
             yield
         except Exception as error:
@@ -86,7 +86,7 @@ class NixlEndpoint:
 
     @contextlib.contextmanager
     def borrow(self, count: int, region: str, deadline: float) -> Iterator[list[_Slab]]:
-        """Slabs for transfers with a region: `count`, or fewer if only fewer are free; NodeTimeoutError if none is."""
+        """Lend `count` slabs for transfers with a region, fewer if only fewer are free; NodeTimeoutError if none is."""
         slabs: list[_Slab] = []
         try:
             with self._changed:
@@ -100,7 +100,7 @@ class NixlEndpoint:
                 self._changed.notify_all()
 
     def has_ended(self, slab: _Slab) -> bool:
-        """Tell if the slab's transfer has ended, which frees the slab. Raises as `Agent.is_done`."""
+        """Return True if the slab's transfer has ended, which frees the slab. Raises as `Agent.is_done`."""
         assert slab.transfer is not None
         ended = True
         try:
@@ -138,7 +138,7 @@ class NixlEndpoint:
         return bool(slabs)
 
     def _recover(self) -> None:
-        """Have back what was given up and has ended since."""
+        """Take back the slabs of transfers that were given up and have ended since."""
         for slab in list(self.given_up):
             with contextlib.suppress(Exception):  # ended badly is ended
                 if not self.has_ended(slab):
@@ -171,15 +171,15 @@ class NixlRegion:
         self._exposed = exposed
 
     def read(self, offset: int, into: memoryview, deadline: float) -> None:
-        """Fill a buffer from `offset` on."""
+        """Read the segment from `offset` on into a buffer."""
         self._move(True, offset, into, deadline)
 
     def write(self, offset: int, data: memoryview, deadline: float) -> None:
-        """Copy a buffer to `offset`."""
+        """Write a buffer to the segment at `offset`."""
         self._move(False, offset, data, deadline)
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Close the segment; the endpoint forgets it once its transfers have ended."""
         self._endpoint.forget(self._name)
 
     def _move(self, is_read: bool, offset: int, view: memoryview, deadline: float) -> None:

@@ -18,12 +18,12 @@ _START_SECONDS = 20.0
 
 
 class NixlExposure:
-    """The process that exposes a segment file; `loopback` has it listen there only.
+    """Process that exposes a segment file; with `loopback` it listens on the loopback interface only.
 
     Raises
     ------
     NodeError
-        It did not start, or cannot expose the file.
+        The process did not start, or cannot expose the file.
     """
 
     def __init__(self, file: int, *, loopback: bool) -> None:
@@ -43,7 +43,7 @@ class NixlExposure:
             raise
 
     def is_alive(self) -> bool:
-        """Tell if the process runs."""
+        """Return True if the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ __all__ = ["NixlFabric"]
 
 
 class NixlFabric(Fabric):
-    """One-sided transfers with NIXL."""
+    """Fabric for one-sided transfers with NIXL."""
 
     def __init__(self) -> None:
         bindings()  # what is not installed is to be known at once

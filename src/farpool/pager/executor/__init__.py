@@ -1,1 +1,1 @@
-"""Runs the pager's transfers."""
+"""Executors, which run the pager's transfers."""

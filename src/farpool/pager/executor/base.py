@@ -1,4 +1,4 @@
-"""The contract between a pool and what runs its transfers."""
+"""The interface of executors, which run a pool's transfers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Done", "Executor"]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a transfer.
+    """Report that a transfer has ended, with its outcome and times.
 
     Attributes
     ----------
     id : int
-        The transfer's.
+        Number of the transfer.
     error : BaseException or None
-        Why it failed.
+        The error with which it failed; None if it succeeded or was cancelled.
     cancelled : bool
         It never started, because one that it waited for had failed.
     start, end : float
@@ -35,41 +35,41 @@ class Done:
 
 
 class Executor(ABC):
-    """Carries out moves and transfers in the order in which it is given them, as far as their dependencies demand it.
+    """Runs moves and transfers, in the given order as far as their dependencies demand it.
 
     Methods other than `wait` are called with the pool's lock held and must not block.
     """
 
     @property
     def trouble(self) -> Exception | None:
-        """The error that hides whether transfers under way have ended; None where that can be told."""
+        """The error because of which it is unknown if transfers under way have ended; None if it is known."""
         return None
 
     @abstractmethod
     def start(self, commands: Sequence[Transfer | Move]) -> None:
-        """Carry out the moves, start the transfers."""
+        """Carry out the moves and start the transfers."""
 
     @abstractmethod
     def expedite(self, transfers: Sequence[int]) -> None:
-        """Somebody waits for these by now."""
+        """Raise the priority of transfers for which a thread now waits."""
 
     def note_use(self) -> None:  # noqa: B027 - only devices whose work outlives the access need it
-        """The calling thread is about to be granted an access; what it does may go on after the access was released.
+        """Prepare for an access by the calling thread, whose work on a device may outlast the access.
 
         Raises
         ------
         UnsupportedError
-            It cannot have one now; nothing was changed.
+            The thread cannot have an access now; nothing was changed.
         """
 
     @abstractmethod
     def poll(self) -> list[Done]:
-        """The transfers that have ended since the last call."""
+        """Return the transfers that have ended since the last call."""
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Block until `poll` has something, at most `timeout` seconds."""
+        """Block until `poll` has something to return, for at most `timeout` seconds; False if it has nothing."""
 
     @abstractmethod
     def close(self, timeout: float) -> bool:
-        """Let what is running end, drop the rest. False if something still runs after `timeout` seconds."""
+        """Let running transfers end and drop the rest; False if something still runs after `timeout` seconds."""

@@ -1,4 +1,4 @@
-"""Keeps farpool's own threads from breaking a CUDA graph that the program captures in one of its threads.
+"""Exemption of farpool's threads from CUDA's capture checks, so that they break no graph that the program captures.
 
 While any thread captures in the default mode, "global", calls that CUDA holds to be unsafe then, such as asking an
 event whether it has passed, are refused in every thread, and the capture is lost. Relaxed mode exempts a thread of
@@ -22,11 +22,11 @@ from farpool.errors import FarpoolWarning
 __all__ = ["exchange_function", "relax_thread", "relaxed"]
 
 _RELAXED = 2
-"""``cudaStreamCaptureModeRelaxed``, and the same in the driver."""
+"""Value of ``cudaStreamCaptureModeRelaxed``, which is the same in the driver's API."""
 _warned = False
 
 Exchange = Callable[[Any], int]
-"""Puts a mode in the place of the calling thread's own, and that in the place of the mode."""
+"""Function that exchanges the calling thread's capture mode with the one its argument points to."""
 
 
 def exchange_function(folder: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Exchange | None:
@@ -87,13 +87,13 @@ def _swap(mode: ctypes.c_int) -> None:
 
 
 def relax_thread() -> None:
-    """Exempt the calling thread, for as long as it lives. Only for threads that are farpool's own."""
+    """Exempt the calling thread from capture checks for its whole life; only for farpool's own threads."""
     _swap(ctypes.c_int(_RELAXED))
 
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Exempt the calling thread, which may be the program's, for as long as the block lasts."""
+    """Exempt the calling thread, which may be the program's, from capture checks inside a ``with`` block."""
     mode = ctypes.c_int(_RELAXED)
     _swap(mode)
     try:

@@ -1,4 +1,4 @@
-"""The contract of a device with memory of its own: copies between its arena and page-locked memory of the host.
+"""The interface of devices with memory of their own: copies between their arena and page-locked host memory.
 
 The CUDA one is in `farpool.pager.executor.cuda`; the tests bring one of host memory.
 """
@@ -14,33 +14,33 @@ class Copy(Protocol):
     """A copy under way between the host's memory and the device."""
 
     def done(self) -> bool:
-        """Tell if the copy has ended.
+        """Return True if the copy has ended.
 
-        Raises if that cannot be told. It may be under way then, so nobody may touch its memory; ask again later.
+        Raises if that is unknown. The copy may be under way then, so nobody may touch its memory; ask again later.
         """
         ...
 
 
 class Device(Protocol):
-    """Copies between the arena and the host. Places are offsets in the arena, hosts are addresses, sizes are bytes.
+    """A device with an arena; places are offsets in the arena, hosts are addresses in host memory, sizes are bytes.
 
     Copies of one direction end in the order in which they were started.
     """
 
     def begin_thread(self) -> None:
-        """The calling thread is the executor's own, and the one that will ask copies whether they have ended."""
+        """Prepare the calling thread, which is the executor's own and the one that will poll copies."""
         ...
 
     def note_use(self) -> None:
-        """The calling thread is about to have work of its own on the arena."""
+        """Prepare for work of the calling thread on the arena."""
         ...
 
     def fence(self) -> object:
-        """A point in the program's own work: copies that wait for it see its effects and do not disturb it."""
+        """Mark the current point in the program's work; copies that wait for it neither miss nor disturb that work."""
         ...
 
     def passed(self, fence: object) -> bool:
-        """Tells if the program's work in front of a fence has ended. Only debug mode asks."""
+        """Return True if the program's work before a fence has ended; only debug mode asks."""
         ...
 
     def move(self, source: int, target: int, nbytes: int) -> None:
@@ -58,10 +58,10 @@ class Device(Protocol):
 
 @runtime_checkable
 class WatchesStaging(Protocol):
-    """A device that wants to know when tiers are at work on the staging memory."""
+    """Interface of a device that is told when tiers read or write the staging memory."""
 
     def tier_leg(self, transfer: int, host: int, nbytes: int) -> None:
-        """A transfer begins between its tier and the staging memory at this address."""
+        """Note that a transfer between its tier and the staging memory at this address begins."""
         ...
 
     def tier_leg_ended(self, transfer: int) -> None: ...

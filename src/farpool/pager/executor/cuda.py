@@ -1,4 +1,4 @@
-"""A CUDA device as the end of transfers: a stream for each direction, events instead of synchronisation."""
+"""CUDA devices for transfers, with a stream for each direction and events instead of synchronisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farpool.sizes import format_size
 __all__ = ["CudaArena", "CudaDevice", "CudaHost", "CudaStaging"]
 
 _BOUNCE = 16 << 20
-"""Bytes of device memory that a move between overlapping ranges takes beside the arena."""
+"""Bytes of device memory outside the arena that a move between overlapping ranges takes."""
 
 
 class CudaArena:
@@ -47,7 +47,7 @@ class CudaArena:
     kind = "hbm"
     page_locked = 0
     alignment = 512
-    """That of torch's own memory: cuBLAS chooses its kernels by alignment, and other kernels compute other bits."""
+    """Alignment in bytes, as of torch's own memory: with another, cuBLAS picks kernels that compute other bits."""
 
     def __init__(self, nbytes: int) -> None:
         if not torch.cuda.is_available():
@@ -67,7 +67,7 @@ class CudaArena:
 
     @property
     def limit(self) -> int:
-        """Bytes that it can grow to: those it was made with."""
+        """Most bytes that the arena can grow to, which are those it was made with."""
         return self.tensor.numel()
 
     @property
@@ -91,14 +91,14 @@ class CudaArena:
         self.nbytes = nbytes
 
     def release(self, streams: list[torch.cuda.Stream]) -> None:
-        """Give the memory back. It is used again when the work that these streams have by now has ended."""
+        """Give the memory back, for reuse when the work queued on these streams so far has ended."""
         for stream in streams:
             self.tensor.record_stream(stream)
         self.tensor.untyped_storage().resize_(0)  # views of it may live on, but hold nothing then
 
 
 class CudaHost:
-    """Memory of the host that is page-locked for a GPU.
+    """The page-locked ranges of host memory of a GPU.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class CudaHost:
         self._device = device
         self._changing = threading.Lock()
         self._ranges: tuple[tuple[int, torch.Tensor], ...] = ()
-        """By address. Replaced as a whole: it is read without the lock."""
+        """Locked ranges, sorted by address. Replaced as a whole, because it is read without the lock."""
 
     def lock(self, address: int, nbytes: int) -> None:
         """Page-lock a range that begins at a page. Must not be called from a thread that computes.
@@ -134,20 +134,20 @@ class CudaHost:
             self._ranges = tuple(sorted((*self._ranges, added), key=lambda item: item[0]))
 
     def unlock(self, address: int) -> None:
-        """Unlock what was locked at this address. No copy is under way there."""
+        """Unlock the range that was locked at this address; no copy may be under way there."""
         with self._changing:
             self._ranges = tuple(item for item in self._ranges if item[0] != address)
         with torch.cuda.device(self._device), relaxed():
             torch.cuda.cudart().cudaHostUnregister(address)  # fails only where the driver has already been unloaded
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """Bytes that lie in one locked range."""
+        """A tensor over bytes that lie in one locked range."""
         start, memory = self._ranges[bisect_right(self._ranges, address, key=lambda item: item[0]) - 1]
         return memory[address - start : address - start + nbytes]
 
 
 def _keep_from_children(address: int, nbytes: int) -> None:
-    """Leave memory out of what a forked child gets.
+    """Exclude a range of memory from the address space of forked children.
 
     Else the parent's next write to a page of it could go to a new page, on kernels before 5.12, while the GPU goes on
     with the old one. The child's pool is closed, so nobody looks at the memory there.
@@ -187,7 +187,7 @@ class CudaStaging:
             ) from error
 
     def release(self) -> None:
-        """Unlock and give back. No copy may be under way."""
+        """Unlock the memory and give it back; no copy may be under way."""
         self._host.unlock(self.address)
         self._memory.release()
 
@@ -201,7 +201,7 @@ class _EventCopy:
 
 
 class _LostCopy:
-    """A copy without an event behind it, because CUDA raised between the two: its end cannot be told."""
+    """A copy whose end cannot be known, because CUDA raised before its event was recorded."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -211,7 +211,7 @@ class _LostCopy:
 
 
 class CudaDevice:
-    """Copies on one stream for each direction. A fence is an event on every stream that has used the pool.
+    """A CUDA device that copies on a stream for each direction; a fence is an event on every stream that used the pool.
 
     Parameters
     ----------
@@ -229,18 +229,18 @@ class CudaDevice:
         self._out = torch.cuda.Stream(self._device)
         self._users: dict[int, torch.cuda.Stream] = {arena.stream.cuda_stream: arena.stream}
         self._moved: torch.cuda.Event | None = None
-        """After the latest of our own work on a user's stream."""
+        """Event after the latest of farpool's own work on a stream of the program."""
 
     @property
     def streams(self) -> list[torch.cuda.Stream]:
-        """All streams with work on the arena."""
+        """All streams that may have work on the arena."""
         return [self._into, self._out, *self._users.values()]
 
     def begin_thread(self) -> None:
         relax_thread()
 
     def note_use(self) -> None:
-        """The current stream is about to have work that reads or writes the arena.
+        """Register the current stream, which is about to get work that reads or writes the arena.
 
         Raises
         ------
@@ -301,7 +301,7 @@ class CudaDevice:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Order what is queued inside after all that the program has queued on any stream, and before what it will."""
+        """Context whose work runs after all that the program has queued on any stream, and before all that it will."""
         # Work on a stream that is captured would be done at each replay, and not now.
         stream = self._into if torch.cuda.is_current_stream_capturing() else self._current()
         for event in self.fence():

@@ -1,4 +1,4 @@
-"""Page-locks the memory of tiers, so that a device copies from and to it with nothing in between.
+"""Page-locking of tiers' memory, so that a device copies from and to it without staging.
 
 Locking takes its time, because the operating system backs each page first. So a thread does it, chunk by chunk from the
 start of a tier's space, as far as transfers have asked for. What is not locked yet is moved through staging memory, so
@@ -23,15 +23,15 @@ from farpool.tiers import Mapped, Tier
 __all__ = ["PageLocker", "PageLocks"]
 
 _CHUNK = 64 << 20
-"""Bytes locked at once: a multiple of any page. More would hold up those who change the address space meanwhile."""
+"""Bytes locked at once, a multiple of any page size. More would hold up threads that change the address space."""
 _OWNER = "page locks"
 
 
 class PageLocker(Protocol):
-    """Locks memory for a device."""
+    """Interface for page-locking host memory for a device."""
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Lock a range that begins at a page. No copy will reach from one locked range into another.
+        """Page-lock a range that begins at a page; no copy will reach from one locked range into another.
 
         Raises
         ------
@@ -41,7 +41,7 @@ class PageLocker(Protocol):
         ...
 
     def unlock(self, address: int) -> None:
-        """Unlock what was locked at this address. No copy is under way there."""
+        """Unlock the range that was locked at this address; no copy may be under way there."""
         ...
 
 
@@ -56,7 +56,7 @@ class _Space:
 
 
 class PageLocks:
-    """Which memory of which tiers is page-locked.
+    """Page-locks the memory of tiers, chunk by chunk as transfers ask for it, in a thread of its own.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class PageLocks:
     tiers : sequence of Tier
         Open, indexed as the pager indexes tiers. Those that are not `Mapped` are left alone.
     ledger : Ledger
-        Where the bytes are booked.
+        Ledger on which the bytes are booked.
     chunk : int
         Bytes to lock at once; a multiple of the page size.
     """
@@ -84,9 +84,9 @@ class PageLocks:
         self._thread: threading.Thread | None = None
 
     def parts(self, tier: int, offset: int, nbytes: int) -> list[tuple[int, int]] | None:
-        """Address and bytes of the parts of an extent, each of which lies in one locked range.
+        """Address and bytes of each part of an extent, where a part lies in one locked range.
 
-        None where it is not locked as a whole; it will be, if that is possible.
+        None if the extent is not locked as a whole; locking it is then asked for.
         """
         space = self._spaces.get(tier)
         if space is None:
@@ -99,7 +99,7 @@ class PageLocks:
         return [(space.address + low, high - low) for low, high in pairwise(cuts)]
 
     def close(self, timeout: float) -> bool:
-        """Unlock everything. No copy is under way. False if the thread still runs after `timeout` seconds."""
+        """Unlock everything, with no copy under way; False if the thread still runs after `timeout` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Transfers between tiers and a device that has its own memory.
+"""Executor of transfers between tiers and a device that has its own memory.
 
 A tier whose memory is page-locked is the other end of the device's own copies: its transfers take one leg. All others
 take two, through staging memory that is page-locked: a native thread moves the bytes between tier and staging memory,
@@ -27,16 +27,16 @@ from farpool.pager.executor.page_locks import PageLocks
 __all__ = ["StagedExecutor"]
 
 _IDLE = 0.05
-"""Seconds after which the thread looks again even if nobody woke it."""
+"""Seconds after which the idle thread checks for work even if nobody woke it."""
 _AT_TIER = 0.2e-3
-"""Seconds between two looks while only tiers are at work: they wake the thread, new commands do not."""
+"""Seconds between two checks while only tiers are at work: they wake the thread, new commands do not."""
 _COPYING = 50e-6
-"""Seconds between two looks at copies under way: a device tells that a copy has ended only when it is asked."""
+"""Seconds between two polls of copies under way, as a device gives no signal when a copy has ended."""
 _AHEAD = 32 << 20
-"""Bytes of copies under way in a direction from which on only those are started that somebody waits for. It keeps the
-link busy from one look to the next, and what is demanded does not wait behind more than that."""
+"""Bytes of copies under way in one direction above which only copies that somebody waits for are started. It keeps the
+link busy from one poll to the next, and demanded copies wait behind no more than that."""
 _TROUBLED = 10e-3
-"""Seconds between two looks at copies while the device does not tell whether they have ended."""
+"""Seconds between two polls of copies while the device raises instead of telling if they have ended."""
 
 
 class _Leg(IntEnum):
@@ -57,16 +57,16 @@ class _Job:
     parts: list[tuple[int, int, int]] = field(default_factory=list)
     """``(address in the host's memory, offset in the arena, bytes)`` of each copy, once it is known."""
     staging: int = -1
-    """Offset in the staging memory, -1 where the transfer does without."""
+    """Offset in the staging memory, -1 if the transfer does not use it."""
     start: float = 0.0
     copies: list[Copy] = field(default_factory=list)
-    """The copies that have not ended."""
+    """Copies that have not ended."""
     trouble: Exception | None = None
-    """The error because of which the device could not tell, at the last look, if one of them has ended."""
+    """The error that the device raised at the last poll of a copy, whose end is therefore unknown."""
     error: Exception | None = None
-    """The error that kept a copy from starting. The job ends when the others have: they use the host's memory."""
+    """The error that kept a copy from starting. The job ends when started copies have: they use the host's memory."""
     dropped: bool = False
-    """Cancelled while its bytes were on their way into the staging memory; ends when they have arrived."""
+    """True if it was cancelled while a tier's leg was under way; the job ends when that has ended."""
 
     @property
     def fetch(self) -> bool:
@@ -74,16 +74,16 @@ class _Job:
 
 
 class StagedExecutor(Executor):
-    """Drives all legs from one thread of its own; the bytes themselves are moved without the interpreter lock.
+    """Executor that runs all legs from one thread of its own; bytes are moved without the interpreter lock.
 
     Parameters
     ----------
     device : Device
-        Where the arena is.
+        The device that has the arena.
     address, nbytes : int
         Staging memory: page-locked host memory, at least as large as the largest block.
     ports : list of Port
-        The tiers' native ends, indexed as the pager indexes tiers; may grow.
+        The tiers' native ports, indexed as the pager indexes tiers; may grow.
     locks : PageLocks, optional
         Tiers' memory that is page-locked itself; unlocked at close. None: all transfers are staged.
     """
@@ -100,10 +100,10 @@ class StagedExecutor(Executor):
         self._queue = Queue()
         self._jobs: dict[int, _Job] = {}
         self._copying: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
-        """Jobs whose copies have been started, in that order, which is the one in which they end."""
+        """Jobs whose copies have been started, by direction, in the order of their start, in which they also end."""
         self._copying_bytes = dict.fromkeys(Kind, 0)
         self._changed = False
-        """A job may go on that could not when all were looked at."""
+        """True if a job may be able to go on that could not at the last check of all jobs."""
         self._done: list[Done] = []
         self._lock = threading.Condition()
         self._closing = False
@@ -185,7 +185,7 @@ class StagedExecutor(Executor):
                 self._queue.wait(_AT_TIER if not copying else _COPYING if self._trouble is None else _TROUBLED)
 
     def _note_ends(self) -> bool:
-        """Note which legs have ended; True if any has."""
+        """Note which legs have ended; returns True if any has."""
         progressed = False
         for completion in self._queue.poll():
             job = self._jobs[completion.id]
@@ -211,7 +211,7 @@ class StagedExecutor(Executor):
         return progressed
 
     def _advance_all(self) -> bool:
-        """Take each job as far as it goes; True if any went on."""
+        """Take each job as far as it can go; returns True if any went on."""
         progressed = False
         for job in sorted(self._jobs.values(), key=_rank):
             if job.transfer.id in self._jobs:
@@ -261,7 +261,7 @@ class StagedExecutor(Executor):
         return True
 
     def _direct(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies of a transfer whose tier is page-locked memory; none where it is not."""
+        """The copies of a transfer whose tier's memory is page-locked; an empty list if it is not."""
         copies: list[tuple[int, int, int]] = []
         for piece in job.transfer.pieces:
             parts = self._locks.parts(piece.tier, piece.offset, piece.nbytes) if self._locks is not None else None
@@ -274,7 +274,7 @@ class StagedExecutor(Executor):
         return copies
 
     def _layout(self, job: _Job) -> list[tuple[int, int, int]]:
-        """The copies of a transfer that has a place in the staging memory, one for each piece."""
+        """The copies of a transfer through its place in the staging memory, one for each piece."""
         copies = []
         address = self._address + job.staging
         for piece in job.transfer.pieces:
@@ -295,7 +295,7 @@ class StagedExecutor(Executor):
             job.error = error
 
     def _copied(self, job: _Job) -> bool:
-        """Tell if all copies of a job have certainly ended.
+        """Return True if all copies of a job have certainly ended.
 
         While the device cannot tell, as when it is lost, they count as under way: if their memory were given to others,
         the device might still write to it. Who waits is told by a timeout that names the trouble.
@@ -313,7 +313,7 @@ class StagedExecutor(Executor):
         return not under_way
 
     def _blocked(self, job: _Job) -> bool:
-        """Tells if the arena range is still needed by a transfer that this one comes after."""
+        """Return True if a transfer that this one comes after still needs the arena range."""
         return any(number in self._jobs for number in job.transfer.after)
 
     def _submit(self, job: _Job, direction: int) -> None:

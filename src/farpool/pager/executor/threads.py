@@ -1,4 +1,4 @@
-"""Transfers between host memory and tiers, by native threads."""
+"""Executor of transfers between host memory and tiers, on native threads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WRITE_BACK, _PREFETCH, _DEMAND = 0, 1, 2
 
 
 class ThreadExecutor(Executor):
-    """Works off the queue with native threads for each tier and direction, without the interpreter lock.
+    """Executor that uses a queue with native threads for each tier and direction, without the interpreter lock.
 
     Parameters
     ----------
     address : int
-        Where the arena begins in memory.
+        Address of the arena in memory.
     ports : list of Port
-        The tiers' native ends, indexed as the pager indexes tiers. The pool appends to it when it gets another source.
+        The tiers' native ports, indexed as the pager indexes tiers. The pool appends to it when it gets another source.
     """
 
     def __init__(self, address: int, ports: list[Port]) -> None:

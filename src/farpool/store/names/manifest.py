@@ -1,4 +1,4 @@
-"""What one version of a name consists of: an object that lists objects.
+"""Manifest of one version of a name: an object that lists the objects of which the version consists.
 
 The object is ``FPNAME``, a zero byte and the format's version as one byte, then the manifest in MessagePack. A value is
 cut into pieces; a tensor is one object.
@@ -20,27 +20,27 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a value: the key of its object and its bytes."""
+    """A part of a value: the key of its object and its size in bytes."""
 
     key: str
     nbytes: _Count
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of a name.
+    """Entry of a manifest for one tensor.
 
     Attributes
     ----------
     name : str
         Its name among the tensors.
     dtype : str
-        Its type as PyTorch calls it, for example ``bfloat16``.
+        Element type by its PyTorch name, for example ``bfloat16``.
     shape : tuple of int
-        Its sizes.
+        Sizes of its dimensions.
     nbytes : int
         Bytes of its elements.
     key : str
-        Its object: the elements in row-major order. Empty where there are none.
+        Key of its object: the elements in row-major order. Empty where there are none.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """One version: pieces of a value, or tensors."""
+    """Contents of one version of a name: pieces of a value, or tensors."""
 
     pieces: tuple[Piece, ...] = ()
     tensors: tuple[TensorEntry, ...] | None = None
@@ -63,12 +63,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """A manifest as an object's bytes."""
+    """Encode a manifest as the bytes of an object."""
     return _MAGIC + bytes([_VERSION]) + msgspec.msgpack.encode(manifest)
 
 
 def decode_manifest(data: bytes, what: str) -> Manifest:
-    """Read a manifest; `what` is named in the error.
+    """Decode a manifest; `what` is named in the error.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Names: publish, open, watch."""
+"""Publish, open and watch names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NameWatch", "Names", "Writer"]
 
-# A registry that was away is asked again after so many seconds by those who can read without it, for so many seconds.
+# Seconds for which calls that can read without the registry leave it alone after it was away, and seconds that they
+# wait for it afterwards.
 _RETRY_AWAY, _PROBE = 2.0, 0.25
 
 
@@ -63,12 +64,12 @@ class Names:
     Parameters
     ----------
     store : ObjectStore
-        Where the objects are, such as `farpool.Store`.
+        Store of the objects, such as `farpool.Store`.
     registry : Registry or str, optional
-        Where the names are, or its address; None for that of the environment (``FARPOOL_REGISTRY``), else a file of
+        Registry of the names, or its address; None for that of the environment (``FARPOOL_REGISTRY``), else a file of
         this user on this host.
     writer : str, optional
-        How this program introduces itself to others; None for its host and process number.
+        Name of this program that others are shown; None for its host and process number.
     hold : float
         Seconds that a version stays after the name has moved on; 0 for no time.
     lease : float
@@ -201,7 +202,7 @@ class Names:
         )
 
     def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
-        """Take a name away; its last version stays for `hold` seconds, and for its readers.
+        """Remove a name; its last version stays for `hold` seconds, and for its readers.
 
         Raises
         ------
@@ -214,7 +215,7 @@ class Names:
             return writer.unpublish(expect=expect)
 
     def sweep(self) -> int | None:
-        """Let go of the objects of versions that nobody holds; how many, or None if another program is doing so.
+        """Release the objects of versions that nobody holds; return how many, or None if another program is doing so.
 
         Each publish does it, too. Call it where names are published rarely and memory is short.
         """
@@ -264,16 +265,16 @@ class Names:
             return self._opened(name, record, release)
 
     def info(self, name: str) -> NameInfo | None:
-        """The current version of a name; None if nothing is published under it.
+        """Return the current version of a name; None if nothing is published under it.
 
-        While the registry is away this is what the program has known last.
+        While the registry is away this is the last version that the program knows.
         """
         entry, _ = self._entry(checked_name(name))
         record = None if entry is None else decode(entry.value, NameRecord, entry.key)
         return None if record is None or not record.publication else NameInfo.of(name, record)
 
     def list_names(self, prefix: str = "") -> list[NameInfo]:
-        """The names that begin with a prefix, in their current versions, sorted."""
+        """List the names that begin with a prefix, in their current versions, sorted."""
         quoted = checked_name(prefix) if prefix else ""
         found = []
         for entry in self._registry.range(name_key(quoted), timeout=self._timeout).entries:
@@ -283,7 +284,7 @@ class Names:
         return sorted(found, key=lambda one: one.name)
 
     def history(self, name: str) -> list[NameInfo]:
-        """What was published under a name and when, the oldest first; the last hundred versions."""
+        """List the versions that were published under a name, the oldest first; at most the last hundred."""
         prefix = history_key(checked_name(name), 0).rpartition("/")[0] + "/"
         entries = self._registry.range(prefix, timeout=self._timeout).entries
         return [NameInfo.of(name, decode(entry.value, NameRecord, entry.key)) for entry in entries]
@@ -293,7 +294,7 @@ class Names:
         return NameWatch(self._registry, name, after, self._timeout)
 
     def close(self) -> None:
-        """Let go of all that is held, and end the lease. Idempotent."""
+        """Release all versions that are held, and end the lease. Idempotent."""
         self._session.close()
         if self._owned:
             self._registry.close()
@@ -310,7 +311,7 @@ class Names:
         return OpenedName(self._store, NameInfo.of(name, record), record.manifest, release, self._deferred.append)
 
     def _tidy_up(self) -> None:
-        """Let go of what an earlier publish of this program has left, once its time is over, and of what is unused."""
+        """Do deferred work, and sweep once the version that an earlier publish replaced has had its time."""
         self._do_deferred()
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = math.inf
@@ -323,7 +324,7 @@ class Names:
                 self._deferred.popleft()()
 
     def _entry(self, quoted: str) -> tuple[Entry | None, bool]:
-        """A name's entry; True if it is that of now, False if it is the last one known."""
+        """Return a name's entry, and True if it is current, False if it is the last one known."""
         key, known = name_key(quoted), self._known.get(quoted)
         if known is None or time.monotonic() >= self._away_until:
             try:
@@ -342,7 +343,7 @@ class Names:
         return known, False
 
     def _patience(self) -> float:
-        """Seconds to wait for the registry where the call can do without."""
+        """Return the seconds to wait for the registry in a call that can do without it."""
         return min(_PROBE, self._timeout) if self._away else self._timeout
 
     def _note_away(self) -> None:
@@ -374,7 +375,7 @@ class Names:
     def _hold_for_reader(
         self, quoted: str, record: NameRecord, conditions: Sequence[Condition], timeout: float
     ) -> Callable[[], None] | None:
-        """Hold a publication for a reader; what lets it go again, or None if the conditions did not hold."""
+        """Hold a publication for a reader; return a function that releases it, None if the conditions did not hold."""
         while True:
             lease = self._session.lease(timeout)
             reading = (quoted, record.publication, lease)
@@ -403,7 +404,7 @@ class Names:
 
 
 class Writer:
-    """The one writer of a name, for as long as its lease is kept alive; a context manager."""
+    """Exclusive writer of a name, for as long as its lease is kept alive; a context manager."""
 
     def __init__(self, names: Names, name: str, quoted: str, revision: int, lease: int) -> None:
         self._names = names
@@ -415,7 +416,7 @@ class Writer:
         self._closed = False
 
     def publish(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any], *, expect: int | None = None) -> NameInfo:
-        """As `Names.publish`."""
+        """Publish the next version of the name; see `Names.publish`."""
         entry, record = self._current(expect)
         names = self._names
         sending = Sending(
@@ -446,7 +447,7 @@ class Writer:
         return NameInfo.of(self._name, made)
 
     def unpublish(self, *, expect: int | None = None) -> NameInfo:
-        """As `Names.unpublish`."""
+        """Remove the name; see `Names.unpublish`."""
         entry, record = self._current(expect)
         if record is None or not record.publication:
             raise NameMissingError(f"nothing is published under the name {self._name!r}")
@@ -456,7 +457,7 @@ class Writer:
         return NameInfo.of(self._name, made)
 
     def close(self) -> None:
-        """Let others write. Idempotent."""
+        """Give up writing, so that others may. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -515,14 +516,14 @@ class Writer:
             raise writer_lost(self._registry, self._name, self._quoted)
 
     def _sweep(self) -> None:
-        """Let go of what is old by now. The next one does it if this one cannot."""
+        """Sweep old versions, and schedule the next sweep, which makes up for this one if it fails."""
         self._names._sweep_at = time.monotonic() + self._names._hold + 1.0
         with suppress(RegistryError, OSError):
             self._names.sweep()
 
 
 class NameWatch:
-    """New versions of a name, one wait after another; a context manager. Not for several threads at a time."""
+    """Watch for new versions of a name; a context manager. Not thread-safe."""
 
     def __init__(self, registry: Registry, name: str, after: int, timeout: float) -> None:
         self._registry = registry
@@ -532,9 +533,9 @@ class NameWatch:
         self._watch: Watch | None = None
 
     def next(self, timeout: float) -> NameInfo | None:
-        """Wait for a newer version, also one that says that the name was unpublished; None if none came in time.
+        """Wait for a newer version, which may say that the name was unpublished; None if none came in time.
 
-        Versions that were passed over meanwhile are not told one by one.
+        Versions that have been superseded meanwhile are skipped.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""The part of a store that names need."""
+"""Interface of the object store that names need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ObjectStore"]
 
 
 class ObjectStore(Protocol):
-    """Write-once objects, as `farpool.Store` keeps them."""
+    """Store of write-once objects, such as `farpool.Store`."""
 
     @property
     def replicas(self) -> int:
@@ -23,17 +23,17 @@ class ObjectStore(Protocol):
     def put_many(
         self, items: Iterable[tuple[str, Buffer]], /, *, ttl: float | None = None, check: bool = False
     ) -> object:
-        """Keep values. Those that are there stay; the longer time to live counts."""
+        """Store values. Those that are there already stay; the longer time to live counts."""
 
     def touch_many(self, keys: Iterable[str], ttl: float | None, /, *, keep: bool | None = None) -> Touched:
-        """Renew the time to live, and tell how many copies of each value there are.
+        """Renew the time to live of values, and return how many copies of each there are.
 
         With `keep` True the values are never evicted and do not expire. With False they may be, and `ttl` counts even
         if it is shorter than what was left.
         """
 
     def get(self, key: str, /) -> bytes | None:
-        """The value of a key; None if there is none."""
+        """Return the value of a key; None if there is none."""
 
     def get_into_many(self, pairs: Iterable[tuple[str, Buffer]], /) -> list[int | None]:
-        """Read values into buffers; the bytes of each, or None if there is none."""
+        """Read values into buffers; return the size of each in bytes, or None if there is none."""

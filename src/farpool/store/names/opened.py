@@ -25,9 +25,9 @@ class OpenedName:
     Attributes
     ----------
     info : NameInfo
-        Which version it is.
+        The version that is open.
     held : bool
-        The registry knows of this reader. False where it was away: then the version is the last one known, and lives
+        True if the registry knows of this reader. False where it was away: then the version is the last known and lives
         for as long as others hold it.
     """
 
@@ -56,11 +56,11 @@ class OpenedName:
 
     @property
     def manifest(self) -> Manifest:
-        """Which objects the version consists of."""
+        """Manifest of the version: the objects of which it consists."""
         return self._manifest
 
     def read(self) -> bytes:
-        """The value.
+        """Read the whole value.
 
         Raises
         ------
@@ -80,7 +80,7 @@ class OpenedName:
         return bytes(value)
 
     def read_into(self, buffer: Buffer) -> int:
-        """Read the value into a buffer of at least its size; its bytes. Errors as of `read`."""
+        """Read the value into a buffer of at least its size; return its size in bytes. Raises the errors of `read`."""
         target = memoryview(buffer).cast("B")
         total = sum(piece.nbytes for piece in self._pieces())
         if target.nbytes < total:
@@ -92,7 +92,7 @@ class OpenedName:
         return offset
 
     def parts(self) -> Iterator[bytes]:
-        """The value piece by piece, so that a large one is never in memory as a whole. Errors as of `read`."""
+        """Iterate over pieces of the value, so that a large one is never in memory as a whole. Errors as of `read`."""
         for piece in self._pieces():
             content = self._store.get(piece.key)
             if content is None:
@@ -100,7 +100,7 @@ class OpenedName:
             yield content
 
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """Name, type and shape of each tensor.
+        """Return the name, type and shape of each tensor.
 
         Raises
         ------
@@ -132,14 +132,14 @@ class OpenedName:
         self._fetch(wanted)
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Have something done a little later, by another thread or call.
+        """Call a function a little later, by another thread or in a later call.
 
         For finalizers, such as one that closes this: they may run while this thread holds a lock.
         """
         self._defer(call)
 
     def close(self) -> None:
-        """Let the version go. Idempotent."""
+        """Release the version. Idempotent."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -159,7 +159,7 @@ class OpenedName:
                 )
 
     def lost(self, key: str) -> NameLostError:
-        """The error of an object that is on no node any more."""
+        """Return the error for an object that is on no node any more."""
         name, version = self.info.name, self.info.version
         return NameLostError(
             f"{self._what} has lost its object {key}: no node has it any more; publish the name again",

@@ -1,4 +1,4 @@
-"""What names keep in the registry, and under which keys. NAME is a name with every special character as ``%XX``.
+"""Records and keys of names in the registry. NAME is a name with every special character as ``%XX``.
 
 ================================== ==============================================================================
 ``name/NAME``                      the version that counts now, or that the name was unpublished
@@ -43,9 +43,9 @@ __all__ = [
 ]
 
 HISTORY_KEPT = 100
-"""Versions that a name's history goes back."""
+"""Number of versions that are kept in a name's history."""
 PART = 10_000
-"""Objects in one part of a publication."""
+"""Most objects in one part of a publication."""
 SWEEPER = "sweeper"
 LONGEST_NAME = 200
 _HASH = "sha256-"
@@ -54,7 +54,7 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class NameRecord(msgspec.Struct, frozen=True):
-    """What was published under a name in one version; `publication` is empty where it was unpublished."""
+    """Registry record of one version of a name; `publication` is empty where it was unpublished."""
 
     version: int
     publication: str
@@ -68,7 +68,7 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """The objects of (a part of) a version: those whose keys are hashes, and others."""
+    """Registry record of the objects of (a part of) a version: those whose keys are hashes, and others."""
 
     hashes: tuple[bytes, ...]
     others: tuple[str, ...]
@@ -76,19 +76,19 @@ class Publication(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Publication:
-        """The publication of these objects."""
+        """Return the publication of the objects with these keys."""
         packed = [_packed(key) for key in keys]
         hashes = tuple(key for key in packed if isinstance(key, bytes))
         return cls(hashes, tuple(key for key in packed if isinstance(key, str)))
 
     @property
     def keys(self) -> list[str]:
-        """The keys of its objects."""
+        """Keys of its objects."""
         return [_HASH + digest.hex() for digest in self.hashes] + list(self.others)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds something."""
+    """Registry record of the program that holds a version, writes a name or sweeps."""
 
     who: str
     format: int = _FORMAT
@@ -111,11 +111,11 @@ class NameInfo:
     objects : int
         Number of different objects that it holds.
     tensors : bool
-        It consists of tensors.
+        True if it consists of tensors.
     time : float
-        When it was published, in seconds since 1970, by the writer's clock.
+        Time of publication, in seconds since 1970, by the writer's clock.
     writer : str
-        Who published it.
+        Writer that published it, for people.
     """
 
     name: str
@@ -129,7 +129,7 @@ class NameInfo:
 
     @classmethod
     def of(cls, name: str, record: NameRecord) -> NameInfo:
-        """A record for people."""
+        """Convert a registry record to the public form."""
         return cls(
             *(name, record.version, bool(record.publication), record.nbytes, record.objects, record.tensors),
             *(record.time, record.writer),
@@ -137,14 +137,14 @@ class NameInfo:
 
 
 def checked_name(name: str) -> str:
-    """A name as it stands in the registry's keys.
+    """Check a name and quote it as it stands in the registry's keys.
 
     Raises
     ------
     ConfigError
-        It has no bytes, more than 200, or characters that nobody can print.
+        The name is empty, has more than 200 bytes, or has characters that nobody can print.
     TypeError
-        It is no text.
+        The name is not a str.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name is a str, this one is a {type(name).__name__}: {name!r}")
@@ -160,42 +160,42 @@ def checked_name(name: str) -> str:
 
 
 def name_of(quoted: str) -> str:
-    """The name that `checked_name` has quoted."""
+    """Return the name that `checked_name` has quoted."""
     return unquote(quoted)
 
 
 def name_key(quoted: str) -> str:
-    """Key of a name's current version."""
+    """Return the key of a name's current version."""
     return f"name/{quoted}"
 
 
 def history_key(quoted: str, version: int) -> str:
-    """Key of a version's place in the history."""
+    """Return the key of a version's place in the history."""
     return f"history/{quoted}/{version:016}"
 
 
 def publication_key(quoted: str, publication: str, part: int) -> str:
-    """Key of a part of a publication."""
+    """Return the key of a part of a publication."""
     return f"publication/{quoted}/{publication}/{part:06}"
 
 
 def hold_key(quoted: str, publication: str, who: str) -> str:
-    """Key of a reason to keep a publication."""
+    """Return the key of a reason to keep a publication."""
     return f"hold/{quoted}/{publication}/{who}"
 
 
 def writer_key(quoted: str) -> str:
-    """Key of a name's writer."""
+    """Return the key of a name's writer."""
     return f"writer/{quoted}"
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """A record as a registry's value."""
+    """Encode a record as a registry's value."""
     return msgspec.msgpack.encode(record)
 
 
 def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
-    """Read a record; `key` is named in the error.
+    """Decode a record; `key` is named in the error.
 
     Raises
     ------

@@ -38,31 +38,31 @@ if TYPE_CHECKING:
 __all__ = ["BATCH", "PAUSE", "PIECE", "Sending", "writer_lost"]
 
 PIECE = 64 << 20
-"""Bytes of a piece of a value, and about what is in memory at a time of one whose parts are made one after another."""
+"""Bytes of a piece of a value, and about the memory that it takes to publish a value that is given in parts."""
 BATCH = 4 << 20
-"""Bytes of small objects that are sent with one another; about what is in memory of tensors at a time."""
+"""Bytes of small objects that are sent together, and about the memory that it takes to publish tensors."""
 PAUSE = 0.05
-"""Seconds between two looks if another program is done."""
+"""Seconds between two checks of whether another program is done."""
 _TRIES = 3
 
 
 class Sending:
-    """The objects of one publication.
+    """Sends the objects of one publication, and records them in the registry.
 
     Parameters
     ----------
     store : ObjectStore
-        Where they go.
+        Store that the objects are sent to.
     registry : Registry
-        Where they are written down.
+        Registry in which the objects are recorded.
     name : str
         For errors.
     quoted : str
         The name in the registry's keys.
     writer : Condition
-        The writer is still the one.
+        Condition that the writer still holds the name.
     lease : int
-        The writer's.
+        Lease of the writer.
     who : str
         The writer, for people.
     ttl : float
@@ -90,7 +90,7 @@ class Sending:
         self._ttl, self._timeout = ttl, timeout
         self.publication = secrets.token_hex(8)
         self.hold: Condition | None = None
-        """The writer's hold, once there is one."""
+        """The writer's hold on the publication, once there is one."""
         self.keys: set[str] = set()
         self._outgoing: dict[str, memoryview] = {}  # made, and not yet sent
         self._outgoing_bytes = 0
@@ -99,7 +99,7 @@ class Sending:
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:
-        """Send all objects, the manifest last, and have them held; the manifest's key, and the manifest.
+        """Send all objects, the manifest last, and have them held; return the manifest's key and the manifest.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class Sending:
         NameLostError
             Objects are evicted again and again before they can be kept.
         TypeError, ValueError
-            The value is none.
+            The value is not one that can be published.
         """
         if isinstance(value, Mapping):
             manifest = Manifest((), tuple(self._tensors(value)))
@@ -158,7 +158,7 @@ class Sending:
         return key
 
     def _send(self) -> None:
-        """Send what lacks copies."""
+        """Send the collected objects that lack copies."""
         outgoing, self._outgoing = self._outgoing, {}
         self._outgoing_bytes = 0
         copies = self._store.touch_many(outgoing, self._ttl).copies
@@ -166,7 +166,7 @@ class Sending:
         self._store.put_many(lacking, ttl=self._ttl, check=True)
 
     def _hold_all(self) -> None:
-        """Have all copies of what was made held, then kept."""
+        """Send what is left, record all objects sent as held, then have their copies kept for ever."""
         self._send()
         self._announce(list(self._waiting))
         left = list(self._waiting)
@@ -188,7 +188,7 @@ class Sending:
         self._waiting_bytes = 0
 
     def _announce(self, keys: list[str]) -> None:
-        """Write down, while nobody sweeps, which objects the version will hold."""
+        """Record in the registry, while nobody sweeps, which objects the version will hold."""
         deadline = time.monotonic() + self._timeout
         part = publication_key(self._quoted, self.publication, self._parts)
         operations: list[Operation] = [Put(part, encode(Publication.of(keys)))]
@@ -213,7 +213,7 @@ class Sending:
 
 
 def writer_lost(registry: Registry, name: str, quoted: str) -> NameMovedError:
-    """The error of a writer whose lease has ended before it was done."""
+    """Return the error for a writer whose lease has ended before it was done."""
     entry = registry.get(name_key(quoted))
     version = decode(entry.value, NameRecord, entry.key).version if entry else 0
     return NameMovedError(
@@ -225,7 +225,7 @@ def writer_lost(registry: Registry, name: str, quoted: str) -> NameMovedError:
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:
-    """A value in pieces; at least one, which may be empty."""
+    """Cut a value into pieces; at least one, which may be empty."""
     if not view.c_contiguous:
         raise ValueError(f"the value ({view.nbytes} bytes of shape {view.shape}) is not contiguous; copy it first")
     flat = view.cast("B") if view.nbytes else memoryview(b"")

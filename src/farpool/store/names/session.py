@@ -19,11 +19,11 @@ class Session:
     Parameters
     ----------
     registry : Registry
-        Where it is granted.
+        Registry that grants the lease.
     ttl : float
         Seconds after which others see that this program is gone.
     turn : callable
-        Called by the thread each time.
+        Called by the thread at each renewal.
     """
 
     def __init__(self, registry: Registry, ttl: float, turn: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class Session:
         self._closed = False
 
     def lease(self, timeout: float) -> int:
-        """The lease's number; a new one, within `timeout` seconds, if there is none, it was lost, or after a fork."""
+        """Return the lease's number; grant one in `timeout` seconds if there is none, it was lost, or after a fork."""
         with self._lock:
             if self._closed:
                 raise RegistryError("the names were closed; make new ones", registry=self._registry.address)
@@ -50,7 +50,7 @@ class Session:
             return self._lease
 
     def lost(self, lease: int) -> None:
-        """Note that a lease has ended: the next one is new."""
+        """Forget a lease that has ended, so that the next call of `lease` grants a new one."""
         with self._lock:
             if self._lease == lease:
                 self._lease = 0
@@ -68,7 +68,7 @@ class Session:
             self._turn()
 
     def close(self) -> None:
-        """End the lease, and with it all that is bound to it. Idempotent."""
+        """Revoke the lease, and with it all entries that are bound to it. Idempotent."""
         with self._lock:
             self._closed = True
             self._ended.set()

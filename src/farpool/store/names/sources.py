@@ -15,22 +15,22 @@ __all__ = ["TensorSource", "source_of", "sources_of", "use_tensors"]
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """A tensor that is to be published."""
+    """Interface of a tensor that is to be published."""
 
     @property
     def dtype(self) -> str:
-        """Its type as PyTorch calls it, for example ``float32``."""
+        """Element type by its PyTorch name, for example ``float32``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """Sizes of its dimensions."""
 
     def data(self) -> Buffer:
-        """Its elements in row-major order, contiguous. Asked for once or twice; what it gives is dropped after use."""
+        """Return the elements in row-major order, contiguous. Called once or twice; the result is dropped after use."""
 
 
 class _Array:
-    """An array that shows its memory, such as one of numpy."""
+    """Source for an array that shows its memory, such as one of numpy."""
 
     def __init__(self, view: memoryview, dtype: str) -> None:
         self.dtype, self.shape, self._view = dtype, tuple(view.shape or ()), view
@@ -47,13 +47,13 @@ _loader: Callable[[], Callable[[str, Any], TensorSource | None]] | None = None
 
 
 def use_tensors(loader: Callable[[], Callable[[str, Any], TensorSource | None]]) -> None:
-    """Set what makes sources of PyTorch's tensors; called at the first tensor that is none of the other kinds."""
+    """Set the loader of the function that makes sources of PyTorch's tensors; it is called when such a tensor comes."""
     global _loader
     _loader = loader
 
 
 def sources_of(tensors: Mapping[Any, Any]) -> dict[str, TensorSource]:
-    """Each tensor with its name, checked; none is copied yet.
+    """Check tensors and return a source for each, by name; none is copied yet.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def sources_of(tensors: Mapping[Any, Any]) -> dict[str, TensorSource]:
 
 
 def source_of(name: str, tensor: Any) -> TensorSource:
-    """A tensor as a source: a source itself, an array that shows its memory, or one of PyTorch's.
+    """Return a source for a tensor: a source itself, an array that shows its memory, or one of PyTorch's.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Letting go of the objects of versions that nobody holds any more.
+"""Sweep: release the objects of versions that nobody holds any more.
 
 A version is held while it is the current one of its name or has an entry under ``hold/``. Objects are shared by
 content, so an object goes only if no version that is held has it. One sweep at a time runs in a registry, and no
@@ -27,14 +27,14 @@ _TOUCHES = 100  # objects between two looks at the lease, and entries of the reg
 
 
 def sweep(store: ObjectStore, registry: Registry, who: str, grace: float) -> int | None:
-    """Let go of what no version holds that is held itself.
+    """Release the objects that belong to no held version.
 
     Parameters
     ----------
     store : ObjectStore
-        Where the objects are.
+        Store of the objects.
     registry : Registry
-        Where the names are.
+        Registry of the names.
     who : str
         Shown to others who want to sweep meanwhile.
     grace : float
@@ -59,9 +59,9 @@ def sweep(store: ObjectStore, registry: Registry, who: str, grace: float) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Garbage:
-    """Objects that only versions have that nobody holds, and the registry's entries of these versions.
+    """Objects that belong only to versions that nobody holds, and the registry's entries of these versions.
 
-    What is late was let go before, when a node was away that may have had copies of it.
+    The late ones were released before, when a node was away that may have had copies of them.
     """
 
     fresh: set[str]
@@ -99,7 +99,7 @@ def _garbage(registry: Registry) -> _Garbage:
 def _let_go(
     store: ObjectStore, registry: Registry, lease: int, keys: set[str], grace: float, *, patient: bool = True
 ) -> bool:
-    """Let objects go; False if a node could not be asked. Who is not patient leaves it at that then."""
+    """Release objects; return False if a node could not be asked. Without `patient`, stop there."""
     ordered, complete = sorted(keys), True
     for begin in range(0, len(ordered), _TOUCHES):
         registry.keep_alive(lease)
@@ -111,7 +111,7 @@ def _let_go(
 
 
 def _forget(registry: Registry, mine: Condition, entries: list[Entry], *, released: bool = False) -> None:
-    """Delete entries of versions, or note that they are to be let go once more."""
+    """Delete entries of versions; with `released`, note their objects to be released once more."""
     step = 1 if released else _TOUCHES  # the entry of a version may be as large as a transaction
     for begin in range(0, len(entries), step):
         batch = entries[begin : begin + step]
@@ -124,7 +124,7 @@ def _forget(registry: Registry, mine: Condition, entries: list[Entry], *, releas
 
 @contextmanager
 def _sweeper(registry: Registry, who: str) -> Iterator[tuple[int, Condition | None]]:
-    """Be the only one who sweeps: its lease, and the condition that this is still so; None if another one is."""
+    """Take the sweeper's role: its lease, and the condition that it is still held; None if another program has it."""
     if registry.get(SWEEPER) is not None:
         yield 0, None
         return

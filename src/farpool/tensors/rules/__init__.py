@@ -1,4 +1,4 @@
-"""What is special about some operations, one file a family. Importing this package registers all rules."""
+"""Rules for operations that need special handling, one file for each family; importing this registers all of them."""
 
 from __future__ import annotations
 

@@ -15,21 +15,21 @@ __all__ = ["MAX", "renamed_padding", "rows_of_bags"]
 
 _aten = torch.ops.aten
 MAX = 2
-"""The mode in which the largest elements of a bag are chosen."""
+"""Mode of ``embedding_bag`` that chooses the largest elements of a bag."""
 
 
 def rows_of_bags(indices: torch.Tensor, row_bytes: int, padding: int) -> Compact:
-    """The rows that bags touch, the one for padding among them: torch computes bags in another way if there is one."""
+    """The rows that bags touch, with the padding row if there is one: torch then computes bags in another way."""
     return compact(indices, row_bytes, padding) if padding >= 0 else compact(indices, row_bytes)
 
 
 def renamed_padding(rows: Compact, padding: int) -> int:
-    """The row for padding in the small table; -1, for none, stays."""
+    """The number of the padding row in the small table; -1 stands for no padding and stays."""
     return rows.place_of(padding) if padding >= 0 else padding
 
 
 def _rows_chosen(rows: Compact, chosen: torch.Tensor, bag_size: torch.Tensor) -> torch.Tensor:
-    """The rows of the table that hold the largest elements of bags, told by those of the small one."""
+    """Translate the rows of the largest elements in bags from the small table's numbers to the large table's."""
     named = rows.names()[chosen].to(chosen.dtype)
     return torch.where((bag_size == 0).unsqueeze(1), chosen, named)  # an empty bag has chosen none
 

@@ -1,4 +1,4 @@
-"""The rows that an operation touches, as a small plain table on which torch's own operation runs.
+"""Compact tables: the rows that an operation touches, copied to a small plain table where torch's operation runs.
 
 An operation that treats each row of a table by itself gives the same bits on a table of the touched rows alone, if the
 rows keep their order, the indices are renamed, and each row is aligned to cache lines as it is in the large table:
@@ -22,7 +22,7 @@ __all__ = ["Compact", "can_be_compacted", "compact"]
 
 
 def can_be_compacted(table: Any) -> bool:
-    """Tell if operations may run on a small plain copy of some of a table's rows instead."""
+    """Return True if operations on a table may run on a small plain copy of the touched rows instead."""
     return (
         is_table(table)
         and table.device.type == "cpu"
@@ -32,7 +32,7 @@ def can_be_compacted(table: Any) -> bool:
 
 
 class Compact(NamedTuple):
-    """Rows of a table, and where they lie in a small one.
+    """The touched rows of a table, with their places in the small table that holds copies of them.
 
     Attributes
     ----------
@@ -60,12 +60,12 @@ class Compact(NamedTuple):
         return int(self.places[torch.searchsorted(self.rows, row)])
 
     def make(self, table: PagedTensor) -> torch.Tensor:
-        """A small table whose values are unspecified."""
+        """Allocate the small table; its values are unspecified."""
         size = (self.size, *table.size()[1:])
         return plain_empty(size, table.stride(), table.dtype, table.device)
 
     def read(self, table: PagedTensor, op: str) -> torch.Tensor:
-        """The small table; what stands for no row is zero."""
+        """Read the rows into a new small table; its rows that stand for none are zero."""
         values = gather_rows(table, self.rows, op)
         if self.size == self.rows.numel():
             return values
@@ -76,12 +76,12 @@ class Compact(NamedTuple):
         scatter_rows(table, self.rows, self.chosen(values), op)
 
     def chosen(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows of a small table that stand for rows."""
+        """The rows of the small table `values` that stand for rows of the large one, without those between."""
         return values if self.size == self.rows.numel() else values.index_select(0, self.places)
 
 
 def compact(indices: torch.Tensor, row_bytes: int, *extra: int) -> Compact:
-    """The rows that an operation touches.
+    """Work out which rows of a table an operation touches, and their places in a small table.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ from farpool.tensors.transfer import (
 __all__ = ["copy_like"]
 
 _aten = torch.ops.aten
-# A view is copied at once if it touches at most this part of the budget.
+# A view is copied at once if it touches at most the budget divided by this.
 _PART = 4
 
 
@@ -92,7 +92,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def copy_like(source: PagedTensor, dtype: torch.dtype, memory_format: torch.memory_format | None) -> PagedTensor:
-    """A paged copy with a storage of its own, of the same class."""
+    """A paged copy of a tensor in a new storage of the same class."""
     storage = source._storage
     strides = dense_strides(source, memory_format)
     copy = allocate(storage.pool, source.size(), strides, dtype, cls=storage.cls, name=storage.name)

@@ -1,4 +1,4 @@
-"""New tensors shaped like a paged one: the optimizer's state, mostly."""
+"""Rules for factories of tensors like a paged one, such as ``zeros_like``, which optimizers use for their state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _empty_like(source: PagedTensor, kwargs: dict[str, Any]) -> PagedTensor:
 
 
 def _plain_like(source: PagedTensor) -> torch.Tensor:
-    """A plain tensor of the same geometry, for operations that look at nothing else."""
+    """A plain tensor with the geometry of a paged one, for operations that use only that."""
     return torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=source.device)
 
 

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic on tensors larger than the fast tier: what optimizers do with weights, gradients and moments.
+"""Elementwise arithmetic on tensors larger than the fast tier, as optimizers do on weights, gradients and moments.
 
 What fits is computed at once: if a transfer fails, nothing has been changed, and the operation can be tried again.
 Functions that are computed by a library of vector functions (``exp_``) run on whole tensors.
@@ -18,7 +18,7 @@ from farpool.tensors.pieces import compute_in_pieces
 
 _aten = torch.ops.aten
 _OF_OPTIMIZERS = ("gradient", "optimizer", "embedding")
-"""Classes of gradients, and of moments: those of a table may be of the table's class."""
+"""Classes of blocks that gradients and moments have; a table's moments may have the table's own class."""
 
 
 @fallback(

@@ -1,4 +1,4 @@
-"""Grouped matrix products: of stacked experts only those are brought in that have tokens.
+"""Grouped matrix products with stacked experts, of which only those that have tokens are brought in.
 
 ``torch._grouped_mm`` multiplies consecutive rows of its first operand, the tokens sorted by expert, with one matrix of
 its second for each group. Its CPU kernel computes one group after the other, so a call with a single group gives the
@@ -26,9 +26,9 @@ _TOGETHER = 4
 
 
 def _groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]] | None:
-    """The first token of each group and the one after its last; None where the call is not one of experts.
+    """Token range ``(start, stop)`` of each group; None where the call is not one of paged experts.
 
-    Also where the call is wrong: the kernel itself knows best.
+    None also where the arguments are wrong: the kernel itself then raises the error.
     """
     tokens, experts, offsets = (*args, None)[:3]
     if kwargs or type(experts) is not PagedTensor or not isinstance(tokens, torch.Tensor):
@@ -66,7 +66,7 @@ def _one_by_one(func: Any, args: tuple[Any, ...], groups: list[tuple[int, int]],
     Parameters
     ----------
     picked : bool
-        Whether the experts were picked by data, so that the next call will need others.
+        True if the experts were picked by data, so that the next call will need others.
     """
     tokens, experts, offsets, *options = args
     size, stride = (1, *experts.size()[1:]), experts.stride()

@@ -1,4 +1,4 @@
-"""Operations that ask for raw memory, or would give a tensor other memory."""
+"""Rules for operations that need a tensor's raw memory, or would give a tensor other memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concatenation of tensors that do not fit into the fast tier together, one after the other."""
+"""Concatenation of tensors that do not fit into the fast tier together: they are copied one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``_foreach_*`` and ``_fused_*``: lists of tensors, streamed element by element.
+"""Rules for ``_foreach_*`` and ``_fused_*`` operations, which take lists of tensors and are streamed by element.
 
 Each large element of a list is computed alone, and block by block if it does not fit, so an optimizer step over a whole
 model needs the fast tier to hold a few blocks of each list. Small neighbours go together, which saves bookkeeping.
@@ -24,9 +24,9 @@ from farpool.tensors.schema import signature_of
 
 _aten = torch.ops.aten
 _SHARE = 64
-"""Elements that take no more than this fraction of the budget together are computed together."""
+"""Elements that together take no more than the budget divided by this are computed together."""
 _PINNED = 2
-"""The blocks in which they lie take no more than this fraction of the budget together."""
+"""The blocks of elements that are computed together take no more than the budget divided by this."""
 # One number for each tensor: results that stay plain.
 _REDUCTIONS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
 _FUSED = frozenset(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"))
@@ -52,7 +52,7 @@ def _elements(name: str, value: Any, part: slice) -> Any:
 
 
 def _ask_for_the_largest(op: str, lists: Sequence[Sequence[Any]], count: int) -> None:
-    """Raise the error that names the budget with which each element of the lists works."""
+    """Raise the `BudgetError` of the largest element: its budget is enough for each element of the lists."""
     elements = [[value[index] for value in lists if type(value[index]) is PagedTensor] for index in range(count)]
     largest = max(elements, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
     pool = largest[0]._storage.pool
@@ -85,7 +85,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _add_one_by_one(tensors: Sequence[Any], others: Sequence[Any], alpha: Any = 1) -> None:
-    """Add tensors of which some are sparse, as torch does: each by itself."""
+    """Add lists of tensors pair by pair, as torch does where some are sparse."""
     for tensor, other in zip(tensors, others, strict=True):
         _aten.add_.Tensor(tensor, other, alpha=alpha)
 

@@ -1,4 +1,4 @@
-"""Norms of tensors that do not fit into the fast tier: refused, with what to do instead.
+"""Norms of tensors that do not fit into the fast tier, which are refused with advice on what to do instead.
 
 torch adds the squares of all elements up in vector registers, in an order that depends on the processor, so sums over
 parts would round in another way.

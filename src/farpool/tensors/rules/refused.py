@@ -1,4 +1,4 @@
-"""Operations that torch computes in another way, with other bits, for any tensor subclass before it dispatches them."""
+"""Refusals of operations that torch, before it dispatches, computes with other bits for any tensor subclass."""
 
 from __future__ import annotations
 

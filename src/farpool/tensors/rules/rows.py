@@ -1,4 +1,4 @@
-"""Rows of a table that may be larger than the fast tier: only the blocks of the touched rows are acquired.
+"""Reading and writing rows of a table larger than the fast tier: only the blocks of touched rows are acquired.
 
 The rows are copied, so the bits are those of the operation on the whole table. Touched blocks are taken in groups that
 fit well into the budget, whatever the number of rows.
@@ -43,7 +43,7 @@ _GROUP = 4
 
 
 def is_table(value: Any) -> bool:
-    """Whether the rows of this tensor can be acquired alone."""
+    """Return True if a value is a paged tensor of several blocks whose rows can be acquired singly."""
     return (
         type(value) is PagedTensor
         and value.dim() >= 1
@@ -57,7 +57,7 @@ def is_table(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A plain copy of a paged tensor; anything else as it is."""
+    """A plain copy of a paged tensor; any other value is returned as it is."""
     return materialize(value) if type(value) is PagedTensor else value
 
 
@@ -71,9 +71,9 @@ class _Touched(NamedTuple):
     firsts : torch.Tensor
         First row of each range.
     ends : list of int
-        How many of the rows lie in the ranges up to and including each.
+        Number of the rows that lie in the ranges up to and including each.
     blocks : list of int
-        How many blocks these ranges touch; one that two of them share counts twice.
+        Number of blocks that these ranges touch; one that two of them share counts twice.
     """
 
     uses: list[Use]
@@ -150,7 +150,7 @@ def gather_rows(table: PagedTensor, indices: torch.Tensor, op: str) -> torch.Ten
 
 
 def _copied(table: PagedTensor, rows: torch.Tensor, memory: torch.Tensor, op: str, *, write: bool) -> bool:
-    """Copy rows between a table and a contiguous plain tensor in the native core, where that can be."""
+    """Copy rows between a table and a contiguous plain tensor in the native core; False if it cannot."""
     if table.device.type != "cpu":
         return False
     rows = rows.long().contiguous()
@@ -202,7 +202,7 @@ def scatter_rows(table: PagedTensor, rows: torch.Tensor, values: torch.Tensor, o
 
 
 def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
-    """Tell if any index lies outside ``[lowest, rows)``."""
+    """Return True if any index lies outside ``[lowest, rows)``."""
     if indices.numel() == 0:
         return False
     smallest, largest = torch.aminmax(indices)
@@ -210,7 +210,7 @@ def out_of_range(indices: torch.Tensor, rows: int, lowest: int = 0) -> bool:
 
 
 def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | None:
-    """Indices with each mask told by the positions where it is true; None where a mask has no dimension."""
+    """Indices with each mask replaced by the positions where it is true; None if a mask has no dimension."""
     found: list[Any] = []
     for index in indices:
         if not isinstance(index, torch.Tensor) or index.dtype not in _MASKS:
@@ -230,7 +230,7 @@ def without_masks(indices: Sequence[Any], size: Sequence[int]) -> list[Any] | No
 
 
 def named_once(indices: torch.Tensor) -> torch.Tensor:
-    """The elements of an expanded tensor. What is made of them is expanded again: torch picks a kernel by that."""
+    """The distinct elements of an expanded tensor. Results are to be expanded again: torch picks a kernel by that."""
     for dim, stride in enumerate(indices.stride()):
         if stride == 0 and indices.size(dim) > 1:
             indices = indices.narrow(dim, 0, 1)
@@ -238,13 +238,13 @@ def named_once(indices: torch.Tensor) -> torch.Tensor:
 
 
 def from_the_front(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """The same rows of `count`, with those that were counted from the end counted from the front."""
+    """Replace negative indices, which count from the end of `count` rows, by the same rows counted from the front."""
     single = named_once(indices)
     return torch.where(single < 0, single + count, single).expand(indices.size())
 
 
 def raise_as_torch(func: Any, table: PagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """Run an operation with an index out of range on plain memory of the table's shape, for its error.
+    """Raise torch's own error for an index out of range, by running the operation on plain memory of the table's shape.
 
     Nobody writes to that memory but the operation before it fails, and the system backs no more than that.
     """

@@ -31,14 +31,14 @@ from farpool.tensors.transfer import block_cuts, stream
 
 _aten = torch.ops.aten
 _HOOK = torch._C.DispatchKey.PythonTLSSnapshot
-"""Comes before autograd, and only for tensor subclasses: plain calls do not pass here."""
+"""Dispatch key that comes before autograd, and only for tensor subclasses: plain calls do not pass it."""
 
 Add = Callable[[torch.Tensor, list[Any], torch.Tensor], torch.Tensor]
-"""Takes zeros of a table's size, indices and a gradient, and adds that to them as the backward pass of torch does."""
+"""Function that adds a gradient to zeros of a table's size at indices, as torch's backward pass does."""
 
 
 class _Table:
-    """What a gradient is like: the table's geometry, without the table, which a graph is not to hold.
+    """Geometry of a table, from which its gradient is made; unlike the table itself, an autograd graph may hold it.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class _Table:
         self._name = storage.gradient_name
 
     def takes(self, grad: torch.Tensor) -> bool:
-        """Whether the gradient of the table can be computed by rows."""
+        """Return True if the table's gradient can be computed row by row from this gradient of the lookup."""
         return (
             type(grad) is torch.Tensor
             and grad.dtype is self._dtype
@@ -70,7 +70,7 @@ class _Table:
         )
 
     def gradient(self, rows: Compact, values: torch.Tensor) -> PagedTensor:
-        """A paged gradient: the rows of a small table, and zeros elsewhere."""
+        """Make a paged gradient that has the rows of a small table, and zeros elsewhere."""
         stride = contiguous_strides(self.size)
         grad = allocate(self.pool, self.size, stride, self._dtype, cls="gradient", name=self._name)
         width = math.prod(self.size[1:])
@@ -91,7 +91,7 @@ class _Table:
 
 
 class _Lookup(torch.autograd.Function):
-    """``embedding`` with a dense gradient."""
+    """Autograd function of ``embedding`` whose dense gradient is written into the pool."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Bags(torch.autograd.Function):
-    """``_embedding_bag`` with a dense gradient."""
+    """Autograd function of ``_embedding_bag`` whose dense gradient is written into the pool."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ class _Bags(torch.autograd.Function):
 
 
 class _Picked(torch.autograd.Function):
-    """``index_select``, ``index`` or ``gather`` along the rows: whose gradients are added into zeros."""
+    """Autograd function of ``index_select``, ``index`` and ``gather`` along the rows, with a paged dense gradient."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, func: Any, add: Add, table: PagedTensor, *indices: torch.Tensor | None) -> Any:
@@ -198,7 +198,7 @@ class _Picked(torch.autograd.Function):
 
 
 def _renamed_largest(rows: Compact, largest: torch.Tensor) -> torch.Tensor:
-    """Rows of the small table instead of those of the large one; any row for bags that have chosen none."""
+    """Translate row numbers of the large table to the small one's; bags that have chosen no row get any."""
     if rows.rows.numel() == 0:
         return torch.zeros_like(largest)
     found = torch.searchsorted(rows.rows, largest.long()).clamp_(max=rows.rows.numel() - 1)

@@ -1,4 +1,4 @@
-"""Writes to rows of a table that are named by indices: only the blocks of those rows are read and written back.
+"""Rules for writes to rows of a table that indices name: only the blocks of those rows are read and written back.
 
 The rows are brought together in a small plain table (see `farpool.tensors.rules.compact`), torch's own operation runs
 there, and the rows go back. So an operation that fails, because of its shapes or an index out of range, has changed
@@ -32,7 +32,7 @@ SCATTERS = (
     _aten.scatter_reduce_.two,
 )
 _REPLACE = frozenset(("index_copy_", "index_fill_"))
-"""Operations that write whole rows."""
+"""Operations that overwrite whole rows."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -45,14 +45,14 @@ def _change(
     replaces: bool = False,
     only_changed: bool = False,
 ) -> PagedTensor:
-    """Call `function` with a small table of the rows that are touched and with the indices there.
+    """Change rows of a table: call `function` with a small table of these rows and the indices into it, and write back.
 
     Parameters
     ----------
     replaces : bool
         Every touched row is overwritten as a whole.
     only_changed : bool
-        Few of the rows, of one dimension each, change, and only these are written back.
+        Only rows that changed are written back, as few do; rows have one dimension.
     """
     rows = compact(indices, table.stride(0) * table.itemsize)
     values = rows.make(table) if replaces else rows.read(table, op)
@@ -66,7 +66,7 @@ def _change(
 
 
 def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> bool:
-    """Whether torch changes nothing in the rows that no index names, not even the bits of a NaN.
+    """Return True if torch changes nothing in the rows that no index names, not even the bits of a NaN.
 
     A mean divides all rows, most of them by one. In half precision ``scatter_*`` is computed in a copy of all rows in
     single precision, and so is ``index_add_`` of rows of one element.
@@ -79,7 +79,7 @@ def passes_by_other_rows(func: Any, table: PagedTensor, args: Sequence[Any]) -> 
 
 
 def _shares_memory(table: PagedTensor, others: Sequence[Any]) -> bool:
-    """Whether an operand may view what is written, which torch mostly refuses."""
+    """Return True if an operand may view the memory that is written, which torch mostly refuses."""
     return any(type(other) is PagedTensor and other._storage is table._storage for other in others)
 
 
@@ -115,7 +115,7 @@ def _along_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _fills_by_mask(table: PagedTensor, given: Sequence[Any], values: torch.Tensor) -> bool:
-    """Whether each element of the table has a truth value of its own, and those that are true get the same number."""
+    """Return True if one mask covers each element of the table, and all selected elements get the same number."""
     mask = given[0]
     return (
         len(given) == 1
@@ -128,7 +128,7 @@ def _fills_by_mask(table: PagedTensor, given: Sequence[Any], values: torch.Tenso
 
 
 def _fill_by_mask(func: Any, table: PagedTensor, mask: torch.Tensor, value: torch.Tensor) -> None:
-    """Fill block by block: the positions of what is true would take 16 bytes for an element."""
+    """Fill by mask block by block: the positions of the selected elements would take 16 bytes for each."""
     steps = list(pairwise(sorted(block_cuts([table], table._storage.pool.fast) | {0, table.numel()})))
     if type(mask) is not PagedTensor:
         truths = flat(mask)

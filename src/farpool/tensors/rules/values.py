@@ -1,4 +1,4 @@
-"""Operations made of others whose native code reads the values of an argument before anything is dispatched.
+"""Rules for composite operations whose native code reads the values of an argument before anything is dispatched.
 
 A paged argument has no memory that they could read, so the values are copied out before they run.
 """
@@ -14,7 +14,7 @@ from farpool.tensors.paged_tensor import PagedTensor
 
 _split = torch.ops.aten.tensor_split.tensor_indices_or_sections
 _HOOK = torch._C.DispatchKey.PythonTLSSnapshot
-"""Comes before autograd, and only for tensor subclasses: plain calls do not pass here."""
+"""Dispatch key that comes before autograd, and only for tensor subclasses: plain calls do not pass it."""
 
 
 def _split_at_values(keys: Any, source: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Operations that alias their argument although their schema does not say so, and the cheapest views."""
+"""Rules for operations that alias their argument although their schema does not say so, and for the cheapest views."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from farpool.tensors.rules.rows import INDEX_TYPES, out_of_range, plain, raise_a
 from farpool.tensors.rules.table_writes import SCATTERS, passes_by_other_rows
 
 _aten = torch.ops.aten
-# A part takes at most this fraction of the budget.
+# A part takes at most the budget divided by this.
 _PART = 4
 
 
