@@ -14,7 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_USER := 0
 export PIP_REQUIRE_VIRTUALENV := 0
 
-NATIVE := pyproject.toml CMakeLists.txt $(wildcard native/*/*.cpp native/*/*.hpp)
+CXX_SOURCES := $(wildcard native/*/*.cpp native/*/*.hpp)
+NATIVE := pyproject.toml CMakeLists.txt $(CXX_SOURCES)
 PLUGINS := plugins/farpool-nixl
 # Empty files that say what the environment holds; make compares their times.
 BASE   := $(VENV)/.stamp-base
@@ -56,6 +57,7 @@ test-sanitized: $(BASE) ## Run them under AddressSanitizer, UndefinedBehaviorSan
 lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -66,6 +68,7 @@ docs: $(DEV) ## Build the documentation site in build/docs
 format: $(DEV) ## Put the sources into the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CXX_SOURCES)
 
 dev: $(DEV) ## Set up .venv for development
 

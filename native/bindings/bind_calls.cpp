@@ -63,16 +63,16 @@ public:
     // Registers an operator to be run here, of which `call` is the callable inside. `writes`: bits of the positions of
     // arguments that it changes. `retried`: Python code knows what to do where the operands do not fit together. `ruled`:
     // Python code is asked first. `strided`: it is asked where an argument is a tensor of another layout.
-    void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried, bool ruled,
-               bool strided) {
+    void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried,
+               bool ruled, bool strided) {
         PyObject* key = operation.ptr();
         known_.insert_or_assign(
             key, Known{std::move(operation), std::move(call), std::move(name), kind, writes, retried, ruled, strided});
     }
 
     nb::object dispatch(nb::handle func, nb::handle types, nb::handle args, nb::handle kwargs) {
-        if (const auto found = known_.find(func.ptr());
-            found != known_.end() && !found->second.ruled && !suspended_ && PyTuple_CheckExact(args.ptr()) && all_paged(types) && no_modes()) {
+        if (const auto found = known_.find(func.ptr()); found != known_.end() && !found->second.ruled && !suspended_ &&
+                                                        PyTuple_CheckExact(args.ptr()) && all_paged(types) && no_modes()) {
             const Known known = found->second;  // other threads may learn while this one computes
             nb::object result = run_known(known, func, args, kwargs);
             if (result.is_valid()) {
@@ -104,8 +104,12 @@ public:
             recording.emplace(*this);
         }
         const nb::object offset = nb::steal(PyLong_FromLongLong(it.offset));
-        const std::array<PyObject*, 7> arguments = {paged_.ptr(),  it.size.ptr(),   it.stride.ptr(),
-                                                    offset.ptr(),  it.dtype.ptr(),  it.device.ptr(),
+        const std::array<PyObject*, 7> arguments = {paged_.ptr(),
+                                                    it.size.ptr(),
+                                                    it.stride.ptr(),
+                                                    offset.ptr(),
+                                                    it.dtype.ptr(),
+                                                    it.device.ptr(),
                                                     requires_grad ? Py_True : Py_False};
         PyObject* made = PyObject_Vectorcall(make_wrapper_.ptr(), arguments.data(), 2, wrapper_names_.ptr());
         if (made == nullptr) {
@@ -140,7 +144,9 @@ public:
             call_method(grad, is_contiguous_name_).ptr() != Py_True) {
             return false;
         }
-        if (!has_values(grad) || std::ranges::any_of(other_names_, [&](const nb::object& kind) { return attribute(grad, kind).ptr() != Py_False; })) {
+        if (!has_values(grad) || std::ranges::any_of(other_names_, [&](const nb::object& kind) {
+                return attribute(grad, kind).ptr() != Py_False;
+            })) {
             return false;
         }
         const nb::object dtype = attribute(grad, dtype_name_);
@@ -158,7 +164,8 @@ public:
             like.pool.attr("allocate")(nbytes, nb::arg("cls") = "gradient", nb::arg("row_bytes") = size.size() < 2 ? 0 : row,
                                        nb::arg("name") = like.storage.attr("gradient_name"));
         const nb::object stride = call_method(grad, stride_name_);
-        const nb::object made = call(footprint_type_, {storage.ptr(), like.arena.ptr(), dtype.ptr(), size.ptr(), stride.ptr(), zero_.ptr()});
+        const nb::object made =
+            call(footprint_type_, {storage.ptr(), like.arena.ptr(), dtype.ptr(), size.ptr(), stride.ptr(), zero_.ptr()});
         const nb::object paged = wrap(made, false);
         Footprint& it = *nb::inst_ptr<Footprint>(made);
         if (it.layout->count > 1) {
@@ -291,8 +298,8 @@ public:
                 pinned = pin(it, uses, bound_uses, name, true, false);
             } catch (nb::python_error& error) {
                 if (write && first != 0) {
-                    error.value().attr("add_note")(nb::str("{} had changed {} rows already; do not simply try it again")
-                                                       .attr("format")(name, first));
+                    error.value().attr("add_note")(
+                        nb::str("{} had changed {} rows already; do not simply try it again").attr("format")(name, first));
                 }
                 throw;
             }
@@ -305,8 +312,10 @@ public:
                 std::size_t use = 0;
                 for (std::size_t at = first; at < last; ++at) {
                     use += at == ends[use] ? 1 : 0;
-                    auto* row = reinterpret_cast<std::byte*>(places[use] + static_cast<std::uintptr_t>(it.start + order[at].index * step));
-                    auto* plain = reinterpret_cast<std::byte*>(memory) + static_cast<std::int64_t>(order[at].position) * row_bytes;
+                    auto* row = reinterpret_cast<std::byte*>(places[use] +
+                                                             static_cast<std::uintptr_t>(it.start + order[at].index * step));
+                    auto* plain =
+                        reinterpret_cast<std::byte*>(memory) + static_cast<std::int64_t>(order[at].position) * row_bytes;
                     std::memcpy(write ? row : plain, write ? plain : row, static_cast<std::size_t>(row_bytes));
                 }
             });
@@ -366,7 +375,8 @@ private:
     class Pinned {
     public:
         Pinned(Footprint& any, Granted granted) : driver_(any.native), owner_(any.driver), granted_(std::move(granted)) {}
-        Pinned(Footprint& any, nb::object grant) : owner_(any.pool), grant_(std::move(grant)), offsets_(grant_.attr("offsets")) {}
+        Pinned(Footprint& any, nb::object grant)
+            : owner_(any.pool), grant_(std::move(grant)), offsets_(grant_.attr("offsets")) {}
         Pinned(const Pinned&) = delete;
         Pinned& operator=(const Pinned&) = delete;
         ~Pinned() {
@@ -639,7 +649,8 @@ private:
         const auto lazy = [&](PyObject* value) {
             const std::span<PyObject*> items = tensors_in(value);
             return !std::ranges::all_of(items, [&](PyObject* item) {
-                return is_paged(item) || item == Py_None || PyLong_Check(item) || PyFloat_Check(item) || (is_plain_type(item) && is_real(item));
+                return is_paged(item) || item == Py_None || PyLong_Check(item) || PyFloat_Check(item) ||
+                       (is_plain_type(item) && is_real(item));
             });
         };
         PyObject** first = &PyTuple_GET_ITEM(args.ptr(), 0);
@@ -658,11 +669,14 @@ private:
     }
 
     // True if a plain tensor's values are real numbers that lie in memory.
-    bool is_real(PyObject* tensor) const { return call_method(tensor, is_complex_name_).ptr() == Py_False && has_values(tensor); }
+    bool is_real(PyObject* tensor) const {
+        return call_method(tensor, is_complex_name_).ptr() == Py_False && has_values(tensor);
+    }
 
     // True if a plain tensor's memory holds its values, with no lazy operation pending.
     bool has_values(nb::handle tensor) const {
-        return std::ranges::all_of(lazy_names_, [&](const nb::object& is_lazy) { return call_method(tensor, is_lazy).ptr() == Py_False; });
+        return std::ranges::all_of(lazy_names_,
+                                   [&](const nb::object& is_lazy) { return call_method(tensor, is_lazy).ptr() == Py_False; });
     }
 
     // An argument with real tensors in the places of the operands in it, of which `next` is the first and `end` follows the
@@ -684,8 +698,10 @@ private:
     }
 
     nb::object real_of(const Operand& operand, std::int64_t place) const {
-        const nb::object requires_grad = nb::steal(Py_TYPE(requires_grad_.ptr())->tp_descr_get(
-            requires_grad_.ptr(), operand.tensor.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(operand.tensor.ptr()))));
+        const nb::object requires_grad =
+            nb::steal(Py_TYPE(requires_grad_.ptr())
+                          ->tp_descr_get(requires_grad_.ptr(), operand.tensor.ptr(),
+                                         reinterpret_cast<PyObject*>(Py_TYPE(operand.tensor.ptr()))));
         if (!requires_grad.is_valid()) {
             throw nb::python_error();
         }
@@ -702,7 +718,8 @@ private:
         const nb::object stop = nb::steal(PyLong_FromLongLong(place + it.stop - it.start));
         const nb::object range = nb::steal(PySlice_New(start.ptr(), stop.ptr(), nullptr));
         const nb::object memory = call(part_of_memory_, {attribute(it.arena, memory_name_).ptr(), range.ptr()});
-        const nb::object empty = call(attribute(call(attribute(it.arena, typed_name_), {it.dtype.ptr()}), new_empty_name_), {zero_.ptr()});
+        const nb::object empty =
+            call(attribute(call(attribute(it.arena, typed_name_), {it.dtype.ptr()}), new_empty_name_), {zero_.ptr()});
         nb::object real = call(set_memory_, {empty.ptr(), memory.ptr(), zero_.ptr(), it.size.ptr(), it.stride.ptr()});
         if (trained) {  // some kernels look at it, to compute what backward will need
             call_method(real, train_name_);
@@ -747,7 +764,8 @@ private:
 
     nb::object view(const Known& known, nb::handle args, nb::handle kwargs) const {
         const Py_ssize_t length = PyTuple_GET_SIZE(args.ptr());
-        if (length == 0 || !is_paged(PyTuple_GET_ITEM(args.ptr(), 0)) || (!kwargs.is_none() && PyDict_GET_SIZE(kwargs.ptr()) != 0)) {
+        if (length == 0 || !is_paged(PyTuple_GET_ITEM(args.ptr(), 0)) ||
+            (!kwargs.is_none() && PyDict_GET_SIZE(kwargs.ptr()) != 0)) {
             return {};
         }
         const nb::object source = footprint_of(PyTuple_GET_ITEM(args.ptr(), 0));
@@ -789,7 +807,8 @@ private:
             // matrices looks at that and picks another kernel, with other bits.
             marked.emplace(*this, std::span(&views_, 1));
         }
-        PyObject* result = PyObject_VectorcallDict(known.call.ptr(), values.data(), values.size(), kwargs.is_none() ? nullptr : kwargs.ptr());
+        PyObject* result =
+            PyObject_VectorcallDict(known.call.ptr(), values.data(), values.size(), kwargs.is_none() ? nullptr : kwargs.ptr());
         if (result == nullptr) {
             throw nb::python_error();
         }
@@ -813,7 +832,8 @@ private:
     std::unordered_map<PyObject*, Known> known_;
     bool suspended_ = false;
     nb::object plain_type_, paged_, footprint_type_, strided_, requires_grad_;
-    nb::object set_memory_, part_of_memory_, make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_, set_excluded_;
+    nb::object set_memory_, part_of_memory_, make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_,
+        set_excluded_;
     std::array<nb::object, 3> lazy_;
     nb::object views_, composite_, inference_;
     nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
@@ -833,10 +853,8 @@ private:
     nb::object typed_name_ = interned("typed");
     nb::object new_empty_name_ = interned("new_empty");
     nb::object train_name_ = interned("requires_grad_");
-    std::array<nb::object, 3> lazy_names_ = {interned("is_conj"), interned("is_neg"),
-                                             interned("_is_zerotensor")};
-    std::array<nb::object, 2> other_names_ = {interned("is_nested"),
-                                              interned("is_quantized")};
+    std::array<nb::object, 3> lazy_names_ = {interned("is_conj"), interned("is_neg"), interned("_is_zerotensor")};
+    std::array<nb::object, 2> other_names_ = {interned("is_nested"), interned("is_quantized")};
     nb::object zero_ = nb::steal(PyLong_FromLong(0));
     nb::object closed_name_ = interned("closed");
 };
@@ -854,8 +872,7 @@ void bind_calls(nb::module_& m) {
     calls.def(nb::init<>())
         .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"))
         .def("learn", &Calls::learn, nb::arg("operation"), nb::arg("call"), nb::arg("name"), nb::arg("kind"), nb::kw_only(),
-             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false,
-             nb::arg("strided") = false)
+             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false, nb::arg("strided") = false)
         .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
              nb::arg("kwargs").none() = nb::none())
         .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))

@@ -102,8 +102,8 @@ void bind_driver(nb::module_& m) {
 
     nb::class_<BoundDriver>(m, "Driver", "A pager, the queue that runs its transfers, and one lock around them.",
                             nb::type_slots(driver_slots))
-        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object>(), nb::arg("pager"), nb::arg("queue"),
-             nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"))
+        .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object>(), nb::arg("pager"),
+             nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"))
         .def("__enter__", &BoundDriver::enter)
         .def("__exit__", [](BoundDriver& self, nb::args) { self->unlock(); })
         .def("wait", &BoundDriver::wait, nb::arg("timeout"))
@@ -129,7 +129,8 @@ void bind_driver(nb::module_& m) {
             [](BoundDriver& self, bool wanted) { self.attention() = wanted; })
         .def_prop_ro("granted", [](BoundDriver& self) { return self->granted(); })
         .def_prop_ro("peak", [](BoundDriver& self) { return self->peak(); })
-        .def("listen", [](BoundDriver& self, bool wanted) { self->listen(wanted); }, nb::arg("wanted"))
+        .def(
+            "listen", [](BoundDriver& self, bool wanted) { self->listen(wanted); }, nb::arg("wanted"))
         .def("take_ended",
              [](BoundDriver& self) {
                  nb::list ended;

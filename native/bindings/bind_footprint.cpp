@@ -21,9 +21,22 @@ void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::o
     const auto arena_stop = nb::cast<std::uintptr_t>(arena.attr("stop"));
     const auto itemsize = nb::cast<std::int64_t>(dtype.attr("itemsize"));
     const bool lazy = conj || neg || nb::cast<bool>(dtype.attr("is_complex"));
-    new (self) Footprint{std::move(storage), std::move(pool),  std::move(driver), native,           std::move(layout),
-                         std::move(arena),   std::move(device), arena_start,      arena_stop,       std::move(dtype),
-                         nb::tuple(size),    nb::tuple(stride), offset,           conj,             neg,              lazy};
+    new (self) Footprint{std::move(storage),
+                         std::move(pool),
+                         std::move(driver),
+                         native,
+                         std::move(layout),
+                         std::move(arena),
+                         std::move(device),
+                         arena_start,
+                         arena_stop,
+                         std::move(dtype),
+                         nb::tuple(size),
+                         nb::tuple(stride),
+                         offset,
+                         conj,
+                         neg,
+                         lazy};
     std::int64_t reach = 0;
     for (std::size_t dim = 0; dim < self->size.size(); ++dim) {
         const auto extent = nb::cast<std::int64_t>(self->size[dim]);
@@ -39,9 +52,10 @@ void make_footprint(Footprint* self, nb::object storage, nb::object arena, nb::o
 }  // namespace
 
 void bind_footprint(nb::module_& m) {
-    nb::class_<Footprint>(m, "Footprint", "A geometry over a storage.", nb::type_slots(footprint_slots), nb::is_weak_referenceable())
-        .def("__init__", make_footprint, nb::arg("storage"), nb::arg("arena"), nb::arg("dtype"), nb::arg("size"), nb::arg("stride"),
-             nb::arg("offset"), nb::kw_only(), nb::arg("conj") = false, nb::arg("neg") = false)
+    nb::class_<Footprint>(m, "Footprint", "A geometry over a storage.", nb::type_slots(footprint_slots),
+                          nb::is_weak_referenceable())
+        .def("__init__", make_footprint, nb::arg("storage"), nb::arg("arena"), nb::arg("dtype"), nb::arg("size"),
+             nb::arg("stride"), nb::arg("offset"), nb::kw_only(), nb::arg("conj") = false, nb::arg("neg") = false)
         .def_ro("storage", &Footprint::storage)
         .def_ro("arena", &Footprint::arena)
         .def_ro("dtype", &Footprint::dtype)

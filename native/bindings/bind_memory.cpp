@@ -1,9 +1,9 @@
 // Memory, copies between addresses, checksums of buffers.
-#include <algorithm>
-#include <optional>
 #include <nanobind/stl/optional.h>
+#include <algorithm>
 #include <cstring>
 #include <new>
+#include <optional>
 
 #include "bindings.hpp"
 #include "core/crc32c.hpp"
@@ -34,8 +34,7 @@ void make_memory(Memory* self, std::int64_t nbytes) {
     try {
         new (self) Memory(static_cast<std::size_t>(nbytes));
     } catch (const std::bad_alloc&) {
-        PyErr_Format(PyExc_MemoryError, "Memory: the operating system does not map %lld bytes",
-                     static_cast<long long>(nbytes));
+        PyErr_Format(PyExc_MemoryError, "Memory: the operating system does not map %lld bytes", static_cast<long long>(nbytes));
         throw nb::python_error();
     }
 }
@@ -130,8 +129,7 @@ void bind_memory(nb::module_& m) {
     m.def(
         "memset",
         [](std::uintptr_t address, int value, std::size_t nbytes) {
-            without_lock_if(nbytes >= large_bytes,
-                            [&] { std::memset(reinterpret_cast<void*>(address), value, nbytes); });
+            without_lock_if(nbytes >= large_bytes, [&] { std::memset(reinterpret_cast<void*>(address), value, nbytes); });
         },
         nb::arg("address"), nb::arg("value"), nb::arg("nbytes"));
 }

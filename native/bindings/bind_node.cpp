@@ -92,8 +92,8 @@ void bind_node(nb::module_& m) {
             [](Server* self, std::string directory, std::uint64_t capacity, bool ephemeral, double grace, double stall,
                double spin, std::string nvme, std::uint64_t nvme_capacity, farpool::Budget::Shares shares) {
                 nb::gil_scoped_release release;
-                new (self) Server({std::move(directory), capacity, ephemeral, grace, stall, spin, std::move(nvme), nvme_capacity,
-                                   std::move(shares)});
+                new (self) Server({std::move(directory), capacity, ephemeral, grace, stall, spin, std::move(nvme),
+                                   nvme_capacity, std::move(shares)});
             },
             nb::arg("directory"), nb::arg("capacity"), nb::kw_only(), nb::arg("ephemeral") = false, nb::arg("grace") = 10.0,
             nb::arg("stall") = 30.0, nb::arg("spin") = 50e-6, nb::arg("nvme") = "", nb::arg("nvme_capacity") = 0,
@@ -102,7 +102,8 @@ void bind_node(nb::module_& m) {
         .def("stop", &Server::stop, Released())
         .def(
             "adopt",
-            [](Server& self, nb::object fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights, const std::string& key) {
+            [](Server& self, nb::object fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights,
+               const std::string& key) {
                 farpool::Stream stream = taken_stream(fd);
                 refusing([&] { self.adopt(std::move(stream), session, tenant, rights, key); });
             },
@@ -199,7 +200,8 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("session"), nb::arg("tenant"))
         .def(
-            "expose", [](Server& self, std::uint64_t session, std::uint32_t tenant) { refusing([&] { self.expose(session, tenant); }); },
+            "expose",
+            [](Server& self, std::uint64_t session, std::uint32_t tenant) { refusing([&] { self.expose(session, tenant); }); },
             nb::arg("session"), nb::arg("tenant"))
         .def(
             "list_some",
@@ -209,7 +211,8 @@ void bind_node(nb::module_& m) {
                 const std::string_view with = as_view(prefix);
                 nb::list found;
                 for (const Listed& one : refusing([&] { return self.list_some(tenant, place, from, with, limit); })) {
-                    found.append(nb::make_tuple(as_bytes(one.key), one.serial, one.nbytes, one.ttl_ms, one.pins, one.copies, one.kept));
+                    found.append(
+                        nb::make_tuple(as_bytes(one.key), one.serial, one.nbytes, one.ttl_ms, one.pins, one.copies, one.kept));
                 }
                 return nb::make_tuple(found, place);
             },

@@ -174,8 +174,12 @@ void bind_pager(nb::module_& m) {
         .def_ro("count", &Run::count)
         .def_ro("mode", &Run::mode)
         .def_ro("table", &Run::table)
-        .def("__eq__", [](const Run& self, nb::handle other) { return nb::isinstance<Run>(other) && self == nb::cast<const Run&>(other); })
-        .def("__hash__", [](const Run& self) { return nb::hash(nb::make_tuple(self.first, self.count, static_cast<int>(self.mode), self.table)); })
+        .def("__eq__", [](const Run& self,
+                          nb::handle other) { return nb::isinstance<Run>(other) && self == nb::cast<const Run&>(other); })
+        .def("__hash__",
+             [](const Run& self) {
+                 return nb::hash(nb::make_tuple(self.first, self.count, static_cast<int>(self.mode), self.table));
+             })
         .def("__repr__", [](const Run& self) { return to_string(self); });
 
     nb::class_<Counters>(m, "PagerCounters", "What a pager has done so far.")
@@ -211,8 +215,10 @@ void bind_pager(nb::module_& m) {
         .def_ro("granted", &Access::granted)
         .def_ro("ordinal", &Access::ordinal)
         .def_ro("last_use", &Access::last_use)
-        .def_prop_ro("places", [](const Access& self) { return to_tuple(self.places, [](std::int64_t p) { return nb::int_(p); }); })
-        .def_prop_ro("runs", [](const Access& self) { return to_tuple(self.runs, [](const Run& run) { return nb::cast(run); }); })
+        .def_prop_ro("places",
+                     [](const Access& self) { return to_tuple(self.places, [](std::int64_t p) { return nb::int_(p); }); })
+        .def_prop_ro("runs",
+                     [](const Access& self) { return to_tuple(self.runs, [](const Run& run) { return nb::cast(run); }); })
         .def_prop_ro("error", [](const Access& self) { return to_python(self.refusal); })
         .def("waits_for", [](const Access& self, BlockId block) { return contains(self.blocks, block); }, nb::arg("block"));
 
@@ -229,26 +235,32 @@ void bind_pager(nb::module_& m) {
             nb::arg("sizes"), nb::arg("cls") = "bytes")
         .def(
             "adopt",
-            [](BoundPager& self, BlockId block, std::int32_t tier, std::int64_t offset, std::int64_t place, std::int64_t nbytes) {
-                self->adopt(block, {tier, offset, place, nbytes});
-            },
+            [](BoundPager& self, BlockId block, std::int32_t tier, std::int64_t offset, std::int64_t place,
+               std::int64_t nbytes) { self->adopt(block, {tier, offset, place, nbytes}); },
             nb::arg("block"), nb::arg("source"), nb::arg("offset"), nb::arg("place"), nb::arg("nbytes"))
-        .def("can_adopt", [](BoundPager& self, BlockId block) { return self->can_adopt(block); }, nb::arg("block"))
-        .def("retire", [](BoundPager& self, BlockId first, std::int32_t count) { self->retire(first, count); }, nb::arg("first"),
-             nb::arg("count"))
-        .def("forget", [](BoundPager& self, BlockId first, std::int32_t count) { return self->forget(first, count); },
-             nb::arg("first"), nb::arg("count"))
+        .def(
+            "can_adopt", [](BoundPager& self, BlockId block) { return self->can_adopt(block); }, nb::arg("block"))
+        .def(
+            "retire", [](BoundPager& self, BlockId first, std::int32_t count) { self->retire(first, count); }, nb::arg("first"),
+            nb::arg("count"))
+        .def(
+            "forget", [](BoundPager& self, BlockId first, std::int32_t count) { return self->forget(first, count); },
+            nb::arg("first"), nb::arg("count"))
         .def(
             "request",
             [](BoundPager& self, nb::handle runs, double now) {
                 return refusing([&] { return self->request(to_runs(runs), now); });
             },
             nb::arg("runs"), nb::arg("now") = 0.0)
-        .def("release", [](BoundPager& self, Access& access, bool go_on) { self->release(access, go_on); }, nb::arg("access"),
-             nb::kw_only(), nb::arg("go_on") = true)
-        .def("ran", [](BoundPager& self, std::int64_t ordinal, double start, double end) { self->ran(ordinal, start, end); },
-             nb::arg("ordinal"), nb::arg("start"), nb::arg("end"))
-        .def("abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); }, nb::arg("access"))
+        .def(
+            "release", [](BoundPager& self, Access& access, bool go_on) { self->release(access, go_on); }, nb::arg("access"),
+            nb::kw_only(), nb::arg("go_on") = true)
+        .def(
+            "ran", [](BoundPager& self, std::int64_t ordinal, double start, double end) { self->ran(ordinal, start, end); },
+            nb::arg("ordinal"), nb::arg("start"), nb::arg("end"))
+        .def(
+            "abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); },
+            nb::arg("access"))
         .def("take_commands",
              [](BoundPager& self) {
                  nb::list commands;
@@ -258,14 +270,18 @@ void bind_pager(nb::module_& m) {
                  return commands;
              })
         .def("take_raised", [](BoundPager& self) { return self->take_raised(); })
-        .def("completed",
-             [](BoundPager& self, TransferId transfer, double start, double end) { self->completed(transfer, start, end); },
-             nb::arg("transfer"), nb::arg("start") = 0.0, nb::arg("end") = 0.0)
-        .def("failed", [](BoundPager& self, TransferId transfer, nb::handle error) { self->failed(transfer, hold(error)); },
-             nb::arg("transfer"), nb::arg("error"))
-        .def("proceed", [](BoundPager& self, double now) { self->proceed(now); }, nb::arg("now") = 0.0)
-        .def("resize", [](BoundPager& self, std::int64_t capacity) { return refusing([&] { return self->resize(capacity); }); },
-             nb::arg("capacity"))
+        .def(
+            "completed",
+            [](BoundPager& self, TransferId transfer, double start, double end) { self->completed(transfer, start, end); },
+            nb::arg("transfer"), nb::arg("start") = 0.0, nb::arg("end") = 0.0)
+        .def(
+            "failed", [](BoundPager& self, TransferId transfer, nb::handle error) { self->failed(transfer, hold(error)); },
+            nb::arg("transfer"), nb::arg("error"))
+        .def(
+            "proceed", [](BoundPager& self, double now) { self->proceed(now); }, nb::arg("now") = 0.0)
+        .def(
+            "resize", [](BoundPager& self, std::int64_t capacity) { return refusing([&] { return self->resize(capacity); }); },
+            nb::arg("capacity"))
         .def(
             "block",
             [](BoundPager& self, BlockId block) {
@@ -322,8 +338,9 @@ void bind_pager(nb::module_& m) {
         .def_prop_ro("under_way", [](BoundPager& self) { return self->residency().transfers.size(); })
         .def_prop_ro("capacity", [](BoundPager& self) { return self->residency().arena.capacity(); })
         .def_prop_ro("used", [](BoundPager& self) { return self->residency().arena.used(); })
-        .def("rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
-             nb::arg("nbytes"))
+        .def(
+            "rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
+            nb::arg("nbytes"))
         .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
         .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
         .def_prop_ro("rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); })

@@ -97,11 +97,16 @@ void bind_policy(nb::module_& m) {
         .def("__len__", [](const Named& self) { return self.policy->size(); });
 
     nb::class_<Trace>(m, "RequestTrace", "Requests for objects, in order, with sizes and next uses.")
-        .def("__init__", [](Trace* self, const std::vector<std::uint64_t>& ids,
-                            const std::vector<std::uint64_t>& sizes) { new (self) Trace(make_trace(ids, sizes)); },
-             nb::arg("ids"), nb::arg("sizes"))
-        .def_static("oracle_general", [](const nb::object& data) { return read(data, read_oracle_general); }, nb::arg("data"))
-        .def_static("csv", [](const nb::object& data) { return read(data, read_csv); }, nb::arg("data"))
+        .def(
+            "__init__",
+            [](Trace* self, const std::vector<std::uint64_t>& ids, const std::vector<std::uint64_t>& sizes) {
+                new (self) Trace(make_trace(ids, sizes));
+            },
+            nb::arg("ids"), nb::arg("sizes"))
+        .def_static(
+            "oracle_general", [](const nb::object& data) { return read(data, read_oracle_general); }, nb::arg("data"))
+        .def_static(
+            "csv", [](const nb::object& data) { return read(data, read_csv); }, nb::arg("data"))
         .def("__len__", &Trace::size)
         .def_prop_ro("left_out", [](const Trace& self) { return self.left_out; })
         .def("objects", &Trace::objects, Released())

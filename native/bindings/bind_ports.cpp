@@ -75,8 +75,8 @@ void bind_ports(nb::module_& m) {
             "__init__",
             [](FilePort* self, int fd, std::string name, bool direct, std::size_t alignment, std::uint64_t base, bool ring,
                bool read_only) { new (self) FilePort(fd, std::move(name), {direct, alignment, base, ring, read_only}); },
-            nb::arg("fd"), nb::arg("name"), nb::kw_only(), nb::arg("direct"), nb::arg("alignment") = 4096,
-            nb::arg("base") = 0, nb::arg("ring") = true, nb::arg("read_only") = false)
+            nb::arg("fd"), nb::arg("name"), nb::kw_only(), nb::arg("direct"), nb::arg("alignment") = 4096, nb::arg("base") = 0,
+            nb::arg("ring") = true, nb::arg("read_only") = false)
         .def_prop_ro("uses_ring", &FilePort::uses_ring);
 
     nb::class_<Held<PythonPort>, Port>(m, "PythonPort", nb::type_slots(held_slots<PythonPort>),
@@ -108,10 +108,9 @@ void bind_ports(nb::module_& m) {
             "__init__",
             [](Held<ThrottledPort>* self, nb::handle_t<Port> inner, double read_rate, double write_rate, double latency,
                bool shared) {
-                new (self) Held<ThrottledPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), read_rate, write_rate,
-                                               latency, shared);
+                new (self)
+                    Held<ThrottledPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), read_rate, write_rate, latency, shared);
             },
-            nb::arg("inner"), nb::kw_only(), nb::arg("read_rate"), nb::arg("write_rate"), nb::arg("latency"),
-            nb::arg("shared"))
+            nb::arg("inner"), nb::kw_only(), nb::arg("read_rate"), nb::arg("write_rate"), nb::arg("latency"), nb::arg("shared"))
         .def("lift", &ThrottledPort::lift, nb::call_guard<nb::gil_scoped_release>());
 }

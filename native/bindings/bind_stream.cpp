@@ -57,7 +57,8 @@ nb::object receive_some(Stream& self, std::size_t nbytes) {
 
 std::size_t send_some(Stream& self, const nb::bytes& data, std::size_t begin) {
     if (begin > data.size()) {
-        farpool::fail_value("begin is " + std::to_string(begin) + ", behind the end of " + std::to_string(data.size()) + " bytes");
+        farpool::fail_value("begin is " + std::to_string(begin) + ", behind the end of " + std::to_string(data.size()) +
+                            " bytes");
     }
     iovec part{const_cast<char*>(data.c_str()) + begin, data.size() - begin};
     const ssize_t sent = self.send(&part, 1);
@@ -89,15 +90,17 @@ void bind_stream(nb::module_& m) {
         .def("receive", receive_some, nb::arg("nbytes"))
         .def("send", send_some, nb::arg("data"), nb::arg("begin") = 0)
         .def_prop_ro("receiving_sends", &Stream::receiving_sends)
-        .def_prop_ro("peer_name", [](const Stream& self) { return self.tls() == nullptr ? std::string() : self.tls()->peer_name(); })
+        .def_prop_ro("peer_name",
+                     [](const Stream& self) { return self.tls() == nullptr ? std::string() : self.tls()->peer_name(); })
         .def_prop_ro("in_kernel",
                      [](const Stream& self) {
                          const bool is_tls = self.tls() != nullptr;
                          return nb::make_tuple(is_tls && self.tls()->kernel_sends(), is_tls && self.tls()->kernel_receives());
                      })
         // Ends what waits for the stream, here and at the other side.
-        .def("shut_down", [](const Stream& self, bool writing) { shutdown(self.fd(), writing ? SHUT_WR : SHUT_RDWR); },
-             nb::kw_only(), nb::arg("writing") = false)
+        .def(
+            "shut_down", [](const Stream& self, bool writing) { shutdown(self.fd(), writing ? SHUT_WR : SHUT_RDWR); },
+            nb::kw_only(), nb::arg("writing") = false)
         .def("close", &Stream::close);
 
     nb::class_<TlsContext>(m, "TlsContext", "A certificate with its key, and the authorities that are believed.")
@@ -111,8 +114,7 @@ void bind_stream(nb::module_& m) {
             "connect",
             [](const TlsContext& self, int fd, const std::string& host) { return Stream(fd, self.connect(fd, host)); },
             nb::arg("fd"), nb::arg("host"))
-        .def(
-            "accept", [](const TlsContext& self, int fd) { return Stream(fd, self.accept(fd)); }, nb::arg("fd"));
+        .def("accept", [](const TlsContext& self, int fd) { return Stream(fd, self.accept(fd)); }, nb::arg("fd"));
 
     m.attr("tls_available") = farpool::tls_available();
 }

@@ -355,7 +355,8 @@ class End {
 public:
     End(std::string node, std::uint64_t lease, std::uint64_t nbytes, nb::handle memory, nb::object dial, std::uint32_t tenant,
         std::uint8_t credential, double spin)
-        : dial_(std::move(dial)), native_{std::move(node), lease, nbytes, nullptr, {}, {tenant, credential, spin, check_signals, false, nullptr}} {
+        : dial_(std::move(dial)),
+          native_{std::move(node), lease, nbytes, nullptr, {}, {tenant, credential, spin, check_signals, false, nullptr}} {
         if (!memory.is_none()) {
             view_.emplace(memory, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
             const auto room = static_cast<std::uint64_t>((*view_)->len);
@@ -547,7 +548,8 @@ void bind_wire(nb::module_& m) {
             "__init__",
             [](Connection* self, nb::object fd, std::string node, std::uint32_t tenant, std::uint8_t credential, double spin,
                bool area, std::shared_ptr<TenantEpoch> epoch) {
-                new (self) Connection(taken_stream(fd), std::move(node), {tenant, credential, spin, check_signals, area, std::move(epoch)});
+                new (self) Connection(taken_stream(fd), std::move(node),
+                                      {tenant, credential, spin, check_signals, area, std::move(epoch)});
             },
             nb::arg("fd"), nb::arg("node"), nb::kw_only(), nb::arg("tenant"), nb::arg("credential"), nb::arg("spin"),
             nb::arg("area") = false, nb::arg("epoch").none() = nb::none())

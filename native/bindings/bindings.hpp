@@ -29,7 +29,7 @@ void bind_footprint(nb::module_& m);
 namespace farpool {
 class QueueCore;
 class Stream;
-}
+}  // namespace farpool
 // The native queue behind a Python Queue.
 std::shared_ptr<farpool::QueueCore> queue_core(nb::handle queue);
 

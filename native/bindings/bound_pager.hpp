@@ -68,8 +68,7 @@ private:
     std::vector<std::shared_ptr<farpool::pager::Space>> bind(nb::handle spaces) const {
         std::vector<std::shared_ptr<farpool::pager::Space>> bound;
         for (const nb::handle space : nb::iter(spaces)) {
-            bound.push_back(space.is_none() ? nullptr
-                                            : std::make_shared<PythonSpace>(nb::borrow(space), classes_));
+            bound.push_back(space.is_none() ? nullptr : std::make_shared<PythonSpace>(nb::borrow(space), classes_));
         }
         return bound;
     }

@@ -49,7 +49,7 @@ struct Footprint {
     std::int64_t offset;  // in elements, from the storage's start
     bool conj;
     bool neg;
-    bool lazy;  // true where values may be conjugated or negated lazily: conj, neg, or a complex dtype
+    bool lazy;               // true where values may be conjugated or negated lazily: conj, neg, or a complex dtype
     std::int64_t start = 0;  // bytes of the storage that the elements touch
     std::int64_t stop = 0;
     nb::object reader = nb::none();

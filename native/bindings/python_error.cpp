@@ -11,14 +11,22 @@ namespace {
 
 const char* class_name(ErrorKind kind) {
     switch (kind) {
-        case ErrorKind::checksum: return "ChecksumError";
-        case ErrorKind::closed: return "PoolClosedError";
-        case ErrorKind::node: return "NodeError";
-        case ErrorKind::node_timeout: return "NodeTimeoutError";
-        case ErrorKind::protocol: return "ProtocolError";
-        case ErrorKind::denied: return "AccessDeniedError";
-        case ErrorKind::lease_lost: return "LeaseLostError";
-        default: return "TierError";
+        case ErrorKind::checksum:
+            return "ChecksumError";
+        case ErrorKind::closed:
+            return "PoolClosedError";
+        case ErrorKind::node:
+            return "NodeError";
+        case ErrorKind::node_timeout:
+            return "NodeTimeoutError";
+        case ErrorKind::protocol:
+            return "ProtocolError";
+        case ErrorKind::denied:
+            return "AccessDeniedError";
+        case ErrorKind::lease_lost:
+            return "LeaseLostError";
+        default:
+            return "TierError";
     }
 }
 
@@ -28,8 +36,10 @@ bool is_of_node(ErrorKind kind) {
         case ErrorKind::node_timeout:
         case ErrorKind::protocol:
         case ErrorKind::denied:
-        case ErrorKind::lease_lost: return true;
-        default: return false;
+        case ErrorKind::lease_lost:
+            return true;
+        default:
+            return false;
     }
 }
 

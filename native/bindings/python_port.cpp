@@ -12,8 +12,8 @@ namespace {
 // Runs `tier.method(Extent(offset, nbytes), view)`; a new reference, or null with an exception set.
 PyObject* call_tier(PyObject* tier, PyObject* extent_type, const char* method, std::uint64_t offset, std::size_t nbytes,
                     PyObject* view) {
-    PyObject* extent = PyObject_CallFunction(extent_type, "Kn", static_cast<unsigned long long>(offset),
-                                             static_cast<Py_ssize_t>(nbytes));
+    PyObject* extent =
+        PyObject_CallFunction(extent_type, "Kn", static_cast<unsigned long long>(offset), static_cast<Py_ssize_t>(nbytes));
     if (extent == nullptr) {
         return nullptr;
     }
@@ -43,8 +43,12 @@ void PythonPort::transfer(const char* method, std::uint64_t offset, void* memory
         Py_XDECREF(result);
         if (view != nullptr) {
             if (error == nullptr && is_kept(view)) {
-                error = new PortError{ErrorKind::tier, std::string(Py_TYPE(tier_)->tp_name) + "." + method +
-                                      ": the tier kept its buffer beyond the transfer; copy the bytes instead", {}, 0, {}};
+                error = new PortError{ErrorKind::tier,
+                                      std::string(Py_TYPE(tier_)->tp_name) + "." + method +
+                                          ": the tier kept its buffer beyond the transfer; copy the bytes instead",
+                                      {},
+                                      0,
+                                      {}};
             }
             // A tier that kept the view gets a ValueError from it from now on, not a wild read.
             PyObject* released = PyObject_CallMethod(view, "release", nullptr);

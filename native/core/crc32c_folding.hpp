@@ -18,8 +18,7 @@ struct Folding {
     // Returns the CRC register (not inverted) after `nbytes` more bytes.
     std::uint32_t (*fold)(std::uint32_t crc, const unsigned char* data, std::size_t nbytes) noexcept;
     // Folds and copies: each byte is loaded once, so the bytes stored are those summed.
-    std::uint32_t (*fold_copy)(std::uint32_t crc, unsigned char* to, const unsigned char* from,
-                               std::size_t nbytes) noexcept;
+    std::uint32_t (*fold_copy)(std::uint32_t crc, unsigned char* to, const unsigned char* from, std::size_t nbytes) noexcept;
 };
 
 // Foldings that this processor supports, fastest first.

@@ -2,13 +2,9 @@
 
 namespace farpool {
 
-void fail_value(std::string message) {
-    throw PortFailure({ErrorKind::value, std::move(message), {}, 0, {}});
-}
+void fail_value(std::string message) { throw PortFailure({ErrorKind::value, std::move(message), {}, 0, {}}); }
 
-void fail_closed(std::string message) {
-    throw PortFailure({ErrorKind::closed, std::move(message), {}, 0, {}});
-}
+void fail_closed(std::string message) { throw PortFailure({ErrorKind::closed, std::move(message), {}, 0, {}}); }
 
 void fail_tier(const std::string& tier, const std::string& message, int code) {
     throw PortFailure({ErrorKind::tier, tier + ": " + message, tier, code, {}});

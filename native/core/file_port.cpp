@@ -28,7 +28,7 @@ std::size_t round_up(std::size_t value, std::size_t alignment) { return (value +
 // Alignment that the file system demands of a direct transfer's memory; often less than that of the offset.
 std::size_t direct_memory_alignment([[maybe_unused]] int fd, std::size_t fallback) {
 #if defined(STATX_DIOALIGN) && defined(__NR_statx)
-    struct statx status {};
+    struct statx status{};
     if (syscall(__NR_statx, fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN) != 0 &&
         status.stx_dio_mem_align != 0) {
         return std::min<std::size_t>(status.stx_dio_mem_align, fallback);
@@ -136,7 +136,7 @@ void FilePort::return_worker(std::unique_ptr<Worker> worker) {
 }
 
 FilePort::Version FilePort::version() const {
-    struct stat status {};
+    struct stat status{};
     if (fstat(fd_, &status) != 0) {
         const int code = errno;
         fail_tier(name_, std::string("the file cannot be examined: ") + strerrordesc_np(code), code);
@@ -226,7 +226,8 @@ void FilePort::fail(const Job& job, const Slice& slice, int code) const {
                              " bytes at offset " + std::to_string(job.offset - base_) + " failed";
     if (code != 0) {
         const char* text = strerrordesc_np(code);
-        fail_tier(name_, what + ": " + (text != nullptr ? text : "unknown error") + " (errno " + std::to_string(code) + ")", code);
+        fail_tier(name_, what + ": " + (text != nullptr ? text : "unknown error") + " (errno " + std::to_string(code) + ")",
+                  code);
     }
     const std::uint64_t end = job.offset + slice.at + slice.done;
     if (job.write) {

@@ -31,9 +31,9 @@ public:
     bool uses_ring() const noexcept { return ring_; }
 
 private:
-    struct Job;    // one read or write call
-    struct Slice;  // one system call's part of a job
-    struct Worker; // one thread's resources for a job: a ring and bounce buffers
+    struct Job;     // one read or write call
+    struct Slice;   // one system call's part of a job
+    struct Worker;  // one thread's resources for a job: a ring and bounce buffers
 
     // Size and modification time of the file, to detect that another process has written it.
     struct Version {

@@ -64,9 +64,7 @@ struct QueueCore::Lane {
         std::uint64_t order;
         Entry* entry;
         // True if this entry comes after the other, as std heap functions expect.
-        bool operator<(const Next& other) const {
-            return std::tie(priority, other.order) < std::tie(other.priority, order);
-        }
+        bool operator<(const Next& other) const { return std::tie(priority, other.order) < std::tie(other.priority, order); }
         // True unless the entry has got another priority since or has ended. Entries are reused, but never with the same order.
         bool holds() const { return entry->ready && entry->order == order && entry->priority == priority; }
     };

@@ -119,7 +119,7 @@ private:
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
     std::vector<Result> results_;
     Seen seen_{0, 0};
-    std::multiset<std::uint64_t> targets_;  // counts of results that somebody waits for
+    std::multiset<std::uint64_t> targets_;                // counts of results that somebody waits for
     std::unordered_set<std::int64_t> unpolled_failures_;  // failed entries whose results have not been polled yet
     std::uint64_t submitted_ = 0;
     std::size_t helping_ = 0;  // threads, not the queue's own, that make a copy

@@ -91,7 +91,8 @@ void Client::push(std::size_t nbytes) {
     if (closed_ || outgoing_.empty()) {
         return;
     }
-    const ssize_t sent = ::send(socket_.fd(), outgoing_.data(), std::min(nbytes, outgoing_.size()), MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent =
+        ::send(socket_.fd(), outgoing_.data(), std::min(nbytes, outgoing_.size()), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent > 0) {
         outgoing_.erase(0, static_cast<std::size_t>(sent));
     } else if (errno != EAGAIN) {
@@ -108,7 +109,7 @@ void Client::pull(std::size_t nbytes) {
     int passed = -1;
     const ssize_t got = socket_.receive_with_file(incoming_.data() + before, nbytes, passed);
     if (const File file(passed); passed >= 0) {
-        struct stat status {};
+        struct stat status{};
         require(fstat(passed, &status) == 0 && ftruncate(passed, 0) != 0, "a publish area that can be cut off");
         area_ = Mapping(passed, static_cast<std::size_t>(status.st_size), true);
     }

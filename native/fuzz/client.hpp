@@ -28,12 +28,12 @@ public:
         Op op;
         std::uint64_t request;
         std::string key;
-        std::uint64_t known;      // objects of the key, when the question was asked
-        std::uint64_t buried;     // known objects of the key that were dropped by then
-        Book::Object object{};    // the object that is offered
-        std::string expected;     // the payload that a read has to return
+        std::uint64_t known;            // objects of the key, when the question was asked
+        std::uint64_t buried;           // known objects of the key that were dropped by then
+        Book::Object object{};          // the object that is offered
+        std::string expected;           // the payload that a read has to return
         std::vector<std::string> keys;  // keys that are looked up
-        bool lasting = false;  // a pin without a time to live
+        bool lasting = false;           // a pin without a time to live
         bool damaged = false;
         bool by_area = false;
     };

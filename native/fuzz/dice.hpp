@@ -25,12 +25,18 @@ public:
     // A number from edge cases: 0, small ones, ones close to the maximum, powers of two and one less, or any.
     std::uint64_t any() {
         switch (below(6)) {
-            case 0: return 0;
-            case 1: return below(300);
-            case 2: return ~below(300);
-            case 3: return std::uint64_t{1} << below(64);
-            case 4: return (std::uint64_t{1} << below(64)) - 1;
-            default: return word();
+            case 0:
+                return 0;
+            case 1:
+                return below(300);
+            case 2:
+                return ~below(300);
+            case 3:
+                return std::uint64_t{1} << below(64);
+            case 4:
+                return (std::uint64_t{1} << below(64)) - 1;
+            default:
+                return word();
         }
     }
     std::string bytes(std::size_t nbytes) {

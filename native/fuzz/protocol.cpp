@@ -31,7 +31,8 @@ int main(int argc, char** argv) {
     const std::size_t files = open_files();
     do {
         // Said before: where a sanitizer ends the process nothing is said after.
-        std::fprintf(stderr, "\rseed %llu trial %llu ", static_cast<unsigned long long>(seed), static_cast<unsigned long long>(trial));
+        std::fprintf(stderr, "\rseed %llu trial %llu ", static_cast<unsigned long long>(seed),
+                     static_cast<unsigned long long>(trial));
         try {
             farpool::fuzz::World(folder, farpool::mix64(seed) ^ farpool::mix64(~trial)).run();
         } catch (const std::exception& error) {

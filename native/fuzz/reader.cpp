@@ -48,10 +48,17 @@ Replies random_replies(Dice& dice, std::uint64_t count, const std::vector<Op>& o
         if (dice.one_in(10)) {
             made.damaged = true;
             switch (dice.below(4)) {
-                case 0: header.request = dice.any(); break;
-                case 1: header.payload_nbytes = dice.below(1 << 20); break;
-                case 2: header.op = static_cast<std::uint8_t>(dice.word()); break;
-                default: meta = dice.bytes(dice.below(largest_meta + 1));
+                case 0:
+                    header.request = dice.any();
+                    break;
+                case 1:
+                    header.payload_nbytes = dice.below(1 << 20);
+                    break;
+                case 2:
+                    header.op = static_cast<std::uint8_t>(dice.word());
+                    break;
+                default:
+                    meta = dice.bytes(dice.below(largest_meta + 1));
             }
         }
         seal(header, meta.data(), static_cast<std::uint32_t>(meta.size()));
@@ -84,8 +91,8 @@ void try_connection(Dice& dice) {
         connection.send({ops.back(), "key"}, deadline);
     }
     const Replies replies = random_replies(dice, count, ops);
-    const bool all_sent = send(ends[1], replies.bytes.data(), replies.bytes.size(), MSG_DONTWAIT) ==
-                          static_cast<ssize_t>(replies.bytes.size());
+    const bool all_sent =
+        send(ends[1], replies.bytes.data(), replies.bytes.size(), MSG_DONTWAIT) == static_cast<ssize_t>(replies.bytes.size());
     shutdown(ends[1], SHUT_WR);
     std::string taken;
     try {
@@ -182,10 +189,18 @@ void damage(Dice& dice, Objects& objects) {
     } else {
         SegmentHeader& header = *memory.at<SegmentHeader>(0);
         switch (dice.below(4)) {
-            case 0: header.level_and_split.store(dice.any()); break;
-            case 1: dice.flip(memory.data() + header.buckets_at, 4096, 200); break;
-            case 2: memory.at<std::atomic<std::uint32_t>>(header.buckets_at)[dice.below(1024)] = static_cast<std::uint32_t>(dice.any()); break;
-            default: dice.flip(memory.data() + header.slots_at, 60 * sizeof(IndexSlot), 200);
+            case 0:
+                header.level_and_split.store(dice.any());
+                break;
+            case 1:
+                dice.flip(memory.data() + header.buckets_at, 4096, 200);
+                break;
+            case 2:
+                memory.at<std::atomic<std::uint32_t>>(header.buckets_at)[dice.below(1024)] =
+                    static_cast<std::uint32_t>(dice.any());
+                break;
+            default:
+                dice.flip(memory.data() + header.slots_at, 60 * sizeof(IndexSlot), 200);
         }
     }
 }

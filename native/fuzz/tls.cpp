@@ -134,7 +134,8 @@ struct Side {
         if (!met || over || left == 0) {
             return;
         }
-        const std::size_t nbytes = std::max<std::size_t>(std::min<std::size_t>(left, 1 + dice.below(60000)), std::min(least, left));
+        const std::size_t nbytes =
+            std::max<std::size_t>(std::min<std::size_t>(left, 1 + dice.below(60000)), std::min(least, left));
         std::array<iovec, 4> parts{};
         std::size_t at = 0;
         for (std::size_t part = 0; part < parts.size(); ++part) {
@@ -199,11 +200,20 @@ struct Way {
 
     void damage(Dice& dice) {
         switch (dice.below(5)) {
-            case 0: held.resize(dice.below(held.size())); break;
-            case 1: held.insert(dice.below(held.size() + 1), dice.bytes(1 + dice.below(100))); break;
-            case 2: held += held; break;
-            case 3: held.erase(0, 1 + dice.below(held.size())); break;
-            default: dice.flip(held.data(), held.size(), 1 + dice.below(4));
+            case 0:
+                held.resize(dice.below(held.size()));
+                break;
+            case 1:
+                held.insert(dice.below(held.size() + 1), dice.bytes(1 + dice.below(100)));
+                break;
+            case 2:
+                held += held;
+                break;
+            case 3:
+                held.erase(0, 1 + dice.below(held.size()));
+                break;
+            default:
+                dice.flip(held.data(), held.size(), 1 + dice.below(4));
         }
     }
 };
@@ -211,7 +221,8 @@ struct Way {
 void try_sessions(Dice& dice, const Contexts& contexts) {
     const std::array<int, 2> left = wire();
     const std::array<int, 2> right = wire();
-    Side client{Stream(left[0], contexts.client->connect(left[0], host)), dice.bytes(dice.below(200000)), 0, 0, {}, false, false};
+    Side client{
+        Stream(left[0], contexts.client->connect(left[0], host)), dice.bytes(dice.below(200000)), 0, 0, {}, false, false};
     Side node{Stream(right[0], contexts.node->accept(right[0])), dice.bytes(dice.below(200000)), 0, 0, {}, false, false};
     const std::uint64_t one_in = dice.one_in(3) ? 0 : 2 + dice.below(20);
     Way there{left[1], right[1], {}};
@@ -225,16 +236,22 @@ void try_sessions(Dice& dice, const Contexts& contexts) {
         }
         Side& side = dice.one_in(2) ? client : node;
         switch (dice.below(4)) {
-            case 0: side.handshake(); break;
-            case 1: side.send(dice); break;
-            case 2: side.receive(dice); break;
+            case 0:
+                side.handshake();
+                break;
+            case 1:
+                side.send(dice);
+                break;
+            case 2:
+                side.receive(dice);
+                break;
             default:
                 there.carry(dice, one_in, damaged);
                 back.carry(dice, one_in, damaged);
         }
         require(node.to_send.starts_with(client.come) && client.to_send.starts_with(node.come), "other bytes than were sent");
-        require(damaged || (!client.over && !node.over), "a session ended by itself: " + client.stream.trouble(errno) + ", " +
-                                                             node.stream.trouble(errno));
+        require(damaged || (!client.over && !node.over),
+                "a session ended by itself: " + client.stream.trouble(errno) + ", " + node.stream.trouble(errno));
     }
     close(left[1]);
     close(right[1]);
@@ -245,7 +262,8 @@ void try_sessions(Dice& dice, const Contexts& contexts) {
             side->receive(dice);
         }
     }
-    require(node.to_send.starts_with(client.come) && client.to_send.starts_with(node.come), "other bytes than were sent at the end");
+    require(node.to_send.starts_with(client.come) && client.to_send.starts_with(node.come),
+            "other bytes than were sent at the end");
 }
 
 std::string pings(std::uint64_t count) {
@@ -263,9 +281,12 @@ std::string pings(std::uint64_t count) {
 std::string insult(Dice& dice, const Contexts& contexts) {
     std::string made;
     switch (dice.below(5)) {
-        case 0: break;
-        case 1: return dice.bytes(1 + dice.below(3000));
-        case 2: return pings(1 + dice.below(40));
+        case 0:
+            break;
+        case 1:
+            return dice.bytes(1 + dice.below(3000));
+        case 2:
+            return pings(1 + dice.below(40));
         case 3:
             for (std::uint64_t record = 1 + dice.below(4); record > 0; --record) {
                 const std::uint64_t nbytes = dice.one_in(4) ? dice.below(1 << 16) : dice.below(600);
@@ -298,7 +319,8 @@ void turn(Dice& dice, const Contexts& contexts, const Way& way) {
 void try_cuts(Dice& dice, const Contexts& contexts) {
     const std::array<int, 2> left = wire();
     const std::array<int, 2> right = wire();
-    Side client{Stream(left[0], contexts.client->connect(left[0], host)), dice.bytes(dice.below(100000)), 0, 0, {}, false, false};
+    Side client{
+        Stream(left[0], contexts.client->connect(left[0], host)), dice.bytes(dice.below(100000)), 0, 0, {}, false, false};
     Side node{Stream(right[0], contexts.node->accept(right[0])), dice.bytes(dice.below(100000)), 0, 0, {}, false, false};
     Way there{left[1], right[1], {}};
     Way back{right[1], left[1], {}};
@@ -438,9 +460,15 @@ bool ping(Dice& dice, const Contexts& contexts, Server& server, std::uint64_t on
             break;
         }
         switch (dice.below(4)) {
-            case 0: client.send(dice); break;
-            case 1: client.receive(dice); break;
-            case 2: server.step(0); break;
+            case 0:
+                client.send(dice);
+                break;
+            case 1:
+                client.receive(dice);
+                break;
+            case 2:
+                server.step(0);
+                break;
             default:
                 served.there.carry(dice, one_in, damaged);
                 served.back.carry(dice, one_in, damaged);

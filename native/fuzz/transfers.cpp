@@ -53,7 +53,8 @@ public:
         bool keeps_back = false;  // of the hostile ones: may stop to answer
     };
 
-    FakeNode(int& theirs, std::uint64_t seed, Manners manners, std::vector<char>* lease) : dice_(seed), manners_(manners), lease_(lease) {
+    FakeNode(int& theirs, std::uint64_t seed, Manners manners, std::vector<char>* lease)
+        : dice_(seed), manners_(manners), lease_(lease) {
         int ends[2];
         require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
         socket_ = File(ends[0]);
@@ -130,7 +131,8 @@ private:
         shutdown(socket_.fd(), SHUT_RDWR);
     }
 
-    const char* fault_of(const FrameHeader& header, const std::string& meta, const std::string& payload, const std::string& raw) const {
+    const char* fault_of(const FrameHeader& header, const std::string& meta, const std::string& payload,
+                         const std::string& raw) const {
         FrameHeader sent;
         std::memcpy(&sent, raw.data(), sizeof sent);
         if (!is_whole(sent, meta.data())) {
@@ -157,13 +159,21 @@ private:
         std::string said;
         std::string sent;
         switch (static_cast<Op>(request.op)) {
-            case Op::get: sent = value_of(meta); break;
-            case Op::stat: said = meta; break;
+            case Op::get:
+                sent = value_of(meta);
+                break;
+            case Op::stat:
+                said = meta;
+                break;
             case Op::read:
                 sent.assign(lease_->data() + number_at<std::uint64_t>(meta, 0), number_at<std::uint64_t>(meta, 8));
                 break;
-            case Op::write: std::copy(payload.begin(), payload.end(), lease_->begin() + static_cast<std::ptrdiff_t>(number_at<std::uint64_t>(meta, 0))); break;
-            default: break;
+            case Op::write:
+                std::copy(payload.begin(), payload.end(),
+                          lease_->begin() + static_cast<std::ptrdiff_t>(number_at<std::uint64_t>(meta, 0)));
+                break;
+            default:
+                break;
         }
         header.payload_crc = static_cast<Op>(request.op) == Op::read ? 0 : crc32c(sent.data(), sent.size());
         header.payload_nbytes = sent.size();
@@ -172,17 +182,31 @@ private:
         if (!honest) {
             misbehaved_ = true;
             switch (dice_.below(9)) {
-                case 0: header.request = dice_.any(); break;
-                case 1: header.op = static_cast<std::uint8_t>(dice_.word()); break;
-                case 2: header.status = static_cast<std::uint16_t>(dice_.any()); break;
+                case 0:
+                    header.request = dice_.any();
+                    break;
+                case 1:
+                    header.op = static_cast<std::uint8_t>(dice_.word());
+                    break;
+                case 2:
+                    header.status = static_cast<std::uint16_t>(dice_.any());
+                    break;
                 case 3:
                     header.payload_nbytes = dice_.one_in(2) ? dice_.any() : dice_.below(2 * sent.size() + 64);
                     ends = !manners_.keeps_back;  // else what is missing would be waited for
                     break;
-                case 4: header.payload_crc = static_cast<std::uint32_t>(dice_.word()); break;
-                case 5: said = dice_.bytes(dice_.below(largest_meta + 1)); break;
-                case 6: sent = dice_.bytes(dice_.below(70'000)); header.payload_nbytes = sent.size(); break;
-                case 7: return false;
+                case 4:
+                    header.payload_crc = static_cast<std::uint32_t>(dice_.word());
+                    break;
+                case 5:
+                    said = dice_.bytes(dice_.below(largest_meta + 1));
+                    break;
+                case 6:
+                    sent = dice_.bytes(dice_.below(70'000));
+                    header.payload_nbytes = sent.size();
+                    break;
+                case 7:
+                    return false;
                 default:
                     if (manners_.keeps_back) {
                         return true;  // and the next reply is one to another request
@@ -244,7 +268,8 @@ void try_exchange(Dice& dice) {
         may_wait = may_wait || manners.keeps_back;
         int theirs = -1;
         nodes.push_back(std::make_unique<FakeNode>(theirs, dice.word(), manners, nullptr));
-        connections.push_back(std::make_unique<Connection>(Stream(theirs), "node " + std::to_string(node), Connection::Settings{}));
+        connections.push_back(
+            std::make_unique<Connection>(Stream(theirs), "node " + std::to_string(node), Connection::Settings{}));
     }
     const std::string large = dice.bytes(dice.one_in(30) ? 600'000 : 9'000);
     const iovec shared{const_cast<char*>(large.data()), large.size()};
@@ -263,25 +288,28 @@ void try_exchange(Dice& dice) {
         asks.push_back({connections[one.node].get(), request});
     }
     const bool breaks = dice.one_in(30);  // no memory, as of a reply that says that it is endless
-    exchange(asks, [&](std::size_t number, const ReplyHead& head) -> Parts {
-        Wanted& one = wanted[number];
-        if (head.nbytes > (std::size_t{1} << 20)) {
-            if (breaks) {
-                fail_closed("no memory");
+    exchange(
+        asks,
+        [&](std::size_t number, const ReplyHead& head) -> Parts {
+            Wanted& one = wanted[number];
+            if (head.nbytes > (std::size_t{1} << 20)) {
+                if (breaks) {
+                    fail_closed("no memory");
+                }
+                one.refused = true;
+                fail_value("too large");
             }
-            one.refused = true;
-            fail_value("too large");
-        }
-        if (dice.one_in(12)) {
-            one.refused = true;
-            fail_value("no place");
-        }
-        one.nbytes = head.nbytes;
-        one.memory = std::make_unique<std::byte[]>(head.nbytes);
-        const std::size_t first = dice.below(head.nbytes + 1);
-        one.parts = {{one.memory.get(), first}, {one.memory.get() + first, head.nbytes - first}};
-        return one.parts;
-    }, monotonic_seconds() + (may_wait ? impatience : patience));
+            if (dice.one_in(12)) {
+                one.refused = true;
+                fail_value("no place");
+            }
+            one.nbytes = head.nbytes;
+            one.memory = std::make_unique<std::byte[]>(head.nbytes);
+            const std::size_t first = dice.below(head.nbytes + 1);
+            one.parts = {{one.memory.get(), first}, {one.memory.get() + first, head.nbytes - first}};
+            return one.parts;
+        },
+        monotonic_seconds() + (may_wait ? impatience : patience));
     for (const auto& connection : connections) {
         require(connection->broken() || connection->unanswered() == 0, "a request was forgotten");
     }
@@ -300,7 +328,8 @@ void try_exchange(Dice& dice) {
         if (nodes[one.node]->misbehaved() || (may_wait && ask.error)) {
             continue;  // an error, or whatever it has said
         }
-        require(one.refused || !ask.error, "a good reply was refused beside a bad node: " + (ask.error ? ask.error->message : ""));
+        require(one.refused || !ask.error,
+                "a good reply was refused beside a bad node: " + (ask.error ? ask.error->message : ""));
         require(!broken[one.node] || may_wait, "a good connection was broken");
         require(one.refused == ask.error.has_value(), "a reply without a place was taken");
         if (one.op == Op::get && !one.refused) {

@@ -19,7 +19,8 @@ namespace fs = std::filesystem;
 namespace {
 
 // Lists a tenant's objects in a whole walk, turn after turn.
-std::vector<Listed> walked(Server& server, std::uint32_t tenant, std::string_view after, std::string_view prefix, std::size_t limit) {
+std::vector<Listed> walked(Server& server, std::uint32_t tenant, std::string_view after, std::string_view prefix,
+                           std::size_t limit) {
     std::uint64_t place = 0;
     std::vector<Listed> found = server.list_some(tenant, place, after, prefix, limit);
     while (place != 0 && found.size() < limit) {
@@ -84,15 +85,22 @@ void World::act() {
         case 3:
         case 4:
         case 5:
-        case 6: return request(client);
+        case 6:
+            return request(client);
         case 7:
-        case 8: return client.push(dice_.one_in(2) ? 1 << 20 : 1 + dice_.below(200));
+        case 8:
+            return client.push(dice_.one_in(2) ? 1 << 20 : 1 + dice_.below(200));
         case 9:
-        case 10: return client.pull(dice_.one_in(4) ? 1 + dice_.below(100) : 1 << 16);
-        case 11: return dice_.one_in(10) ? look() : scribble();
-        case 12: return dice_.one_in(8) ? (client.lease == 0 ? lend(client) : release(client)) : request_on_lease(client);
-        case 13: return dice_.one_in(150) ? restart() : static_cast<void>(server_->step(0));
-        default: server_->step(0);
+        case 10:
+            return client.pull(dice_.one_in(4) ? 1 + dice_.below(100) : 1 << 16);
+        case 11:
+            return dice_.one_in(10) ? look() : scribble();
+        case 12:
+            return dice_.one_in(8) ? (client.lease == 0 ? lend(client) : release(client)) : request_on_lease(client);
+        case 13:
+            return dice_.one_in(150) ? restart() : static_cast<void>(server_->step(0));
+        default:
+            server_->step(0);
     }
 }
 
@@ -121,9 +129,7 @@ std::string World::random_payload() {
     return dice_.bytes(dice_.one_in(10) ? 0 : dice_.below(most));
 }
 
-std::uint64_t World::ttl() {
-    return !dice_.one_in(8) ? 0 : dice_.one_in(2) ? dice_.any() : dice_.below(50);
-}
+std::uint64_t World::ttl() { return !dice_.one_in(8) ? 0 : dice_.one_in(2) ? dice_.any() : dice_.below(50); }
 
 Mapping& World::memory_of(std::uint32_t tenant) {
     auto found = memory_.find(tenant);
@@ -131,7 +137,7 @@ Mapping& World::memory_of(std::uint32_t tenant) {
         const auto [index, data] = server_->objects_files(tenant, true);
         const File unused(index);
         const File file(data);
-        struct stat status {};
+        struct stat status{};
         require(fstat(file.fd(), &status) == 0, "a file of objects that cannot be looked at");
         found = memory_.emplace(tenant, Mapping(file.fd(), static_cast<std::size_t>(status.st_size), true)).first;
     }
@@ -157,15 +163,27 @@ void World::scribble() {
     }
     Mapping& memory = memory_of(chaos);
     for (std::uint64_t times = dice_.below(8); times > 0; --times) {
-        const std::uint64_t unit = dice_.one_in(8) ? 0 : segment_header_nbytes + dice_.below(capacity_ / unit_nbytes) * unit_nbytes;
+        const std::uint64_t unit =
+            dice_.one_in(8) ? 0 : segment_header_nbytes + dice_.below(capacity_ / unit_nbytes) * unit_nbytes;
         auto* header = memory.at<ObjectHeader>(unit);
         switch (dice_.below(6)) {
-            case 0: header->key_nbytes = static_cast<std::uint16_t>(dice_.any()); break;
-            case 1: header->nbytes = dice_.any(); break;
-            case 2: header->copies = static_cast<std::uint8_t>(dice_.any()); break;
-            case 3: header->slot = static_cast<std::uint32_t>(dice_.below(200)); break;
-            case 4: header->units = static_cast<std::uint32_t>(dice_.any()); break;
-            default: dice_.flip(header, sizeof *header, 3);
+            case 0:
+                header->key_nbytes = static_cast<std::uint16_t>(dice_.any());
+                break;
+            case 1:
+                header->nbytes = dice_.any();
+                break;
+            case 2:
+                header->copies = static_cast<std::uint8_t>(dice_.any());
+                break;
+            case 3:
+                header->slot = static_cast<std::uint32_t>(dice_.below(200));
+                break;
+            case 4:
+                header->units = static_cast<std::uint32_t>(dice_.any());
+                break;
+            default:
+                dice_.flip(header, sizeof *header, 3);
         }
         if (header->key_nbytes <= largest_key && dice_.one_in(2) && unit + 320 < memory.nbytes()) {
             farpool::seal(*header, header + 1);
@@ -190,8 +208,7 @@ void World::look() {
     }
     const Server::Stats stats = server_->stats();
     require(stats.used <= stats.capacity, "more is in use than the node has");
-    require(stats.objects < absurd && stats.object_bytes < absurd && stats.index_bytes < absurd &&
-                stats.shelved < absurd,
+    require(stats.objects < absurd && stats.object_bytes < absurd && stats.index_bytes < absurd && stats.shelved < absurd,
             "a counter fell below zero");
     std::uint64_t lent = 0;
     for (const auto& [lease, nbytes] : lent_) {
@@ -293,7 +310,8 @@ void World::drop_all(std::uint32_t tenant) {
     int theirs = -1;
     clients_.push_back(std::make_unique<Client>(theirs, 100 + tenant, tenant, 15, &books_[tenant], false));
     server_->adopt(Stream(theirs), 100 + tenant, tenant, 15, "");
-    for (auto listed = walked(*server_, tenant, {}, {}, 1000); !listed.empty(); listed = walked(*server_, tenant, {}, {}, 1000)) {
+    for (auto listed = walked(*server_, tenant, {}, {}, 1000); !listed.empty();
+         listed = walked(*server_, tenant, {}, {}, 1000)) {
         for (const Listed& one : listed) {
             clients_.back()->ask({make_header(Op::drop), one.key, {}}, {});
             clients_.back()->push(1 << 20);
@@ -327,8 +345,7 @@ void World::finish() {
     }
     stats = server_->stats();
     require(lease != 0 && stats.used == capacity_, "memory is held by nobody");
-    require(stats.objects == 0 && stats.object_bytes == 0 && stats.shelved == 0,
-            "objects were counted that are not there");
+    require(stats.objects == 0 && stats.object_bytes == 0 && stats.shelved == 0, "objects were counted that are not there");
     require(server_->release(1, lease) && server_->stats().used == 0, "the budget does not add up");
     server_->stop();
 }

@@ -20,10 +20,13 @@ void World::request(Client& client) {
     }
     client.scribble(dice_);
     switch (dice_.below(4)) {
-        case 0: return client.send_raw(dice_.bytes(dice_.below(300)));
+        case 0:
+            return client.send_raw(dice_.bytes(dice_.below(300)));
         case 1:
-        case 2: return spoil(client, random_frame());
-        default: return request_on_key(client);
+        case 2:
+            return spoil(client, random_frame());
+        default:
+            return request_on_key(client);
     }
 }
 

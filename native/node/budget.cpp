@@ -79,7 +79,8 @@ bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes) {
     std::int64_t farthest = 0;
     for (const auto& [owner, held] : tenants_) {
         const bool own = owner == tenant;
-        const auto above = static_cast<std::int64_t>(held.use() + (own ? nbytes : 0)) - static_cast<std::int64_t>(share(owner, common));
+        const auto above =
+            static_cast<std::int64_t>(held.use() + (own ? nbytes : 0)) - static_cast<std::int64_t>(share(owner, common));
         if ((own || above > 0) && held.reclaimable() > 0 && (victim == nullptr || above > farthest)) {
             victim = held.objects;
             farthest = above;

@@ -27,8 +27,8 @@ struct Range {
     std::uintptr_t end;
     bool cut;
 };
-using Ranges = std::map<std::uintptr_t, Range>;           // by where they begin
-Ranges& ranges = *new Ranges;                             // for threads that outlive the program's last line
+using Ranges = std::map<std::uintptr_t, Range>;  // by where they begin
+Ranges& ranges = *new Ranges;                    // for threads that outlive the program's last line
 
 // Marks the range that contains the page as cut and returns its end; the end of the page where no range does.
 std::uintptr_t cut_at(std::uintptr_t page) {
@@ -46,8 +46,8 @@ std::uintptr_t cut_at(std::uintptr_t page) {
 bool replace_from(std::uintptr_t page) {
     const std::lock_guard lock(mutex);
     void* const place = reinterpret_cast<void*>(page);
-    return mmap(place, cut_at(page) - page, PROT_READ | PROT_WRITE,
-                MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == place;
+    return mmap(place, cut_at(page) - page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1,
+                0) == place;
 }
 
 void on_bus_error(int signal, siginfo_t* info, void* context) {
@@ -69,7 +69,7 @@ void on_bus_error(int signal, siginfo_t* info, void* context) {
 
 void install() {
     page_nbytes = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_bus_error;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigemptyset(&action.sa_mask);

@@ -27,8 +27,7 @@ inline Head copy_head(const std::byte* extent, std::uint64_t nbytes) {
 
 // Bytes that an extent, or its blocks in the NVMe file, have for the payload.
 inline std::uint64_t payload_room(const Index::Entry& entry, std::size_t key_nbytes) {
-    return entry.blocks == 0 ? std::uint64_t{entry.units} * unit_nbytes - payload_at(key_nbytes)
-                             : entry.blocks * shelf_block;
+    return entry.blocks == 0 ? std::uint64_t{entry.units} * unit_nbytes - payload_at(key_nbytes) : entry.blocks * shelf_block;
 }
 
 }  // namespace farpool

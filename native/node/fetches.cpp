@@ -27,8 +27,8 @@ Fetch Server::expect(Peer& peer, Reply& answer, const Found& found, std::string_
     seal(answer.header, answer.meta.data(), static_cast<std::uint32_t>(answer.meta.size()));
     // An object that is asked for a second time comes back into memory; a pin needs it there.
     const bool promote = found.visited || static_cast<Op>(answer.header.op) == Op::pin;
-    return {peer.socket.fd(), peer.number,  answer.ticket, std::string(key), found.offset,
-            found.nbytes,     found.block, promote,       ttl_ms};
+    return {peer.socket.fd(), peer.number, answer.ticket, std::string(key), found.offset, found.nbytes,
+            found.block,      promote,     ttl_ms};
 }
 
 void Server::start_fetches(Peer& peer) {

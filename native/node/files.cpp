@@ -67,7 +67,7 @@ int File::read_only() const {
 }
 
 std::uint64_t File::taken() const noexcept {
-    struct stat status {};
+    struct stat status{};
     return fstat(fd_, &status) == 0 ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0;
 }
 
@@ -108,7 +108,8 @@ Segment make_segment(const std::string& path, const SegmentHeader& settings) {
 
 Segment make_nameless_segment(const std::string& name, const SegmentHeader& settings) {
     File file(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (file.fd() < 0 || fchmod(file.fd(), 0600) != 0 || ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0 ||
+    if (file.fd() < 0 || fchmod(file.fd(), 0600) != 0 ||
+        ftruncate(file.fd(), static_cast<off_t>(segment_header_nbytes + settings.capacity)) != 0 ||
         fcntl(file.fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
         fail(name);
     }
@@ -119,7 +120,7 @@ Segment make_nameless_segment(const std::string& name, const SegmentHeader& sett
 
 Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> lent) {
     Segment segment{path, File(open(path.c_str(), O_RDWR | O_CLOEXEC)), {}, {}};
-    struct stat status {};
+    struct stat status{};
     if (segment.file.fd() < 0 || fstat(segment.file.fd(), &status) != 0) {
         fail(path);
     }
@@ -149,8 +150,8 @@ void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes)
     const std::uint64_t end = (offset + nbytes) / page_nbytes * page_nbytes;
     if (begin < end) {
         // A file system without holes keeps the pages; nothing depends on them.
-        static_cast<void>(fallocate(segment.file.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                                    static_cast<off_t>(begin), static_cast<off_t>(end - begin)));
+        static_cast<void>(fallocate(segment.file.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
+                                    static_cast<off_t>(end - begin)));
     }
 }
 

@@ -98,8 +98,8 @@ bool Index::back_to(std::uint64_t& backed, std::uint64_t end) {
 
 bool Index::is_crowded(std::uint64_t hash) const noexcept {
     std::size_t found = 0;
-    for (std::uint32_t next = buckets_[bucket_of_hash(hash)].load(std::memory_order_relaxed); next != 0 && found < most_in_bucket;
-         ++found) {
+    for (std::uint32_t next = buckets_[bucket_of_hash(hash)].load(std::memory_order_relaxed);
+         next != 0 && found < most_in_bucket; ++found) {
         next = slot(next - 1).next.load(std::memory_order_relaxed);
     }
     return found == most_in_bucket;
@@ -192,7 +192,7 @@ Index::Entry Index::at(std::uint32_t number) const noexcept {
     const IndexSlot& found = slot(number);
     return {found.serial.load(std::memory_order_relaxed), found.offset.load(std::memory_order_relaxed),
             found.expiry.load(std::memory_order_relaxed), found.hash.load(std::memory_order_relaxed),
-            found.units.load(std::memory_order_relaxed), found.block.load(std::memory_order_relaxed),
+            found.units.load(std::memory_order_relaxed),  found.block.load(std::memory_order_relaxed),
             found.blocks.load(std::memory_order_relaxed)};
 }
 

@@ -23,8 +23,9 @@ constexpr std::uint64_t page_nbytes = 4096;
 constexpr std::uint64_t largest_page_nbytes = std::uint64_t{2} << 20;
 
 std::string file_name(const LeaseTerms& terms) {
-    return std::string(prefix) + std::to_string(terms.id) + '-' + std::to_string(terms.session) + '-' + std::to_string(terms.tenant) +
-           '-' + std::to_string(terms.owner) + '-' + std::to_string(terms.nbytes) + std::string(suffix);
+    return std::string(prefix) + std::to_string(terms.id) + '-' + std::to_string(terms.session) + '-' +
+           std::to_string(terms.tenant) + '-' + std::to_string(terms.owner) + '-' + std::to_string(terms.nbytes) +
+           std::string(suffix);
 }
 
 // The numbers in the name of a lease's file; empty where the name is not that of one.
@@ -68,7 +69,7 @@ Lease::~Lease() {
 }
 
 bool Lease::is_as_lent() const {
-    struct stat status {};
+    struct stat status{};
     if (fstat(segment.file.fd(), &status) != 0 || static_cast<std::uint64_t>(status.st_size) != segment.memory.nbytes() ||
         segment.guarded.was_cut()) {
         return false;
@@ -120,7 +121,8 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
     header.owner = owner;
     header.lease = random_word() | 1;  // never 0
     const LeaseTerms terms{header.lease, session, tenant, owner, nbytes};
-    const std::string path = folder_ + "/" + (nameless_ ? std::string(prefix) + std::to_string(terms.id) + std::string(suffix) : file_name(terms));
+    const std::string path =
+        folder_ + "/" + (nameless_ ? std::string(prefix) + std::to_string(terms.id) + std::string(suffix) : file_name(terms));
     const auto make = nameless_ ? make_nameless_segment : make_segment;
     auto lease = std::make_shared<Lease>(terms, make(path, header));
     if (!back(lease->segment, 0, segment_header_nbytes + nbytes)) {

@@ -84,8 +84,14 @@ Found Objects::found_at(std::uint32_t slot) const {
     found.block = entry.block;
     found.shelved = entry.blocks != 0;
     found.visited = found.shelved && marks_.get(slot) != 0;
-    found.head = {left_until(entry.expiry), header.copies, header.kind, header.parts, header.recompute_us, header.name_space,
-                  (entry.expiry & kept_flag) != 0 ? kept_object : 0, epoch_};
+    found.head = {left_until(entry.expiry),
+                  header.copies,
+                  header.kind,
+                  header.parts,
+                  header.recompute_us,
+                  header.name_space,
+                  (entry.expiry & kept_flag) != 0 ? kept_object : 0,
+                  epoch_};
     return found;
 }
 

@@ -92,9 +92,7 @@ public:
     enum class Arrival { at_once, in_slices };
     Found prepare(std::string_view key, std::uint64_t nbytes, const ObjectHead& head, Arrival arrival = Arrival::at_once);
     // True if places for `nbytes` more may be announced beside those that were.
-    bool may_announce(std::uint64_t nbytes) const {
-        return announced_units_ * unit_nbytes + nbytes <= budget_.limit;
-    }
+    bool may_announce(std::uint64_t nbytes) const { return announced_units_ * unit_nbytes + nbytes <= budget_.limit; }
     // Backs the next slice of a payload that is being received with memory; returns `done`, or why there is none.
     Status extend(std::uint64_t offset);
     // Bytes of a prepared payload that have memory.
@@ -188,13 +186,13 @@ private:
         std::uint32_t units;  // places in the data file
         std::uint32_t taken;  // units that have memory
         ObjectHeader header;
-        bool copied;  // from another node
+        bool copied;          // from another node
         std::uint32_t epoch;  // epoch on that node
     };
     struct Held {
         std::uint32_t count = 0;
         std::uint32_t pins = 0;  // holds that are pins
-        bool gone = false;  // no longer in the index: freed by the last holder
+        bool gone = false;       // no longer in the index: freed by the last holder
         std::uint32_t slot = 0;
         std::uint32_t units = 0;
         std::uint32_t block = 0;
@@ -280,16 +278,16 @@ private:
     std::uint32_t epoch_ = 0;
     std::uint64_t first_serial_ = 0;  // of the epoch
     Rotated begun_;
-    Rotated outdated_;                 // in the index still, of earlier epochs
+    Rotated outdated_;  // in the index still, of earlier epochs
     Budget& budget_;
     Paths paths_;
     Segment data_;
     std::unique_ptr<Index> index_;
     std::unique_ptr<Visits> visits_;
     Shelf* shelf_;
-    policy::Marks marks_;                    // of visits
-    std::unique_ptr<policy::Policy> sieve_;  // of what lies in memory and is not kept or leaving
-    std::unique_ptr<policy::Policy> lower_;  // of what lies in the file and is not kept
+    policy::Marks marks_;                                      // of visits
+    std::unique_ptr<policy::Policy> sieve_;                    // of what lies in memory and is not kept or leaving
+    std::unique_ptr<policy::Policy> lower_;                    // of what lies in the file and is not kept
     std::unordered_map<std::uint64_t, Leaving> leaving_;       // by offset of the extent, until that is free
     std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // offsets of the extents, which are held meanwhile, by job
     std::unique_ptr<FreeSpace> space_;
@@ -297,20 +295,20 @@ private:
     std::uint64_t announced_units_ = 0;  // units with a place that get memory as their bytes come
     static constexpr std::uint64_t drops_kept_ms = 60'000;
     static constexpr std::size_t most_drops = 65536;
-    std::unordered_map<std::uint64_t, std::uint64_t> dropped_;        // until when a dropped key is remembered, by its hash
-    std::deque<std::pair<std::uint64_t, std::uint64_t>> drops_;       // until when, and hash; oldest first
+    std::unordered_map<std::uint64_t, std::uint64_t> dropped_;   // until when a dropped key is remembered, by its hash
+    std::deque<std::pair<std::uint64_t, std::uint64_t>> drops_;  // until when, and hash; oldest first
     std::unordered_map<std::uint64_t, Held> held_;
-    std::vector<Shape> shapes_;            // by slot
+    std::vector<Shape> shapes_;             // by slot
     std::vector<std::uint8_t> free_units_;  // by slot: whole units behind the payload in its last block; empty without a file
-    std::vector<bool> backed_;  // by page of the data segment
+    std::vector<bool> backed_;              // by page of the data segment
     std::uint64_t backed_nbytes_ = 0;
-    std::uint64_t backed_end_ = 0;     // offset from which on no page is backed
+    std::uint64_t backed_end_ = 0;  // offset from which on no page is backed
     std::uint64_t used_ = 0;
     std::uint64_t tables_ = 0;  // bytes of `used_`, as tables()
     std::uint64_t indexed_units_ = 0;
-    std::uint64_t fixed_units_ = 0;  // units of objects in the index that cannot be evicted
-    std::uint64_t firm_units_ = 0;   // units of kept or pinned objects, also of those no longer in the index
-    std::uint64_t unsent_ = 0;       // bytes of objects that replies hold
+    std::uint64_t fixed_units_ = 0;   // units of objects in the index that cannot be evicted
+    std::uint64_t firm_units_ = 0;    // units of kept or pinned objects, also of those no longer in the index
+    std::uint64_t unsent_ = 0;        // bytes of objects that replies hold
     std::uint64_t header_bytes_ = 0;  // headers and padding of the objects in the index
     std::uint32_t sweep_at_ = 0;
     std::int64_t lent_out_ = 0;

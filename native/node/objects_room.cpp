@@ -36,7 +36,8 @@ void Objects::give(std::uint32_t units) {
 }
 
 std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t taken) {
-    if (!may_announce(std::uint64_t{units - taken} * unit_nbytes) || !reserve_slot() || !budget_.can_make_room(tenant_, std::uint64_t{units} * unit_nbytes) ||
+    if (!may_announce(std::uint64_t{units - taken} * unit_nbytes) || !reserve_slot() ||
+        !budget_.can_make_room(tenant_, std::uint64_t{units} * unit_nbytes) ||
         !budget_.make_room(tenant_, std::uint64_t{taken} * unit_nbytes)) {
         return std::nullopt;
     }
@@ -147,8 +148,8 @@ bool Objects::evict_one() {
 // Evicts the object that has been in the hash's bucket for longest, of those that may leave.
 bool Objects::evict_from_bucket(std::uint64_t hash) {
     const std::vector<std::uint32_t> members = index_->bucket(index_->bucket_of_hash(hash));
-    const auto oldest = std::find_if(members.rbegin(), members.rend(),
-                                     [this](std::uint32_t slot) { return !is_fixed(index_->at(slot)); });
+    const auto oldest =
+        std::find_if(members.rbegin(), members.rend(), [this](std::uint32_t slot) { return !is_fixed(index_->at(slot)); });
     if (oldest == members.rend()) {
         return false;
     }

@@ -42,7 +42,8 @@ std::uint64_t area_nbytes(std::uint64_t capacity) {
 }
 
 constexpr const char* beyond_share =
-    "what the tenant holds so that it cannot be evicted would be more than its share, or pins and kept objects more than 7/8 of it";
+    "what the tenant holds so that it cannot be evicted would be more than its share, or pins and kept objects more than 7/8 "
+    "of it";
 
 // Meta of the reply to a publish that was not made: the object that is already there, or why there can be none.
 std::string unfinished(const Found& found) {
@@ -142,23 +143,40 @@ std::string_view Server::key_or_refuse(Peer& peer, std::uint32_t right, std::siz
 
 void Server::answer(Peer& peer) {
     switch (static_cast<Op>(peer.header.op)) {
-        case Op::get: return answer_get(peer);
-        case Op::stat: return answer_stat(peer);
-        case Op::put: return finish_put(peer);
-        case Op::drop: return answer_drop(peer);
-        case Op::touch: return answer_touch(peer);
-        case Op::pin: return answer_pin(peer);
-        case Op::unpin: return answer_unpin(peer);
-        case Op::prepare: return answer_prepare(peer);
-        case Op::commit: return answer_commit(peer);
-        case Op::abort: return answer_abort(peer);
-        case Op::area: return answer_area(peer);
-        case Op::lookup: return answer_lookup(peer);
-        case Op::rotate: return answer_rotate(peer);
-        case Op::read: return answer_read(peer);
-        case Op::write: return finish_write(peer);
-        case Op::ping: return reply(peer, Status::done);
-        default: return reply(peer, Status::bad_request, 0, "an operation that this node does not know");
+        case Op::get:
+            return answer_get(peer);
+        case Op::stat:
+            return answer_stat(peer);
+        case Op::put:
+            return finish_put(peer);
+        case Op::drop:
+            return answer_drop(peer);
+        case Op::touch:
+            return answer_touch(peer);
+        case Op::pin:
+            return answer_pin(peer);
+        case Op::unpin:
+            return answer_unpin(peer);
+        case Op::prepare:
+            return answer_prepare(peer);
+        case Op::commit:
+            return answer_commit(peer);
+        case Op::abort:
+            return answer_abort(peer);
+        case Op::area:
+            return answer_area(peer);
+        case Op::lookup:
+            return answer_lookup(peer);
+        case Op::rotate:
+            return answer_rotate(peer);
+        case Op::read:
+            return answer_read(peer);
+        case Op::write:
+            return finish_write(peer);
+        case Op::ping:
+            return reply(peer, Status::done);
+        default:
+            return reply(peer, Status::bad_request, 0, "an operation that this node does not know");
     }
 }
 
@@ -341,8 +359,9 @@ void Server::answer_lookup(Peer& peer) {
 void Server::rotate(Peer& peer, std::uint32_t epoch) {
     peer.objects->rotate(epoch);
     if (const std::uint64_t gone = peer.objects->begun().objects; gone > 0) {
-        note("rotated", peer.session, "tenant " + std::to_string(peer.tenant) + " is in epoch " + std::to_string(epoch) + ": " +
-                                          std::to_string(gone) + " objects can no longer be read");
+        note("rotated", peer.session,
+             "tenant " + std::to_string(peer.tenant) + " is in epoch " + std::to_string(epoch) + ": " + std::to_string(gone) +
+                 " objects can no longer be read");
     }
 }
 
@@ -380,7 +399,8 @@ void Server::answer_pin(Peer& peer) {
 void Server::pin(Peer& peer, const Found& found, Reply& answer, std::uint64_t ttl_ms) {
     Session& session = sessions_.at(peer.session);
     const std::uint64_t room = peer.objects->room_of(found);
-    if (std::string refusal = quotas_.pin_refusal(session.charged(), session.pins.size(), found.offset, room); !refusal.empty()) {
+    if (std::string refusal = quotas_.pin_refusal(session.charged(), session.pins.size(), found.offset, room);
+        !refusal.empty()) {
         return refuse(answer, Status::busy, std::move(refusal));
     }
     if (!peer.objects->may_fix(found)) {
@@ -427,18 +447,20 @@ void Server::answer_prepare(Peer& peer) {
     Session& session = sessions_.at(peer.session);
     if (!session.exposed) {  // it could not write there, and a place takes its memory at once
         return reply(peer, Status::denied, 0,
-                     "places are prepared for programs that write them over a one-sided fabric, to which the objects were exposed; put instead");
+                     "places are prepared for programs that write them over a one-sided fabric, to which the objects were "
+                     "exposed; put instead");
     }
     const auto nbytes = number_at<std::uint64_t>(peer.meta, 0);
-    if (std::string refusal = quotas_.preparation_refusal(session.charged(), session.prepared.size(), nbytes); !refusal.empty()) {
+    if (std::string refusal = quotas_.preparation_refusal(session.charged(), session.prepared.size(), nbytes);
+        !refusal.empty()) {
         return reply(peer, Status::busy, 0, std::move(refusal));
     }
-    const Found prepared = peer.objects->prepare(key, nbytes,
-                                                 number_at<ObjectHead>(peer.meta, sizeof(std::uint64_t)));
+    const Found prepared = peer.objects->prepare(key, nbytes, number_at<ObjectHead>(peer.meta, sizeof(std::uint64_t)));
     if (prepared.status != Status::done) {
         return reply(peer, prepared.status, prepared.serial, unfinished(prepared));
     }
-    session.prepared.emplace(Place{peer.tenant, prepared.payload}, Preparing{prepared.offset, prepared.serial, peer.number, nbytes});
+    session.prepared.emplace(Place{peer.tenant, prepared.payload},
+                             Preparing{prepared.offset, prepared.serial, peer.number, nbytes});
     quotas_.prepare(session.charged(), nbytes);
     peer.objects->count_lent_out(1);
     reply(peer, Status::done, prepared.serial, packed(prepared.payload));
@@ -517,7 +539,8 @@ void Server::answer_area(Peer& peer) {
         return;
     }
     if (!peer.socket.passes_files() || peer.has_area()) {
-        return reply(peer, Status::bad_request, 0, "expected a connection over the node's UNIX socket that has no publish area yet");
+        return reply(peer, Status::bad_request, 0,
+                     "expected a connection over the node's UNIX socket that has no publish area yet");
     }
     SegmentHeader settings{};
     settings.kind = static_cast<std::uint32_t>(SegmentKind::area);
@@ -607,8 +630,8 @@ void Server::answer_read(Peer& peer) {
     const auto offset = number_at<std::uint64_t>(peer.meta, 0);
     const auto nbytes = number_at<std::uint64_t>(peer.meta, sizeof(std::uint64_t));
     if (offset > lease->nbytes || nbytes > lease->nbytes - offset) {
-        return reply(peer, Status::bad_request, 0, "expected a range inside the lease of " + std::to_string(lease->nbytes) +
-                                                       " bytes");
+        return reply(peer, Status::bad_request, 0,
+                     "expected a range inside the lease of " + std::to_string(lease->nbytes) + " bytes");
     }
     reply(peer, Status::done);
     Reply& answer = peer.replies.back();

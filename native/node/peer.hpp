@@ -46,8 +46,9 @@ struct Unsent {
         std::size_t replies;
     };
     std::uint64_t nbytes = 0;
-    std::unordered_map<std::uint64_t, Object> objects{};        // by offset
-    std::deque<std::pair<int, std::uint64_t>> waiting{};  // connections (descriptor, number) whose next reply has to wait for room
+    std::unordered_map<std::uint64_t, Object> objects{};  // by offset
+    std::deque<std::pair<int, std::uint64_t>>
+        waiting{};  // connections (descriptor, number) whose next reply has to wait for room
 };
 
 // A reply under way. The memory of its payload is held until it has been sent.
@@ -56,13 +57,13 @@ struct Reply {
     std::string meta;
     const std::byte* payload = nullptr;
     std::uint64_t sent = 0;
-    std::uint64_t held_object = 0;       // offset, 0 for none
+    std::uint64_t held_object = 0;  // offset, 0 for none
     std::shared_ptr<Lease> held_lease;
-    std::shared_ptr<Aside> aside;   // holds the payload if it comes from the file
-    std::uint64_t ticket = 0;       // of a fetch from the file: the reply, and those behind it, wait for its end
-    std::uint64_t fetched = 0;      // bytes that count as fetched until the reply has gone
-    std::uint64_t unsent = 0;       // bytes that count as unsent until then
-    File file;                      // goes with its first byte
+    std::shared_ptr<Aside> aside;  // holds the payload if it comes from the file
+    std::uint64_t ticket = 0;      // of a fetch from the file: the reply, and those behind it, wait for its end
+    std::uint64_t fetched = 0;     // bytes that count as fetched until the reply has gone
+    std::uint64_t unsent = 0;      // bytes that count as unsent until then
+    File file;                     // goes with its first byte
 
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
 };
@@ -70,7 +71,7 @@ struct Reply {
 // A read from the NVMe file that a reply of a connection waits for.
 struct Fetch {
     int fd;
-    std::uint64_t peer;  // the connection's number: descriptors are used again
+    std::uint64_t peer;    // the connection's number: descriptors are used again
     std::uint64_t ticket;  // of the reply
     std::string key;
     std::uint64_t offset;
@@ -100,27 +101,27 @@ struct Peer {
     std::uint64_t room = 0;     // bytes that have memory there
     std::uint64_t left = 0;     // bytes of payload that are still to come
     std::uint32_t crc = 0;
-    std::uint64_t prepared = 0;             // offset of the object being received, 0 for none
+    std::uint64_t prepared = 0;  // offset of the object being received, 0 for none
     std::uint64_t prepared_serial = 0;
-    std::shared_ptr<Lease> written_lease;   // of the write being received
-    Segment area;                           // where its payloads may lie; not mapped for none
-    AreaPart part{};                        // the part of the area to copy next
-    std::uint64_t copied = 0;               // bytes from there, in this turn
-    std::uint64_t told = 0;                 // bytes of the payload that it knows to have been copied
-    Status refusal = Status::done;          // the answer once a payload that is dropped has come
+    std::shared_ptr<Lease> written_lease;  // of the write being received
+    Segment area;                          // where its payloads may lie; not mapped for none
+    AreaPart part{};                       // the part of the area to copy next
+    std::uint64_t copied = 0;              // bytes from there, in this turn
+    std::uint64_t told = 0;                // bytes of the payload that it knows to have been copied
+    Status refusal = Status::done;         // the answer once a payload that is dropped has come
     std::uint64_t refusal_serial = 0;
     std::string refusal_meta;
 
     std::deque<Reply> replies;
-    std::deque<Fetch> waiting;   // until there is room for what they bring
-    Unsent* unsent = nullptr;    // of its access key
-    std::uint64_t holding = 0;   // bytes of objects that its replies hold
+    std::deque<Fetch> waiting;                                    // until there is room for what they bring
+    Unsent* unsent = nullptr;                                     // of its access key
+    std::uint64_t holding = 0;                                    // bytes of objects that its replies hold
     std::deque<std::pair<std::uint64_t, std::string>> held_back;  // gets that wait to hold theirs: ticket of the reply, key
     bool in_line = false;                                         // in the line of its access key
-    std::uint64_t fetching = 0;  // bytes of replies from the file that have not gone yet
-    std::uint64_t looked_up = 0;  // keys, in this turn
-    std::uint32_t watched = 0;   // events that the kernel was asked for
-    bool closing = false;        // once the replies have been sent
+    std::uint64_t fetching = 0;                                   // bytes of replies from the file that have not gone yet
+    std::uint64_t looked_up = 0;                                  // keys, in this turn
+    std::uint32_t watched = 0;                                    // events that the kernel was asked for
+    bool closing = false;                                         // once the replies have been sent
     bool dead = false;
     Patience sending;    // the frame that has begun
     Patience receiving;  // replies that are ready

@@ -28,7 +28,8 @@ public:
 
     struct Charges {
         std::size_t pins = 0, preparations = 0, leases = 0, connections = 0, areas = 0;
-        std::uint64_t nbytes = 0;  // of leases, of publish areas, of unfinished publishes, and of pinned objects, each once; of keys only
+        std::uint64_t nbytes =
+            0;  // of leases, of publish areas, of unfinished publishes, and of pinned objects, each once; of keys only
     };
 
     // Upper bounds, as the node keeps a record of each item, and a lease or a connection takes a descriptor.

@@ -62,7 +62,8 @@ Server::Server(Settings settings)
             lent_ += lease->nbytes;
             budget_.lend(lease->tenant, lease->nbytes);
             quotas_.lend({lease->tenant, lease->owner}, lease->nbytes);
-            sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since = Clock::now();
+            sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since =
+                Clock::now();
         }
     }
     for (std::string& text : notes) {
@@ -74,8 +75,10 @@ Server::Server(Settings settings)
     }
     for (const auto& path : found) {
         const std::string name = path.filename().string();
-        const bool unfinished = name.ends_with(unfinished_suffix) && (name.starts_with("objects-") || name.starts_with("lease-"));
-        const bool outdated = name.ends_with(".visited") && name.starts_with("objects-");  // an earlier farpool had a file for them
+        const bool unfinished =
+            name.ends_with(unfinished_suffix) && (name.starts_with("objects-") || name.starts_with("lease-"));
+        const bool outdated =
+            name.ends_with(".visited") && name.starts_with("objects-");  // an earlier farpool had a file for them
         if (unfinished || outdated) {
             remove_file(path.string());
         } else if (const auto tenant = Objects::tenant_of(name)) {
@@ -294,8 +297,9 @@ int Server::objects_visited(std::uint64_t session, std::uint32_t tenant) {
     const std::uint64_t nbytes = visits.has(session) ? 0 : visits.session_nbytes();
     if (nbytes > 0 && (visits.sessions() >= Visits::most_sessions || !budget_.may_fix(tenant, nbytes) ||
                        !budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes))) {
-        throw Busy("at most " + std::to_string(Visits::most_sessions) + " sessions of a tenant may map its objects, and each takes " +
-                   std::to_string(nbytes) + " bytes of its share for marks of visits");
+        throw Busy("at most " + std::to_string(Visits::most_sessions) +
+                   " sessions of a tenant may map its objects, and each takes " + std::to_string(nbytes) +
+                   " bytes of its share for marks of visits");
     }
     const int file = visits.open(session);
     budget_.lend(tenant, nbytes);
@@ -309,8 +313,8 @@ void Server::expose(std::uint64_t session, std::uint32_t tenant) {
 
 // Works in slices, and sleeps after each for as long as it has taken, so that listing leaves others most of the time. The
 // caller repeats the call for a whole walk, and lets others have their turns in between.
-std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after, std::string_view prefix,
-                                      std::size_t limit) {
+std::vector<Listed> Server::list_some(std::uint32_t tenant, std::uint64_t& place, std::string_view after,
+                                      std::string_view prefix, std::size_t limit) {
     std::vector<Listed> found;
     for (std::size_t slice = 0; slice < listed_slices; ++slice) {
         const Clock::time_point before = Clock::now();

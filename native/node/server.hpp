@@ -35,10 +35,10 @@ public:
         std::string folder;
         std::uint64_t capacity;
         bool ephemeral;
-        double grace;  // seconds that a session's things outlive its last connection
-        double stall;  // seconds that a peer may rest in the middle of a frame or a reply
-        double spin;   // seconds of looking for events before sleeping
-        std::string shelf;            // a file for what leaves memory; empty for none
+        double grace;                  // seconds that a session's things outlive its last connection
+        double stall;                  // seconds that a peer may rest in the middle of a frame or a reply
+        double spin;                   // seconds of looking for events before sleeping
+        std::string shelf;             // a file for what leaves memory; empty for none
         std::uint64_t shelf_capacity;  // bytes
         Budget::Shares shares{};       // bytes guaranteed to tenants
     };
@@ -50,14 +50,13 @@ public:
     };
 
     struct Counts {
-        std::uint64_t gets = 0, hits = 0, puts = 0, drops = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0,
-                      bad_frames = 0;
+        std::uint64_t gets = 0, hits = 0, puts = 0, drops = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0, bad_frames = 0;
     };
 
     struct Stats : Counts {
-        std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, evictions = 0,
-                      expired = 0, adopted = 0, index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0, leaving = 0,
-                      shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0;
+        std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, evictions = 0, expired = 0, adopted = 0,
+                      index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0,
+                      leaving = 0, shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0;
     };
 
     // Thrown where a session, an access key or a tenant already holds as much as it may; says of what.
@@ -68,7 +67,6 @@ public:
     struct Denied : std::runtime_error {
         using std::runtime_error::runtime_error;
     };
-
 
     struct TenantStats {
         std::uint64_t objects, used, backed, taken, lent, share;
@@ -153,9 +151,9 @@ private:
     struct Preparing {
         std::uint64_t extent;  // offset
         std::uint64_t serial;
-        std::uint64_t peer;                              // the connection's number
-        std::uint64_t nbytes;                            // announced
-        std::optional<Clock::time_point> left_alone{};   // since that was closed
+        std::uint64_t peer;                             // the connection's number
+        std::uint64_t nbytes;                           // announced
+        std::optional<Clock::time_point> left_alone{};  // since that was closed
     };
 
     struct Session {
@@ -276,18 +274,18 @@ private:
     std::map<std::uint32_t, std::unique_ptr<Objects>> objects_;
     std::map<Place, Reading> readings_;              // by the extent, which is held meanwhile
     std::unordered_map<std::uint64_t, Place> jobs_;  // place of the object that each job reads
-    std::uint64_t numbers_ = 0;  // of connections
+    std::uint64_t numbers_ = 0;                      // of connections
     std::uint64_t tickets_ = 0;
     std::unordered_map<std::uint64_t, Session> sessions_;
     Quotas quotas_{budget_};
-    std::map<std::string, std::uint32_t> key_tenants_;  // of the access keys that may come
+    std::map<std::string, std::uint32_t> key_tenants_;                  // of the access keys that may come
     std::map<std::pair<std::uint32_t, std::uint64_t>, Unsent> unsent_;  // by tenant and access key
     bool room_in_lines_ = false;                                        // replies have gone for which others wait
     Endings endings_;
     std::unordered_map<int, std::unique_ptr<Peer>> peers_;
     std::vector<std::pair<int, std::uint64_t>> again_;  // to be read from though their sockets may be empty; descriptor, number
     bool more_to_read_ = false;                         // there are such; the loop's thread alone knows it
-    std::vector<int> closed_;  // not forgotten before the events at hand have been worked off
+    std::vector<int> closed_;                           // not forgotten before the events at hand have been worked off
     std::vector<Event> events_;
     Counts counts_;
     std::vector<std::byte> scratch_;

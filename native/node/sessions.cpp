@@ -84,7 +84,8 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
         if (stopped_ || nbytes > budget_.limit) {
             return 0;
         }
-        if (const std::string refusal = quotas_.lease_refusal({tenant, owner}, leases_.of(session).size(), nbytes); !refusal.empty()) {
+        if (const std::string refusal = quotas_.lease_refusal({tenant, owner}, leases_.of(session).size(), nbytes);
+            !refusal.empty()) {
             throw Busy(refusal);
         }
         if (!budget_.may_fix(tenant, nbytes)) {
@@ -140,8 +141,9 @@ void Server::take_lease_back(Lease& lease) {
 void Server::check_leases() {
     for (auto& lease : leases_.all()) {
         if (!lease->is_as_lent()) {
-            note("taken_back", lease->session, "the file of a lease of " + std::to_string(lease->nbytes) +
-                                                   " bytes was made longer or cut off, so the lease has ended");
+            note("taken_back", lease->session,
+                 "the file of a lease of " + std::to_string(lease->nbytes) +
+                     " bytes was made longer or cut off, so the lease has ended");
             take_lease_back(*lease);
             freeing_->let_go(std::move(lease));
         }
@@ -242,9 +244,9 @@ void Server::free_session(std::uint64_t id, Session& session) {
         freeing_->let_go(std::move(lease));
     }
     if (pins > 0 || !session.prepared.empty() || !leases.empty()) {
-        note("freed", id, "a session that has gone held " + std::to_string(pins) + " pins, " +
-                              std::to_string(session.prepared.size()) + " unfinished publishes and " +
-                              std::to_string(leases.size()) + " leases");
+        note("freed", id,
+             "a session that has gone held " + std::to_string(pins) + " pins, " + std::to_string(session.prepared.size()) +
+                 " unfinished publishes and " + std::to_string(leases.size()) + " leases");
     }
 }
 

@@ -75,15 +75,15 @@ Shelf::Shelf(const std::string& path, std::uint64_t nbytes, bool fresh, std::fun
     if (flock(file_.fd(), LOCK_EX | LOCK_NB) != 0) {
         throw std::runtime_error(path + " is in use by another node; choose another path");
     }
-    struct stat status {};
+    struct stat status{};
     if (fstat(file_.fd(), &status) != 0) {
         fail(path);
     }
     Aside page(segment_header_nbytes);
     SegmentHeader& header = *reinterpret_cast<SegmentHeader*>(page.data());
     const auto found = static_cast<std::uint64_t>(status.st_size);
-    const bool read_back = found >= segment_header_nbytes &&
-                           pread(file_.fd(), page.data(), segment_header_nbytes, 0) == static_cast<ssize_t>(segment_header_nbytes);
+    const bool read_back = found >= segment_header_nbytes && pread(file_.fd(), page.data(), segment_header_nbytes, 0) ==
+                                                                 static_cast<ssize_t>(segment_header_nbytes);
     if (found > 0 && (!read_back || std::memcmp(header.magic, segment_magic, sizeof segment_magic) != 0)) {
         throw std::runtime_error(path + " is not empty and not a file of a node; it was not touched, choose another path");
     }
@@ -127,9 +127,7 @@ void Shelf::finish() {
     file_ = File();  // and with it the lock
 }
 
-std::uint64_t Shelf::used() const noexcept {
-    return capacity_ - static_cast<std::uint64_t>(space_.free_units()) * shelf_block;
-}
+std::uint64_t Shelf::used() const noexcept { return capacity_ - static_cast<std::uint64_t>(space_.free_units()) * shelf_block; }
 
 std::optional<std::uint32_t> Shelf::alloc(std::uint32_t blocks) {
     const std::int64_t first = space_.alloc(blocks);
@@ -204,9 +202,11 @@ bool Shelf::copy(const Job& job, Aside& step) const {
         const bool read = whole(step.data(), nbytes, [&](std::byte* memory, std::size_t rest, std::uint64_t done) {
             return pread(job.from, memory, rest, static_cast<off_t>(job.offset + moved + done));
         });
-        const bool written = read && whole(step.data(), padded, [&](std::byte* memory, std::size_t rest, std::uint64_t done) {
-            return pwrite(file_.fd(), memory, rest, static_cast<off_t>(segment_header_nbytes + job.first * shelf_block + moved + done));
-        });
+        const bool written =
+            read && whole(step.data(), padded, [&](std::byte* memory, std::size_t rest, std::uint64_t done) {
+                return pwrite(file_.fd(), memory, rest,
+                              static_cast<off_t>(segment_header_nbytes + job.first * shelf_block + moved + done));
+            });
         if (!written) {
             return false;
         }

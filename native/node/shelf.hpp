@@ -94,7 +94,7 @@ private:
     std::uint64_t capacity_;
     FreeSpace space_;
     std::uint64_t jobs_ = 0;
-    std::mutex mutex_;           // guards what follows
+    std::mutex mutex_;  // guards what follows
     std::condition_variable ready_;
     std::deque<Job> reads_;
     std::deque<Job> writes_;

@@ -21,7 +21,7 @@ constexpr std::size_t direct_nbytes = 256 * 1024;
 constexpr std::size_t turn_nbytes = 1024 * 1024;
 // Bytes that one connection may copy from a publish area in a turn. Less, as the client is told after each turn what is free.
 constexpr std::size_t area_turn_nbytes = 256 * 1024;
-constexpr std::uint64_t turn_keys = 512;  // keys looked up in a turn; all lookups that have been received are answered
+constexpr std::uint64_t turn_keys = 512;      // keys looked up in a turn; all lookups that have been received are answered
 constexpr std::size_t largest_backlog = 128;  // replies; a peer that takes none is not read from
 constexpr std::size_t replies_at_once = 16;
 
@@ -291,8 +291,8 @@ void Server::flush(Peer& peer) {
         if (count == 0) {  // waits for the file
             return;
         }
-        const ssize_t done = file.fd() >= 0 ? peer.socket.send_with_file(parts.data(), count, file.fd())
-                                            : peer.socket.send(parts.data(), count);
+        const ssize_t done =
+            file.fd() >= 0 ? peer.socket.send_with_file(parts.data(), count, file.fd()) : peer.socket.send(parts.data(), count);
         if (done < 0) {
             if (errno != EAGAIN && errno != EINTR) {
                 close_peer(peer);

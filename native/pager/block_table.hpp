@@ -34,7 +34,7 @@ struct Block {
     std::int32_t heap_slot = -1;  // where the eviction order keeps it; -1 while it may not be evicted
     std::int16_t tier = -1;       // tier of the copy below; -1 without one
     std::int8_t cls = 0;
-    std::uint8_t uses = 0;        // accesses as rows of a table since it came into the arena, as far as they are counted
+    std::uint8_t uses = 0;  // accesses as rows of a table since it came into the arena, as far as they are counted
     State state : 3 = State::free;
     bool dirty : 1 = false;
     bool sourced : 1 = false;     // parts of its clean copy lie in sources

@@ -66,7 +66,9 @@ void Driver::add(const Transfer& transfer) {
                       .direction = fetch ? Direction::read : Direction::write,
                       .pieces = {pieces_.data() + first, transfer.pieces.size()},
                       .after = transfer.after,
-                      .priority = !fetch ? write_back_priority : transfer.demand ? demand_priority : prefetch_priority,
+                      .priority = !fetch            ? write_back_priority
+                                  : transfer.demand ? demand_priority
+                                                    : prefetch_priority,
                       .keepalive = keep_ == nullptr ? nullptr : owner});
 }
 

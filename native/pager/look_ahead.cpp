@@ -11,10 +11,10 @@ namespace {
 constexpr int strides_ahead = 8;
 // Divisor of the bytes fetched along a stride to charge for their room: off the tape the true cost is not known.
 constexpr double stride_rent = 4;
-constexpr std::int64_t batch = 16;  // the end of the known future is looked at when so many accesses have been added to it
-constexpr std::int64_t age = 256;   // accesses after which the largest one is taken to be a quarter smaller
-constexpr std::int64_t notable = 8;   // one operation is much larger than others if it is by this fraction of the arena
-constexpr std::int64_t worth = 4;   // a window must promise this many times what one operation pins: so much room it takes
+constexpr std::int64_t batch = 16;   // the end of the known future is looked at when so many accesses have been added to it
+constexpr std::int64_t age = 256;    // accesses after which the largest one is taken to be a quarter smaller
+constexpr std::int64_t notable = 8;  // one operation is much larger than others if it is by this fraction of the arena
+constexpr std::int64_t worth = 4;    // a window must promise this many times what one operation pins: so much room it takes
 
 }  // namespace
 
@@ -315,8 +315,7 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
     if (residency_.ahead_bytes + nbytes > window_ || !residency_.gate.covers(residency_.ahead_bytes + nbytes)) {
         return false;
     }
-    const std::tuple situation{position, residency_.arena.version(), residency_.evictable.victim(),
-                               residency_.ahead_bytes};
+    const std::tuple situation{position, residency_.arena.version(), residency_.evictable.victim(), residency_.ahead_bytes};
     if (in_vain_ == situation) {
         return false;
     }

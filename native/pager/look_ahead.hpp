@@ -86,8 +86,8 @@ private:
     std::int64_t anchor_ = never;
     std::int64_t anchored_ = 0;
     std::int64_t surveyed_ = 0;  // where on the tape that was last looked at
-    std::int64_t window_ = 0;   // bytes that may lie ready
-    bool blocked_ = false;      // the cursor could not go on
+    std::int64_t window_ = 0;    // bytes that may lie ready
+    bool blocked_ = false;       // the cursor could not go on
     // The situation in which there was no room: the position, and the state of the arena then.
     std::optional<std::tuple<std::int64_t, std::uint64_t, BlockId, std::int64_t>> in_vain_;
 };

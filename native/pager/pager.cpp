@@ -35,8 +35,8 @@ Pager::Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, 
       look_ahead_(tape_, residency_, prefetch),
       late_(late) {
     if (history < 1 || classes < 1) {
-        fail_value("Pager: at least one access to remember and one class of blocks are needed, got " +
-                   std::to_string(history) + " and " + std::to_string(classes));
+        fail_value("Pager: at least one access to remember and one class of blocks are needed, got " + std::to_string(history) +
+                   " and " + std::to_string(classes));
     }
 }
 
@@ -417,9 +417,8 @@ std::uint64_t Pager::results_until_ready(const Access& access) const {
     if (!access.under_way) {
         return 1;
     }
-    const auto coming = std::ranges::count_if(access.blocks, [&](BlockId block) {
-        return residency_.blocks[block].state == State::fetching;
-    });
+    const auto coming =
+        std::ranges::count_if(access.blocks, [&](BlockId block) { return residency_.blocks[block].state == State::fetching; });
     return static_cast<std::uint64_t>(std::max<std::ptrdiff_t>(1, coming));
 }
 
@@ -454,8 +453,7 @@ bool Pager::resize(std::int64_t capacity) {
             if (residency_.at_rest(block) && !residency_.try_evict(block)) {
                 // Tiers that refused the block are tried again at the next attempt.
                 Failure failure = residency_.unstick();
-                throw Refused{failure ? Refusal{std::move(failure)}
-                                      : Refusal{NoRoom{block, residency_.blocks[block].size}}};
+                throw Refused{failure ? Refusal{std::move(failure)} : Refusal{NoRoom{block, residency_.blocks[block].size}}};
             }
         }
         resizing_ = !residency_.arena.resize(capacity);

@@ -178,8 +178,8 @@ void Residency::fill(BlockId block, Mode mode, std::optional<std::int64_t> use) 
     }
 }
 
-TransferId Residency::start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after,
-                            bool demand, std::int64_t last_use) {
+TransferId Residency::start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after, bool demand,
+                            std::int64_t last_use) {
     auto transfer = std::make_shared<const Transfer>(
         Transfer{++number_, kind, block, demand, std::move(pieces), std::move(after), last_use});
     transfers.emplace_hint(transfers.end(), number_, transfer);

@@ -34,11 +34,11 @@
 namespace farpool::pager {
 
 struct Counters {
-    std::int64_t accesses = 0;  // runs accessed
-    std::int64_t hits = 0;      // runs found whole and in place
+    std::int64_t accesses = 0;      // runs accessed
+    std::int64_t hits = 0;          // runs found whole and in place
     std::int64_t row_accesses = 0;  // accesses to blocks of tables whose rows are picked by data
     std::int64_t row_hits = 0;
-    std::int64_t late = 0;      // runs whose transfer was under way when they were accessed
+    std::int64_t late = 0;  // runs whose transfer was under way when they were accessed
     std::int64_t demand_fetches = 0;
     std::int64_t prefetches = 0;
     std::int64_t prefetches_used = 0;
@@ -120,8 +120,8 @@ public:
     FarthestUse evictable;
     PrefetchGate gate;
     RowPolicy rows;
-    LinkRate rate;        // of fetches
-    BusyTimes writing;    // when blocks were written back
+    LinkRate rate;      // of fetches
+    BusyTimes writing;  // when blocks were written back
     Counters counters;
     std::vector<Command> commands;
     std::vector<TransferId> raised;  // transfers that somebody waits for by now
@@ -171,8 +171,8 @@ private:
     std::vector<std::pair<BlockId, Failure>> stuck_;  // with the error of the tier that did not take it
     TransferId number_ = 0;
     bool late_;
-    BusyTimes computing_;             // when the program computed
-    std::deque<Fetched> unjudged_;    // fetches of which it is not known yet whether the program computed meanwhile
+    BusyTimes computing_;           // when the program computed
+    std::deque<Fetched> unjudged_;  // fetches of which it is not known yet whether the program computed meanwhile
     // The latest search for a gap that failed: version of the map, bytes, and bytes to move at most.
     std::optional<std::tuple<std::uint64_t, std::int64_t, std::int64_t>> in_vain_;
 };

@@ -43,8 +43,8 @@ Run united(const Run& left, const Run& right) {
 }
 
 Runs join_many(std::span<const Use> uses, bool rows) {
-    std::vector<Run> runs;            // each once, in the order of their first use
-    std::vector<Placed> origins;      // of each use: its first block, and where it begins in it
+    std::vector<Run> runs;        // each once, in the order of their first use
+    std::vector<Placed> origins;  // of each use: its first block, and where it begins in it
     for (const Use& use : uses) {
         if (use.empty()) {
             origins.push_back({-1, 0});

@@ -8,7 +8,9 @@ namespace {
 
 constexpr std::uint8_t most_uses = 3;
 
-std::uint64_t share(std::uint64_t capacity, double of) { return static_cast<std::uint64_t>(static_cast<double>(capacity) * of); }
+std::uint64_t share(std::uint64_t capacity, double of) {
+    return static_cast<std::uint64_t>(static_cast<double>(capacity) * of);
+}
 
 }  // namespace
 
@@ -19,9 +21,7 @@ S3Fifo::S3Fifo(std::uint64_t capacity, Marks marks)
       uses_for_main_(marks.outside() ? 1 : 2),
       marks_(std::move(marks)) {}
 
-void S3Fifo::on_touch(Slot slot, std::int64_t) {
-    marks_.set(slot, std::min<std::uint8_t>(marks_.get(slot) + 1, most_uses));
-}
+void S3Fifo::on_touch(Slot slot, std::int64_t) { marks_.set(slot, std::min<std::uint8_t>(marks_.get(slot) + 1, most_uses)); }
 
 // True if the object that comes in is a ghost, which it then ceases to be, so that it does not push itself out of the ghosts.
 bool S3Fifo::returns(std::uint64_t key) {

@@ -56,7 +56,9 @@ std::optional<Number> number(std::string_view field) {
     return error == std::errc() && end == field.data() + field.size() ? std::optional(value) : std::nullopt;
 }
 
-[[noreturn]] void fail_line(std::size_t line, const std::string& what) { fail_value("line " + std::to_string(line) + ": " + what); }
+[[noreturn]] void fail_line(std::size_t line, const std::string& what) {
+    fail_value("line " + std::to_string(line) + ": " + what);
+}
 
 struct Columns {
     std::size_t count = 3;
@@ -68,7 +70,8 @@ std::size_t find_column(const std::vector<std::string_view>& names, std::initial
     std::size_t found = absent;
     for (std::size_t at = 0; at < names.size(); ++at) {
         std::string name(names[at]);
-        std::ranges::transform(name, name.begin(), [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
+        std::ranges::transform(name, name.begin(),
+                               [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
         if (std::ranges::find(known, name) != known.end()) {
             if (found != absent) {
                 fail_line(1, "the header names " + std::string(*known.begin()) + " twice");

@@ -6,7 +6,9 @@ namespace {
 
 constexpr std::uint64_t sample = 32;
 
-std::uint64_t share(std::uint64_t capacity, double of) { return static_cast<std::uint64_t>(static_cast<double>(capacity) * of); }
+std::uint64_t share(std::uint64_t capacity, double of) {
+    return static_cast<std::uint64_t>(static_cast<double>(capacity) * of);
+}
 
 }  // namespace
 
@@ -84,8 +86,7 @@ Slot WTinyLfu::on_victim(const Item&, const Held& held) {
         }
         const Object& object = objects_[candidate];
         const bool room = main_nbytes() + object.size <= main_capacity;
-        const bool better =
-            victim != no_slot && frequency_.estimate(object.key) > frequency_.estimate(objects_[victim].key);
+        const bool better = victim != no_slot && frequency_.estimate(object.key) > frequency_.estimate(objects_[victim].key);
         frequency_.add(object.key);
         if (!room && !better) {
             return candidate;

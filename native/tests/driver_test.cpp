@@ -62,9 +62,10 @@ struct World {
         : arena(static_cast<std::size_t>(capacity)),
           port(1 << 20, one_in, copies),
           queue(std::make_shared<QueueCore>()),
-          driver(std::make_unique<Pager>(capacity, std::vector<std::shared_ptr<Space>>{std::make_shared<SimulatedSpace>(1 << 20)},
-                                         1, 64, 1 << 12, true, false),
-                 queue, reinterpret_cast<std::uintptr_t>(arena.data())) {
+          driver(
+              std::make_unique<Pager>(capacity, std::vector<std::shared_ptr<Space>>{std::make_shared<SimulatedSpace>(1 << 20)},
+                                      1, 64, 1 << 12, true, false),
+              queue, reinterpret_cast<std::uintptr_t>(arena.data())) {
         driver.add_port(&port);
     }
     ~World() { queue->close(patience); }

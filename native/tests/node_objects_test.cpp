@@ -116,8 +116,11 @@ TEST("programs of random puts, in slices or not, keep accounts and stay within w
                         static_cast<void>(objects.extend(arriving.rbegin()->second.first.offset));
                     }
                     break;
-                case 3: static_cast<void>(objects.remove(key)); break;
-                default: static_cast<void>(put(objects, key, nbytes));
+                case 3:
+                    static_cast<void>(objects.remove(key));
+                    break;
+                default:
+                    static_cast<void>(put(objects, key, nbytes));
             }
             CHECK_EQUAL(budget.used, objects.used());
             CHECK(budget.used <= budget.limit);

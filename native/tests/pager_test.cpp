@@ -159,7 +159,8 @@ TEST("bookkeeping of a tier that fails loses neither a place in the line nor a b
     }
     const BlockId other = world.create(1024);
     world.space->full_then_broken = true;  // the first victim is spared, the next one fails
-    const std::vector<Run> runs{{blocks[0], 1, Mode::read, -1}, {blocks[1], 1, Mode::read, -1}, {other, 1, Mode::overwrite, -1}};
+    const std::vector<Run> runs{
+        {blocks[0], 1, Mode::read, -1}, {blocks[1], 1, Mode::read, -1}, {other, 1, Mode::overwrite, -1}};
     for (int attempt = 0; attempt < 2; ++attempt) {
         CHECK_THROWS(std::runtime_error, world.pager.request(runs, world.now));
         CHECK(world.pager.waiting().empty());
@@ -231,9 +232,8 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
                 world.open.erase(ready);
                 if (!transfer->pieces.empty() && random() % 20 == 0) {
                     pager.failed(transfer->id, told_to);
-                    std::erase_if(world.open, [&](const auto& entry) {
-                        return !pager.residency().transfers.contains(entry.first);
-                    });
+                    std::erase_if(world.open,
+                                  [&](const auto& entry) { return !pager.residency().transfers.contains(entry.first); });
                 } else {
                     pager.completed(transfer->id, world.now, world.now + 1e-7);
                 }

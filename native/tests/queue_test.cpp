@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <iterator>
 #include <chrono>
+#include <iterator>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -177,7 +177,7 @@ TEST("closing waits for a copy that another thread makes") {
     world.submit(1, 0, true);
     std::thread waiter([&] { world.queue->wait_past({0, 0}, 1, patience); });
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    world.port.holding = never;  // the queue's thread ends
+    world.port.holding = never;        // the queue's thread ends
     CHECK(!world.queue->close(0.05));  // the copy may use its memory still
     world.port.holding_too = never;
     CHECK(world.queue->close(patience));

@@ -5,8 +5,8 @@
 #include "testing.hpp"
 
 using farpool::pager::BlockId;
-using farpool::pager::RowPolicy;
 using farpool::pager::moment;
+using farpool::pager::RowPolicy;
 
 namespace {
 

@@ -56,20 +56,20 @@ inline int run() {
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
-#define TEST(name)                                                                   \
-    static void JOIN(case_, __LINE__)();                                             \
+#define TEST(name)                                                                          \
+    static void JOIN(case_, __LINE__)();                                                    \
     static const farpool::testing::Case JOIN(made_, __LINE__){name, JOIN(case_, __LINE__)}; \
     static void JOIN(case_, __LINE__)()
 #define CHECK(condition) \
     if (!(condition)) farpool::testing::fail(#condition, __FILE__, __LINE__)
 #define CHECK_EQUAL(left, right) farpool::testing::check_equal(left, right, #left " == " #right, __FILE__, __LINE__)
-#define CHECK_THROWS(type, expression)                                              \
-    do {                                                                            \
-        bool thrown = false;                                                        \
-        try {                                                                       \
-            (void)(expression);                                                     \
-        } catch (const type&) {                                                     \
-            thrown = true;                                                          \
-        }                                                                           \
+#define CHECK_THROWS(type, expression)                                                            \
+    do {                                                                                          \
+        bool thrown = false;                                                                      \
+        try {                                                                                     \
+            (void)(expression);                                                                   \
+        } catch (const type&) {                                                                   \
+            thrown = true;                                                                        \
+        }                                                                                         \
         if (!thrown) farpool::testing::fail(#expression " throws no " #type, __FILE__, __LINE__); \
     } while (false)

@@ -21,9 +21,9 @@ namespace farpool {
 
 namespace {
 
-constexpr std::size_t chunk_nbytes = std::size_t{256} << 10;  // checksummed while it is in the cache
+constexpr std::size_t chunk_nbytes = std::size_t{256} << 10;   // checksummed while it is in the cache
 constexpr std::size_t by_area_nbytes = std::size_t{64} << 10;  // payloads that are larger go through a publish area
-constexpr std::size_t tail_nbytes = std::size_t{64} << 10;    // goes out together with the checksum that follows it
+constexpr std::size_t tail_nbytes = std::size_t{64} << 10;     // goes out together with the checksum that follows it
 
 std::string hex(std::uint32_t value) {
     char text[11];
@@ -42,7 +42,11 @@ void require_meta(const std::string& node, std::size_t nbytes) {
 }
 
 Connection::Connection(Stream stream, std::string node, const Settings& settings)
-    : stream_(std::move(stream)), node_(std::move(node)), settings_(settings), wants_area_(settings.area), look_ahead_(buffer_.size()) {
+    : stream_(std::move(stream)),
+      node_(std::move(node)),
+      settings_(settings),
+      wants_area_(settings.area),
+      look_ahead_(buffer_.size()) {
     bound_loopback_sending(stream_.fd());
 }
 
@@ -69,9 +73,7 @@ void Connection::fail(ErrorKind kind, const std::string& message, int code) {
 }
 
 void Connection::fail_stream(const char* what, int code) {
-    const ErrorKind kind = code == EPROTO   ? ErrorKind::protocol
-                           : code == EACCES ? ErrorKind::denied
-                                            : ErrorKind::node;
+    const ErrorKind kind = code == EPROTO ? ErrorKind::protocol : code == EACCES ? ErrorKind::denied : ErrorKind::node;
     fail(kind, std::string(what) + " failed: " + stream_.trouble(code), code);
 }
 
@@ -121,7 +123,8 @@ void Connection::hang_up() noexcept {
 
 void Connection::await_end(double deadline) {
     for (;;) {
-        const ssize_t got = recv(stream_.fd(), buffer_.data(), buffer_.size(), MSG_DONTWAIT);  // of TLS, too: only its end counts
+        const ssize_t got =
+            recv(stream_.fd(), buffer_.data(), buffer_.size(), MSG_DONTWAIT);  // of TLS, too: only its end counts
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             wait(POLLIN, deadline, "the node did not end a connection that had failed");
         } else if (got == 0 || (got < 0 && errno != EINTR)) {
@@ -136,9 +139,7 @@ bool Connection::stale() const noexcept {
     return broken_ || got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK) || end_ > begin_ || stream_.has_input();
 }
 
-bool Connection::reply_waits() const noexcept {
-    return !unanswered_.empty() && (end_ > begin_ || stream_.has_input());
-}
+bool Connection::reply_waits() const noexcept { return !unanswered_.empty() && (end_ > begin_ || stream_.has_input()); }
 
 short Connection::receives_on() const noexcept { return stream_.receiving_sends() ? POLLOUT : POLLIN; }
 

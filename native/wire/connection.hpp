@@ -55,9 +55,9 @@ struct Outgoing {
     std::size_t sent = 0;  // bytes sent of the whole request
     FrameHeader asking{};  // sent before the request: asks for a publish area
     bool asks = false;
-    bool by_area = false;      // the payload goes through the publish area:
-    std::string frames{};      // bytes to send next
-    std::size_t copied = 0;    // bytes of the payload
+    bool by_area = false;    // the payload goes through the publish area:
+    std::string frames{};    // bytes to send next
+    std::size_t copied = 0;  // bytes of the payload
 };
 
 // A client's connection to a node, for one thread at a time. Deadlines are in monotonic_seconds(). A failure leaves the
@@ -67,9 +67,9 @@ public:
     struct Settings {
         std::uint32_t tenant = 0;
         std::uint8_t credential = 0;
-        double spin = 0;                  // seconds of asking the socket over and over before a wait blocks
-        void (*interrupted)() = nullptr;  // called when a signal ended a wait; what it throws ends the exchange
-        bool area = false;  // payloads that are put go through a publish area, once the node has given one
+        double spin = 0;                       // seconds of asking the socket over and over before a wait blocks
+        void (*interrupted)() = nullptr;       // called when a signal ended a wait; what it throws ends the exchange
+        bool area = false;                     // payloads that are put go through a publish area, once the node has given one
         std::shared_ptr<TenantEpoch> epoch{};  // told to the node with each request, learned from each reply; null for neither
     };
 

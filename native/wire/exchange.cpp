@@ -16,7 +16,7 @@ namespace {
 
 // Sent to one node before the next has its turn: as much as a socket of loopback takes at once.
 constexpr std::size_t turn_nbytes = std::size_t{512} << 10;
-constexpr std::size_t shared_nbytes = 4096;                  // smaller checksums are not worth to be remembered
+constexpr std::size_t shared_nbytes = 4096;  // smaller checksums are not worth to be remembered
 
 // By the payload: whoever sends the same bytes to two nodes gives the same pieces twice.
 using Sums = std::map<const iovec*, PayloadSum>;
@@ -161,17 +161,15 @@ std::uint64_t moved(const std::vector<Lane>& lanes) {
 
 void exchange(std::span<Ask> asks, const Place& place, double deadline) {
     std::vector<Lane> lanes;
-    bool large = false;
     for (std::size_t number = 0; number < asks.size(); ++number) {
         Connection* const connection = asks[number].connection;
         const auto lane = std::find_if(lanes.begin(), lanes.end(), [&](Lane& one) { return &one.connection() == connection; });
         (lane == lanes.end() ? lanes.emplace_back(*connection) : *lane).add(number);
-        large = large || asks[number].request.nbytes >= PayloadSum::worth_it;
     }
     Sums sums;
-    // Nodes on this host that all copy and verify need the cores more than another thread of this program's, or a busy look.
+    // Several nodes of this host, which copy and verify, need the cores more than another thread that sums up: then this one
+    // does that while the sockets are full.
     const bool alone = lanes.size() == 1;
-    const bool spins = alone || !large;
     double spin_until = 0;
     std::uint64_t before = 0;
     try {
@@ -195,6 +193,9 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
                 attempt = 1;
                 continue;  // a turn may have ended before the socket was full
             }
+            if (std::ranges::any_of(sums, [](auto& entry) { return entry.second.go_on(); })) {
+                continue;
+            }
             if (now >= deadline) {
                 for (Lane& lane : lanes) {
                     if (lane.open()) {
@@ -204,7 +205,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
                 return;
             }
             // A socket that is full is one whose node has more to do than this side: it gets the processor.
-            if (spins && now < spin_until && !sending) {
+            if (now < spin_until && !sending) {
                 relax(attempt);
             } else {
                 await(lanes, deadline);

@@ -12,7 +12,9 @@ namespace farpool {
 class LookedUp {
 public:
     // Bytes of an answer for `count` keys.
-    static constexpr std::uint64_t nbytes(std::uint64_t count) noexcept { return sizes_at(count) + count * sizeof(std::uint64_t); }
+    static constexpr std::uint64_t nbytes(std::uint64_t count) noexcept {
+        return sizes_at(count) + count * sizeof(std::uint64_t);
+    }
 
     explicit LookedUp(std::uint32_t count) : meta(nbytes(count), '\0'), sizes_at_(sizes_at(count)) {
         std::memcpy(meta.data(), &count, sizeof count);

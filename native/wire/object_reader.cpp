@@ -212,8 +212,9 @@ std::optional<ObjectReader::Found> ObjectReader::probe(std::string_view key, boo
         if (visit && visited.load(std::memory_order_relaxed) == 0) {  // else the line would travel between cores for nothing
             visited.store(1, std::memory_order_relaxed);
         }
-        return Found{&slot, serial, extent + payload_at(key_nbytes), seen.header.nbytes, seen.header.payload_crc,
-                     seen.header.copies, shelved};
+        return Found{
+            &slot,  serial, extent + payload_at(key_nbytes), seen.header.nbytes, seen.header.payload_crc, seen.header.copies,
+            shelved};
     }
     return std::nullopt;
 }

@@ -81,7 +81,7 @@ private:
     std::uint64_t visited_mask_;
     int lifeline_ = -1;
     std::shared_ptr<TenantEpoch> epoch_;
-    mutable std::atomic<int> expected_copies_{-1};   // less than 0: any number
+    mutable std::atomic<int> expected_copies_{-1};    // less than 0: any number
     mutable std::atomic<std::int64_t> looked_at_{0};  // when the lifeline was last looked at, ms; the largest once it was dead
 };
 

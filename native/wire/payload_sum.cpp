@@ -121,6 +121,16 @@ std::uint32_t PayloadSum::finish() noexcept {
     return crc_;
 }
 
+bool PayloadSum::go_on() noexcept {
+    const std::size_t step = std::min(step_nbytes, nbytes_ - done_);
+    if (summer_ != nullptr || data_ == nullptr || step == 0) {
+        return false;
+    }
+    crc_ = crc32c(data_ + done_, step, crc_);
+    done_ += step;
+    return true;
+}
+
 // The other thread does not look at the payload any more.
 void PayloadSum::part() noexcept {
     if (summer_ == nullptr || summer_->take_back(this)) {

@@ -23,6 +23,8 @@ public:
     PayloadSum(const PayloadSum&) = delete;
     PayloadSum& operator=(const PayloadSum&) = delete;
 
+    // Sums up a little of a payload that no other thread has; false if there is nothing to do.
+    bool go_on() noexcept;
     // Computes what the other thread has not got to.
     std::uint32_t finish() noexcept;
 

@@ -19,7 +19,7 @@ constexpr std::uint64_t step_nbytes = std::uint64_t{128} << 10;
 }  // namespace
 
 bool PublishArea::open(int file) noexcept {
-    struct stat status {};
+    struct stat status{};
     if (file < 0) {
         return false;
     }

@@ -20,7 +20,9 @@ public:
 
     // Position at which the next payload begins, and bytes that a payload of `nbytes` takes: each begins at a unit.
     std::uint64_t begin() const noexcept { return filled_; }
-    static std::uint64_t taken_by(std::uint64_t nbytes) noexcept { return (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes; }
+    static std::uint64_t taken_by(std::uint64_t nbytes) noexcept {
+        return (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
+    }
     // Copies the next part of a payload, from byte `done` on, and continues its checksum. Returns an empty part where there is
     // no room.
     AreaPart fill(Parts payload, std::size_t done, std::size_t nbytes, std::uint32_t& crc) noexcept;

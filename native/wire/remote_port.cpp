@@ -122,9 +122,7 @@ RemotePort::RemotePort(std::string name, std::vector<RemoteEnd> ends, std::uint6
 
 RemotePort::~RemotePort() = default;
 
-unsigned RemotePort::concurrency() const noexcept {
-    return wired_nodes() > 0 ? 4 : 1;
-}
+unsigned RemotePort::concurrency() const noexcept { return wired_nodes() > 0 ? 4 : 1; }
 
 std::size_t RemotePort::wired_nodes() const noexcept {
     return static_cast<std::size_t>(
@@ -136,8 +134,8 @@ double RemotePort::deadline() const noexcept { return monotonic_seconds() + time
 std::vector<RemotePort::Piece> RemotePort::cut(std::uint64_t offset, std::byte* memory, std::size_t nbytes) const {
     const std::uint64_t capacity = nodes_.front()->end.nbytes * nodes_.size();
     if (offset > capacity || nbytes > capacity - offset) {
-        fail_value(name_ + ": offset " + std::to_string(offset) + " and " + std::to_string(nbytes) +
-                   " bytes lie outside of " + std::to_string(capacity) + " bytes");
+        fail_value(name_ + ": offset " + std::to_string(offset) + " and " + std::to_string(nbytes) + " bytes lie outside of " +
+                   std::to_string(capacity) + " bytes");
     }
     std::vector<Piece> pieces;
     pieces.reserve(nbytes / stripe_ + 2);
@@ -263,8 +261,8 @@ void RemotePort::receive(Op op, const Piece& piece, Connection& connection) cons
     if (op == Op::read) {
         if (head.nbytes != piece.nbytes) {
             connection.give_up();
-            fail_node(ErrorKind::protocol, connection.node(), "the node sent " + std::to_string(head.nbytes) +
-                                                                  " bytes, expected " + std::to_string(piece.nbytes));
+            fail_node(ErrorKind::protocol, connection.node(),
+                      "the node sent " + std::to_string(head.nbytes) + " bytes, expected " + std::to_string(piece.nbytes));
         }
         connection.receive_payload(piece.memory, until);
     }
@@ -283,8 +281,8 @@ void RemotePort::refuse(const ReplyHead& head, const Piece& piece) const {
         case Status::checksum:
             fail_checksum(node, "a piece of " + std::to_string(piece.nbytes) + " bytes was damaged on its way" + text);
         default:
-            fail_node(ErrorKind::node, node, "the transfer for " + name_ + " was refused with status " +
-                                                 std::to_string(head.status) + text);
+            fail_node(ErrorKind::node, node,
+                      "the transfer for " + name_ + " was refused with status " + std::to_string(head.status) + text);
     }
 }
 

@@ -20,7 +20,7 @@ struct RemoteEnd {
     std::string node;
     std::uint64_t lease;
     std::uint64_t nbytes;
-    std::byte* memory;          // the lease's file, header included; null: its bytes go over connections
+    std::byte* memory;             // the lease's file, header included; null: its bytes go over connections
     std::function<Stream()> dial;  // a new authenticated stream; may throw PortFailure
     Connection::Settings settings;
 };

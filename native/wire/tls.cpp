@@ -110,9 +110,8 @@ const BIO_METHOD* quiet_socket() {
 
 bool is_about_our_certificate(int reason) {
     constexpr std::array<int, 8> reasons{
-        SSL_R_TLSV13_ALERT_CERTIFICATE_REQUIRED,  SSL_R_TLSV1_ALERT_UNKNOWN_CA,
-        SSL_R_SSLV3_ALERT_BAD_CERTIFICATE,        SSL_R_SSLV3_ALERT_CERTIFICATE_EXPIRED,
-        SSL_R_SSLV3_ALERT_CERTIFICATE_REVOKED,    SSL_R_SSLV3_ALERT_CERTIFICATE_UNKNOWN,
+        SSL_R_TLSV13_ALERT_CERTIFICATE_REQUIRED,   SSL_R_TLSV1_ALERT_UNKNOWN_CA,          SSL_R_SSLV3_ALERT_BAD_CERTIFICATE,
+        SSL_R_SSLV3_ALERT_CERTIFICATE_EXPIRED,     SSL_R_SSLV3_ALERT_CERTIFICATE_REVOKED, SSL_R_SSLV3_ALERT_CERTIFICATE_UNKNOWN,
         SSL_R_SSLV3_ALERT_UNSUPPORTED_CERTIFICATE, SSL_R_TLSV1_ALERT_ACCESS_DENIED,
     };
     return std::find(reasons.begin(), reasons.end(), reason) != reasons.end();
@@ -332,7 +331,8 @@ ssize_t TlsSession::fail(int result) {
     }
     if (reason == SSL_R_CERTIFICATE_VERIFY_FAILED) {
         meaning = EACCES;
-        trouble_ = std::string("its certificate is not accepted: ") + X509_verify_cert_error_string(SSL_get_verify_result(ssl_));
+        trouble_ =
+            std::string("its certificate is not accepted: ") + X509_verify_cert_error_string(SSL_get_verify_result(ssl_));
     } else if (reason == SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE) {
         meaning = EACCES;
         trouble_ = "it shows no certificate";

@@ -9,8 +9,9 @@ namespace farpool {
 bool tls_available() noexcept { return false; }
 
 TlsContext::TlsContext(const std::string&, const std::string&, const std::string&) {
-    fail_value("this farpool was built without TLS, as OpenSSL was not there; on Debian or Ubuntu: sudo apt-get install "
-               "libssl-dev, then build farpool again");
+    fail_value(
+        "this farpool was built without TLS, as OpenSSL was not there; on Debian or Ubuntu: sudo apt-get install "
+        "libssl-dev, then build farpool again");
 }
 
 TlsContext::~TlsContext() = default;
