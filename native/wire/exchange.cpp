@@ -14,11 +14,11 @@ namespace farpool {
 
 namespace {
 
-// Sent to one node before the next has its turn: as much as a socket of loopback takes at once.
+// Bytes sent to one node before the next has its turn: as many as a socket of loopback takes at once.
 constexpr std::size_t turn_nbytes = std::size_t{512} << 10;
-constexpr std::size_t shared_nbytes = 4096;  // smaller checksums are not worth to be remembered
+constexpr std::size_t shared_nbytes = 4096;  // least size of a payload whose checksum is remembered
 
-// By the payload: whoever sends the same bytes to two nodes gives the same pieces twice.
+// Checksums by payload: whoever sends the same bytes to two nodes gives the same pieces twice.
 using Sums = std::map<const iovec*, PayloadSum>;
 
 // One connection and its share of the requests.
@@ -28,7 +28,7 @@ public:
 
     void add(std::size_t ask) { asks_.push_back(ask); }
     bool open() const noexcept { return received_ < asks_.size(); }
-    // Whether the socket has to take something.
+    // True if there is something to send that the socket can take.
     bool sending() const noexcept { return outgoing_.has_value() && !connection_.awaits_room(); }
     Connection& connection() const noexcept { return connection_; }
 
@@ -44,7 +44,7 @@ public:
         }
     }
 
-    // There is nothing more to come from this connection.
+    // Ends the connection; its requests without an answer fail with `error`.
     void fail(std::span<Ask> asks, const PortError& error) {
         connection_.give_up();
         outgoing_.reset();
@@ -85,7 +85,7 @@ private:
         }
     }
 
-    // Whether something more of the replies was here.
+    // Receives one reply; false if it is not here yet.
     bool receive(std::span<Ask> asks, const Place& place) {
         const std::size_t number = asks_[received_];
         Ask& ask = asks[number];

@@ -31,7 +31,7 @@ bool has_second_core() noexcept {
 // nothing of the process, so it may be asleep when the process ends; for that it must never be destroyed.
 class Summer {
 public:
-    // Null where there is none. A forked child starts one of its own.
+    // The process's thread, null if there is none yet. A forked child starts one of its own.
     static Summer* of_this_process() noexcept {
         Summer* known = current_.load(std::memory_order_acquire);
         if (known != nullptr && known->owner_ == getpid()) {
@@ -59,7 +59,7 @@ public:
         return true;
     }
 
-    // Whether it was not taken, and is not any more.
+    // Withdraws an offer; true if the thread had not taken it.
     bool take_back(PayloadSum* sum) noexcept { return offered_.compare_exchange_strong(sum, nullptr); }
 
 private:
@@ -122,16 +122,16 @@ std::uint32_t PayloadSum::finish() noexcept {
 }
 
 bool PayloadSum::go_on() noexcept {
-    const std::size_t step = std::min(step_nbytes, nbytes_ - done_);
-    if (summer_ != nullptr || data_ == nullptr || step == 0) {
+    if (summer_ != nullptr || data_ == nullptr || done_ == nbytes_) {
         return false;
     }
+    const std::size_t step = std::min(step_nbytes, nbytes_ - done_);
     crc_ = crc32c(data_ + done_, step, crc_);
     done_ += step;
     return true;
 }
 
-// The other thread does not look at the payload any more.
+// Waits until the other thread no longer looks at the payload.
 void PayloadSum::part() noexcept {
     if (summer_ == nullptr || summer_->take_back(this)) {
         summer_ = nullptr;

@@ -17,7 +17,7 @@ public:
     // Below this, waking a thread costs about as much as it saves.
     static constexpr std::size_t worth_it = std::size_t{256} << 10;
 
-    // Of pieces that follow each other. Several pieces, and what is not to be `helped`, are summed up by the caller alone.
+    // `parts` follow each other. Several pieces, and a payload that is not to be `helped`, are summed up by the caller alone.
     PayloadSum(Parts parts, std::size_t nbytes, bool helped = true) noexcept;
     ~PayloadSum();
     PayloadSum(const PayloadSum&) = delete;
@@ -34,11 +34,11 @@ private:
     void part() noexcept;
 
     const Parts parts_;
-    const std::byte* const data_;  // if it is in one piece
+    const std::byte* const data_;  // the payload if it is in one piece, else null
     const std::size_t nbytes_;
-    std::size_t done_ = 0;  // this and the next: the other thread's from when it takes the payload until it has left
+    std::size_t done_ = 0;  // like crc_, written by the other thread from when it takes the payload until it has left
     std::uint32_t crc_ = 0;
-    Summer* summer_ = nullptr;  // that may have it
+    Summer* summer_ = nullptr;  // the thread that may have taken the payload
     std::atomic<bool> enough_ = false;
     std::atomic<bool> left_ = false;
 };
