@@ -91,6 +91,12 @@ def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
         load_keys("/dev/null")
 
 
+def test_a_file_of_more_than_a_mebibyte_is_refused(tmp_path: Path) -> None:
+    path = private(tmp_path / "keys.toml", "#" * ((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="has more than 1048576 bytes"):
+        load_keys(path)
+
+
 def test_a_key_is_a_name_a_colon_and_a_secret() -> None:
     assert AccessKey.parse(f"trainer:{SECRET}:more") == AccessKey("trainer", f"{SECRET}:more".encode())
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -15,8 +13,9 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import typer
 
-from farpool.cli.progress import progress_bars
-from farpool.cli.store import Node, Replicas, Timeout, _is_special, _store, app
+from farpool.cli.files import as_shown, open_source, read_parts, write_whole
+from farpool.cli.progress import Told, progress_bars
+from farpool.cli.store import Node, Replicas, Timeout, app, open_store
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
 from farpool.store.names import NameInfo, Names
@@ -57,27 +56,15 @@ def publish(
     timeout: Timeout = 30.0,
 ) -> None:
     """Publish a file as the next version of a name, in parts, so that a large one is never in memory as a whole."""
-    with _store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
-        with progress_bars() as progress:
-            try:
-                with open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-") as source:
-                    info = names.publish(name, _parts(source, file, progress), expect=expect)
-            except OSError as error:
-                if error.filename != file:
-                    raise
-                raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
+    with open_store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
+        with progress_bars() as progress, open_source(file) as source:
+            info = names.publish(name, _parts(source, file, progress), expect=expect)
         _tell([info], json)
 
 
-def _parts(source: BinaryIO, file: str, progress: Any) -> Iterator[bytes]:
+def _parts(source: BinaryIO, file: str, progress: Told) -> Iterator[bytes]:
     total, done = os.fstat(source.fileno()).st_size, 0
-    while True:
-        try:
-            part = source.read(_PART)
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
-        if not part:
-            return
+    for part in read_parts(source, file, _PART):
         done += len(part)
         yield part
         progress("publish", done >> 20, max(total, done) >> 20)
@@ -99,7 +86,7 @@ def open_name(
 ) -> None:
     """Write a name's value to a file or to stdout; tensors are listed. A file is there whole or not at all."""
     with (
-        _store(node, replicas, timeout) as store,
+        open_store(node, replicas, timeout) as store,
         _names(store, registry, timeout) as names,
         names.open(name, version) as opened,
     ):
@@ -110,38 +97,13 @@ def open_name(
                 )
             for entry in opened.tensors():
                 typer.echo(
-                    f"{format_size(entry.nbytes):>10}  {entry.dtype:<8}  {list(entry.shape)}  {_text(entry.name)}"
+                    f"{format_size(entry.nbytes):>10}  {entry.dtype:<8}  {list(entry.shape)}  {as_shown(entry.name)}"
                 )
         elif output is None:
             sys.stdout.buffer.writelines(opened.parts())
             sys.stdout.buffer.flush()
         else:
-            _save(output, opened.parts())
-
-
-def _save(path: Path, parts: Iterable[bytes]) -> None:
-    try:
-        if _is_special(path):
-            with open(path, "wb") as file:
-                file.writelines(parts)
-            return
-        path = Path(os.path.realpath(path))  # a link stays one
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(descriptor, "wb") as file:
-                umask = os.umask(0)
-                os.umask(umask)
-                os.fchmod(descriptor, 0o666 & ~umask)
-                file.writelines(parts)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-    except OSError as error:
-        if error.errno is None:  # of a node or of the registry
-            raise
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", setting="output") from error
+            write_whole(output, opened.parts())
 
 
 @app.command("names")
@@ -178,7 +140,7 @@ def unpublish(
     timeout: Timeout = 30.0,
 ) -> None:
     """Unpublish a name; programs that have its last version open keep it."""
-    with _store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
+    with open_store(node, replicas, timeout) as store, _names(store, registry, timeout, hold=hold) as names:
         _tell([names.unpublish(name, expect=expect)], json)
 
 
@@ -213,7 +175,7 @@ def watch(
 @app.command()
 def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
     """Release the objects of old versions that nobody holds. Each publish does so, too."""
-    with _store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
+    with open_store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
         swept = names.sweep()
         typer.echo("another program is doing so" if swept is None else f"{swept} objects let go")
 
@@ -231,10 +193,7 @@ def _tell(versions: list[NameInfo], json: bool) -> None:
             state = f"{format_size(info.nbytes):>10}" if info.published else "unpublished"
             when = datetime.fromtimestamp(info.time).astimezone().isoformat(timespec="seconds")
             kind = "  tensors" if info.tensors else ""
-            typer.echo(f"{_text(info.name)}  version {info.version}  {state}  {when}  by {_text(info.writer)}{kind}")
+            typer.echo(
+                f"{as_shown(info.name)}  version {info.version}  {state}  {when}  by {as_shown(info.writer)}{kind}"
+            )
     sys.stdout.flush()
-
-
-def _text(text: str) -> str:
-    """Escape control characters, so that a terminal shows the text and does not obey it."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

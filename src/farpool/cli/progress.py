@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["progress_bars"]
+__all__ = ["Told", "progress_bars"]
+
+Told = Callable[[str, int, int], None]
+"""Callable that takes the name of a step, how much of it is done, and the total."""
 
 
 @contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars() -> Iterator[Told]:
     """Show a bar for each step that the callable is told of (name, done, total); none if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from stat import S_ISREG
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import msgspec
 import typer
 
-from farpool.cli.progress import progress_bars
+from farpool.cli.files import as_shown, open_source, read_parts, write_whole
+from farpool.cli.progress import Told, progress_bars
 from farpool.errors import ConfigError
 from farpool.sizes import format_size, parse_rate
 from farpool.store import ObjectInfo, Store
 from farpool.store.arguments import ttl_of
 
-__all__ = ["app"]
+__all__ = ["Node", "Replicas", "Timeout", "app", "open_store"]
 
 _CHUNK = 8 << 20
-_Progress = Callable[[str, int, int], None]
 
 app = typer.Typer(
     help="Put, get and look at objects on nodes. A key is written once: its first value stays until it is dropped.",
@@ -44,7 +41,8 @@ Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a call
 Key = Annotated[str, typer.Argument(metavar="KEY", help="1 to 256 bytes of text.", show_default=False)]
 
 
-def _store(node: list[str] | None, replicas: int, timeout: float) -> Store:
+def open_store(node: list[str] | None, replicas: int, timeout: float) -> Store:
+    """Open the store on the nodes of the options, or on those in FARPOOL_NODES."""
     nodes = node or os.environ.get("FARPOOL_NODES", "").replace(",", " ").split()
     if not nodes:
         raise ConfigError("no node is named; expected --node tcp://HOST:PORT, or FARPOOL_NODES", setting="node")
@@ -55,7 +53,7 @@ def _missing(key: str) -> typer.Exit:
     from rich.console import Console
     from rich.markup import escape
 
-    shown = escape(_shown(os.fsencode(key)))
+    shown = escape(as_shown(os.fsencode(key)))
     Console(stderr=True, soft_wrap=True).print(f"[yellow]missing:[/] {shown}", highlight=False)
     return typer.Exit(1)
 
@@ -77,11 +75,11 @@ def put(
 ) -> None:
     """Store a file under a key. A value that the key has already stays; stderr says "stored" or "present"."""
     ttl_of(ttl)  # what is wrong with it is told before anything is read
-    with progress_bars() as progress, _opened(file) as source, _store(node, replicas, timeout) as store:
+    with progress_bars() as progress, open_source(file) as source, open_store(node, replicas, timeout) as store:
         largest = store.largest()
         total = os.fstat(source.fileno()).st_size
         value = bytearray()
-        while chunk := _read(source, file):
+        for chunk in read_parts(source, file, _CHUNK):
             value += chunk
             if len(value) > largest:
                 raise ConfigError(
@@ -93,21 +91,7 @@ def put(
         progress("put", 0, 1)
         outcome = store.put(os.fsencode(key), value, ttl=ttl, check=check)
         progress("put", 1, 1)
-    typer.echo(f"{outcome}: {_shown(os.fsencode(key))}", err=True)
-
-
-def _opened(file: str) -> BinaryIO:
-    try:
-        return open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
-
-
-def _read(source: BinaryIO, file: str) -> bytes:
-    try:
-        return source.read(_CHUNK)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}", setting="file") from error
+    typer.echo(f"{outcome}: {as_shown(os.fsencode(key))}", err=True)
 
 
 @app.command()
@@ -121,7 +105,7 @@ def get(
     timeout: Timeout = 10.0,
 ) -> None:
     """Write an object to a file or to stdout; exit code 1 if there is none. A file is written whole or not at all."""
-    with _store(node, replicas, timeout) as store, progress_bars() as progress:
+    with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         progress("get", 0, 1)
         value = store.get(os.fsencode(key))
         progress("get", 1, 1)
@@ -131,43 +115,12 @@ def get(
             sys.stdout.buffer.write(value)
             sys.stdout.buffer.flush()
             return
-        try:
-            _write(output, value, progress)
-        except OSError as error:
-            raise ConfigError(f"{output} cannot be written: {error.strerror}", setting="output") from error
+        write_whole(output, _written(value, progress))
 
 
-def _write(path: Path, value: bytes, progress: _Progress) -> None:
-    if _is_special(path):
-        with open(path, "wb") as file:
-            _fill(file, value, progress)
-        return
-    path = Path(os.path.realpath(path))  # a link stays one
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "wb") as file:
-            umask = os.umask(0)
-            os.umask(umask)
-            os.fchmod(descriptor, 0o666 & ~umask)
-            _fill(file, value, progress)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _is_special(path: Path) -> bool:
-    """Return True if the path is that of a device, a FIFO or a folder, which no file may replace."""
-    try:
-        return not S_ISREG(os.stat(path).st_mode)
-    except FileNotFoundError:
-        return False
-
-
-def _fill(file: BinaryIO, value: bytes, progress: _Progress) -> None:
+def _written(value: bytes, progress: Told) -> Iterator[memoryview]:
     for offset in range(0, len(value), _CHUNK):
-        file.write(memoryview(value)[offset : offset + _CHUNK])
+        yield memoryview(value)[offset : offset + _CHUNK]
         progress("write", min(offset + _CHUNK, len(value)) >> 20, len(value) >> 20)
 
 
@@ -180,13 +133,13 @@ def ls(
     timeout: Timeout = 10.0,
 ) -> None:
     """List objects: size, key and how long they still live; in no order."""
-    with _store(node, replicas, timeout) as store:
+    with open_store(node, replicas, timeout) as store:
         for info in store.objects(os.fsencode(prefix)):
             if json:
                 typer.echo(_encoded(info))
             else:
                 ttl = "" if info.ttl is None else f"  for {_span(info.ttl)}"
-                typer.echo(f"{format_size(info.nbytes):>10}  {_shown(info.key)}{ttl}")
+                typer.echo(f"{format_size(info.nbytes):>10}  {as_shown(info.key)}{ttl}")
 
 
 @app.command()
@@ -202,7 +155,7 @@ def stat(
     from rich.markup import escape
     from rich.table import Table
 
-    with _store(node, replicas, timeout) as store:
+    with open_store(node, replicas, timeout) as store:
         if key is None:
             statuses = store.nodes()
             if json:
@@ -226,7 +179,7 @@ def stat(
             return
         expires = "never" if info.ttl is None else f"in {_span(info.ttl)}"
         typer.echo(
-            f"key         {_shown(info.key)}\nbytes       {info.nbytes} ({format_size(info.nbytes)})\n"
+            f"key         {as_shown(info.key)}\nbytes       {info.nbytes} ({format_size(info.nbytes)})\n"
             f"copies      {info.copies}\nexpires     {expires}\npins        {info.pins}\n"
             f"kept        {'yes' if info.kept else 'no'}"
         )
@@ -235,7 +188,7 @@ def stat(
 @app.command()
 def rm(key: Key, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0) -> None:
     """Drop an object, so that its key is free again; exit code 1 if there was none."""
-    with _store(node, replicas, timeout) as store:
+    with open_store(node, replicas, timeout) as store:
         if not store.drop(os.fsencode(key)):
             raise _missing(key)
 
@@ -252,7 +205,7 @@ def repair(
 ) -> None:
     """Make copies again that were lost with their nodes, fewest copies first; exit code 1 if some could not be made."""
     rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
-    with _store(node, replicas, timeout) as store, progress_bars() as progress:
+    with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         repaired = store.repair(bandwidth=rate, progress=lambda done, whole: progress("repair", done, whole))
     if json:
         typer.echo(msgspec.json.encode(repaired).decode())
@@ -278,7 +231,7 @@ def rotate_tenant(
     learns of the rotation from the first program with the right "publish" that has met it and a node that was reached,
     for example "farpool store ls". Names whose objects are gone say so when they are opened.
     """
-    with _store(node, 1, timeout) as store:
+    with open_store(node, 1, timeout) as store:
         rotation = store.rotate_tenant()
     if json:
         typer.echo(msgspec.json.encode(rotation).decode())
@@ -307,12 +260,6 @@ def _encoded(info: ObjectInfo) -> str:
         "kept": info.kept,
     }
     return msgspec.json.encode(fields).decode()
-
-
-def _shown(key: bytes) -> str:
-    """Decode a key and escape control characters, so that a terminal does not obey them."""
-    text = key.decode(errors="backslashreplace")
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _span(seconds: float) -> str:

@@ -42,10 +42,9 @@ def read_file(path: str | os.PathLike[str], what: str, *, private: bool = False)
                     f"it; expected 0600: chmod 600 {name}",
                     setting=what,
                 )
-            if state.st_size > _LARGEST:
-                raise ConfigError(
-                    f"{what}: {name} has {state.st_size} bytes, expected at most {_LARGEST}", setting=what
-                )
-            return file.read(_LARGEST)
+            content = file.read(_LARGEST + 1)
+            if len(content) > _LARGEST:
+                raise ConfigError(f"{what}: {name} has more than {_LARGEST} bytes", setting=what)
+            return content
     except OSError as error:
         raise ConfigError(f"{what}: {name} cannot be read: {error.strerror}", setting=what) from error

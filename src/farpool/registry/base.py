@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from farpool.errors import ConfigError
+from farpool.errors import ConfigError, RegistryLeaseError
 
 __all__ = [
     "LARGEST_OPERATIONS",
@@ -37,6 +37,7 @@ __all__ = [
     "checked_transaction",
     "checked_ttl",
     "deadline_of",
+    "no_lease",
 ]
 
 LONGEST_KEY = 1024
@@ -367,3 +368,10 @@ def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Op
                 f"the value of {operation.key!r} has {len(operation.value)} bytes, expected at most {LARGEST_VALUE}",
                 setting="value",
             )
+
+
+def no_lease(address: str, lease: int) -> RegistryLeaseError:
+    """Make the error of a lease that is not there."""
+    return RegistryLeaseError(
+        f"the registry {address} has no lease {lease}: it has ended; grant a new one", registry=address, lease=lease
+    )

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError, RegistryLeaseError
+from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError
 from farpool.registry.base import (
     Changes,
     Commit,
@@ -32,6 +32,7 @@ from farpool.registry.base import (
     checked_transaction,
     checked_ttl,
     deadline_of,
+    no_lease,
 )
 from farpool.registry.gateway import FIRST_PATIENCE, Gateway, RefusedError, Stream
 from farpool.registry.messages import (
@@ -101,7 +102,7 @@ class EtcdRegistry(Registry):
 
     def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
         request = RangeRequest(self._prefix + checked_key(key))
-        reply = self._call("/v3/kv/range", request, RangeReply, deadline_of(timeout, self._timeout))[0]
+        reply = self._gateway.call("/v3/kv/range", request, RangeReply, deadline_of(timeout, self._timeout))[0]
         self._saw(reply.header.revision)
         return self._entry(reply.kvs[0]) if reply.kvs else None
 
@@ -110,7 +111,7 @@ class EtcdRegistry(Registry):
         ranges = [_range_of(self._prefix + checked_key(prefix, "prefix", fewest=0)) for prefix in prefixes]
         while True:
             reads = tuple(RequestOp(request_range=RangeRequest(*one, limit=_PAGE)) for one in ranges)
-            reply = self._call("/v3/kv/txn", TxnRequest(success=reads), TxnReply, deadline)[0]
+            reply = self._gateway.call("/v3/kv/txn", TxnRequest(success=reads), TxnReply, deadline)[0]
             revision = reply.header.revision
             self._saw(revision)
             entries: list[Entry] = []
@@ -120,7 +121,7 @@ class EtcdRegistry(Registry):
                     entries += map(self._entry, page.kvs)
                     while page.more:
                         following = RangeRequest(page.kvs[-1].key + b"\0", end, limit=_PAGE, revision=revision)
-                        page = self._call("/v3/kv/range", following, RangeReply, deadline)[0]
+                        page = self._gateway.call("/v3/kv/range", following, RangeReply, deadline)[0]
                         entries += map(self._entry, page.kvs)
             except RefusedError as refusal:
                 if refusal.code != _OUT_OF_RANGE:
@@ -139,11 +140,11 @@ class EtcdRegistry(Registry):
         )
         lease = next((one.lease for one in operations if isinstance(one, Put) and one.lease), 0)
         try:
-            reply, uncertain = self._call("/v3/kv/txn", request, TxnReply, deadline)
+            reply, uncertain = self._gateway.call("/v3/kv/txn", request, TxnReply, deadline)
         except RefusedError as refusal:
             if refusal.code != _NOT_FOUND:
                 raise
-            raise self._lease_error(lease) from refusal
+            raise no_lease(self.address, lease) from refusal
         self._saw(reply.header.revision)
         if reply.succeeded or not uncertain:
             return Commit(reply.succeeded, reply.header.revision)
@@ -161,7 +162,7 @@ class EtcdRegistry(Registry):
             while at > before:
                 request = RangeRequest(self._prefix + operation.key.encode(), revision=at)
                 try:
-                    reply = self._call("/v3/kv/range", request, RangeReply, deadline)[0]
+                    reply = self._gateway.call("/v3/kv/range", request, RangeReply, deadline)[0]
                 except RefusedError:
                     break  # compacted
                 if not reply.kvs:
@@ -184,7 +185,7 @@ class EtcdRegistry(Registry):
 
     def compact(self, revision: int, *, timeout: float | None = None) -> None:
         try:
-            self._call("/v3/kv/compaction", Compact(revision), Empty, deadline_of(timeout, self._timeout))
+            self._gateway.call("/v3/kv/compaction", Compact(revision), Empty, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
             if "has been compacted" not in str(refusal):
                 raise
@@ -195,7 +196,7 @@ class EtcdRegistry(Registry):
         number = secrets.randbelow(2**62) + 1
         request = LeaseRequest(number, math.ceil(checked_ttl(ttl)))
         try:
-            self._call("/v3/lease/grant", request, LeaseReply, deadline_of(timeout, self._timeout))
+            self._gateway.call("/v3/lease/grant", request, LeaseReply, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
             if refusal.code != _FAILED_PRECONDITION:  # an earlier try was done
                 raise
@@ -203,30 +204,27 @@ class EtcdRegistry(Registry):
 
     def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
         deadline = deadline_of(timeout, self._timeout)
-        reply = self._call("/v3/lease/keepalive", LeaseRequest(lease), LeaseAliveReply, deadline)[0]
+        reply = self._gateway.call("/v3/lease/keepalive", LeaseRequest(lease), LeaseAliveReply, deadline)[0]
         if reply.result.TTL <= 0:
-            raise self._lease_error(lease)
+            raise no_lease(self.address, lease)
         return float(reply.result.TTL)
 
     def remaining(self, lease: int, *, timeout: float | None = None) -> float:
         deadline = deadline_of(timeout, self._timeout)
-        reply = self._call("/v3/lease/timetolive", LeaseRequest(lease), LeaseReply, deadline)[0]
+        reply = self._gateway.call("/v3/lease/timetolive", LeaseRequest(lease), LeaseReply, deadline)[0]
         if reply.TTL < 0:
-            raise self._lease_error(lease)
+            raise no_lease(self.address, lease)
         return float(reply.TTL)
 
     def revoke(self, lease: int, *, timeout: float | None = None) -> None:
         try:
-            self._call("/v3/lease/revoke", LeaseRequest(lease), Empty, deadline_of(timeout, self._timeout))
+            self._gateway.call("/v3/lease/revoke", LeaseRequest(lease), Empty, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
             if refusal.code != _NOT_FOUND:
                 raise
 
     def close(self) -> None:
         self._gateway.close()
-
-    def _call(self, path: str, request: msgspec.Struct, reply: type[_Reply], deadline: float) -> tuple[_Reply, bool]:
-        return self._gateway.call(path, request, reply, deadline)
 
     def _saw(self, revision: int) -> None:
         self._seen = max(self._seen, revision)
@@ -246,13 +244,6 @@ class EtcdRegistry(Registry):
         if isinstance(operation, Delete):
             return RequestOp(request_delete_range=DeleteRequest(key))
         return RequestOp(request_put=PutRequest(key, mark + operation.value, operation.lease))
-
-    def _lease_error(self, lease: int) -> RegistryLeaseError:
-        return RegistryLeaseError(
-            f"the registry {self.address} has no lease {lease}: it has ended; grant a new one",
-            registry=self.address,
-            lease=lease,
-        )
 
 
 class _EtcdWatch(Watch):
@@ -309,7 +300,7 @@ class _EtcdWatch(Watch):
             if limit <= 0:
                 break
             try:
-                stream = self._gateway.stream("/v3/watch", request, limit, endpoint, until)
+                stream = self._gateway.stream("/v3/watch", request, limit, endpoint)
             except ConnectionError:
                 continue
             try:

@@ -114,12 +114,12 @@ class Gateway:
         """
         body, began, uncertain, rounds = msgspec.json.encode(request), time.monotonic(), False, 0
         while True:
-            for endpoint in self._ordered():
+            for endpoint in self.endpoints():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self._away(began, uncertain)
+                    raise self.away(began, uncertain)
                 try:
-                    content = self._ask(endpoint, path, body, min(left, FIRST_PATIENCE * 2**rounds), deadline)
+                    content = self._ask(endpoint, path, body, min(left, FIRST_PATIENCE * 2**rounds))
                     answer = msgspec.json.decode(content, type=reply, strict=False)
                 except _FailedError as failure:
                     uncertain |= failure.sent
@@ -136,13 +136,13 @@ class Gateway:
     def ask_one(self, endpoint: Endpoint, path: str, request: msgspec.Struct, limit: float) -> bool:
         """Return True if this very endpoint answers within `limit` seconds."""
         try:
-            self._ask(endpoint, path, msgspec.json.encode(request), limit, time.monotonic() + limit)
+            self._ask(endpoint, path, msgspec.json.encode(request), limit)
         except _FailedError as failure:
             self.failed(endpoint, str(failure))
             return False
         return True
 
-    def stream(self, path: str, request: msgspec.Struct, limit: float, endpoint: Endpoint, deadline: float) -> Stream:
+    def stream(self, path: str, request: msgspec.Struct, limit: float, endpoint: Endpoint) -> Stream:
         """Begin a request whose reply has no end, at one endpoint.
 
         Raises
@@ -151,7 +151,7 @@ class Gateway:
             This endpoint could not be reached; try another.
         """
         try:
-            headers = self._headers(endpoint, limit, deadline)
+            headers = self._headers(endpoint, limit)
             connection = self._connected(endpoint, limit)
             try:
                 return Stream(connection, endpoint, path, msgspec.json.encode(request), headers, limit)
@@ -164,10 +164,6 @@ class Gateway:
             why = str(error) or type(error).__name__
             self.failed(endpoint, why)
             raise ConnectionError(why) from error
-
-    def endpoints(self) -> list[Endpoint]:
-        """All endpoints, those first that have not failed."""
-        return self._ordered()
 
     def failed(self, endpoint: Endpoint, why: str) -> None:
         """Note that an endpoint has failed: others are asked before it."""
@@ -187,10 +183,6 @@ class Gateway:
         """Wait a little after a round in which all endpoints failed."""
         time.sleep(max(0.0, min(_PAUSE * 2 ** min(rounds, 8), _LONGEST_PAUSE, deadline - time.monotonic())))
 
-    def away(self, began: float) -> RegistryAwayError:
-        """Make the error that says which endpoints failed, and since when."""
-        return self._away(began, uncertain=False)
-
     def forget_token(self) -> None:
         """Drop the token, so that the next request authenticates anew."""
         self._token = ""
@@ -205,7 +197,8 @@ class Gateway:
         for connection in idle:
             connection.close()
 
-    def _ordered(self) -> list[Endpoint]:
+    def endpoints(self) -> list[Endpoint]:
+        """All endpoints, those first that have not failed."""
         with self._lock:
             if self._closed:
                 raise RegistryError(f"the registry {self.address} was closed; make a new one", registry=self.address)
@@ -216,7 +209,8 @@ class Gateway:
             # Sorting is stable: first those that are well, in their order, then the others, the last to fail first.
             return sorted(self._endpoints, key=lambda one: (one.since is not None, -(one.since or 0.0)))
 
-    def _away(self, began: float, uncertain: bool) -> RegistryAwayError:
+    def away(self, began: float, uncertain: bool = False) -> RegistryAwayError:
+        """Make the error that says which endpoints failed, and since when."""
         now, clock = time.monotonic(), time.time()
         failing = {one.name: (one.why, now - one.since) for one in self._endpoints if one.since is not None}
         told = "; ".join(
@@ -232,10 +226,10 @@ class Gateway:
             uncertain=uncertain,
         )
 
-    def _ask(self, endpoint: Endpoint, path: str, body: bytes, limit: float, deadline: float) -> bytes:
+    def _ask(self, endpoint: Endpoint, path: str, body: bytes, limit: float) -> bytes:
         """Send one request to one endpoint; return the body of its reply."""
         for fresh_token in (False, True):
-            headers = self._headers(endpoint, limit, deadline)
+            headers = self._headers(endpoint, limit)
             status, content = self._exchange(endpoint, path, body, headers, limit)
             if status == 200:
                 return content
@@ -256,7 +250,7 @@ class Gateway:
             raise RefusedError(f"the registry {self.address} refused: {refusal.text}", refusal.code, self.address)
         raise AssertionError
 
-    def _headers(self, endpoint: Endpoint, limit: float, deadline: float) -> dict[str, str]:
+    def _headers(self, endpoint: Endpoint, limit: float) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
         if self._user:
             if not self._token:

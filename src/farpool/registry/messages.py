@@ -208,7 +208,6 @@ class WatchEvent(_Reply, frozen=True):
 class WatchResult(_Reply, frozen=True):
     """Changes that a watch reports, or its state: created, cancelled or compacted."""
 
-    created: bool = False
     canceled: bool = False
     compact_revision: int = 0
     cancel_reason: str = ""
@@ -218,7 +217,6 @@ class WatchResult(_Reply, frozen=True):
 class StreamError(_Reply, frozen=True):
     """Error that ends a stream."""
 
-    grpc_code: int = 0
     message: str = ""
 
 

@@ -23,7 +23,6 @@ from farpool.errors import (
     RegistryCompactedError,
     RegistryDeniedError,
     RegistryError,
-    RegistryLeaseError,
 )
 from farpool.registry.base import (
     Changes,
@@ -39,6 +38,7 @@ from farpool.registry.base import (
     checked_transaction,
     checked_ttl,
     deadline_of,
+    no_lease,
 )
 
 __all__ = ["POLL_SECONDS", "SqliteRegistry"]
@@ -105,7 +105,7 @@ class SqliteRegistry(Registry):
                 f"{self._path} cannot be opened: {error.strerror}; expected a file for the registry",
                 registry=self.address,
             ) from error
-        with self._errors("opened", deadline):
+        with self._errors("opened"):
             connection = self._borrow(deadline)
             try:
                 self._prepare(connection, deadline)
@@ -185,7 +185,7 @@ class SqliteRegistry(Registry):
         connection.close()
 
     @contextlib.contextmanager
-    def _errors(self, done: str, deadline: float) -> Iterator[None]:
+    def _errors(self, done: str) -> Iterator[None]:
         began = time.monotonic()
         try:
             yield
@@ -205,7 +205,7 @@ class SqliteRegistry(Registry):
     @contextlib.contextmanager
     def _reading(self, timeout: float | None) -> Iterator[sqlite3.Connection]:
         deadline = deadline_of(timeout, self._timeout)
-        with self._errors("read", deadline):
+        with self._errors("read"):
             connection = self._borrow(deadline)
             try:
                 connection.execute("BEGIN")
@@ -217,7 +217,7 @@ class SqliteRegistry(Registry):
     @contextlib.contextmanager
     def _writing(self, timeout: float | None) -> Iterator[sqlite3.Connection]:
         deadline = deadline_of(timeout, self._timeout)
-        with self._errors("written", deadline):
+        with self._errors("written"):
             connection = self._borrow(deadline)
             try:
                 _begin_writing(connection, deadline)
@@ -268,7 +268,7 @@ class SqliteRegistry(Registry):
                         changes.append((key, None, 0))
                     continue
                 if operation.lease and not _lease(connection, operation.lease):
-                    raise self._lease_error(operation.lease)
+                    raise no_lease(self.address, operation.lease)
                 changes.append((key, bytes(operation.value), operation.lease))
             return Commit(True, _apply(connection, changes) if changes else _revision(connection))
 
@@ -298,7 +298,7 @@ class SqliteRegistry(Registry):
         with self._writing(timeout) as connection:
             row = _lease(connection, lease)
             if row is None:
-                raise self._lease_error(lease)
+                raise no_lease(self.address, lease)
             connection.execute("UPDATE lease SET ends = ? WHERE number = ?", (_now() + row[0], lease))
         return row[0] / 1000
 
@@ -306,19 +306,12 @@ class SqliteRegistry(Registry):
         with self._reading(timeout) as connection:
             row, boot, now = _lease(connection, lease), *_alive(connection)
             if row is None or row[1] <= now or not boot:
-                raise self._lease_error(lease)
+                raise no_lease(self.address, lease)
         return (row[1] - now) / 1000
 
     def revoke(self, lease: int, *, timeout: float | None = None) -> None:
         with self._writing(timeout) as connection:
             _end_leases(connection, [lease])
-
-    def _lease_error(self, lease: int) -> RegistryLeaseError:
-        return RegistryLeaseError(
-            f"the registry {self.address} has no lease {lease}: it has ended; grant a new one",
-            registry=self.address,
-            lease=lease,
-        )
 
     def close(self) -> None:
         with self._lock:
@@ -354,7 +347,7 @@ class _SqliteWatch(Watch):
         while True:
             if self._closed:
                 raise RegistryError(f"this watch of {registry.address} was closed", registry=registry.address)
-            with registry._errors("watched", deadline):
+            with registry._errors("watched"):
                 counter = self._counter(deadline)
                 if counter != self._seen:
                     changes = self._look(max(0.0, deadline - time.monotonic()))
