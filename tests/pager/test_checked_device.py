@@ -181,6 +181,20 @@ def test_staging_memory_that_is_given_away_too_early_is_found(rigs: list[Rig]) -
     assert f"uses host memory at {rig.staging.address:#x} before the copy to arena range" in rig.findings()
 
 
+def test_host_memory_in_which_another_transfer_is_still_at_its_tier_is_found(rigs: list[Rig]) -> None:
+    rigs.append(rig := Rig())
+    host = rig.staging.address
+    rig.device.tier_leg(1, host, 512)
+    rig.device.tier_leg(2, host + 512, 512)
+    rig.device.tier_leg_ended(1)
+    rig.device.tier_leg(3, host, 512)
+    assert not rig.findings()
+    rig.device.tier_leg(4, host + 256, 512)
+    assert [str(finding) for finding in rig.device.findings] == [
+        f"transfer 4 uses host memory in which transfer {number} is still at its tier" for number in (2, 3)
+    ]
+
+
 def test_a_failed_copy_leaves_the_staging_memory_to_the_other_copies_of_its_transfer(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig())
     rig.inner.failing_place = 0

@@ -298,6 +298,28 @@ def test_a_sweep_makes_missing_copies_again_and_keeps_what_is_kept(local: Nodes)
         assert store.stat("8").ttl <= 1000  # type: ignore[union-attr, operator]
 
 
+def test_a_sweep_by_a_coroutine_tells_how_far_it_is(local: Nodes) -> None:
+    nodes = local(2)
+
+    async def program() -> None:
+        store = AsyncStore.__new__(AsyncStore)
+        store._begin(store_over(nodes, 2))
+        async with store:
+            assert await store.put("parts", (b"a", b"b")) == "stored"
+            target = bytearray(1), bytearray(1)
+            assert await store.get_into("parts", target) == 2
+            assert target == (b"a", b"b")
+            assert await store.largest() == store._store.largest() > 0
+            nodes[0].replace()
+            eventually(lambda: all(status.stats is not None for status in store._store.nodes()))
+            told: list[tuple[int, int]] = []
+            repaired = await store.repair(progress=lambda done, whole: told.append((done, whole)))
+            assert repaired.mended == repaired.endangered == 1
+            assert told[-1] == (1, 1)
+
+    asyncio.run(program())
+
+
 def test_a_sweep_passes_over_nodes_that_are_away(local: Nodes) -> None:
     nodes = local(3)
     with store_over(nodes, 2) as store:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["in_turn", "mean_seconds", "median_ratio", "warm"]
+__all__ = ["in_turn", "mean_seconds", "median_ratio", "resident_bytes", "warm"]
 
 _PAGE = 4096
 
@@ -61,6 +62,12 @@ def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:
     for _ in range(repeats):
         work()
     return (time.perf_counter() - start) / repeats
+
+
+def resident_bytes(pid: int | None = None) -> int:
+    """Bytes of a process's resident set, shared memory included; of this process by default."""
+    with open(f"/proc/{'self' if pid is None else pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def warm(memory: memoryview) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from farpool._native import SimulatedProgram
-from farpool.bench.resize_run import resident_bytes
+from farpool.bench.measure import resident_bytes
 
 __all__ = ["PagerRun"]
 

@@ -7,9 +7,9 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from farpool._native import Connection
+from farpool.bench.measure import resident_bytes
 from farpool.bench.remote_works import counters
 from farpool.errors import FarpoolError
 from farpool.net.address import parse_address
@@ -95,7 +95,7 @@ def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Callable[[str
             tcp.put(_key(-1), bytes(_PAYLOAD))
             tcp.get(_key(-1))
             mapped.get(_key(-1))
-            before = _resident(node.pid)
+            before = resident_bytes(node.pid)
             points = []
             published = 0
             for step, objects in enumerate(sizes):
@@ -104,7 +104,7 @@ def grow(sizes: tuple[int, ...], rounds: int, gets: int, progress: Callable[[str
                 published = objects
                 _warm(mapped, objects)
                 points.append(_time(mapped, tcp, objects, rounds, gets))
-            grown = _resident(node.pid) - before
+            grown = resident_bytes(node.pid) - before
             counted = counters(tcp)["index_bytes"]
             progress("Many objects", len(sizes), len(sizes))
     key = len(_key(0))
@@ -178,8 +178,3 @@ def _gets(store: Store, numbers: list[int]) -> float:
     if found != [_payload(number) for number in numbers]:
         raise FarpoolError("farpool: an object was read with other bytes than were put")
     return taken / (len(keys) - half)
-
-
-def _resident(pid: int) -> int:
-    """Bytes of a process's resident set, shared memory included."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -6,7 +6,6 @@ twice the budget, block by block; what does not fit is in a file, which is no me
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from farpool.bench.measure import resident_bytes
 from farpool.pager import Mode
 from farpool.pager.storage import Storage
 from farpool.pager.use import Use
@@ -21,7 +21,7 @@ from farpool.pool.block_pool import BlockPool
 from farpool.pool.config import PoolConfig
 from farpool.tiers import Nvme
 
-__all__ = ["ResizeRun", "resident_bytes"]
+__all__ = ["ResizeRun"]
 
 _STEPS = 4
 """Number of steps before the change, and after it."""
@@ -48,12 +48,6 @@ class ResizeRun:
     smaller: int
     resident: tuple[int, ...]
     given_back: float
-
-
-def resident_bytes() -> int:
-    """Bytes of this process's resident set."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _step(pool: BlockPool, storages: list[Storage], mode: Mode) -> None:

@@ -118,9 +118,6 @@ class CheckedDevice:
     def _check(self, what: str, host: int, place: int, nbytes: int, fence: object) -> object:
         self._check_host(what, host, nbytes)
         with self._lock:
-            for number, (start, size) in self._at_tier.items():
-                if start < host + nbytes and host < start + size:
-                    self.found(f"{what} uses host memory in which transfer {number} is still at its tier")
             if not isinstance(fence, _Fence):
                 self.found(f"{what} waits for {fence!r}, which is no fence of this device")
                 return fence
@@ -137,6 +134,9 @@ class CheckedDevice:
             for copy in self._copies:
                 if copy.host < host + nbytes and host < copy.host + copy.nbytes:
                     self.found(f"{what} uses host memory at {host:#x} before {copy.what} has ended there")
+            for number, (start, size) in self._at_tier.items():
+                if start < host + nbytes and host < start + size:
+                    self.found(f"{what} uses host memory in which transfer {number} is still at its tier")
 
     def _note(self, copy: Copy, fence: object, host: int, nbytes: int, what: str) -> Copy:
         checked = _CheckedCopy(self, copy, fence, host, nbytes, what)

@@ -144,7 +144,6 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     reference = load_embedder()
     expected_question = reference.embed(question)
 
-    events: list[Event] = []
     with _lower(settings, dram, nvme, weight_bytes) as lower:
         with Pool(fast=budget, tiers=lower.tiers) as pool:
             offload(
@@ -163,7 +162,7 @@ def run(settings: Settings, progress: Progress) -> Outcome:
             after = pool.stats()
             embedded_question = embedder.embed(question)
             if settings.timeline:
-                _draw_stretch(settings.timeline, pool, embedder, batches, events, budget, weight_bytes, progress)
+                _draw_stretch(settings.timeline, pool, embedder, batches, budget, weight_bytes, progress)
             peak = pool.stats().fast.peak
             restore(embedder.module)
         start_up = _second_act(settings, lower.nodes[0], passages, reference, progress) if lower.nodes else None
@@ -326,7 +325,6 @@ def _draw_stretch(
     pool: Pool,
     embedder: Embedder,
     batches: Sequence[Batch],
-    events: list[Event],
     budget: int,
     weight_bytes: int,
     progress: Progress,
@@ -336,6 +334,7 @@ def _draw_stretch(
     again = range(max(0, middle - _DRAWN), min(len(batches), middle + _DRAWN))
     progress("Drawing the timeline", 0, len(again) + 1)
     marks = []
+    events: list[Event] = []
     end_subscription = pool.subscribe(events.append)
     for count, number in enumerate(again, 1):
         marks.append(Mark(time.monotonic(), f"batch {number + 1}"))

@@ -25,11 +25,12 @@ def main() -> None:
     if request.tuned:
         tune(module)
     loaded = time.monotonic()
+    tensors = all_tensors(module)
     with Store(request.node, registry=request.registry) as store:
         start = time.monotonic()
-        info = store.publish(request.name, all_tensors(module))
+        info = store.publish(request.name, tensors)
         seconds = time.monotonic() - start
-    published = Published(info.version, len(all_tensors(module)), info.nbytes, loaded - begin, seconds)
+    published = Published(info.version, len(tensors), info.nbytes, loaded - begin, seconds)
     sys.stdout.buffer.write(msgspec.json.encode(published))
 
 

@@ -33,9 +33,6 @@ class SecureSocket:
         The node's address, for errors.
     """
 
-    family = socket.AF_INET
-    """Address family of TCP: unlike over a UNIX socket, no file descriptors can be passed."""
-
     def __init__(self, connected: socket.socket, context: TlsContext, host: str, node: str) -> None:
         self._node = node
         self._timeout: float | None = connected.gettimeout()

@@ -17,7 +17,21 @@ if TYPE_CHECKING:
 
     from farpool.pool.events import Event
 
-__all__ = ["Mark", "check_drawable", "draw_timeline", "resident_bytes"]
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "GREY",
+    "INK",
+    "ORANGE",
+    "PURPLE",
+    "SKY",
+    "VERMILLION",
+    "YELLOW",
+    "Mark",
+    "check_drawable",
+    "draw_timeline",
+    "resident_bytes",
+]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, YELLOW = (

@@ -80,7 +80,7 @@ class AsyncStore:
         self._store._open()
         return await _end_of(self._threads.submit(call, *args, **kwargs))
 
-    async def put(self, key: Key, value: Buffer, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
+    async def put(self, key: Key, value: Value, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
         """Asynchronous `Store.put`."""
         return await self._call(self._store.put, key, value, ttl=ttl, check=check)
 
@@ -92,7 +92,7 @@ class AsyncStore:
         """Asynchronous `Store.get`."""
         return await self._call(self._store.get, key)
 
-    async def get_into(self, key: Key, buffer: Buffer) -> int | None:
+    async def get_into(self, key: Key, buffer: Value) -> int | None:
         """Asynchronous `Store.get_into`."""
         return await self._call(self._store.get_into, key, buffer)
 
@@ -162,7 +162,7 @@ class AsyncStore:
 
     async def put_many(
         self,
-        items: Mapping[Key, Buffer] | Iterable[tuple[Key, Buffer]],
+        items: Mapping[Key, Value] | Iterable[tuple[Key, Value]],
         *,
         ttl: float | None = None,
         check: bool = False,
@@ -174,7 +174,7 @@ class AsyncStore:
         """Asynchronous `Store.get_many`."""
         return await self._call(self._store.get_many, keys)
 
-    async def get_into_many(self, pairs: Iterable[tuple[Key, Buffer]]) -> list[int | None]:
+    async def get_into_many(self, pairs: Iterable[tuple[Key, Value]]) -> list[int | None]:
         """Asynchronous `Store.get_into_many`."""
         return await self._call(self._store.get_into_many, pairs)
 
@@ -234,13 +234,19 @@ class AsyncStore:
         """Asynchronous `Store.unpublish`."""
         return await self._call(self._store.unpublish, name, expect=expect)
 
+    async def largest(self) -> int:
+        """Asynchronous `Store.largest`."""
+        return await self._call(self._store.largest)
+
     async def nodes(self) -> list[NodeStatus]:
         """Asynchronous `Store.nodes`."""
         return await self._call(self._store.nodes)
 
-    async def repair(self, *, bandwidth: float | None = None) -> Repaired:
-        """Asynchronous `Store.repair`."""
-        return await self._call(self._store.repair, bandwidth=bandwidth)
+    async def repair(
+        self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> Repaired:
+        """Asynchronous `Store.repair`; `progress` is called in another thread than the event loop's."""
+        return await self._call(self._store.repair, bandwidth=bandwidth, progress=progress)
 
     async def rotate_tenant(self) -> Rotation:
         """Asynchronous `Store.rotate_tenant`."""

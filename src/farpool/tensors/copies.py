@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.pager import Mode
+from farpool.pager import ALIGNMENT, Mode
 from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.operands import Operands
@@ -23,16 +23,13 @@ from farpool.tensors.viewing import view_like
 
 __all__ = ["compute_on_copies", "private_copy"]
 
-_ALIGNMENT = 64
-"""Alignment in bytes of the start of a storage, in torch as in a pool."""
-
 
 def private_copy(tensor: PagedTensor) -> torch.Tensor:
     """A plain copy of a paged tensor with the same strides and alignment, which shares memory with nothing."""
     # A copy made in inference mode would be an inference tensor for whoever keeps it.
     with torch.inference_mode(False), torch.no_grad():
         start, stop = tensor.byte_range()
-        before = start % _ALIGNMENT // tensor.itemsize
+        before = start % ALIGNMENT // tensor.itemsize
         offset = int(tensor.storage_offset()) - before if start != stop else 0
         memory = tensor.like(((stop - start) // tensor.itemsize + before,), (1,), offset)
         copy = materialize(memory).as_strided(tensor.size(), tensor.stride(), before)

@@ -14,11 +14,10 @@ from farpool.errors import UnsupportedError
 from farpool.tensors import compilation, optimizers, savers
 from farpool.tensors.identity import reduce_for_process
 from farpool.tensors.paged_storage import PagedStorage
-from farpool.tensors.paged_tensor import PagedTensor, describe
+from farpool.tensors.paged_tensor import NATIVE_DATA, PagedTensor, describe
 
 __all__ = ["apply"]
 
-_native_data: Any = torch._C.TensorBase.data
 _native_set: Any = torch._C.TensorBase.set_
 
 
@@ -29,7 +28,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
             f"a plain tensor cannot view {describe(value)}, whose bytes move: use plain.copy_(paged), or "
             "plain.data = pool.materialize(paged)"
         )
-    _native_data.__set__(tensor, value)
+    NATIVE_DATA.__set__(tensor, value)
 
 
 def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -60,7 +59,7 @@ def _module_cpu(module: torch.nn.Module) -> torch.nn.Module:
 def apply() -> None:
     """Apply all changes to torch; a second call changes nothing."""
     if "data" not in vars(torch.Tensor):
-        torch.Tensor.data = property(_native_data.__get__, _set_data, doc=_native_data.__doc__)  # type: ignore[assignment]
+        torch.Tensor.data = property(NATIVE_DATA.__get__, _set_data, doc=NATIVE_DATA.__doc__)  # type: ignore[assignment]
     if "set_" not in vars(torch.Tensor):
         torch.Tensor.set_ = _set  # type: ignore[method-assign, assignment]
     # Optimizers choose their form by exact type; a paged parameter gets the form that its plain one would get.

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from farpool.pager.storage import Storage
     from farpool.tensors.arena import ArenaViews
 
-__all__ = ["Methods", "PagedTensor", "describe", "use_methods"]
+__all__ = ["NATIVE_DATA", "Methods", "PagedTensor", "describe", "use_methods"]
 
-_native_data: Any = torch._C.TensorBase.data
+NATIVE_DATA: Any = torch._C.TensorBase.data
+"""Native property ``data`` of all tensors, which is overridden for paged ones and guarded for plain ones."""
 
 
 def describe(tensor: PagedTensor) -> str:
@@ -131,7 +132,7 @@ class PagedTensor(torch.Tensor):
 
     def rebind(self, other: PagedTensor) -> None:
         """Make this tensor a view of what `other` views; it keeps its identity, autograd history and attributes."""
-        _native_data.__set__(self, other)
+        NATIVE_DATA.__set__(self, other)
         self._footprint = other._footprint
 
     # -- identity ---------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class PagedTensor(torch.Tensor):
     @property
     def data(self) -> PagedTensor:
         """A view of the same bytes without history. Setting it rebinds; a plain value is copied into the pool."""
-        return _native_data.__get__(self)  # type: ignore[no-any-return]
+        return NATIVE_DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

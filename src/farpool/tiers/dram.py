@@ -15,14 +15,12 @@ from farpool.errors import ConfigError
 from farpool.sizes import format_size, parse_size
 from farpool.tiers.base import Extent, TierInfo
 from farpool.tiers.port_tier import PortTier
-from farpool.tiers.space import ExtentSpace
+from farpool.tiers.space import CACHE_LINE, ExtentSpace
 
 if TYPE_CHECKING:
     from farpool._native import Port
 
 __all__ = ["Dram"]
-
-_ALIGNMENT = 64  # a cache line: what vector instructions and device copies want
 
 
 class Dram(PortTier):
@@ -44,11 +42,11 @@ class Dram(PortTier):
     def __init__(self, capacity: int | str, name: str = "dram") -> None:
         super().__init__()
         nbytes = parse_size(capacity, f"capacity of {name}")
-        if nbytes < _ALIGNMENT:
+        if nbytes < CACHE_LINE:
             raise ConfigError(
-                f"capacity of {name} is {nbytes} bytes, expected {_ALIGNMENT} or more, for example '1GiB'"
+                f"capacity of {name} is {nbytes} bytes, expected {CACHE_LINE} or more, for example '1GiB'"
             )
-        self._info = TierInfo(name, "dram", nbytes - nbytes % _ALIGNMENT, _ALIGNMENT)
+        self._info = TierInfo(name, "dram", nbytes - nbytes % CACHE_LINE, CACHE_LINE)
         self._space = self._empty_space()
         self._memory: Memory | None = None
         self._touched = 0

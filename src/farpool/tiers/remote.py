@@ -23,14 +23,13 @@ from farpool.tiers.base import Extent, TierInfo
 from farpool.tiers.port_tier import PortTier
 from farpool.tiers.remote_nodes import Contact, borrow, free_bytes, give_back
 from farpool.tiers.remote_one_sided import OneSidedStripes
-from farpool.tiers.space import ExtentSpace
+from farpool.tiers.space import CACHE_LINE, ExtentSpace
 
 if TYPE_CHECKING:
     from farpool._native import Port
 
 __all__ = ["STRIPE", "Remote", "node_addresses"]
 
-_ALIGNMENT = 64  # a cache line, as in local memory
 STRIPE = 1 << 20
 
 
@@ -187,7 +186,7 @@ class Remote(PortTier):
                 channel.close()
             raise
         self._known = self._info_of(share)
-        self._space = ExtentSpace(self._name, self._known.capacity, _ALIGNMENT)
+        self._space = ExtentSpace(self._name, self._known.capacity, CACHE_LINE)
         self._channels, self._leases, self._contact, self._owner = channels, leases, contact, os.getpid()
         self._verified = VerifiedPort(port, self._name)
         return self._verified
@@ -238,7 +237,7 @@ class Remote(PortTier):
         return free - free % STRIPE
 
     def _info_of(self, share: int) -> TierInfo:
-        return TierInfo(self._name, "remote", share * len(self._addresses), _ALIGNMENT)
+        return TierInfo(self._name, "remote", share * len(self._addresses), CACHE_LINE)
 
 
 def node_addresses(nodes: Iterable[str], name: str) -> tuple[Address, ...]:

@@ -8,7 +8,10 @@ from farpool._native import ExtentAllocator
 from farpool.errors import TierFullError
 from farpool.tiers.base import Extent
 
-__all__ = ["ExtentSpace"]
+__all__ = ["CACHE_LINE", "ExtentSpace"]
+
+CACHE_LINE = 64
+"""Alignment in bytes of extents in memory: what vector instructions and device copies want."""
 
 
 class ExtentSpace:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from farpool._native import ExtentAllocator, Port, Queue
-from farpool.pager import Kind, Move, Transfer
+from farpool.pager import ALIGNMENT, Kind, Move, Transfer
 from farpool.pager.executor.base import Done, Executor
 from farpool.pager.executor.copies import Copy, Device, WatchesStaging
 from farpool.pager.executor.page_locks import PageLocks
@@ -96,7 +96,7 @@ class StagedExecutor(Executor):
         self._address = address
         self._ports = ports
         self._locks = locks
-        self._space = ExtentAllocator(nbytes, 64)
+        self._space = ExtentAllocator(nbytes, ALIGNMENT)
         self._queue = Queue()
         self._jobs: dict[int, _Job] = {}
         self._copying: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
@@ -119,7 +119,7 @@ class StagedExecutor(Executor):
                 fence = None
                 continue
             fence = fence if fence is not None else self._device.fence()
-            nbytes = sum(-(-piece.nbytes // 64) * 64 for piece in command.pieces)
+            nbytes = sum(_rounded(piece.nbytes) for piece in command.pieces)
             with self._lock:
                 if any(done.id in command.after and (done.error or done.cancelled) for done in self._done):
                     now = time.monotonic()
@@ -279,7 +279,7 @@ class StagedExecutor(Executor):
         address = self._address + job.staging
         for piece in job.transfer.pieces:
             copies.append((address, piece.place, piece.nbytes))
-            address += -(-piece.nbytes // 64) * 64
+            address += _rounded(piece.nbytes)
         return copies
 
     def _start_copies(self, job: _Job) -> None:
@@ -344,6 +344,11 @@ class StagedExecutor(Executor):
                 other.dropped = True
             else:
                 self._finish(other, None, cancelled=True)
+
+
+def _rounded(nbytes: int) -> int:
+    """Bytes of staging memory that a piece takes, so that the next one is aligned, too."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _rank(job: _Job) -> tuple[bool, bool, int]:

@@ -47,7 +47,8 @@ HISTORY_KEPT = 100
 PART = 10_000
 """Most objects in one part of a publication."""
 SWEEPER = "sweeper"
-LONGEST_NAME = 200
+_LONGEST_NAME = 200
+"""Most bytes of a name."""
 _HASH = "sha256-"
 _FORMAT = 1
 _Record = TypeVar("_Record", bound=msgspec.Struct)
@@ -152,9 +153,9 @@ def checked_name(name: str) -> str:
         nbytes = len(name.encode())
     except UnicodeEncodeError:
         nbytes = 0
-    if not 1 <= nbytes <= LONGEST_NAME or not name.isprintable():
+    if not 1 <= nbytes <= _LONGEST_NAME or not name.isprintable():
         raise ConfigError(
-            f"the name {name!r} is not one: expected 1 to {LONGEST_NAME} bytes of printable text", setting="name"
+            f"the name {name!r} is not one: expected 1 to {_LONGEST_NAME} bytes of printable text", setting="name"
         )
     return quote(name, safe="")
 

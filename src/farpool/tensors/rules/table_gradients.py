@@ -21,6 +21,7 @@ import torch
 
 from farpool.pager import Mode
 from farpool.pager.storage import StorageOwner
+from farpool.tensors.before_autograd import keys_after, register
 from farpool.tensors.factories import allocate
 from farpool.tensors.geometry import contiguous_strides
 from farpool.tensors.paged_tensor import PagedTensor
@@ -30,8 +31,6 @@ from farpool.tensors.rules.rows import INDEX_TYPES, from_the_front, without_mask
 from farpool.tensors.transfer import block_cuts, stream
 
 _aten = torch.ops.aten
-_HOOK = torch._C.DispatchKey.PythonTLSSnapshot
-"""Dispatch key that comes before autograd, and only for tensor subclasses: plain calls do not pass it."""
 
 Add = Callable[[torch.Tensor, list[Any], torch.Tensor], torch.Tensor]
 """Function that adds a gradient to zeros of a table's size at indices, as torch's backward pass does."""
@@ -225,7 +224,7 @@ def _lookup(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    keys = keys.remove(_HOOK)
+    keys = keys_after(keys)
     if sparse or weight.dim() != 2 or not _wants_paged_gradient(weight):
         return _aten.embedding.default.redispatch(keys, weight, indices, padding_idx, scale_grad_by_freq, sparse)
     return _Lookup.apply(keys, weight, indices, padding_idx, scale_grad_by_freq)  # type: ignore[no-untyped-call]
@@ -243,7 +242,7 @@ def _bags(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    keys = keys.remove(_HOOK)
+    keys = keys_after(keys)
     options = per_sample_weights, include_last_offset, padding_idx
     if sparse or weight.dim() != 2 or not _wants_paged_gradient(weight):
         return _aten._embedding_bag.default.redispatch(
@@ -253,7 +252,7 @@ def _bags(
 
 
 def _index_select(keys: Any, table: Any, dim: int, indices: Any) -> Any:
-    keys = keys.remove(_HOOK)
+    keys = keys_after(keys)
     if not _wants_paged_gradient(table) or dim not in (0, -table.dim()):
         return _aten.index_select.default.redispatch(keys, table, dim, indices)
     select = lambda keys, table, indices: _aten.index_select.default.redispatch(keys, table, 0, *indices)  # noqa: E731
@@ -262,7 +261,7 @@ def _index_select(keys: Any, table: Any, dim: int, indices: Any) -> Any:
 
 
 def _index(keys: Any, table: Any, indices: Any) -> Any:
-    keys = keys.remove(_HOOK)
+    keys = keys_after(keys)
     if not indices or indices[0] is None or not _wants_paged_gradient(table):
         return _aten.index.Tensor.redispatch(keys, table, indices)
     add = lambda zeros, indices, grad: zeros.index_put_(indices, grad, accumulate=True)  # noqa: E731
@@ -270,7 +269,7 @@ def _index(keys: Any, table: Any, indices: Any) -> Any:
 
 
 def _gather(keys: Any, table: Any, dim: int, indices: Any, *, sparse_grad: bool = False) -> Any:
-    keys = keys.remove(_HOOK)
+    keys = keys_after(keys)
     if sparse_grad or not _wants_paged_gradient(table) or dim not in (0, -table.dim()):
         return _aten.gather.default.redispatch(keys, table, dim, indices, sparse_grad=sparse_grad)
     gather = lambda keys, table, indices: _aten.gather.default.redispatch(keys, table, 0, *indices)  # noqa: E731
@@ -278,9 +277,8 @@ def _gather(keys: Any, table: Any, dim: int, indices: Any, *, sparse_grad: bool 
     return _Picked.apply(keys, gather, add, table, indices)  # type: ignore[no-untyped-call]
 
 
-_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-_library.impl("embedding", _lookup, _HOOK.name, with_keyset=True)
-_library.impl("_embedding_bag", _bags, _HOOK.name, with_keyset=True)
-_library.impl("index_select", _index_select, _HOOK.name, with_keyset=True)
-_library.impl("index.Tensor", _index, _HOOK.name, with_keyset=True)
-_library.impl("gather", _gather, _HOOK.name, with_keyset=True)
+register("embedding", _lookup)
+register("_embedding_bag", _bags)
+register("index_select", _index_select)
+register("index.Tensor", _index)
+register("gather", _gather)

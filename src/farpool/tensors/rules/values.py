@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 
+from farpool.tensors.before_autograd import keys_after, register
 from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
 
 _split = torch.ops.aten.tensor_split.tensor_indices_or_sections
-_HOOK = torch._C.DispatchKey.PythonTLSSnapshot
-"""Dispatch key that comes before autograd, and only for tensor subclasses: plain calls do not pass it."""
 
 
 def _split_at_values(keys: Any, source: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
     if type(indices) is PagedTensor:
         indices = materialize(indices)
-    return _split.redispatch(keys.remove(_HOOK), source, indices, dim)
+    return _split.redispatch(keys_after(keys), source, indices, dim)
 
 
-_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-_library.impl("tensor_split.tensor_indices_or_sections", _split_at_values, _HOOK.name, with_keyset=True)
+register("tensor_split.tensor_indices_or_sections", _split_at_values)
