@@ -23,7 +23,7 @@ DEMO   := $(VENV)/.stamp-demo
 DEV    := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-native test-sanitized lint docs format clean dev
+.PHONY: help demo test test-long test-native test-sanitized test-kv kv-envs lint docs format clean dev
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -53,6 +53,13 @@ test-native: $(BASE) ## Run the native core's own unit tests
 test-sanitized: $(BASE) ## Run them under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 	$(call native_tests,address$(comma)undefined,native-tests-address)
 	$(call native_tests,thread,native-tests-thread)
+
+kv-envs: $(DEV) ## Build the environments with vLLM, LMCache and SGLang, against which their connectors are tested
+	@scripts/kv-envs $(ENGINES)
+
+test-kv: $(DEV) ## Test the connectors against the engines (skipped, with the reason, where an engine cannot be installed)
+	@scripts/kv-envs $(ENGINES) || echo "the tests of the engines named above are skipped" >&2
+	@$(BIN)/python -m pytest tests/kv/connectors $(ARGS)
 
 lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

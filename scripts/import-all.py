@@ -11,15 +11,19 @@ import sys
 
 import farpool
 
-# Import names of what other extras bring: bench, testing.
+# Import names of what other extras bring (bench, testing), and of engines that bring farpool's connectors to life.
 OTHER_EXTRAS = {
     "accelerate",
     "deepspeed",
     "hiredis",
     "hypothesis",
+    "lmcache",
+    "lz4",
     "mooncake",
     "pytest",
     "redis",
+    "sglang",
+    "vllm",
 }
 
 

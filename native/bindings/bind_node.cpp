@@ -237,6 +237,7 @@ void bind_node(nb::module_& m) {
                      made["taken"] = stats.taken;
                      made["lent"] = stats.lent;
                      made["share"] = stats.share;
+                     made["searches"] = stats.searches;
                      add_charges(made, stats.charges);
                      found[nb::int_(tenant)] = made;
                  }

@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "policy/policies.hpp"
+#include "policy/prefix_eviction.hpp"
 #include "policy/simulation.hpp"
 #include "policy/trace.hpp"
 
@@ -125,4 +126,64 @@ void bind_policy(nb::module_& m) {
         .def_prop_ro("misses", [](const Simulation& self) { return self.counts().misses; })
         .def_prop_ro("bytes", [](const Simulation& self) { return self.counts().bytes; })
         .def_prop_ro("bytes_missed", [](const Simulation& self) { return self.counts().bytes_missed; });
+
+    m.def("online_policy_names", [] {
+        nb::list found;
+        for (const std::string_view name : online_policies) {
+            found.append(nb::str(name.data(), name.size()));
+        }
+        return nb::tuple(found);
+    });
+    nb::class_<TenantCounts>(m, "TenantCounts", "Use of a cache by one tenant.")
+        .def_ro("blocks", &TenantCounts::blocks)
+        .def_ro("nbytes", &TenantCounts::nbytes)
+        .def_ro("hits", &TenantCounts::hits)
+        .def_ro("hit_nbytes", &TenantCounts::hit_nbytes)
+        .def_ro("saved", &TenantCounts::saved)
+        .def_ro("inserted", &TenantCounts::inserted)
+        .def_ro("refused", &TenantCounts::refused)
+        .def_ro("evicted", &TenantCounts::evicted);
+    nb::class_<PrefixEviction>(m, "PrefixEviction",
+                               "Chooses the blocks of prefixes that leave a cache, and the policy to choose by.")
+        .def(
+            "__init__",
+            [](PrefixEviction* self, std::uint64_t capacity, const std::string& policy) {
+                check_capacity(capacity);
+                new (self) PrefixEviction(capacity, policy);
+            },
+            nb::arg("capacity"), nb::arg("policy") = "")
+        .def(
+            "insert",
+            [](PrefixEviction& self, std::uint64_t id, std::uint64_t parent, std::uint64_t size, double cost,
+               std::uint32_t tenant) {
+                std::vector<Evicted> evicted;
+                const bool admitted = self.insert(id, parent, size, cost, tenant, evicted);
+                nb::list ids;
+                for (const Evicted& block : evicted) {
+                    ids.append(block.id);
+                }
+                return nb::make_tuple(admitted, ids);
+            },
+            nb::arg("id"), nb::arg("parent"), nb::arg("size"), nb::arg("cost"), nb::arg("tenant") = 0)
+        .def("touch", &PrefixEviction::touch, nb::arg("id"))
+        .def("remove", &PrefixEviction::remove, nb::arg("id"))
+        .def("pin", &PrefixEviction::pin, nb::arg("id"))
+        .def("unpin", &PrefixEviction::unpin, nb::arg("id"))
+        .def("__contains__", &PrefixEviction::contains)
+        .def("__len__", &PrefixEviction::size)
+        .def_prop_ro("capacity", &PrefixEviction::capacity)
+        .def_prop_ro("used", &PrefixEviction::used)
+        .def_prop_ro("policy", [](const PrefixEviction& self) { return self.policy(); })
+        .def_prop_ro("switches", &PrefixEviction::switches)
+        .def_prop_ro("sampled", &PrefixEviction::sampled)
+        .def(
+            "use_policy", [](PrefixEviction& self, const std::string& name) { self.use_policy(name); }, nb::arg("name"))
+        .def("tenants", [](const PrefixEviction& self) { return self.tenants(); })
+        .def("shadows", [](const PrefixEviction& self) {
+            nb::list counts;
+            for (const ShadowCounts& shadow : self.shadows()) {
+                counts.append(nb::make_tuple(shadow.policy, shadow.hits, shadow.saved));
+            }
+            return counts;
+        });
 }

@@ -43,6 +43,7 @@ std::string_view Objects::key_at(std::uint32_t slot) const {
 }
 
 std::uint32_t Objects::live_slot(std::string_view key, std::uint64_t hash) {
+    ++counts_.searches;
     const std::uint32_t slot = slot_of(key, hash);
     // With a damaged header or key, it is not known which object it was.
     const std::uint32_t damaged = slot != Index::none && is_intact(slot)

@@ -69,6 +69,7 @@ public:
         std::uint64_t shelved = 0;        // objects in the file
         std::uint64_t demotions = 0;
         std::uint64_t promotions = 0;
+        std::uint64_t searches = 0;  // keys that were looked for in the index
     };
 
     // The tenant whose index file has this name; empty where the name is not that of an index.

@@ -378,7 +378,7 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          quotas_.of_tenant(tenant)});
+                                          objects->counts().searches, quotas_.of_tenant(tenant)});
     }
     for (const auto& lease : leases_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {

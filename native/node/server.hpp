@@ -69,7 +69,7 @@ public:
     };
 
     struct TenantStats {
-        std::uint64_t objects, used, backed, taken, lent, share;
+        std::uint64_t objects, used, backed, taken, lent, share, searches;
         Quotas::Charges charges;
     };
 

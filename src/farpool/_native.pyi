@@ -1063,6 +1063,63 @@ class Policy:
     def __contains__(self, slot: int) -> bool: ...
     def __len__(self) -> int: ...
 
+def online_policy_names() -> tuple[str, ...]:
+    """Return the names of the policies among which `PrefixEviction` chooses, the first one first in use."""
+
+class TenantCounts:
+    """Use of a cache by one tenant: blocks that are in, hits with the costs that they saved, and what came and left."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def hit_nbytes(self) -> int: ...
+    @property
+    def saved(self) -> float: ...
+    @property
+    def inserted(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+
+class PrefixEviction:
+    """Chooses the blocks of prefixes that leave a cache, and the policy to choose by. Deterministic; moves no bytes."""
+
+    def __init__(self, capacity: int, policy: str = "") -> None:
+        """Make it for a cache of that many bytes; with a policy's name, that one is used and no shadows are run."""
+    def insert(self, id: int, parent: int, size: int, cost: float, tenant: int = 0) -> tuple[bool, list[int]]:
+        """Bring a block in; return True if it was admitted, and the ids that had to leave. `parent` is 0 for the first."""
+    def touch(self, id: int) -> bool:
+        """Note a hit; False if the block is not in."""
+    def remove(self, id: int) -> bool:
+        """Take a block out; False if it is not in."""
+    def pin(self, id: int) -> bool:
+        """Hold a block and those before it; False if it is not in."""
+    def unpin(self, id: int) -> bool:
+        """Take one pin away; False if the block is not in."""
+    def use_policy(self, name: str) -> None:
+        """Go on with another policy and the blocks as they are."""
+    def tenants(self) -> list[TenantCounts]: ...
+    def shadows(self) -> list[tuple[str, int, float]]:
+        """Return the policy, hits and saved seconds of each shadow cache."""
+    def __contains__(self, id: int) -> bool: ...
+    def __len__(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def switches(self) -> int: ...
+    @property
+    def sampled(self) -> int:
+        """One block in so many is in the sample of the shadows."""
+
 class RequestTrace:
     """Requests for objects, in order, with sizes and next uses. Requests of 0 bytes are left out and counted."""
 

@@ -22,6 +22,7 @@ MODULES = (
     "replacement",
     "dram_bound",
     "foreign_session",
+    "foreign_keys",
     "idle_sockets",
     "quotas",
     "many_lists",

@@ -25,6 +25,8 @@ CURED = frozenset(
         "dram_bound.tenants_in_turn",
         "dram_bound.told_by_a_metric",
         "eavesdrop.read_the_wire",
+        "foreign_keys.search_another_index",
+        "foreign_keys.time_what_another_has",
         "foreign_session.by_another_key_of_the_tenant",
         "foreign_session.by_another_tenant",
         "foreign_session.undo_pins_and_preparations",

@@ -132,10 +132,11 @@ def frame(
     request: int = 0,
     credential: int = 0,
     flags: int = 0,
+    tenant: int = 0,
 ) -> bytes:
     """A header and its meta; the payload is for the caller to send, or not."""
     fields = _FIELDS.pack(
-        b"FPW1", _VERSION, op, 0, request, len(meta), payload_crc, payload_nbytes, serial, lease, 0, 0, credential,
+        b"FPW1", _VERSION, op, 0, request, len(meta), payload_crc, payload_nbytes, serial, lease, 0, tenant, credential,
         flags, b"\0\0",
     )  # fmt: skip
     return fields + _SUM.pack(crc32c(meta, crc32c(fields))) + meta
@@ -337,6 +338,11 @@ class Connection:
     def announce_put(self, key: bytes, nbytes: int) -> None:
         """Send the header and the key of a publish, and not one byte of its payload."""
         self.send(frame(_PUT, head() + key, payload_nbytes=nbytes, payload_crc=1))
+
+    def get_as(self, tenant: int, key: bytes) -> Answer:
+        """Fetch an object in the name of a tenant, whosever this connection is."""
+        self.send(frame(_GET, key, tenant=tenant))
+        return self.receive()
 
     def get(self, key: bytes) -> Answer:
         """Fetch an object."""

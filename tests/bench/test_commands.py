@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from farpool._native import policy_names
 from farpool.bench.benchmark import NAMES, load, title_of
 from farpool.bench.growth import Outcome as Growth
+from farpool.bench.kv_codecs import Outcome as KvCodecs
 from farpool.bench.nvme import Outcome as NvmeOutcome
 from farpool.bench.overhead import Outcome as Overhead
 from farpool.bench.patterns import KINDS
@@ -130,6 +131,29 @@ def test_policies_are_compared_on_a_file_and_on_a_generated_trace(tmp_path: Path
     assert check_page(report.read_text()).counts["figure"] == 1
     printed = bench("policies", "--quick")
     assert all(name in printed for name in policy_names())
+
+
+@pytest.mark.slow
+def test_codecs_of_kv_are_measured_on_every_type(tmp_path: Path) -> None:
+    report = tmp_path / "codecs.html"
+    outcome = result_of("kv-codecs", bench("kv-codecs", "--quick", "--json", "--report", str(report)))
+    assert isinstance(outcome, KvCodecs)
+    rows = {(row.dtype, row.codec): row for row in outcome.rows}
+    assert set(rows) == {
+        (dtype, codec)
+        for dtype in ("bfloat16", "float16", "float32")
+        for codec in ("zstd", "int8", "int4", "zstd level 1", "lz4")
+    }
+    assert all(len(row.encode) == len(row.decode) == 2 and row.ratio >= 1 for row in outcome.rows)
+    for dtype in ("bfloat16", "float16", "float32"):
+        plain = rows[dtype, "zstd level 1"].stored  # which searches for strings, of which a little text has some
+        assert rows[dtype, "zstd"].stored <= 1.02 * plain < 1.02 * rows[dtype, "lz4"].stored
+        eight, four = rows[dtype, "int8"], rows[dtype, "int4"]
+        assert eight.errors is not None
+        assert four.errors is not None
+        assert max(eight.errors) < 0.01 < min(four.errors) < max(four.errors) < 0.1
+    page = check_page(report.read_text())
+    assert page.counts["figure"] == 1
 
 
 def nvme(tmp_path: Path, *arguments: str) -> NvmeOutcome:

@@ -248,6 +248,97 @@ def test_the_page_of_the_registry_quotes_its_result_file() -> None:
     assert f"etcd {outcome['etcd']}" in page
 
 
+def test_the_page_of_compression_quotes_its_result_file() -> None:
+    page, outcome = (ROOT / "docs/kv-compression.md").read_text(), result("kv-codecs")
+    for row in outcome["rows"]:
+        encode, decode = (statistics.median(row[way]) / 1e9 for way in ("encode", "decode"))
+        off = "" if row["errors"] is None else " and ".join(f"{error:.1%}" for error in row["errors"])
+        figures = (f"{row['ratio']:.2f}", f"{encode:.2f}", f"{decode:.2f}", f"{row['pays_below'] / 1e9:.2f}", off)
+        assert f"| {row['dtype']} | {row['codec']} | {' | '.join(figures)} |" in page, (row["dtype"], row["codec"])
+    more = [100 * row["then_zstd"] for row in outcome["rows"] if row["codec"].startswith("int")]
+    assert f"would save {min(more):.1f} to {max(more):.1f} percent" in page
+    assert f"{outcome['blocks']} blocks of {outcome['tokens']} tokens" in page
+    assert ", ".join(f"{name} {version}" for name, version in outcome["packages"].items()) in page
+
+
+def kv_blocks() -> list[str]:
+    """Rows of what was measured: farpool, then each other's ratio, in the order in which the file has them."""
+    outcome = result("kv-blocks")
+    rows = []
+    for race in (*outcome["lookups"], *outcome["blocks"]):
+        ours = statistics.median(race["ours"])
+        way = {"tcp": "TCP", "mapped": "mapped"}[race["way"]]
+        ratios = {other["name"].partition(",")[0]: f"{other['ratio']:.2f}" for other in race["others"]}
+        if race in outcome["lookups"]:
+            rows.append(f"| {race['what'].removeprefix('lookup of ')} looked up, {way} | {ours * 1e6:.0f} µs")
+        else:
+            size = f"{race['nbytes'] >> 20} MiB" if race["nbytes"] >= 1 << 20 else f"{race['nbytes'] >> 10} KiB"
+            rate = race["nbytes"] / ours / 1e9
+            rows.append(f"| {race['what']} {race['batch']} × {size}, {way} | {rate:.2f} GB/s")
+        limit = [other["ratio"] for other in race["others"] if other["name"].startswith(("sockets", "memcpy"))]
+        named = (ratios["the store's own calls"], f"{min(limit):.2f}" if limit else "")
+        rows[-1] += " | " + " | ".join((*named, ratios["Mooncake"], ratios["LMCache"], ratios["Redis"])) + " |"
+    return rows
+
+
+def kv_ttft() -> list[str]:
+    rows = []
+    for point in result("kv-ttft")["points"]:
+        again = statistics.median(point["recompute"]) * 1e3
+        by_name = {row["name"].replace(", TCP", " TCP").partition(",")[0]: row for row in point["rows"]}
+        mapped, tcp = by_name["farpool"], by_name["farpool TCP"]
+        assert mapped["equal"]
+        assert tcp["equal"]
+        times = [
+            f"{statistics.median(row['seconds']) * 1e3:.1f}"
+            for row in (mapped, tcp, by_name["Mooncake TCP"], by_name["LMCache"], by_name["Redis TCP"])
+        ]
+        shares = [f"{middle:.2%} ({low:.2%} to {high:.2%})" for middle, low, high in (mapped["share"], tcp["share"])]
+        rows.append(f"| {point['tokens']:,} | {again:.1f} | {' | '.join(times)} | {' | '.join(shares)} |")
+    return rows
+
+
+def test_the_page_of_benchmarks_of_kv_quotes_its_result_file() -> None:
+    page = (ROOT / "docs/kv-benchmarks.md").read_text()
+    for row in kv_blocks() + kv_ttft():
+        assert row in page, row
+    last = result("kv-ttft")["points"][-1]
+    mapped = statistics.median(last["rows"][0]["seconds"]) * 1e3
+    again = statistics.median(last["recompute"]) * 1e3
+    figure = f"behind {last['tokens']:,} tokens whose KV another process has computed (a small Llama) | "
+    figure += f"after {mapped:.0f} ms, where computing takes {again:,.0f} ms; the same logits |"
+    assert figure in (ROOT / "README.md").read_text()
+
+
+def test_the_page_of_kv_traces_quotes_its_result_file() -> None:
+    page, outcome = (ROOT / "docs/kv-traces.md").read_text(), result("kv-trace")
+    block, most = outcome["block_tokens"] * outcome["bytes_per_token"], outcome["infinite_hits"]
+    for size in sorted({run["size"] for run in outcome["runs"]}):
+        plain = {one["policy"]: one["hits"] for one in outcome["plain"] if one["size"] == size}
+        chosen = {run["nodes"]: run for run in outcome["runs"] if run["size"] == size and run["policy"] == "chosen"}
+        hits, bound = chosen[1]["hits"], min(plain["belady"], most)
+        best = max(("lru", "arc", "s3-fifo", "w-tiny-lfu"), key=lambda name: plain[name])
+        # What is promised: as many hits as the best policy, and never fewer than LRU.
+        assert hits >= 0.99 * plain[best]
+        assert hits >= plain["lru"]
+        ttft = chosen[1]["ttft_mean"] / outcome["recompute_ttft_mean"]
+        row = f"| {size // block:,} | {hits:,} | {hits / most:.1%} | {plain['lru']:,} | {plain[best]:,} ({best}) | "
+        row += f"{hits / plain[best]:.3f} | {bound:,} | {1 - hits / bound:.1%} | {ttft:.2f} |"
+        assert row in page, row
+        spread = f"| {size // block:,} | {' | '.join(format(chosen[nodes]['hits'], ',') for nodes in (1, 2, 4, 8))} |"
+        assert spread in page, spread
+    real = outcome["real"]
+    assert real["hits"] == real["expected_hits"]
+    for figure in (
+        f"{outcome['requests']:,} requests, {outcome['blocks']:,} blocks of {outcome['block_tokens']} tokens, "
+        f"{outcome['distinct']:,} different; an infinite cache hits {most:,} of them ({most / outcome['blocks']:.1%})",
+        f"{real['requests']:,} requests, {real['nodes']} nodes, {real['block_bytes']:,} bytes a block: ",
+        f"{real['hits']:,} hits, and {real['expected_hits']:,} in an infinite cache of metadata; "
+        f"{real['loaded_bytes']:,} bytes loaded",
+    ):
+        assert figure in page, figure
+
+
 def test_result_files_say_where_they_come_from() -> None:
     for path in RESULTS.glob("*.json"):
         provenance = json.loads(path.read_text())["provenance"]

@@ -144,6 +144,7 @@ class Forge:
         listen: str = "",
         keys: Path | None = None,
         namespace: str = "",
+        nvme: tuple[Path, int] | None = None,
     ) -> ForgedNode:
         """Start a node."""
         number = next(_zygote().numbers)
@@ -155,6 +156,7 @@ class Forge:
             "grace": grace,
             "keys": None if keys is None else str(keys),
             "namespace": namespace,
+            "nvme": None if nvme is None else (str(nvme[0]), nvme[1]),
         }
         node = ForgedNode(self, f"node{number}", settings)
         node.start()
@@ -222,6 +224,7 @@ def _serve(settings: dict[str, Any]) -> None:
         folder=settings["folder"],
         keys=None if keys is None else load_keys(Path(keys)),
         grace=settings["grace"],
+        nvme=settings["nvme"] and tuple(settings["nvme"]),
         insecure_plaintext=True,
     )
     node.start()

@@ -14,8 +14,22 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "Benchmark", "Progress", "Settings", "check_device", "load", "title_of"]
 
-NAMES = ("streaming", "training", "prefetch", "nvme", "overhead", "growth", "policies", "remote")
-"""Names of the benchmarks in the order of reports; each is a module of this package and a command."""
+NAMES = (
+    "streaming",
+    "training",
+    "prefetch",
+    "nvme",
+    "overhead",
+    "growth",
+    "policies",
+    "remote",
+    "kv",
+    "kv-blocks",
+    "kv-ttft",
+    "kv-codecs",
+    "kv-generate",
+)
+"""Names of the benchmarks in the order of reports; each is a command, and with ``_`` for ``-`` a module here."""
 
 Progress = Callable[[str, int, int], None]
 """Callback that is told the name of a step, how much of it is done, and how much there is."""
@@ -62,7 +76,7 @@ def load(name: str) -> Benchmark:
     """
     if name not in NAMES:
         raise ConfigError(f"benchmark {name!r} is not known; expected one of {', '.join(NAMES)}")
-    return cast(Benchmark, importlib.import_module(f"farpool.bench.{name}"))
+    return cast(Benchmark, importlib.import_module(f"farpool.bench.{name.replace('-', '_')}"))
 
 
 def title_of(benchmark: Benchmark) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["in_turn", "mean_seconds", "median_ratio", "resident_bytes", "warm"]
+__all__ = ["in_turn", "mean_seconds", "median_interval", "median_ratio", "resident_bytes", "warm"]
 
 _PAGE = 4096
 
@@ -74,3 +75,16 @@ def warm(memory: memoryview) -> None:
     """Write to each page, so that its first use pays for no page fault; the content is lost."""
     flat = memory.cast("B")
     flat[::_PAGE] = bytes(len(range(0, len(flat), _PAGE)))
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Ends of a 95 % confidence interval of the median, which are two of the samples; needs no distribution.
+
+    With fewer than six samples it is all of their range, which is less than 95 % then.
+    """
+    ordered = sorted(samples)
+    count, outside, cut = len(ordered), 0.0, 0
+    while (outside := outside + 2 * math.comb(count, cut) * 0.5**count) <= 0.05:
+        cut += 1
+    cut = max(0, cut - 1)
+    return ordered[cut], ordered[count - 1 - cut]

@@ -78,23 +78,17 @@ class MooncakePeer:
         FarpoolError
             Mooncake failed; the message has its last words.
         """
-        return self._ask(f"{'put' if write else 'get'} {nbytes} {count} {batch} {seconds!r}")
+        return self._user.seconds("Mooncake", f"{'put' if write else 'get'} {nbytes} {count} {batch} {seconds!r}")
 
     def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
-        """Seconds for one call that looks up `count` keys.
+        """Seconds of a call that looks up `count` keys, in the median.
 
         Raises
         ------
         FarpoolError
             As for `seconds_each`.
         """
-        return self._ask(f"find {nbytes} {count} {count} {seconds!r}")
-
-    def _ask(self, question: str) -> float:
-        try:
-            return float(self._user.ask(question, "seconds"))
-        except (OSError, ValueError) as error:
-            raise FarpoolError(f"Mooncake failed: {error}") from error
+        return self._user.seconds("Mooncake", f"find {nbytes} {count} {count} {seconds!r}")
 
     def close(self) -> None:
         """Stop the processes."""

@@ -9,11 +9,12 @@ Objects go from and to memory that is registered, one in a call (batch 1) or sev
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from farpool.bench.ring import Ring, seconds_each
+from farpool.bench.ring import Ring
+from farpool.bench.users import User, serve
+from farpool.errors import FarpoolError
 
 __all__ = ["main"]
 
@@ -30,12 +31,12 @@ def _open(master: str, lent: int) -> Any:
     return store
 
 
-class _User:
-    """A client of Mooncake that puts and gets the objects of a ring."""
+class _MooncakeUser(User):
+    """A client of Mooncake. No key can be put again, so that each pass has keys of its own."""
 
     def __init__(self, store: Any, ring: Ring) -> None:
+        super().__init__("Mooncake", ring)
         self._store = store
-        self._ring = ring
         # A registered range must not move or end while it is in use: sources are copied into memory of the ring's kind.
         self._source = Ring(ring.nbytes, len(ring))
         for buffer, payload in zip(self._source.buffers, self._source.payloads, strict=True):
@@ -46,94 +47,42 @@ class _User:
         self._pass = 0
         self._keys: list[str] = []
 
-    def seconds_each(self, write: bool, batch: int, seconds: float) -> float:
-        """Seconds per object, in passes over the ring of which the first does not count."""
-        self._put(batch)
-        self._read_back()
-        taken, passes = 0.0, -1
-        while taken < seconds or passes < 1:
-            elapsed = self._put(batch) if write else self._get(batch)
-            passes += 1
-            taken = 0.0 if passes == 0 else taken + elapsed
-        if write:
-            self._read_back()
-        else:
-            self._ring.check("Mooncake")
-        return taken / (passes * len(self._ring))
-
-    def lookup_seconds(self, seconds: float) -> float:
-        """Seconds for one call that asks for all keys."""
-        self._put(1)
-        found: list[int] = []
-
-        def work() -> None:
-            found[:] = self._store.batch_is_exist(self._keys)
-
-        taken = seconds_each(work, 1, seconds)
-        if found != [1] * len(self._keys):
-            raise SystemExit(f"an object that was put is missing: codes {sorted(set(found))}, expected 1")
-        return taken
-
-    def close(self) -> None:
-        """Remove all objects and unregister the buffers."""
-        self._store.remove_all(True)
-        for address in (*self._ring.addresses, *self._source.addresses):
-            self._store.unregister_buffer(address)
-
-    def _put(self, batch: int) -> float:
-        """Seconds to put all objects under new keys (none can be put again); the old objects are removed before."""
+    def remove(self) -> None:
         if self._keys:
             self._store.batch_remove(self._keys, True)
         self._pass += 1
-        self._keys = [f"{key}/{self._pass}" for key in self._ring.keys]
-        return self._timed(self._store.put_from, self._store.batch_put_from, self._source.addresses, batch, 0)
+        self._keys = [f"{key}/{self._pass}" for key in self.ring.keys]
 
-    def _get(self, batch: int) -> float:
-        expected = self._ring.nbytes
-        return self._timed(self._store.get_into, self._store.batch_get_into, self._ring.addresses, batch, expected)
+    def put(self, part: slice) -> None:
+        self._move(self._store.put_from, self._store.batch_put_from, self._source.addresses, part, 0)
 
-    def _timed(
-        self, one: Callable[..., int], many: Callable[..., list[int]], addresses: list[int], batch: int, expected: int
-    ) -> float:
-        nbytes, codes = self._ring.nbytes, []
-        start = time.perf_counter()
-        if batch == 1:
-            codes = [one(key, address, nbytes) for key, address in zip(self._keys, addresses, strict=True)]
-        else:
-            for at in range(0, len(self._keys), batch):
-                part = slice(at, at + batch)
-                codes += many(self._keys[part], addresses[part], [nbytes] * len(addresses[part]))
-        elapsed = time.perf_counter() - start
+    def get(self, part: slice) -> None:
+        self._move(self._store.get_into, self._store.batch_get_into, self.ring.addresses, part, self.ring.nbytes)
+
+    def find(self) -> int:
+        return sum(code == 1 for code in self._store.batch_is_exist(self._keys))
+
+    def close(self) -> None:
+        self._store.remove_all(True)
+        for address in (*self.ring.addresses, *self._source.addresses):
+            self._store.unregister_buffer(address)
+
+    def _move(self, one: Any, many: Any, addresses: list[int], part: slice, expected: int) -> None:
+        keys, places, nbytes = self._keys[part], addresses[part], self.ring.nbytes
+        codes = [one(keys[0], places[0], nbytes)] if len(keys) == 1 else many(keys, places, [nbytes] * len(keys))
         if any(code != expected for code in codes):
-            raise SystemExit(f"an object was not moved: codes {sorted(set(codes))}, expected {expected}")
-        return elapsed
-
-    def _read_back(self) -> None:
-        self._ring.wipe()
-        self._get(1)
-        self._ring.check("Mooncake")
+            raise FarpoolError(f"an object was not moved: codes {sorted(set(codes))}, expected {expected}")
 
 
 def main(arguments: list[str]) -> None:
     """Lend a segment, or put and get objects, until the standard input ends."""
     role, master, *rest = arguments
     store = _open(master, int(rest[0]) if role == "lend" else 0)
-    print("ready", flush=True)
-    user: _User | None = None
-    shape = (0, 0)
-    for line in sys.stdin:
-        kind, *numbers, seconds = line.split()
-        nbytes, count, batch = map(int, numbers)
-        if user is None or shape != (nbytes, count):
-            if user is not None:
-                user.close()
-            shape = (nbytes, count)
-            user = _User(store, Ring(nbytes, count))
-        if kind == "find":
-            taken = user.lookup_seconds(float(seconds))
-        else:
-            taken = user.seconds_each(kind == "put", batch, float(seconds))
-        print(f"seconds {taken!r}", flush=True)
+    if role == "lend":
+        print("ready", flush=True)
+        sys.stdin.read()
+    else:
+        serve(partial(_MooncakeUser, store))
     store.close()
 
 

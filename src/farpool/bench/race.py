@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from farpool.bench.measure import in_turn, median_ratio
 from farpool.errors import FarpoolError
 
-__all__ = ["Entrant", "Other", "Race", "hold"]
+__all__ = ["Entrant", "Other", "Race", "hold", "opened"]
+
+_PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +114,13 @@ def hold(
     mine, *theirs = in_turn(works, rounds, step, progress)
     others = tuple(entrant.result(samples, mine) for entrant, samples in zip(entrants, theirs, strict=True))
     return Race(what, nbytes, batch, way, mine, others)
+
+
+def opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
+    """Start a peer if it is installed; None and the reason if it is not, or does not start."""
+    if make is None:
+        return None, reason
+    try:
+        return stack.enter_context(make()), ""
+    except FarpoolError as error:
+        return None, str(error)

@@ -13,13 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from farpool.bench.ring import Ring, seconds_each
+from farpool.bench.ring import Ring, median_call, seconds_each
+from farpool.bench.users import User
 from farpool.errors import FarpoolError
 
 if TYPE_CHECKING:
     from redis import Redis
 
-__all__ = ["RedisPeer", "find_redis", "free_port"]
+__all__ = ["RedisPeer", "RedisUser", "find_redis", "free_port"]
 
 _PATIENCE = 20.0
 _MISSING = "redis-server is not installed; on Debian or Ubuntu: apt-get install redis-server"
@@ -47,7 +48,12 @@ def find_redis() -> tuple[str | None, str]:
 
 
 class RedisPeer:
-    """A Redis server and two clients, one over TCP and one over a UNIX socket."""
+    """A Redis server and two clients, one over TCP and one over a UNIX socket.
+
+    Attributes
+    ----------
+    tcp, unix : Redis
+    """
 
     def __init__(self) -> None:
         import redis
@@ -67,13 +73,13 @@ class RedisPeer:
         }
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
         self._server = subprocess.Popen(["redis-server", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self._tcp: Redis = redis.Redis(host="127.0.0.1", port=port)
-        self._unix: Redis = redis.Redis(unix_socket_path=path)
+        self.tcp: Redis = redis.Redis(host="127.0.0.1", port=port)
+        self.unix: Redis = redis.Redis(unix_socket_path=path)
         end = time.monotonic() + _PATIENCE
         while True:
             try:
-                self._tcp.ping()
-                self._unix.ping()
+                self.tcp.ping()
+                self.unix.ping()
                 return
             except redis.ConnectionError as error:
                 if time.monotonic() > end or self._server.poll() is not None:
@@ -90,26 +96,54 @@ class RedisPeer:
     def works(self, ring: Ring, write: bool, seconds: float) -> list[Callable[[], float]]:
         """Functions that take a sample over TCP and over the UNIX socket, in seconds for one object."""
         for key, payload in zip(ring.keys, ring.payloads, strict=True):
-            self._tcp.set(key, payload)
+            self.tcp.set(key, payload)
         work = _set if write else _get
-        return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix)]
+        return [partial(work, client, ring, seconds) for client in (self.tcp, self.unix)]
 
     def lookups(self, ring: Ring, seconds: float) -> list[Callable[[], float]]:
-        """Functions that look up all keys at once and return the seconds of a call.
+        """Functions that look up all keys at once and return the seconds of a call in the median.
 
         There are four: over TCP and over the UNIX socket, each with a pipeline of EXISTS and with MGET.
         """
         for key, payload in zip(ring.keys, ring.payloads, strict=True):
-            self._tcp.set(key, payload)
-        return [partial(work, client, ring, seconds) for client in (self._tcp, self._unix) for work in (_exists, _mget)]
+            self.tcp.set(key, payload)
+        return [partial(work, client, ring, seconds) for client in (self.tcp, self.unix) for work in (_exists, _mget)]
 
     def close(self) -> None:
         """Close the clients and stop the server."""
-        self._tcp.close()
-        self._unix.close()
+        self.tcp.close()
+        self.unix.close()
         self._server.kill()
         self._server.wait()
         self._folder.cleanup()
+
+
+class RedisUser(User):
+    """A user of Redis that moves many objects with MSET and MGET, and copies what it gets to the ring's buffers."""
+
+    def __init__(self, client: Redis, ring: Ring) -> None:
+        super().__init__("Redis", ring)
+        self._client = client
+
+    def remove(self) -> None:
+        self._client.delete(*self.ring.keys)
+
+    def put(self, part: slice) -> None:
+        self._client.mset(dict(zip(self.ring.keys[part], self.ring.payloads[part], strict=True)))
+
+    def get(self, part: slice) -> None:
+        values = self._client.mget(self.ring.keys[part])
+        assert isinstance(values, list)
+        for buffer, value in zip(self.ring.buffers[part], values, strict=True):
+            if not isinstance(value, bytes):
+                raise FarpoolError("Redis: an object that was set is missing")
+            buffer[:] = value
+
+    def find(self) -> int:
+        pipeline = self._client.pipeline(transaction=False)
+        for key in self.ring.keys:
+            pipeline.exists(key)
+        return sum(pipeline.execute())
 
 
 def _get(client: Redis, ring: Ring, seconds: float) -> float:
@@ -146,7 +180,7 @@ def _exists(client: Redis, ring: Ring, seconds: float) -> float:
             pipeline.exists(key)
         found[:] = pipeline.execute()
 
-    taken = seconds_each(work, 1, seconds)
+    taken = median_call(work, seconds)
     if found != [1] * len(ring):
         raise FarpoolError("Redis: an object that was set is missing")
     return taken
@@ -159,6 +193,6 @@ def _mget(client: Redis, ring: Ring, seconds: float) -> float:
         answer = client.mget(ring.keys)
         found[:] = answer if isinstance(answer, list) else []
 
-    taken = seconds_each(work, 1, seconds)
+    taken = median_call(work, seconds)
     ring.check("Redis", [got if isinstance(got, bytes) else None for got in found])
     return taken

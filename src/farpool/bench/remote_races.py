@@ -6,23 +6,22 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self
 
 from farpool._native import WINDOW, WINDOW_BYTES, tls_available
 from farpool.bench import remote_works as works
 from farpool.bench.measure import in_turn
 from farpool.bench.mooncake_peer import MooncakePeer, find_mooncake
-from farpool.bench.race import Entrant, Race, hold
+from farpool.bench.race import Entrant, Race, hold, opened
 from farpool.bench.redis_peer import RedisPeer, find_redis
 from farpool.bench.remote_index import Crowd, Index, connect_many, grow
 from farpool.bench.remote_outcome import Peers, Settings, View
 from farpool.bench.remote_overlap import Overlap, measure_overlap
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
-from farpool.errors import FarpoolError
 from farpool.net.authority import Authority
 from farpool.net.certificate import TLS_VARIABLE
 from farpool.net.channel import SPIN_SECONDS
@@ -135,8 +134,8 @@ class Bench:
             ours = partial(works.put, store, ring, 1, seconds)
             reason = self.peers.sockets_reason
             start = None if self._sockets is None else partial(Sockets, self._sockets, ring.nbytes, len(ring))
-            sockets, reason = _opened(stack, start, reason)
-            second, reason = _opened(stack, start, reason)
+            sockets, reason = opened(stack, start, reason)
+            second, reason = opened(stack, start, reason)
             others = []
             for spin in (False, True):
                 work = partial(sockets.seconds_each, True, 1, seconds, spin=spin, second=second) if sockets else None
@@ -151,9 +150,9 @@ class Bench:
         ring = Ring(*settings.lookups)
         works.publish(self._tcp, ring)
         with ExitStack() as stack:
-            redis, why_no_redis = _opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
+            redis, why_no_redis = opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
             make = partial(MooncakePeer, 64 << 20) if self.peers.mooncake else None
-            mooncake, why_no_mooncake = _opened(stack, make, self.peers.mooncake_reason)
+            mooncake, why_no_mooncake = opened(stack, make, self.peers.mooncake_reason)
             theirs = redis.lookups(ring, settings.seconds) if redis else [None] * 4
             find = partial(mooncake.lookup_seconds, ring.nbytes, len(ring), settings.seconds) if mooncake else None
             others = {
@@ -206,7 +205,7 @@ class Bench:
         settings = self._settings
         races = []
         with ExitStack() as stack:
-            peer, reason = _opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
+            peer, reason = opened(stack, RedisPeer if self.peers.redis else None, self.peers.redis_reason)
             for nbytes, count in settings.redis:
                 ring = Ring(nbytes, count)
                 works.publish(self._mapped, ring)
@@ -233,7 +232,7 @@ class Bench:
         with ExitStack() as stack:
             lent = 4 * max(nbytes * count for nbytes, count in settings.mooncake)
             make = partial(MooncakePeer, max(lent, 64 << 20))
-            peer, reason = _opened(stack, make if self.peers.mooncake else None, self.peers.mooncake_reason)
+            peer, reason = opened(stack, make if self.peers.mooncake else None, self.peers.mooncake_reason)
             for nbytes, count in settings.mooncake:
                 ring = Ring(nbytes, count)
                 works.publish(self._tcp, ring)
@@ -302,25 +301,12 @@ class Bench:
         batch, window = shape
         seconds = self._settings.seconds
         with ExitStack() as stack:
-            sockets, reason = _opened(stack, start, reason)
+            sockets, reason = opened(stack, start, reason)
             others = []
             for spin in modes:
                 work = partial(sockets.seconds_each, write, window, seconds, spin=spin) if sockets else None
                 others.append(Entrant(f"sockets, {'spinning' if spin else 'blocking'}", work, reason))
             return self._hold(what, ring, batch, way, ours, others)
-
-
-_PeerT = TypeVar("_PeerT", bound=AbstractContextManager[Any])
-
-
-def _opened(stack: ExitStack, make: Callable[[], _PeerT] | None, reason: str) -> tuple[_PeerT | None, str]:
-    """Start a peer if it is installed; None and the reason if it is not, or does not start."""
-    if make is None:
-        return None, reason
-    try:
-        return stack.enter_context(make()), ""
-    except FarpoolError as error:
-        return None, str(error)
 
 
 @contextmanager

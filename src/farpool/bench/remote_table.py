@@ -16,7 +16,7 @@ from farpool.sizes import format_size
 if TYPE_CHECKING:
     from farpool.bench.remote_outcome import Outcome
 
-__all__ = ["table"]
+__all__ = ["races_table", "table"]
 
 
 def table(outcome: Outcome) -> Group:
@@ -37,24 +37,24 @@ def table(outcome: Outcome) -> Group:
     for point in index.points:
         objects.add_row(f"{point.objects:,}", _micros(point.mapped), _micros(point.tcp))
     return Group(
-        _races("Large objects over TCP; ratio: of the sockets' rate", outcome.transfers),
-        _races("Large objects over TLS; ratio: of the rate of sockets with TLS", outcome.secure),
-        _races("Small objects over TCP, one at a time; ratio: of the sockets' rate", outcome.latency),
-        _races(
+        races_table("Large objects over TCP; ratio: of the sockets' rate", outcome.transfers),
+        races_table("Large objects over TLS; ratio: of the rate of sockets with TLS", outcome.secure),
+        races_table("Small objects over TCP, one at a time; ratio: of the sockets' rate", outcome.latency),
+        races_table(
             "Two copies over TCP; ratio: of the rate of sockets that send them one after the other", [outcome.copies]
         ),
         Text(
             f"two copies of {format_size(outcome.overlap.nbytes)}: the second node's first byte came when the first "
             f"had {outcome.overlap.before:,} bytes"
         ),
-        _races("Many keys in one call; ratio: how many times as fast farpool is", outcome.lookups, rate=False),
-        _races("Mapped memory; ratio: of the rate of memcpy", outcome.mapped),
+        races_table("Many keys in one call; ratio: how many times as fast farpool is", outcome.lookups, rate=False),
+        races_table("Mapped memory; ratio: of the rate of memcpy", outcome.mapped),
         Text(
             f"pinned view of {format_size(view.nbytes)}: {_micros(view.seconds)} µs to pin, look and let go; "
             f"the node sent {view.sent:,} bytes for it"
         ),
-        _races("Beside Redis; ratio: how many times as fast farpool is, mapped", outcome.redis),
-        _races("Beside Mooncake Store; ratio: how many times as fast farpool is", outcome.mooncake),
+        races_table("Beside Redis; ratio: how many times as fast farpool is, mapped", outcome.redis),
+        races_table("Beside Mooncake Store; ratio: how many times as fast farpool is", outcome.mooncake),
         Text(f"peers: {compared}"),
         objects,
         Text(
@@ -68,7 +68,8 @@ def table(outcome: Outcome) -> Group:
     )
 
 
-def _races(title: str, races: Sequence[Race], *, rate: bool = True) -> Table:
+def races_table(title: str, races: Sequence[Race], *, rate: bool = True) -> Table:
+    """Table of races, with rates where objects move."""
     made = Table(title=title)
     for name in ("", "size", "way", "µs", "GB/s", "beside", "µs", "ratio"):
         made.add_column(name, justify="right" if name in ("size", "µs", "GB/s", "ratio") else "left")

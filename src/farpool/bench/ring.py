@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ from farpool.bench.measure import warm
 from farpool.errors import FarpoolError
 from farpool.sizes import format_size
 
-__all__ = ["Ring", "seconds_each"]
+__all__ = ["Ring", "median_call", "seconds_each"]
 
 _ALIGNMENT = 4096
 
@@ -83,3 +84,16 @@ def seconds_each(work: Callable[[], object], objects: int, seconds: float) -> fl
         calls += 1
         now = time.perf_counter()
     return (now - start) / (calls * objects)
+
+
+def median_call(work: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call of `work`, the median of as many as there are in `seconds`, after one that is not counted."""
+    work()
+    taken: list[float] = []
+    start = before = time.perf_counter()
+    while before - start < seconds or not taken:
+        work()
+        now = time.perf_counter()
+        taken.append(now - before)
+        before = now
+    return statistics.median(taken)

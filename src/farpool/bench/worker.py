@@ -9,6 +9,8 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 
+from farpool.errors import FarpoolError
+
 __all__ = ["Worker"]
 
 _PATIENCE = 300.0
@@ -26,12 +28,20 @@ class Worker:
         Arguments of its command line.
     environment : mapping of str to str
         Variables beside those of this process.
+    python : str
+        Interpreter that runs it.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [python, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -63,6 +73,19 @@ class Worker:
         self._process.stdin.write(f"{question}\n")
         self._process.stdin.flush()
         return self._answer(word)
+
+    def seconds(self, who: str, question: str) -> float:
+        """Ask a question that is answered with seconds.
+
+        Raises
+        ------
+        FarpoolError
+            It has ended; the message has `who` and its last words.
+        """
+        try:
+            return float(self.ask(question, "seconds"))
+        except (OSError, ValueError) as error:
+            raise FarpoolError(f"{who} failed: {error}") from error
 
     def close(self) -> None:
         """Stop the process."""

@@ -26,6 +26,9 @@ Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the fast ti
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, in seconds: to see that it works, not to measure.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")]
 Report = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with tables and figures, too.")]
+LMCache = Annotated[
+    str | None, typer.Option("--lmcache", metavar="PYTHON", help="Has farpool and LMCache; default: this Python.")
+]
 
 
 @app.command()
@@ -129,6 +132,69 @@ def policies(
 
 
 @app.command()
+def kv(
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON lines: Mooncake's or vLLM's trace, or token ids; default: generated."),
+    ] = None,
+    dry_run: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same files: only the hits that a pool would have.")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE", help="Of the cache, such as 64GiB; repeatable. Default: 1/64 to 1/4 of all blocks."
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="To use alone, such as lru; repeatable.")
+    ] = None,
+    nodes: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=1, help="Repeatable; default: 1, 2, 4, 8.")
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of a block, where FILE does not say it.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Geometry, such as llama-3.1-8b.")] = None,
+    bytes_per_token: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="KV of a token; default: 131072.")
+    ] = None,
+    prefill_tokens_per_second: Annotated[
+        float | None, typer.Option(metavar="RATE", help="Of your engine; default: 8000.")
+    ] = None,
+    link: Annotated[str | None, typer.Option(metavar="RATE", help="To the nodes; default: 10GB/s.")] = None,
+    real: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Move the bytes of the first N requests through nodes.")
+    ] = None,
+    scale: Annotated[str | None, typer.Option(metavar="SIZE", help="Real bytes of a block; default: 16KiB.")] = None,
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the hits into a .png, .svg or .pdf file.")
+    ] = None,
+) -> None:
+    """Prefix hits of a KV cache on a trace of requests: saved prefill and bytes moved, by size, policy and nodes."""
+    if trace is not None and dry_run is not None:
+        raise ConfigError("--trace and --dry-run both name a file; pass one of them")
+    given = {
+        "trace": trace or dry_run,
+        "dry_run": dry_run is not None or None,
+        "sizes": tuple(size) if size else None,
+        "policies": tuple(policy) if policy else None,
+        "nodes": tuple(nodes) if nodes else (1,) if dry_run is not None else None,
+        "block_tokens": block_tokens,
+        "model": model,
+        "bytes_per_token": bytes_per_token,
+        "prefill_tokens_per_second": prefill_tokens_per_second,
+        "link": link,
+        "real": real,
+        "scale": scale,
+    }
+    _perform("kv", given, "cpu", quick, json, report, picture)
+
+
+@app.command()
 def remote(
     rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 7.")] = None,
     device: Device = "cpu",
@@ -138,6 +204,52 @@ def remote(
 ) -> None:
     """Memory of another process, over TCP and mapped: against sockets, memcpy, Redis and Mooncake Store."""
     _perform("remote", {"rounds": rounds}, device, quick, json, report)
+
+
+@app.command("kv-blocks")
+def kv_blocks(
+    lmcache: LMCache = None,
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 7.")] = None,
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """KV blocks looked up, saved and loaded, beside the store's own calls, sockets, Mooncake, Redis and LMCache."""
+    _perform("kv-blocks", {"lmcache": lmcache, "rounds": rounds}, "cpu", quick, json, report)
+
+
+@app.command("kv-ttft")
+def kv_ttft(
+    lmcache: LMCache = None,
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 9.")] = None,
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """Time to first token with a reused prefix: computed again, or loaded by farpool, Mooncake, Redis and LMCache."""
+    _perform("kv-ttft", {"lmcache": lmcache, "rounds": rounds}, "cpu", quick, json, report)
+
+
+@app.command("kv-codecs")
+def kv_codecs(
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 9.")] = None,
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """Codecs of KV blocks on real keys and values: how much smaller, and how fast, beside memcpy."""
+    _perform("kv-codecs", {"rounds": rounds}, "cpu", quick, json, report)
+
+
+@app.command("kv-generate")
+def kv_generate(
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens of each cache; default: 15.")] = None,
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """Generation with keys and values four times the fast budget, against the machine's limit and demand fetching."""
+    _perform("kv-generate", {"rounds": rounds}, "cpu", quick, json, report)
 
 
 @app.command("report")
@@ -155,7 +267,15 @@ def write_report(
     out.write_text(page("farpool benchmarks" if len(sections) > 1 else title_of(sections[0].benchmark), sections))
 
 
-def _perform(name: str, given: dict[str, Any], device: str, quick: bool, json: bool, report: Path | None) -> None:
+def _perform(
+    name: str,
+    given: dict[str, Any],
+    device: str,
+    quick: bool,
+    json: bool,
+    report: Path | None,
+    picture: Path | None = None,
+) -> None:
     """Run one benchmark and show its result; options that are None keep the defaults of its settings."""
     from rich.console import Console
 
@@ -164,8 +284,10 @@ def _perform(name: str, given: dict[str, Any], device: str, quick: bool, json: b
     from farpool.observe.provenance import provenance
 
     check_device(device)
-    if report is not None:
-        _check_writable(report)
+    for file in filter(None, (report, picture)):
+        _check_writable(file)
+    if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"picture {picture} has no known form; name a .png, .svg or .pdf file")
     try:
         benchmark = load(name)
         settings = benchmark.Settings.quick() if quick else benchmark.Settings()
@@ -177,6 +299,9 @@ def _perform(name: str, given: dict[str, Any], device: str, quick: bool, json: b
     section = Section(name, benchmark, outcome, provenance())
     if report is not None:
         report.write_text(page(title_of(benchmark), [section]))
+    if picture is not None:
+        [figure] = benchmark.figures(outcome).values()
+        figure.savefig(picture, dpi=200, transparent=False)
     if json:
         sys.stdout.write(results.encode(section) + "\n")
     else:

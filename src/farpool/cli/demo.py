@@ -49,6 +49,17 @@ def demo(
     starts: Annotated[
         int, typer.Option(metavar="N", min=1, help="With --remote: processes that start in either way.")
     ] = DEFAULTS.starts,
+    kv: Annotated[
+        bool,
+        typer.Option(
+            "--kv",
+            help="Instead: answer questions over one long context in two processes, of which the second loads the KV "
+            "that the first has saved on a node.",
+        ),
+    ] = False,
+    context: Annotated[
+        int, typer.Option(metavar="TOKENS", min=16, max=65000, help="With --kv: length of the context.")
+    ] = 1024,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no report.")] = False,
 ) -> None:
     """Search real text with a model that has a quarter of its bytes resident.
@@ -58,8 +69,15 @@ def demo(
     --remote the rest is on two nodes, reached over TCP; and new processes start with weights that one process has
     published and the others map, compared with reading them from their file.
 
+    With --kv a small language model, built from a configuration, answers questions over one long context in two
+    processes: the second one's first token comes from KV that the first has saved on a node. Both must give the same
+    tokens.
+
     Exit code 0: equal. 1: not equal. 2: an error.
     """
+    if kv:
+        _shared_context(context, json=json)
+        return
     from rich.console import Console
 
     try:
@@ -78,4 +96,23 @@ def demo(
         Console().print(report(outcome))
     start_up = outcome.start_up
     if not outcome.equal or (start_up is not None and not (start_up.equal and start_up.followed)):
+        raise typer.Exit(1)
+
+
+def _shared_context(tokens: int, *, json: bool) -> None:
+    """Run the part of the demo that shares KV between processes."""
+    from rich.console import Console
+
+    try:
+        from farpool.demo.shared_context import report, run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the demo needs the package {error.name!r}; pip install 'farpool[demo]'") from error
+    with progress_bars() as progress:
+        outcome = run(tokens, 16, progress)
+    if json:
+        result = {"provenance": provenance(), "result": outcome}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
+    else:
+        Console().print(report(outcome))
+    if not outcome.equal:
         raise typer.Exit(1)

@@ -112,6 +112,12 @@ class NodeCollector(Collector):
             for tenant, has in tenants.items():
                 gauge.add_metric([self._node, str(tenant)], has[name])
             yield gauge
+        searches = CounterMetricFamily(
+            "farpool_node_tenant_searches", "Keys looked for in the index of a tenant", labels=["node", "tenant"]
+        )
+        for tenant, has in tenants.items():
+            searches.add_metric([self._node, str(tenant)], has["searches"])
+        yield searches
         keys = self._keys()
         for name, (metric, text) in _OF_KEYS.items():
             gauge = GaugeMetricFamily(f"farpool_node_key_{metric}", text, labels=["node", "tenant", "key"])

@@ -131,8 +131,8 @@ def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload:
         Its bytes are read-only or not contiguous.
     """
     if isinstance(buffer, tuple):
-        return tuple(as_target(part) for part in buffer)
-    view = memoryview(buffer)
+        return tuple([as_target(part) for part in buffer])
+    view = buffer if type(buffer) is memoryview else memoryview(buffer)
     if view.readonly or not view.c_contiguous:
         wrong = "read-only" if view.readonly else "not contiguous"
         raise ValueError(f"the buffer ({type(buffer).__name__} of {view.nbytes} bytes) is {wrong}")

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from farpool._native import looked_up, lookup_requests
-from farpool.errors import NodeError, ReplicationError
+from farpool.errors import ChecksumError, NodeError, ReplicationError
 from farpool.net.frames import Op, Status
 from farpool.net.refusals import refusal
 from farpool.store.arguments import Payload
 from farpool.store.cluster import is_away, share_of
-from farpool.store.messages import Ask, Lookup, ObjectInfo, seconds_left
+from farpool.store.messages import Ask, ObjectInfo, seconds_left
 
 if TYPE_CHECKING:
     from farpool._native import Reply
+    from farpool.net.channel import Channel
     from farpool.store.cluster import Cluster
 
-__all__ = ["fetch", "listing", "look_up", "probe"]
+__all__ = ["fetch", "listing", "look_up", "probe", "read_memory"]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +87,7 @@ def fetch(
     op: Op = Op.GET,
     meta: bytes = b"",
     first: tuple[Ask, Reply | Exception] | None = None,
+    patient: bool = True,
 ) -> list[tuple[int, Reply] | Exception | None]:
     """Ask for objects: the first rank of each key, then whichever node says that it has it.
 
@@ -105,6 +107,8 @@ def fetch(
         Bytes that precede the key in the request.
     first : tuple of Ask and Reply or Exception, optional
         Request that the first rank of the only key has been sent already, and its answer.
+    patient : bool
+        Ask nodes that fail again; False to make one attempt.
 
     Returns
     -------
@@ -147,7 +151,7 @@ def fetch(
             for search in searches
             if outcomes[search.number] is not None and all(map(is_away, search.failures.values()))
         ]
-        if not searches or not cluster.wait(deadline):
+        if not searches or not patient or not cluster.wait(deadline):
             break
         for search in searches:
             search.retry(cluster, deadline)
@@ -236,15 +240,34 @@ def probe(
     return found
 
 
-def look_up(cluster: Cluster, keys: list[bytes], deadline: float) -> Lookup:
+def look_up(
+    cluster: Cluster, keys: list[bytes], deadline: float, *, patient: bool = True
+) -> Sequence[int | Exception | None]:
     """Find out which keys have a value: the first rank of each is asked, then the others for what it does not have.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    keys : list of bytes
+        The keys.
+    deadline : float
+        By the monotonic clock.
+    patient : bool
+        Ask nodes that fail again, and raise an error if they may be all that have a copy. False to make one attempt,
+        and return errors in the places of their keys.
+
+    Returns
+    -------
+    sequence of int, None or Exception
+        Bytes of each key's value, None where there is none, or the error for which that cannot be known.
 
     Raises
     ------
     NodeError, ReplicationError
         Nodes cannot be asked that may be all that have a copy.
     """
-    sizes: list[int | None] = [None] * len(keys)
+    sizes: list[int | Exception | None] = [None] * len(keys)
     groups = cluster.by_first(keys, deadline)
     whole = len(groups) == 1  # nothing to be picked out and put together
     found = probe(cluster, {node: keys if whole else [keys[n] for n in own] for node, own in groups.items()}, deadline)
@@ -254,9 +277,10 @@ def look_up(cluster: Cluster, keys: list[bytes], deadline: float) -> Lookup:
         if isinstance(answer, Exception):
             lacking = numbers
         else:
-            lacking = [numbers[place] for place in answer.missing]
+            # The only node of a store has all that there is.
+            lacking = [numbers[place] for place in answer.missing] if len(cluster.members) > 1 else []
             if whole:
-                sizes = answer.sizes
+                sizes = cast("list[int | Exception | None]", answer.sizes)
             else:
                 for number, size in zip(numbers, answer.sizes, strict=True):
                     sizes[number] = size
@@ -273,6 +297,10 @@ def look_up(cluster: Cluster, keys: list[bytes], deadline: float) -> Lookup:
             if search.sources:
                 sizes[search.number] = search.size
         searches = [search for search in searches if not search.sources and not search.absent(cluster)]
+        if not patient:
+            for search in searches:
+                sizes[search.number] = search.failure(cluster)
+            break
         for search in searches:
             if not all(map(is_away, search.failures.values())):
                 raise search.failure(cluster)
@@ -280,7 +308,7 @@ def look_up(cluster: Cluster, keys: list[bytes], deadline: float) -> Lookup:
             raise searches[0].failure(cluster)
         for search in searches:
             search.retry(cluster, deadline)
-    return Lookup(sizes)
+    return sizes
 
 
 def listing(cluster: Cluster, prefix: bytes, deadline: Callable[[], float]) -> Iterator[tuple[int, ObjectInfo]]:
@@ -327,3 +355,19 @@ def _pages_of(cluster: Cluster, node: int, prefix: bytes, deadline: Callable[[],
         after = result["next"]
         if not after:
             return
+
+
+def read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: float) -> bytes | int | None:
+    """Read a value from a node's memory: its bytes, or their number once they are in `into`; None to ask the node."""
+    try:
+        reader = channel.reader
+        if reader is not None:
+            found = reader.get(key) if into is None else reader.get_into(key, into)
+            return None if found is None else found[0]
+        if channel.one_sided is not None and not isinstance(into, tuple):
+            copied = channel.one_sided.get(key, deadline, into)
+            if copied is not None:
+                return copied[0] if into is None else copied[2]
+    except (ChecksumError, NodeError):  # another copy may be whole, another way may work
+        return None
+    return None

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
-from farpool.errors import ChecksumError, ConfigError, FarpoolWarning, NodeError, StoreClosedError
+from farpool.errors import ConfigError, FarpoolWarning, NodeError, StoreClosedError
 from farpool.net.access import AccessKey, client_key
 from farpool.net.address import parse_address
 from farpool.net.channel import SPIN_SECONDS, Channel, Transport
 from farpool.net.frames import HEAD, KEPT, STATED, TOUCH, Op, Status
 from farpool.net.settings import checked_timeout, checked_transport
 from farpool.store.arguments import Payload, as_key, as_keys, as_payload, as_prefix, as_target, content_key, ttl_of
+from farpool.store.best_effort import BestEffort
 from farpool.store.cluster import Cluster, share_of
 from farpool.store.messages import Ask, Lookup, ObjectInfo, PutOutcome, Touched, object_head, results, seconds_left
 from farpool.store.names import Names
 from farpool.store.pin import Pin, Pins, pin_all
-from farpool.store.reading import fetch, listing, look_up
+from farpool.store.reading import fetch, listing, look_up, read_memory
 from farpool.store.repair import Repaired, repair
 from farpool.store.rotation import Rotation, rotate
 from farpool.store.upkeep import Upkeep
@@ -268,7 +269,7 @@ class Store:
         cluster = self._cluster or self._open()
         deadline = time.monotonic() + cluster.timeout
         node = cluster.order(key, deadline)[0]
-        found = _read_memory(cluster.members[node].channel, key, into, deadline)
+        found = read_memory(cluster.members[node].channel, key, into, deadline)
         if found is not None:
             if self._upkeep is not None:
                 self._upkeep.note(key, node)
@@ -305,7 +306,7 @@ class Store:
         left: list[int] = []
         for number, (key, into) in enumerate(zip(keys, targets, strict=True)):
             node = cluster.order(key, deadline)[0]
-            found = _read_memory(cluster.members[node].channel, key, into, deadline)
+            found = read_memory(cluster.members[node].channel, key, into, deadline)
             if found is None:
                 left.append(number)
                 continue
@@ -332,7 +333,7 @@ class Store:
             As of `get`.
         """
         cluster = self._open()
-        return look_up(cluster, as_keys(keys), cluster.deadline())
+        return Lookup(cast("Sequence[int | None]", look_up(cluster, as_keys(keys), cluster.deadline())))
 
     def stat(self, key: Key) -> ObjectInfo | None:
         """Return size, time to live and pins of a key's value from the first node that has it; None if none has."""
@@ -452,6 +453,10 @@ class Store:
         """Read many values into buffers at the same time; see `get_into`."""
         checked = [(as_key(key), as_target(buffer)) for key, buffer in pairs]
         return cast("list[int | None]", self._read([key for key, _ in checked], [into for _, into in checked]))
+
+    def best_effort(self) -> BestEffort:
+        """Return the calls of this store that suit caches: one short attempt, with errors in the places of results."""
+        return BestEffort(self._open, self._upkeep)
 
     def objects(self, prefix: Key = "") -> Iterator[ObjectInfo]:
         """Iterate over the objects whose keys begin with `prefix`, in no particular order.
@@ -646,22 +651,6 @@ class Store:
 
     def __reduce__(self) -> str:
         raise TypeError("a store cannot be pickled; make one from the nodes' addresses where it is needed")
-
-
-def _read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: float) -> bytes | int | None:
-    """Read a value from a node's memory: its bytes, or their number once they are in `into`; None to ask the node."""
-    try:
-        reader = channel.reader
-        if reader is not None:
-            found = reader.get(key) if into is None else reader.get_into(key, into)
-            return None if found is None else found[0]
-        if channel.one_sided is not None and not isinstance(into, tuple):
-            copied = channel.one_sided.get(key, deadline, into)
-            if copied is not None:
-                return copied[0] if into is None else copied[2]
-    except (ChecksumError, NodeError):  # another copy may be whole, another way may work
-        return None
-    return None
 
 
 def _each_once(copies: Iterable[tuple[int, ObjectInfo]]) -> Iterator[ObjectInfo]:

@@ -108,7 +108,13 @@ class _Put:
 
 
 def put(
-    cluster: Cluster, items: Sequence[tuple[bytes, Payload]], head: bytes, deadline: float, *, check: bool = False
+    cluster: Cluster,
+    items: Sequence[tuple[bytes, Payload]],
+    head: bytes,
+    deadline: float,
+    *,
+    check: bool = False,
+    patient: bool = True,
 ) -> list[PutOutcome | Exception]:
     """Write each object to the first nodes of its order that take it.
 
@@ -124,6 +130,8 @@ def put(
         By the monotonic clock. Nodes that fail are asked again until then.
     check : bool
         Require a copy that is there to have the same size and checksum.
+    patient : bool
+        Ask nodes that fail again; False to make one attempt with each.
 
     Returns
     -------
@@ -153,9 +161,9 @@ def put(
             puts[number].note(node, answer, cluster.members[node].name)
         asked = [(number, node) for number, one in enumerate(puts) for node in one.next_nodes(copies)]
         if not asked:
-            if not any(one.is_waiting(cluster) for one in puts) or not cluster.wait(deadline):
+            if not patient or not any(one.is_waiting(cluster) for one in puts) or not cluster.wait(deadline):
                 if cluster.epoch.value != epoch:  # some copies may be of the earlier epoch, and gone
-                    return put(cluster, items, head, deadline, check=check)
+                    return put(cluster, items, head, deadline, check=check, patient=patient)
                 return [one.outcome(cluster, check=check) for one in puts]
             asked = [(number, node) for number, one in enumerate(puts) for node in one.retry(cluster, deadline)]
         last = not any(one.waiting for one in puts)

@@ -75,6 +75,15 @@ class ArenaViews:
             note(view)
         return view
 
+    def shaped(self, dtype: torch.dtype, size: tuple[int, int, int, int], address: int) -> torch.Tensor:
+        """A real contiguous tensor of four dimensions, `address` bytes from the arena's start."""
+        _, second, third, fourth = size
+        stride = (second * third * fourth, third * fourth, fourth, 1)
+        view = torch.as_strided(self.typed(dtype), size, stride, address // dtype.itemsize)
+        if self.debug:
+            note(view)
+        return view
+
     def windows(self, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Overlapping items ``[any, *size]`` of the arena: the item at index ``i`` begins at its element ``i``."""
         typed = self.typed(dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farpool.store import Pin, Store
     from farpool.store.names import NameInfo, OpenedName, TensorEntry, TensorSource
 
-__all__ = ["map_tensors", "publish_tensors", "read_tensors", "tensor_source"]
+__all__ = ["map_tensors", "publish_tensors", "read_tensor", "read_tensors", "tensor_source"]
 
 _BATCH = 4 << 20
 """Bytes of small tensors that are pinned in one call; the timeout applies to each such batch."""
@@ -95,6 +95,13 @@ def read_tensors(opened: OpenedName) -> dict[str, torch.Tensor]:
     tensors = {entry.name: _empty(entry) for entry in opened.tensors()}
     opened.read_tensors_into((entry, _bytes_of(tensors[entry.name])) for entry in opened.tensors())
     return tensors
+
+
+def read_tensor(opened: OpenedName, entry: TensorEntry) -> torch.Tensor:
+    """Read one tensor of an opened name into new memory; errors as for `read_tensors`."""
+    tensor = _empty(entry)
+    opened.read_tensors_into([(entry, _bytes_of(tensor))])
+    return tensor
 
 
 def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str, torch.Tensor]:

@@ -1,0 +1,75 @@
+// How soon blocks come to be used again, learnt from those that were: the worth of keeping one, by its uses and its age.
+//
+// The worth is the Gittins index of the block (Gittins, "Bandit processes and dynamic allocation indices", 1979): over all
+// spans of time for which it could be kept, the largest ratio of the probability of a use in the span to the time that it would
+// take up room, which ends with the use. Times of reuse are counted apart for blocks with 0, 1, 2, 3 and more earlier uses,
+// as life tables are: among blocks that have reached an age, those that are used before the next one. Blocks that are
+// remembered include those that have left the cache, so what a policy evicts does not distort what it learns. Time is counted
+// in uses.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <vector>
+
+#include "policy/id_map.hpp"
+#include "policy/slot_list.hpp"
+
+namespace farpool::policy {
+
+class ReuseModel {
+public:
+    ReuseModel() = default;
+    ReuseModel(const ReuseModel&) = delete;
+    ReuseModel& operator=(const ReuseModel&) = delete;
+
+    // Sets how many blocks are remembered, which must not become less; the least recently used is forgotten first.
+    void remember(std::size_t most) { most_ = most; }
+    // Notes a use; returns how many uses of the block were known before.
+    std::uint32_t use(std::uint64_t id);
+    // Expected uses per unit of time that the block takes up room, if it goes on to be kept for as long as that pays.
+    double worth(std::uint32_t uses, std::uint64_t used) const { return worth_[class_of(uses)][age_of(clock_ - used)]; }
+    // Number of uses so far, which is the time.
+    std::uint64_t now() const noexcept { return clock_; }
+
+private:
+    static constexpr std::size_t classes = 5;
+    static constexpr std::size_t ages = 160;  // four for each doubling
+    using Table = std::array<std::array<double, ages>, classes>;
+
+    struct Known {
+        std::uint64_t id;
+        std::uint64_t used;
+        std::uint32_t uses;
+    };
+
+    static std::size_t class_of(std::uint32_t uses) { return std::min<std::size_t>(uses, classes - 1); }
+    static std::size_t age_of(std::uint64_t age) {
+        if (age < 4) {
+            return age;
+        }
+        const auto octave = static_cast<std::size_t>(std::bit_width(age)) - 1;
+        return std::min(4 * (octave - 1) + ((age >> (octave - 2)) & 3), ages - 1);
+    }
+    // The first age of a number of `age_of`.
+    static double age_at(std::size_t number) {
+        return number < 4 ? static_cast<double>(number)
+                          : static_cast<double>((4 + number % 4) * (std::uint64_t{1} << (number / 4 - 1)));
+    }
+    void learn();
+
+    std::size_t most_ = 1024;
+    std::uint64_t clock_ = 0;
+    std::uint64_t learnt_ = 0;  // when the worth was computed
+    IdMap numbers_;
+    std::vector<Known> known_;
+    Links links_;
+    SlotList order_{links_};
+    Table used_{};       // by class and age: uses again
+    Table forgotten_{};  // blocks that were at this age when they were forgotten
+    Table worth_{};
+};
+
+}  // namespace farpool::policy

@@ -1,0 +1,164 @@
+"""``farpool kv`` and ``farpool why``: KV that nodes keep, and what became of requests."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections import Counter
+from types import ModuleType
+from typing import Annotated
+
+import msgspec
+import typer
+
+from farpool.cli.store import Node, Timeout, open_store
+from farpool.errors import ConfigError
+from farpool.sizes import format_size
+
+__all__ = ["app", "why"]
+
+app = typer.Typer(
+    help="Look at the KV that language models keep on nodes, and remove it.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Replicas = Annotated[int, typer.Option(metavar="N", min=1, help="Copies of each block, as your engines have it.")]
+
+
+def _module(name: str) -> ModuleType:
+    """Import a module of ``farpool.kv``, which needs more packages than the rest."""
+    try:
+        return importlib.import_module(f"farpool.kv.{name}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this needs the package {error.name!r}; pip install 'farpool[kv]'") from error
+
+
+def why(
+    request: Annotated[
+        str, typer.Argument(metavar="[REQUEST]", help="A request's name or a part of it; none for the latest.")
+    ] = "",
+    last: Annotated[int, typer.Option(metavar="N", min=1, help="Show this many steps at most, the latest ones.")] = 40,
+    json: Json = False,
+) -> None:
+    """Tell why a request's KV was loaded, computed or missed.
+
+    Asks all engines of this user on this host that keep KV with farpool. Exit code 1: no such request is known.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    steps = [(process, entry) for process, entries in _module("journal").runs(request) for entry in entries]
+    steps = sorted(steps, key=lambda step: step[1].when)[-last:]
+    if json:
+        shown = [{"process": process, **msgspec.to_builtins(entry)} for process, entry in steps]
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown)).decode() + "\n")
+    elif steps:
+        table = Table(expand=True)
+        for name in ("when", "process", "request", "step"):
+            table.add_column(name, no_wrap=name != "request", overflow="fold")
+        for name in ("done", "blocks", "time"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("why", ratio=1, overflow="fold")
+        for process, entry in steps:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in entry.reasons.items())
+            table.add_row(
+                time.strftime("%H:%M:%S", time.localtime(entry.when)),
+                str(process),
+                escape(entry.request),
+                entry.step,
+                str(entry.done),
+                str(entry.blocks),
+                f"{entry.seconds * 1e3:.1f} ms",
+                escape("; ".join(filter(None, (reasons, entry.note)))),
+            )
+        Console().print(table)
+    if not steps:
+        if not json:
+            typer.echo(f"no step of a request like {request!r} is known to any engine of this user here", err=True)
+        raise typer.Exit(1)
+
+
+@app.command("ls")
+def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0, json: Json = False) -> None:
+    """List models, weights and tenants that have KV on the nodes, with the room that it takes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    blocks, keys = _module("blocks"), _module("keys")
+    with open_store(node, replicas, timeout) as store:
+        found = blocks.namespaces(store)
+        counts: Counter[bytes] = Counter()
+        nbytes: Counter[bytes] = Counter()
+        for info in store.objects(keys.KEY_MAGIC):
+            counts[info.key[4:20]] += 1
+            nbytes[info.key[4:20]] += info.nbytes
+    rows = [(digest, found.get(digest)) for digest in sorted({*found, *counts})]
+    if json:
+        shown = [
+            {
+                "namespace": digest.hex(),
+                "blocks": counts[digest],
+                "nbytes": nbytes[digest],
+                "about": None if about is None else msgspec.to_builtins(about),
+            }
+            for digest, about in rows
+        ]
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown)).decode() + "\n")
+        return
+    table = Table()
+    for name in ("namespace", "engine", "model", "weights", "type", "tenant"):
+        table.add_column(name, overflow="fold")
+    for name in ("blocks", "bytes"):
+        table.add_column(name, justify="right")
+    for digest, about in rows:
+        named = ("?",) * 5 if about is None else (about.engine, about.model, about.weights, about.dtype, about.tenant)
+        table.add_row(digest.hex(), *named, str(counts[digest]), format_size(nbytes[digest]))
+    Console().print(table)
+
+
+@app.command("purge")
+def purge(
+    weights: Annotated[str | None, typer.Option(metavar="ID", help="All KV of these weights.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="All KV of this tenant.")] = None,
+    namespace: Annotated[str | None, typer.Option(metavar="HEX", help="One namespace, as ls shows it.")] = None,
+    node: Node = None,
+    replicas: Replicas = 1,
+    timeout: Timeout = 10.0,
+) -> None:
+    """Remove the KV of some weights, a tenant or a namespace from all nodes.
+
+    With several options only what fits all of them goes. Exit code 1: there was none.
+    """
+    if weights is None and tenant is None and namespace is None:
+        raise ConfigError("nothing is named; expected --weights, --tenant or --namespace", setting="weights")
+    blocks = _module("blocks")
+    gone = 0
+    with open_store(node, replicas, timeout) as store:
+        found = {digest.hex(): about for digest, about in blocks.namespaces(store).items()}
+        if namespace is not None and namespace not in found and weights is None and tenant is None:
+            found[namespace] = None  # its description may be lost
+        for digest, about in found.items():
+            if namespace is not None and digest != namespace:
+                continue
+            if weights is not None and about.weights != weights:
+                continue
+            if tenant is not None and about.tenant != tenant:
+                continue
+            gone += blocks.purge(store, _digest(digest))
+    typer.echo(f"{gone} blocks removed", err=True)
+    if not gone:
+        raise typer.Exit(1)
+
+
+def _digest(text: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != 16:
+        raise ConfigError(f"namespace is {text!r}, expected 32 hexadecimal digits as ls shows", setting="namespace")
+    return digest

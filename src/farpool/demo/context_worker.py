@@ -1,0 +1,111 @@
+"""A process that answers questions over a long context, whose KV it computes and saves, or loads.
+
+Reads a `ContextRequest` from stdin, writes a `ContextReply` to stdout.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from farpool.demo.shared_context import Answer, ContextReply, ContextRequest
+from farpool.kv.memory import Layer, TensorMemory
+from farpool.kv.prefix import PrefixCache
+
+_CONFIG: dict[str, Any] = {
+    "vocab_size": 256,  # a token is a byte of text
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 16,
+}
+
+
+class _Answerer:
+    """The model, and the cache of its KV on a node."""
+
+    def __init__(self, node: str) -> None:
+        torch.manual_seed(0)
+        self.config: Any = LlamaConfig(**_CONFIG)
+        model: Any = LlamaForCausalLM(self.config)
+        self.model = model.eval()
+        self.width: int = _CONFIG["hidden_size"] // _CONFIG["num_attention_heads"]
+        layer = Layer(2 * _CONFIG["num_key_value_heads"] * self.width * 4)
+        self.cache = PrefixCache(
+            [node],
+            [layer] * _CONFIG["num_hidden_layers"],
+            model="demo",
+            weights_id="seed 0",
+            dtype="float32",
+            layout="heads-first",
+            hold_out=False,
+            timeout=60,
+        )
+
+    def room(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Allocate keys and values of so many tokens for all layers."""
+        shape = (1, _CONFIG["num_key_value_heads"], tokens, self.width)
+        return [(torch.empty(shape), torch.empty(shape)) for _ in range(_CONFIG["num_hidden_layers"])]
+
+    def save(self, tokens: list[int]) -> int:
+        """Compute and save the KV of a sequence; return its bytes."""
+        past = self.computed(tokens)
+        pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in past.layers]
+        self.cache.save(tokens, TensorMemory(pairs))
+        return sum(one.nbytes for pair in pairs for one in pair)
+
+    def computed(self, tokens: list[int], past: Any = None) -> Any:
+        """Compute the KV of tokens, behind what there is."""
+        past = DynamicCache(config=self.config) if past is None else past
+        if tokens:
+            self.model(torch.tensor([tokens]), past_key_values=past, use_cache=True, logits_to_keep=1)
+        return past
+
+    def answer(self, context: list[int], question: list[int], new_tokens: int, *, load: bool) -> Answer:
+        """Answer a question over a context; with `load`, begin with the KV that is there."""
+        began = time.monotonic()
+        past, there, loading = DynamicCache(config=self.config), 0, 0.0
+        if load:
+            match = self.cache.lookup(context, leave=0, request="demo")
+            pairs = self.room(match.tokens)
+            there = self.cache.load(match, TensorMemory(pairs))
+            loading = time.monotonic() - began
+            for number, (keys, values) in enumerate(pairs if there else ()):
+                past.update(keys[..., :there, :], values[..., :there, :], number)
+        # The context is always computed by itself, so that the question is computed alike behind KV that was loaded.
+        past = self.computed(context[there:], past)
+        answer: list[int] = []
+        step, first_seconds = question, 0.0
+        for _ in range(new_tokens):
+            logits = self.model(torch.tensor([step]), past_key_values=past, use_cache=True, logits_to_keep=1).logits
+            answer.append(int(logits[0, -1].argmax()))
+            first_seconds = first_seconds or time.monotonic() - began
+            step = answer[-1:]
+        return Answer(answer, first_seconds, there, loading)
+
+
+def main() -> None:
+    """Answer as requested."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ContextRequest)
+    answerer = _Answerer(request.node)
+    computed: list[Answer] = []
+    loaded: list[Answer] = []
+    with torch.inference_mode(), answerer.cache:
+        nbytes = answerer.save(request.context) if request.saves else 0
+        answerer.computed(request.context[:16])  # so that nothing is measured that is done once in a process
+        for question in request.questions:
+            computed.append(answerer.answer(request.context, question, request.new_tokens, load=False))
+            if not request.saves:
+                loaded.append(answerer.answer(request.context, question, request.new_tokens, load=True))
+    sys.stdout.buffer.write(msgspec.json.encode(ContextReply(loaded, computed, nbytes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""``farpool demo --kv``: two processes answer questions over one long context; one computes its KV, the other loads it.
+
+The model is a small Llama that is built from a configuration with a fixed seed, so its answers are no sentences: what
+counts is that both processes give the same tokens, and when the first of them comes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+
+from farpool.demo.corpus import library_passages, pick
+from farpool.demo.nodes import lending
+from farpool.errors import FarpoolError
+
+__all__ = ["Answer", "ContextOutcome", "ContextReply", "ContextRequest", "report", "run"]
+
+_PATIENCE = 600.0
+"""Seconds that one process may take."""
+_NODE_BYTES = 1 << 30
+_QUESTIONS = (
+    "How can I run another program and read what it prints?",
+    "Which function sorts a list in place?",
+    "How do I parse a date from text?",
+)
+
+
+class ContextRequest(msgspec.Struct, frozen=True):
+    """Request to a process: the context and the questions as token ids, and how it comes by the context's KV.
+
+    Attributes
+    ----------
+    node : str
+        Address of the node that keeps KV.
+    context : list of int
+        Tokens that come before each question.
+    questions : list of list of int
+        Tokens of each question.
+    new_tokens : int
+        Length of an answer.
+    saves : bool
+        True for the process that computes the context and saves its KV; the other answers each question twice, with the
+        KV that is there and without.
+    """
+
+    node: str
+    context: list[int]
+    questions: list[list[int]]
+    new_tokens: int
+    saves: bool
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Answer to one question.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Generated tokens.
+    first_seconds : float
+        Time from the question to the first of them.
+    loaded_tokens : int
+        Tokens whose KV was loaded.
+    loading_seconds : float
+        Time of lookup and load, which is part of `first_seconds`.
+    """
+
+    tokens: list[int]
+    first_seconds: float
+    loaded_tokens: int
+    loading_seconds: float
+
+
+class ContextReply(msgspec.Struct, frozen=True):
+    """Reply of a process: answers with and without KV that was there, and bytes of KV that it has saved or loaded."""
+
+    loaded: list[Answer]
+    computed: list[Answer]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOutcome:
+    """Outcome of the demo.
+
+    Attributes
+    ----------
+    equal : bool
+        True if both processes gave the same tokens, with and without KV that was there.
+    context_tokens : int
+        Length of the context.
+    loaded_tokens : int
+        Tokens of it whose KV the second process loaded for each question.
+    nbytes : int
+        Bytes of the context's KV.
+    questions : list of str
+        Questions in text.
+    computed : list of float
+        Seconds to the first token of each answer in the second process where it computes everything.
+    loaded : list of float
+        The same where it loads the context's KV.
+    loading : list of float
+        Seconds of lookup and load, for each question.
+    speedup : float
+        Median of the ratios of both.
+    """
+
+    equal: bool
+    context_tokens: int
+    loaded_tokens: int
+    nbytes: int
+    questions: list[str]
+    computed: list[float]
+    loaded: list[float]
+    loading: list[float]
+    speedup: float
+
+
+def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int], None]) -> ContextOutcome:
+    """Run both processes, one after the other, beside a node that is started for them.
+
+    Parameters
+    ----------
+    context_tokens : int
+        Length of the shared context; a token is a byte of text.
+    new_tokens : int
+        Length of an answer.
+    progress : callable
+        Told of what is done.
+
+    Raises
+    ------
+    FarpoolError
+        A process or the node fails.
+    """
+    text = "\n\n".join(passage.text for passage in pick(library_passages(), max(1, context_tokens // 64)))
+    context = list(text.encode())[:context_tokens]
+    questions = [list(question.encode()) for question in _QUESTIONS]
+    with lending(1, _NODE_BYTES) as (node,):
+        replies: list[ContextReply] = []
+        for number, step in enumerate(("compute and save", "load and answer")):
+            progress("processes", number, 2)
+            replies.append(_ask(ContextRequest(node, context, questions, new_tokens, saves=number == 0), step))
+        progress("processes", 2, 2)
+    first, second = replies
+    expected = [answer.tokens for answer in first.computed]
+    computed, loaded = ([one.first_seconds for one in answers] for answers in (second.computed, second.loaded))
+    return ContextOutcome(
+        equal=all([one.tokens for one in answers] == expected for answers in (second.computed, second.loaded)),
+        context_tokens=len(context),
+        loaded_tokens=min(answer.loaded_tokens for answer in second.loaded),
+        nbytes=first.nbytes,
+        questions=list(_QUESTIONS),
+        computed=computed,
+        loaded=loaded,
+        loading=[answer.loading_seconds for answer in second.loaded],
+        speedup=statistics.median(slow / fast for slow, fast in zip(computed, loaded, strict=True)),
+    )
+
+
+def _ask(request: ContextRequest, step: str) -> ContextReply:
+    """Run a new process and return its reply."""
+    done = subprocess.run(
+        [sys.executable, "-m", "farpool.demo.context_worker"],
+        input=msgspec.json.encode(request),
+        capture_output=True,
+        timeout=_PATIENCE,
+        check=False,
+    )
+    if done.returncode:
+        raise FarpoolError(f"the process to {step} ended with code {done.returncode}: {done.stderr.decode().strip()}")
+    return msgspec.json.decode(done.stdout, type=ContextReply)
+
+
+def report(outcome: ContextOutcome) -> RenderableType:
+    """Build the report: whether the answers are the same, and when their first tokens came."""
+    table = Table(title="Time to the first token, in the second process", title_justify="left", expand=True)
+    table.add_column("question", ratio=3)
+    for name in ("computed", "loaded", "of that lookup and load", "times faster"):
+        table.add_column(name, justify="right", ratio=1)
+    for question, computed, loaded, loading in zip(
+        outcome.questions, outcome.computed, outcome.loaded, outcome.loading, strict=True
+    ):
+        table.add_row(
+            question, f"{computed:.2f} s", f"{loaded:.3f} s", f"{loading * 1e3:.1f} ms", f"{computed / loaded:.1f}"
+        )
+    verdict = (
+        "[bold green]equal[/]  both processes give the same tokens, with KV computed and with KV loaded"
+        if outcome.equal
+        else "[bold red]NOT EQUAL[/]  the answers differ"
+    )
+    reused = (
+        f"[bold]reused[/]  {outcome.loaded_tokens} of {outcome.context_tokens} tokens of context, "
+        f"{outcome.nbytes / 1e6:.1f} MB of KV that the first process has saved on a node"
+    )
+    return Group(Panel(f"{verdict}\n{reused}", expand=True), table)

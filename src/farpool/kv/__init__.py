@@ -1,0 +1,57 @@
+"""KV cache of language models on the pool: keys, blocks, and connectors for serving engines (docs/kv.md)."""
+
+from typing import TYPE_CHECKING, Any
+
+from farpool.kv.blocks import BlockCache, Found
+from farpool.kv.keys import block_key, token_chain
+from farpool.kv.namespace import Group, Namespace
+from farpool.kv.reasons import Reason
+from farpool.kv.settings import CacheSettings
+
+if TYPE_CHECKING:
+    from farpool.kv.accelerate import PooledWeights
+    from farpool.kv.memory import KVMemory, Layer, TensorMemory
+    from farpool.kv.pool_objects import PoolObjects
+    from farpool.kv.prefix import Match, PrefixCache
+    from farpool.kv.transformers import FarpoolCache, prefix_blocks
+
+__all__ = [
+    "BlockCache",
+    "CacheSettings",
+    "FarpoolCache",
+    "Found",
+    "Group",
+    "KVMemory",
+    "Layer",
+    "Match",
+    "Namespace",
+    "PoolObjects",
+    "PooledWeights",
+    "PrefixCache",
+    "Reason",
+    "TensorMemory",
+    "block_key",
+    "prefix_blocks",
+    "token_chain",
+]
+
+_WITH_TORCH = {
+    "KVMemory": "memory",
+    "Layer": "memory",
+    "TensorMemory": "memory",
+    "Match": "prefix",
+    "PoolObjects": "pool_objects",
+    "PrefixCache": "prefix",
+    "PooledWeights": "accelerate",
+    "FarpoolCache": "transformers",
+    "prefix_blocks": "transformers",
+}
+"""Names whose modules import torch, which commands and nodes do without; some import transformers."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"farpool.kv.{_WITH_TORCH[name]}"), name)

@@ -1,0 +1,130 @@
+"""Weights for accelerate's hooks that live in a pool, or come from a name on nodes.
+
+Accelerate gives each module its weights before it runs, and takes them away afterwards; where they come from is a
+mapping (``weights_map=``, ``state_dict=``). `PooledWeights` is one. Each look-up hands out a plain copy of one weight;
+modules ask for them in the same order in each pass, so the pool has the next ones on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from farpool.errors import ArgumentError
+from farpool.pool.pool import blocks_of
+from farpool.tensors.factories import from_tensor, materialize
+from farpool.tensors.named import read_tensor
+from farpool.tensors.paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from farpool.pool import Pool
+    from farpool.store import Store
+
+__all__ = ["PooledWeights"]
+
+
+class PooledWeights(Mapping[str, torch.Tensor]):
+    """Read-only mapping from names to weights in a pool, of which each look-up gives a plain copy.
+
+    Parameters
+    ----------
+    weights : mapping of str to torch.Tensor
+        Paged tensors, by name.
+
+    Raises
+    ------
+    ArgumentError
+        One is not a paged tensor.
+
+    Examples
+    --------
+    >>> weights = PooledWeights.of(model.state_dict(), pool)
+    >>> model = accelerate.cpu_offload(model, "cpu", state_dict=weights)
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if type(weight) is not PagedTensor:
+                raise ArgumentError(
+                    f"{name!r} is a {type(weight).__name__}, expected a tensor in a pool: use "
+                    "PooledWeights.of(weights, pool), which copies them into one"
+                )
+        self._weights = dict(weights)
+
+    @classmethod
+    def of(cls, weights: Mapping[str, torch.Tensor], pool: Pool) -> Self:
+        """Copy weights into a pool, tied ones once.
+
+        Parameters
+        ----------
+        weights : mapping of str to torch.Tensor
+            For example ``model.state_dict()``.
+        pool : Pool
+
+        Raises
+        ------
+        UnsupportedError
+            One is sparse, quantized, without memory, or on another device than the pool.
+        PoolFullError
+            The tiers of the pool have no room for them.
+        """
+        made: dict[object, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
+        for name, weight in weights.items():
+            place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride()) if _has_address(weight) else name
+            if place not in made:
+                made[place] = from_tensor(blocks_of(pool), weight, name=name)
+            copies[name] = made[place]
+        return cls(copies)
+
+    @classmethod
+    def published(cls, store: Store, name: str, pool: Pool, *, version: int | None = None) -> Self:
+        """Read the weights that are published under a name into a pool, one after the other.
+
+        Parameters
+        ----------
+        store : Store
+            With a registry.
+        name : str
+            Name under which ``store.publish(name, model.state_dict())`` has put them.
+        pool : Pool
+            On the CPU or a GPU.
+        version : int, optional
+            An older version that is still held; None for the current one.
+
+        Raises
+        ------
+        NameMissingError, NameLostError, NodeError
+            As for ``store.open`` and reading.
+        ConfigError
+            The name holds no tensors.
+        PoolFullError
+            The tiers of the pool have no room for them.
+        """
+        copies: dict[str, torch.Tensor] = {}
+        with store.open(name, version) as opened:
+            for entry in opened.tensors():
+                weight = read_tensor(opened, entry)
+                copies[entry.name] = from_tensor(blocks_of(pool), weight.to(pool.device), name=entry.name)
+        return cls(copies)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return materialize(self._weights[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} weights>"
+
+
+def _has_address(weight: torch.Tensor) -> bool:
+    return type(weight) is not PagedTensor and weight.layout is torch.strided and not weight.is_meta

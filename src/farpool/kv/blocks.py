@@ -1,0 +1,653 @@
+"""KV blocks in a store, for engines that must never wait for it nor be misled by it.
+
+Every call has a deadline and ends by it. Nothing that happens to nodes or bytes raises an error: it is a miss, with a
+reason. When a load returns, nothing writes into its targets any more, so that the engine may use that memory for other
+blocks at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+
+from farpool.errors import ConfigError, FarpoolError, StoreClosedError
+from farpool.kv.compressed import Compression
+from farpool.kv.header import HEADER_BYTES, check_header, pack_header
+from farpool.kv.journal import record
+from farpool.kv.keys import KEY_MAGIC, NAMESPACE_MAGIC, block_key, namespace_key
+from farpool.kv.namespace import Namespace
+from farpool.kv.reasons import Reason, reason_of
+from farpool.store import Store
+from farpool.store.arguments import Payload, as_keys, as_payload, as_target, nbytes_of, ttl_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from farpool.kv.objects import ObjectCalls, Objects
+    from farpool.net.channel import Transport
+    from farpool.store.best_effort import Hold
+
+    Target = Buffer | tuple[Buffer, ...]
+
+__all__ = ["BlockCache", "Found", "namespaces", "purge"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PIECE_BYTES = 64 << 20
+"""Bytes that are asked for together; each such piece may take `timeout`, so that large loads have more time than small
+ones."""
+_KIND = 2
+"""Class of KV in an object's head (docs/wire.md)."""
+_AT_ONCE = 4096
+"""Keys that are dropped with one request."""
+_MOST_DESCRIBED = 4096
+"""Namespaces of which a cache remembers when it has described them."""
+_DESCRIBED_SECONDS = 60.0
+"""Seconds after which a namespace's description is stored anew: it may have been evicted, purged, or lost."""
+_LONGEST_COST = 1e6
+_FEWEST_HOLDS = 1024
+"""Number of holds below which those whose time is over are not looked for."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a lookup of blocks.
+
+    Attributes
+    ----------
+    answers : sequence of int, None or Exception
+        Bytes of each stored object, header included, in the order of the keys; None or an error where there is none.
+    """
+
+    answers: Sequence[int | Exception | None]
+
+    # Derived when they are asked for: most lookups find all blocks, and are asked for little.
+
+    @cached_property
+    def sizes(self) -> Sequence[int | None]:
+        """Bytes of each payload as it is stored, in the order of the keys; None where it cannot be loaded."""
+        return [max(0, one - HEADER_BYTES) if isinstance(one, int) else None for one in self.answers]
+
+    @cached_property
+    def reasons(self) -> Sequence[Reason | None]:
+        """Why each of the others cannot be loaded; None for those that can."""
+        return [
+            None if isinstance(one, int) else Reason.ABSENT if one is None else reason_of(one) for one in self.answers
+        ]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """True if all blocks are there."""
+        try:
+            sum(cast("Sequence[int]", self.answers))  # the quickest look at all of them: anything but a number raises
+        except TypeError:
+            return False
+        return True
+
+    @cached_property
+    def leading(self) -> int:
+        """Number of blocks, from the first on, that are there without a gap."""
+        if self.is_whole:
+            return len(self.answers)
+        return next(number for number, one in enumerate(self.answers) if not isinstance(one, int))
+
+    @property
+    def found(self) -> list[bool]:
+        """For each block, True if it is there."""
+        return [True] * len(self.answers) if self.is_whole else [isinstance(one, int) for one in self.answers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Connections of one process: after a fork the child has none."""
+
+    process: int
+    objects: Objects
+    calls: ObjectCalls
+
+
+class BlockCache:
+    """KV blocks of one namespace in a store; whatever goes wrong is a miss with a reason. Thread-safe.
+
+    It connects when it is first used, and anew in a forked child. Blocks are write-once: the first that is saved under
+    a key stays.
+
+    Parameters
+    ----------
+    nodes : sequence of str, Store or PoolObjects
+        Addresses of the nodes, or a store or objects in a pool, which stay the caller's, and which a forked child
+        cannot use.
+    namespace : Namespace
+        All that readers and writers have to agree on.
+    replicas : int
+        Number of nodes that keep each block.
+    access_key : str or None
+        Access key of the nodes; None for that of the environment.
+    transport : str
+        As of `Store`.
+    timeout : float
+        Seconds that a request may take, of which a load or save of more than 64 MiB makes several.
+    ttl : float or None
+        Seconds after which blocks expire; None for never.
+    threads : int
+        Threads for `submit`.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong. No node is asked before it is needed.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str] | Objects,
+        namespace: Namespace,
+        *,
+        replicas: int = 1,
+        access_key: str | None = None,
+        transport: Transport = "auto",
+        timeout: float = 1.0,
+        ttl: float | None = None,
+        threads: int = 2,
+    ) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+            raise ConfigError(f"timeout is {timeout!r}, expected seconds above 0 and at most 1e6", setting="timeout")
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
+            raise ConfigError(f"threads is {threads!r}, expected 1 to 64", setting="threads")
+        self.namespace = namespace
+        self.digest = namespace.digest
+        self._compression = Compression(namespace) if namespace.codec else None
+        self._timeout = timeout
+        self._ttl_ms = ttl_of(ttl)
+        self._threads = threads
+        if isinstance(nodes, str):
+            raise ConfigError(f"nodes is {nodes!r}, expected a list of addresses", setting="nodes")
+        self._given = None if isinstance(nodes, Sequence) else nodes
+        addresses = tuple(nodes) if isinstance(nodes, Sequence) else ()
+
+        def connect() -> Store:
+            return Store(*addresses, replicas=replicas, key=access_key, timeout=timeout, transport=transport)
+
+        self._connect = connect
+        if self._given is None:
+            connect().close()  # refuses wrong settings now, and asks no node
+        self._closed = False
+        self._described_at: dict[bytes, float] = {}
+        self._holds: dict[bytes, tuple[Hold, float]] = {}
+        self._many_holds = _FEWEST_HOLDS
+        self._counts: Counter[str] = Counter()
+        self._begin()
+        _CACHES.add(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._link: _Link | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: set[Future[Any]] = set()
+
+    def _calls(self) -> ObjectCalls:
+        """Return the calls of the store, which is opened by the first that needs it in this process.
+
+        Raises
+        ------
+        StoreClosedError
+            The cache is closed.
+        """
+        link = self._link
+        if link is not None and not self._closed:
+            return link.calls
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError("this cache of KV blocks was closed; make a new one")
+            if self._link is None:
+                objects = self._given or self._connect()
+                self._link = _Link(os.getpid(), objects, objects.best_effort())
+            return self._link.calls
+
+    def key(self, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
+        """Compose the key of a block of this namespace; see `block_key`."""
+        return block_key(self.digest, chain, group, shard)
+
+    def is_mapped(self) -> bool:
+        """Return True if all nodes are on this host and mapped: looking up what is there takes microseconds."""
+        try:
+            return self._calls().is_mapped()
+        except FarpoolError:
+            return False
+
+    def lookup(self, keys: Sequence[bytes], *, request: str = "", timeout: float | None = None) -> Found:
+        """Find out which blocks are there.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 64 bytes.
+        request : str
+            The engine's name of the request, for ``farpool why``.
+        timeout : float or None
+            Seconds that it may take; None for the cache's own.
+
+        Raises
+        ------
+        ConfigError
+            A key is empty or longer than 256 bytes.
+        """
+        began = time.monotonic()
+        keys = as_keys(keys)
+        try:
+            sizes = self._calls().lookup(keys, self._timeout if timeout is None else timeout)
+        except FarpoolError as error:
+            sizes = [error] * len(keys)
+        found = Found(sizes)
+        self._note("lookup", request, len(keys), () if found.is_whole else found.reasons, began, 0)
+        return found
+
+    def load(
+        self, keys: Sequence[bytes], targets: Sequence[Target], *, request: str = "", timeout: float | None = None
+    ) -> list[Reason | None]:
+        """Read blocks into buffers.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 64 bytes.
+        targets : sequence of buffer or tuple of buffers
+            For each key, writable contiguous memory that has exactly the bytes of its payload, all buffers of a tuple
+            together.
+        request : str
+            The engine's name of the request, for ``farpool why``.
+        timeout : float or None
+            Seconds that all of it may take; None for the cache's own time for each 64 MiB.
+
+        Returns
+        -------
+        list of Reason or None
+            For each block None if it is in its target, whole and verified, or else why not; the target's bytes are then
+            unspecified.
+
+        Raises
+        ------
+        ConfigError
+            A key is empty or longer than 256 bytes, or there are not as many targets as keys.
+        """
+        began = time.monotonic()
+        keys = _as_many(keys, targets, "targets")
+        checked = [as_target(target) for target in targets]
+        headers = [bytearray(HEADER_BYTES) for _ in keys]
+        pairs = [
+            (key, (memoryview(header), *(target if isinstance(target, tuple) else (target,))))
+            for key, header, target in zip(keys, headers, checked, strict=True)
+        ]
+        outcomes: list[Reason | None] = []
+        moved = 0
+        for piece, left in self._pieces(pairs, began, timeout):
+            start = time.monotonic()
+            try:
+                answers = self._calls().get_into_many(piece, left)
+            except FarpoolError as error:
+                answers = [error] * len(piece)
+            seconds = time.monotonic() - start
+            first, came = len(outcomes), 0
+            for (key, _), answer in zip(piece, answers, strict=True):
+                number = len(outcomes)
+                if isinstance(answer, int):
+                    outcomes.append(self._restore(key, headers[number], answer, checked[number], start + left))
+                    came += answer
+                else:
+                    outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
+            if self._compression is not None and self._compression.choice is not None:
+                loaded = zip(checked[first:], outcomes[first:], strict=False)
+                payload = sum(nbytes_of(target) for target, reason in loaded if reason is None)
+                self._compression.choice.received(came, seconds, payload)
+            moved += came
+        self._forget(
+            [key for key, reason in zip(keys, outcomes, strict=True) if reason is Reason.CORRUPT], began, timeout
+        )
+        self._note("load", request, len(keys), outcomes, began, moved)
+        return outcomes
+
+    def save(
+        self,
+        keys: Sequence[bytes],
+        values: Sequence[Target],
+        *,
+        request: str = "",
+        timeout: float | None = None,
+        cost: float = 0.0,
+        namespace: Namespace | None = None,
+    ) -> list[Reason | None]:
+        """Store blocks that are not there yet; those that are do not travel.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 64 bytes.
+        values : sequence of buffer or tuple of buffers
+            Payload of each block, which must not change during the call.
+        request : str
+            The engine's name of the request, for ``farpool why``.
+        timeout : float or None
+            Seconds that all of it may take; None for the cache's own time for each 64 MiB.
+        cost : float
+            Seconds that it takes to compute one of the blocks again; 0 if that is not known.
+        namespace : Namespace or None
+            Namespace of the keys, where an engine has several; None for the cache's own.
+
+        Returns
+        -------
+        list of Reason or None
+            For each block None if it is there now, or else why not.
+
+        Raises
+        ------
+        ConfigError
+            A key is empty or longer than 256 bytes, there are not as many values as keys, or `cost` is no such number.
+        """
+        began = time.monotonic()
+        keys = _as_many(keys, values, "values")
+        if not 0 <= cost <= _LONGEST_COST:
+            raise ConfigError(f"cost is {cost!r}, expected 0 to {_LONGEST_COST:g} seconds", setting="cost")
+        namespace = namespace or self.namespace
+        pairs = [(key, as_payload(value)) for key, value in zip(keys, values, strict=True)]
+        outcomes: list[Reason | None] = [None] * len(pairs)
+        moved = 0
+        try:
+            there = self._calls().lookup(keys, self._timeout if timeout is None else timeout)
+            missing = [number for number, size in enumerate(there) if not isinstance(size, int)]
+            if missing:
+                self._describe(namespace, self._left(None if timeout is None else began + timeout))
+            done = 0
+            for piece, left in self._pieces([pairs[number] for number in missing], began, timeout):
+                until = time.monotonic() + left
+                items = [(key, self._stored(key, payload, until)) for key, payload in piece]
+                start = time.monotonic()
+                answers = self._calls().put_many(
+                    items,
+                    max(0.0, until - start),
+                    ttl_ms=self._ttl_ms,
+                    kind=_KIND,
+                    cost_us=round(cost * 1e6),
+                    namespace=int.from_bytes(namespace.digest[:8], "little"),
+                )
+                seconds, went, payload = time.monotonic() - start, 0, 0
+                for number, (_, parts), answer in zip(missing[done:], items, answers, strict=False):
+                    if isinstance(answer, Exception):
+                        outcomes[number] = reason_of(answer)
+                    else:
+                        went += nbytes_of(parts)
+                        payload += nbytes_of(pairs[number][1])
+                if self._compression is not None and self._compression.choice is not None:
+                    self._compression.choice.sent(went, seconds, payload)
+                moved += went
+                done += len(piece)
+        except FarpoolError as error:
+            outcomes = [reason_of(error)] * len(pairs)
+        self._note("save", request, len(keys), outcomes, began, moved)
+        return outcomes
+
+    def pin(self, keys: Sequence[bytes], ttl: float, *, timeout: float | None = None) -> list[bool]:
+        """Keep blocks from being evicted for a limited time, where they lie.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 64 bytes.
+        ttl : float
+            Seconds after which they may be evicted again, also if nobody unpins them.
+        timeout : float or None
+            Seconds that the call may take; None for the cache's own.
+
+        Returns
+        -------
+        list of bool
+            True for each block that is there and stays. A node that is restarted forgets its pins.
+
+        Raises
+        ------
+        ConfigError
+            `ttl` is not a number of seconds above 0, or a key is empty or longer than 256 bytes.
+        """
+        keys, ttl_ms = as_keys(keys), ttl_of(ttl)
+        try:
+            held = self._calls().hold_many(keys, ttl_ms, self._timeout if timeout is None else timeout)
+        except FarpoolError:
+            return [False] * len(keys)
+        replaced: list[Hold] = []
+        now = time.monotonic()
+        with self._lock:
+            if len(self._holds) > self._many_holds:
+                self._holds = {key: one for key, one in self._holds.items() if one[1] > now}
+                self._many_holds = max(_FEWEST_HOLDS, 2 * len(self._holds))
+            for key, hold in zip(keys, held, strict=True):
+                if isinstance(hold, tuple):
+                    before, _ = self._holds.get(key, (hold, 0.0))
+                    if before != hold:  # a node that was restarted counts its pins from 1 again
+                        replaced.append(before)
+                    self._holds[key] = hold, now + ttl
+        self._release(replaced)
+        return [isinstance(hold, tuple) for hold in held]
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Let pinned blocks be evicted again; those that are not pinned are left alone."""
+        with self._lock:
+            held = [held[0] for key in keys if (held := self._holds.pop(key, None)) is not None]
+        self._release(held)
+
+    def _release(self, holds: Sequence[Hold]) -> None:
+        """Tell nodes that holds have ended; where that fails, they end with their time."""
+        if holds:
+            with contextlib.suppress(FarpoolError, OSError):
+                self._calls().release_many(holds, self._timeout)
+
+    def drop(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
+        """Remove blocks from all nodes that can be reached; return how many had a copy that went."""
+        keys = as_keys(keys)
+        try:
+            went = self._calls().drop_many(keys, self._timeout if timeout is None else timeout)
+        except FarpoolError:
+            return 0
+        return sum(isinstance(copies, int) and copies > 0 for copies in went)
+
+    def purge(self) -> int:
+        """Remove all blocks of this namespace; return how many there were.
+
+        Raises
+        ------
+        NodeError
+            Nodes that may have some cannot be asked.
+        """
+        self._calls()
+        link = self._link
+        assert link is not None
+        gone = purge(link.objects, self.digest)
+        self._described_at.pop(self.digest, None)
+        return gone
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function on this cache's own threads.
+
+        Raises
+        ------
+        StoreClosedError
+            The cache is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError("this cache of KV blocks was closed; make a new one")
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="farpool-kv")
+            job = self._executor.submit(function, *args, **kwargs)
+            self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until what was submitted has ended; return False if it has not within `timeout` seconds."""
+        return not wait(list(self._jobs), timeout).not_done
+
+    def stats(self) -> dict[str, int]:
+        """Return counters: blocks by step and outcome (``load.done``, ``load.late``), bytes moved (``load.bytes``)."""
+        with self._lock:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has, and close the connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            executor, self._executor = self._executor, None
+            link, self._link = self._link, None
+            self._holds.clear()
+        if executor is not None:
+            executor.shutdown(cancel_futures=True)
+        if link is not None and link.process == os.getpid() and isinstance(link.objects, Store) and self._given is None:
+            link.objects.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stored(self, key: bytes, payload: Payload, until: float) -> tuple[memoryview, ...]:
+        """Return a payload as it is stored: its header, and what its codec makes of it while there is time."""
+        stored = payload
+        if self._compression is not None and time.monotonic() < until:
+            stored = self._compression.encode(key, payload)
+        header = memoryview(pack_header(key, nbytes_of(payload), nbytes_of(stored)))
+        return header, *(stored if isinstance(stored, tuple) else (stored,))
+
+    def _restore(self, key: bytes, header: bytearray, came: int, target: Payload, until: float) -> Reason | None:
+        """Check what came into a header and a target together, and decode it where it lies if it is encoded."""
+        if came < HEADER_BYTES:
+            return Reason.FOREIGN
+        stored, nbytes = came - HEADER_BYTES, nbytes_of(target)
+        reason = check_header(header, key, nbytes, stored)
+        if reason is not None or stored == nbytes:
+            return reason
+        if self._compression is None:
+            return Reason.WRONG_SIZE
+        if time.monotonic() > until:
+            return Reason.LATE
+        return None if self._compression.decode_within(key, stored, target) else Reason.CORRUPT
+
+    def _pieces(
+        self, pairs: Sequence[tuple[bytes, Payload]], began: float, timeout: float | None
+    ) -> Iterator[tuple[list[tuple[bytes, Payload]], float]]:
+        """Cut a batch into pieces of bounded size; each comes with the seconds that it may take."""
+        until = None if timeout is None else began + timeout
+        piece: list[tuple[bytes, Payload]] = []
+        nbytes = 0
+        for pair in pairs:
+            own = nbytes_of(pair[1])
+            if piece and nbytes + own > _PIECE_BYTES:
+                yield piece, self._left(until)
+                piece, nbytes = [], 0
+            piece.append(pair)
+            nbytes += own
+        if piece:
+            yield piece, self._left(until)
+
+    def _left(self, until: float | None) -> float:
+        return self._timeout if until is None else max(0.0, until - time.monotonic())
+
+    def _describe(self, namespace: Namespace, left: float) -> None:
+        """Store a namespace's own description, so that others can tell what its blocks are of (`namespaces`)."""
+        now, digest = time.monotonic(), namespace.digest
+        if now >= self._described_at.get(digest, -math.inf) + _DESCRIBED_SECONDS:
+            item = (namespace_key(digest), as_payload(namespace.encoded))
+            (outcome,) = self._calls().put_many([item], left, kind=_KIND)
+            if not isinstance(outcome, Exception):
+                if len(self._described_at) >= _MOST_DESCRIBED:
+                    self._described_at.clear()
+                self._described_at[digest] = now
+
+    def _forget(self, keys: Sequence[bytes], began: float, timeout: float | None) -> None:
+        """Drop damaged blocks while there is time: as long as they are there, nobody can save them anew."""
+        left = self._left(None if timeout is None else began + timeout)
+        if keys and left > 0:
+            self.drop(keys, timeout=left)
+
+    def _note(
+        self, step: str, request: str, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
+    ) -> None:
+        failed = Counter(str(reason) for reason in reasons if reason is not None)
+        done = blocks - failed.total()
+        with self._lock:
+            self._counts[f"{step}.done"] += done
+            self._counts[f"{step}.bytes"] += moved
+            for reason, number in failed.items():
+                self._counts[f"{step}.{reason}"] += number
+        record(request, step, blocks, done, failed, time.monotonic() - began)
+
+
+def _as_many(keys: Sequence[bytes], others: Sequence[object], what: str) -> list[bytes]:
+    """Check keys, and that there is one other thing for each."""
+    if len(keys) != len(others):
+        raise ConfigError(f"{len(keys)} keys and {len(others)} {what}, expected as many", setting=what)
+    return as_keys(keys)
+
+
+def namespaces(objects: Objects) -> Mapping[bytes, Namespace]:
+    """Return the namespaces that have blocks in a store or pool, by their digests.
+
+    Raises
+    ------
+    NodeError, ReplicationError
+        So many nodes cannot be asked that they may have some that no other has.
+    """
+    found: dict[bytes, Namespace] = {}
+    for key, encoded in zip(keys := list(objects.keys(NAMESPACE_MAGIC)), objects.get_many(keys), strict=True):
+        if encoded is not None:
+            # Anybody who may put can put something else there.
+            with contextlib.suppress(ConfigError):
+                namespace = Namespace.decode(encoded)
+                if namespace_key(namespace.digest) == key:
+                    found[namespace.digest] = namespace
+    return found
+
+
+def purge(objects: Objects, digest: bytes) -> int:
+    """Remove all blocks of one namespace from a store or pool; return how many there were.
+
+    Raises
+    ------
+    NodeError, ReplicationError
+        So many nodes cannot be asked that they may have blocks that no other has.
+    """
+    calls, gone = objects.best_effort(), 0
+    keys = [*objects.keys(KEY_MAGIC + digest)]
+    for start in range(0, len(keys), _AT_ONCE):
+        for copies in calls.drop_many(keys[start : start + _AT_ONCE], _PURGE_SECONDS):
+            if isinstance(copies, Exception):
+                raise copies
+            gone += copies > 0
+    objects.drop(namespace_key(digest))
+    return gone
+
+
+_PURGE_SECONDS = 30.0
+_CACHES: weakref.WeakSet[BlockCache] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Let caches in the child of a fork begin anew: connections, threads and locks are the parent's."""
+    for cache in _CACHES:
+        cache._holds.clear()
+        cache._begin()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,131 @@
+"""Encoding and decoding of the blocks of one cache, and what is measured of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from farpool.errors import ConfigError
+from farpool.kv.compression import CODECS, Codec, CodecError, Lossless, decode, element_bytes, encode, flat
+from farpool.kv.compression_choice import CompressionChoice
+from farpool.kv.keys import group_of
+from farpool.store.arguments import Payload, nbytes_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from farpool.kv.namespace import Namespace
+    from farpool.kv.quantization import Axes
+
+__all__ = ["Compression", "codec_for"]
+
+
+class Compression:
+    """Codecs of a namespace's groups, and the choice if the link is slow enough for them. Thread-safe.
+
+    Parameters
+    ----------
+    namespace : Namespace
+        Its ``codec`` is not empty.
+
+    Attributes
+    ----------
+    choice : CompressionChoice or None
+        Of the codec ``auto``; None where every block is encoded.
+
+    Raises
+    ------
+    ConfigError
+        The codec is not known, or cannot be used for this type or layout.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        axes: list[Axes | None] = [None] * len(namespace.groups)
+        if namespace.codec.startswith("int"):
+            from farpool.kv.quantization import Axes
+
+            axes = [Axes.of(namespace, group) for group in range(len(namespace.groups))]
+        self._codecs = [codec_for(namespace.codec, namespace.dtype, of_group) for of_group in axes]
+        self.choice = CompressionChoice() if namespace.codec == "auto" else None
+
+    def encode(self, key: bytes, payload: Payload) -> Payload:
+        """Return the form in which a payload is stored: fewer bytes, or the payload itself."""
+        codec = self._codec(key)
+        parts = payload if isinstance(payload, tuple) else (payload,)
+        if codec is None:
+            return payload
+        if self.choice is None:
+            return tuple(memoryview(part) for part in encode(codec, parts))
+        chosen = self.choice.pays()
+        if not chosen and not self.choice.due():
+            return payload
+        nbytes = nbytes_of(payload)
+        began = time.perf_counter()
+        stored = tuple(memoryview(part) for part in encode(codec, parts))
+        self.choice.encoded(nbytes, nbytes_of(stored), time.perf_counter() - began)
+        if chosen:
+            return stored
+        self.decode(key, b"".join(stored), memoryview(bytearray(nbytes)))  # only to measure it
+        return payload
+
+    def decode(self, key: bytes, stored: Buffer, target: Payload) -> bool:
+        """Decode a stored form into a target; return False if it is not what the codec writes for this size."""
+        codec = self._codec(key)
+        parts = target if isinstance(target, tuple) else (target,)
+        began = time.perf_counter()
+        try:
+            if codec is None:
+                return False
+            decode(codec, stored, parts)
+        except CodecError:
+            return False
+        if self.choice is not None:
+            self.choice.decoded(nbytes_of(target), time.perf_counter() - began)
+        return True
+
+    def decode_within(self, key: bytes, nbytes: int, target: Payload) -> bool:
+        """Decode a stored form that lies in the first `nbytes` of its own target, as `decode` does."""
+        pieces = []
+        for part in target if isinstance(target, tuple) else (target,):
+            pieces.append(flat(part)[:nbytes])
+            nbytes -= len(pieces[-1])
+        return self.decode(key, np.concatenate(pieces).data, target)
+
+    def _codec(self, key: bytes) -> Codec | None:
+        group = group_of(key)
+        return self._codecs[group] if group < len(self._codecs) else None
+
+
+def codec_for(name: str, dtype: str, axes: Axes | None = None) -> Codec | None:
+    """Make the codec of this name.
+
+    Parameters
+    ----------
+    name : str
+        One of `CODECS`; empty for none.
+    dtype : str
+        Logical type of the elements, such as ``bfloat16`` or ``fp8_e4m3``.
+    axes : Axes or None
+        Meaning and sizes of the payload's axes, which ``int8`` and ``int4`` need.
+
+    Returns
+    -------
+    Codec or None
+        None if the name is empty.
+
+    Raises
+    ------
+    ConfigError
+        The name or the type is not known, or a lossy codec cannot be used for this type or without axes.
+    """
+    if not name:
+        return None
+    if name in ("zstd", "auto"):
+        return Lossless(element_bytes(dtype), name)
+    if name in ("int8", "int4"):
+        from farpool.kv.quantization import Quantized  # which needs torch
+
+        return Quantized(8 if name == "int8" else 4, dtype, axes)
+    raise ConfigError(f"codec: {name!r} is not known; expected '' or one of {', '.join(CODECS)}", setting="codec")

@@ -1,0 +1,247 @@
+"""Codecs: how KV blocks are made smaller before they go over a link.
+
+``zstd`` is lossless: the bytes of all elements are regrouped by significance (byte shuffle), so that signs and
+exponents, which repeat, stand apart from the low bits of the mantissas, which do not; each of these planes is coded by
+Zstandard, or kept as it is where that does not make it smaller. Zstandard is set to code single bytes by their
+frequency and hardly to search for repeated strings: KV has none, and the search takes most of the time.
+
+``int8`` and ``int4`` are lossy (see `farpool.kv.quantization`). ``auto`` is ``zstd`` for those blocks where it pays
+(see `farpool.kv.compression_choice`).
+
+A stored form is always smaller than its payload, or it is the payload: the sizes tell which. Decoders check the
+structure of what they are given, not its values: flipped bits are found by the checksum of the object that holds it.
+Encoding and decoding run outside the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import zstandard
+
+from farpool.errors import ConfigError, FarpoolError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+__all__ = ["CODECS", "Codec", "CodecError", "Lossless", "decode", "element_bytes", "encode", "flat"]
+
+CODECS = ("auto", "zstd", "int8", "int4")
+"""Names of the codecs; the empty name means that blocks are stored as they are."""
+
+_ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}
+_SLICE = 1 << 16
+"""Elements that are put together at a time, so that they stay in the core's cache meanwhile."""
+
+
+class CodecError(FarpoolError, ValueError):
+    """Stored bytes are not what the codec writes for a block of this size."""
+
+
+class Codec(Protocol):
+    """Interface of a codec, which `encode` and `decode` call. Safe in threads and after a fork."""
+
+    @property
+    def name(self) -> str:
+        """Name of the codec, as in `CODECS`."""
+
+    def pack(self, payload: NDArray[np.uint8]) -> list[Buffer] | None:
+        """Encode a payload; return the stored form in parts, or None if the codec cannot represent the payload.
+
+        Raises
+        ------
+        ConfigError
+            The payload has not the size that the codec was made for.
+        """
+
+    def unpack(self, stored: NDArray[np.uint8], payload: NDArray[np.uint8]) -> None:
+        """Decode a stored form into `payload`, which has the payload's size.
+
+        Raises
+        ------
+        CodecError
+            The stored form is malformed, or of a payload of another size.
+        """
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of an element of a logical type.
+
+    Raises
+    ------
+    ConfigError
+        The type is not known.
+    """
+    size = 1 if dtype.startswith(("fp8", "float8")) else _ELEMENT_BYTES.get(dtype)
+    if size is None:
+        known = ", ".join(_ELEMENT_BYTES)
+        raise ConfigError(f"dtype: {dtype!r} is not known; a codec needs fp8_... or one of {known}", setting="dtype")
+    return size
+
+
+def encode(codec: Codec, parts: Sequence[Buffer]) -> list[Buffer]:
+    """Encode a block.
+
+    Parameters
+    ----------
+    codec : Codec
+        How to encode it.
+    parts : sequence of buffer
+        The payload; each buffer is contiguous.
+
+    Returns
+    -------
+    list of buffer
+        The stored form, in parts, which may share the payload's memory: fewer bytes than the payload, or the payload
+        itself. The same payload always gives the same bytes.
+
+    Raises
+    ------
+    ConfigError
+        The payload has not the size that the codec was made for.
+    """
+    payload = _gathered(parts)
+    packed = codec.pack(payload)
+    if packed is None or sum(memoryview(part).nbytes for part in packed) >= len(payload):
+        return [payload.data]
+    return packed
+
+
+def decode(codec: Codec, stored: Buffer, targets: Sequence[Buffer]) -> None:
+    """Decode a block.
+
+    Parameters
+    ----------
+    codec : Codec
+        How it was encoded.
+    stored : buffer
+        The stored form, contiguous; its memory is not a target's.
+    targets : sequence of buffer
+        Contiguous writable buffers, which have the payload's size together. Nothing else is written to.
+
+    Raises
+    ------
+    CodecError
+        The stored form is malformed, or of a payload of another size. What the targets hold is unspecified.
+    """
+    source = flat(stored)
+    arrays = [flat(target) for target in targets]
+    nbytes = sum(map(len, arrays))
+    if len(source) > nbytes:
+        raise CodecError(f"{len(source)} bytes are more than the payload's {nbytes}")
+    payload = arrays[0] if len(arrays) == 1 else np.empty(nbytes, np.uint8)
+    if len(source) == nbytes:
+        payload[:] = source
+    else:
+        codec.unpack(source, payload)
+    if len(arrays) > 1:
+        place = 0
+        for array in arrays:
+            array[:] = payload[place : place + len(array)]
+            place += len(array)
+
+
+class Lossless:
+    """Byte shuffle and Zstandard. The payload may have any size; bytes beyond its last whole element are kept as is.
+
+    The stored form is the length of each plane (64 bits, little endian, least significant plane first), the planes, and
+    the payload's last bytes that are no whole element. A plane of full length is stored as it is; a shorter one is a
+    Zstandard frame that says the size of its content.
+
+    Parameters
+    ----------
+    element : int
+        Bytes of an element: 1, 2, 4 or 8.
+    name : str
+        Name that the codec goes by.
+    """
+
+    def __init__(self, element: int, name: str = "zstd") -> None:
+        self.name = name
+        self._element = element
+        self._lengths = struct.Struct(f"<{element}Q")
+        self._contexts = threading.local()  # of Zstandard: each serves one thread
+        # Hardly a search for strings: few hashes, long matches. A target length would switch the coding of bytes off.
+        self._parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, min_match=7, target_length=0
+        )
+
+    def pack(self, payload: NDArray[np.uint8]) -> list[Buffer] | None:
+        count = len(payload) // self._element
+        elements = payload[: count * self._element].view(f"<u{self._element}")
+        compressor = self._compressor()
+        planes: list[Buffer] = []
+        for index in range(self._element):
+            if self._element == 1:
+                plane = elements
+            else:
+                plane = np.empty(count, np.uint8)
+                np.right_shift(elements, 8 * index, out=plane, casting="unsafe")
+            coded = compressor.compress(plane.data)
+            planes.append(coded if len(coded) < count else plane.data)
+        lengths = self._lengths.pack(*(memoryview(plane).nbytes for plane in planes))
+        return [lengths, *planes, payload[count * self._element :].data]
+
+    def unpack(self, stored: NDArray[np.uint8], payload: NDArray[np.uint8]) -> None:
+        count, tail = divmod(len(payload), self._element)
+        if len(stored) < self._lengths.size:
+            raise CodecError(f"{len(stored)} bytes are too few for the lengths of {self._element} planes")
+        lengths = self._lengths.unpack_from(stored.data)
+        if max(lengths) > count or self._lengths.size + sum(lengths) + tail != len(stored):
+            raise CodecError(
+                f"planes of {lengths} bytes do not make {len(stored)} bytes of a payload of {len(payload)}"
+            )
+        planes = []
+        place = self._lengths.size
+        for length in lengths:
+            planes.append(self._plane(stored[place : place + length], count))
+            place += length
+        elements = payload[: len(payload) - tail].view(f"<u{self._element}")
+        for start in range(0, count, _SLICE):
+            some = elements[start : start + _SLICE]
+            some[:] = planes[-1][start : start + _SLICE]
+            for plane in reversed(planes[:-1]):
+                some <<= 8
+                some |= plane[start : start + _SLICE]
+        payload[len(payload) - tail :] = stored[place:]
+
+    def _plane(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+        if len(coded) == count:
+            return coded
+        try:
+            # Checked first: the decompressor allocates what the frame claims.
+            claimed = zstandard.frame_content_size(coded.data)
+            content = self._decompressor().decompress(coded.data, allow_extra_data=False) if claimed == count else b""
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a plane cannot be decompressed: {error}") from error
+        if len(content) != count:
+            raise CodecError(f"a plane of {len(coded)} bytes is not {count} bytes in one frame")
+        return np.frombuffer(content, np.uint8)
+
+    def _compressor(self) -> zstandard.ZstdCompressor:
+        if not hasattr(self._contexts, "compressor"):
+            self._contexts.compressor = zstandard.ZstdCompressor(compression_params=self._parameters)
+        found: zstandard.ZstdCompressor = self._contexts.compressor
+        return found
+
+    def _decompressor(self) -> zstandard.ZstdDecompressor:
+        if not hasattr(self._contexts, "decompressor"):
+            self._contexts.decompressor = zstandard.ZstdDecompressor()
+        found: zstandard.ZstdDecompressor = self._contexts.decompressor
+        return found
+
+
+def _gathered(parts: Sequence[Buffer]) -> NDArray[np.uint8]:
+    arrays = [flat(part) for part in parts]
+    return arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, np.uint8)])
+
+
+def flat(buffer: Buffer) -> NDArray[Any]:
+    """Return the bytes of a contiguous buffer of any shape as an array of one dimension, without a copy."""
+    view = memoryview(buffer)
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)

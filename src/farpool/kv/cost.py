@@ -1,0 +1,281 @@
+"""The choice between loading KV and computing it, from times that were measured. Without clock, thread or store.
+
+Computing the first part of a prefix and loading its last part can go on at the same time: what is computed needs no KV
+of what is loaded behind it. So a plan is a number of tokens to compute; the rest is loaded. (The idea of computing from
+the front and loading from the back is that of Jin et al., "Compute Or Load KV Cache? Why Not Both?", 2024.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+__all__ = ["Arm", "CostModel", "NetGain", "Plan"]
+
+Arm = Literal["load", "hold-out"]
+
+_MEMORY = 0.98
+"""Weight that a measurement keeps with each one that follows: the last fifty count."""
+_HOLD_OUT = 32
+"""One of so many requests that could load computes instead, and one of so many loads while the cache stands aside."""
+_FEW = 8
+"""Measurements from which a mean and its error are believed."""
+
+
+class _Fit:
+    """A sum of features with non-negative factors, fitted to recent times by relative least squares.
+
+    Parameters
+    ----------
+    subsets : sequence of tuple of int
+        Features that may be used together; the first of those that fit equally well is taken.
+    """
+
+    def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
+        self._subsets = subsets
+        self._products = [[0.0] * features for _ in range(features)]
+        self._targets = [0.0] * features
+        self._squares = 0.0
+        self._factors: tuple[float, ...] | None = None
+
+    def add(self, values: Sequence[float], seconds: float) -> None:
+        """Take in one measurement, which must be above 0 seconds."""
+        scaled = [value / seconds for value in values]
+        for row, one in zip(self._products, scaled, strict=True):
+            for column, other in enumerate(scaled):
+                row[column] = _MEMORY * row[column] + one * other
+        self._targets = [_MEMORY * old + one for old, one in zip(self._targets, scaled, strict=True)]
+        self._squares = _MEMORY * self._squares + 1
+        self._factors = self._solved()
+
+    def seconds(self, values: Sequence[float]) -> float | None:
+        """Estimate the time for these features; None before the first measurement."""
+        factors = self._factors
+        return None if factors is None else sum(map(float.__mul__, factors, map(float, values)))
+
+    def _solved(self) -> tuple[float, ...] | None:
+        best, least = None, math.inf
+        for subset in self._subsets:
+            matrix = [[self._products[a][b] for b in subset] for a in subset]
+            solution = _solve(matrix, [self._targets[a] for a in subset])
+            if solution is None or min(solution) < 0:
+                continue
+            error = self._squares - sum(self._targets[a] * x for a, x in zip(subset, solution, strict=True))
+            if error < least - 1e-6 * self._squares:
+                factors = [0.0] * len(self._targets)
+                for place, x in zip(subset, solution, strict=True):
+                    factors[place] = x
+                best, least = tuple(factors), error
+        return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Solve a small system of linear equations by elimination; None if it is singular."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
+        if abs(rows[pivot][column]) <= 1e-9 * abs(matrix[column][column]) or rows[pivot][column] == 0:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for row in range(size):
+            if row != column:
+                factor = rows[row][column] / rows[column][column]
+                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[column], strict=True)]
+    return [row[size] / row[place] for place, row in enumerate(rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decision about a prefix that can be loaded.
+
+    Attributes
+    ----------
+    compute : int
+        Tokens at the front that are computed; the rest is loaded at the same time.
+    seconds : float or None
+        Time that this is expected to take; None if too little was measured.
+    recompute_seconds : float or None
+        Time that computing everything is expected to take.
+    why : str
+        Explanation in words.
+    """
+
+    compute: int
+    seconds: float | None
+    recompute_seconds: float | None
+    why: str
+
+
+class CostModel:
+    """Estimates of the time that computing and loading KV takes, from recent measurements.
+
+    Computing ``n`` tokens behind ``c`` others takes ``a + b n + d n (c + n/2)`` seconds: a fixed part, the linear
+    layers, and attention. Loading takes a fixed part, and a part in proportion to the bytes that are under way, those
+    of others in this process included.
+    """
+
+    def __init__(self) -> None:
+        orders = [subset for size in (1, 2, 3) for subset in combinations((1, 2, 0), size)]
+        self._prefill = _Fit(3, orders)
+        self._load = _Fit(2, [(1,), (0, 1), (0,)])
+
+    def computed(self, tokens: int, context: int, seconds: float) -> None:
+        """Take in that computing `tokens` tokens behind `context` others took `seconds`."""
+        if tokens > 0 and seconds > 0:
+            self._prefill.add(_prefill_features(tokens, context), seconds)
+
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        """Take in that loading took `seconds`, with `nbytes` bytes under way, those of other loads included."""
+        if nbytes > 0 and seconds > 0:
+            self._load.add((1.0, float(nbytes)), seconds)
+
+    def prefill_seconds(self, tokens: int, context: int = 0) -> float | None:
+        """Estimate the time of computing `tokens` tokens behind `context` others; None if nothing was measured."""
+        return self._prefill.seconds(_prefill_features(tokens, context)) if tokens else 0.0
+
+    def load_seconds(self, nbytes: int) -> float | None:
+        """Estimate the time of loading with `nbytes` bytes under way; None if nothing was measured."""
+        return self._load.seconds((1.0, float(nbytes))) if nbytes else 0.0
+
+    def plan(self, tokens: int, nbytes: int, *, step: int, queued: int = 0, split: bool = False) -> Plan:
+        """Decide how much of a prefix is loaded.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens whose KV can be loaded.
+        nbytes : int
+            Bytes of that KV.
+        step : int
+            Tokens of a block; only whole blocks are loaded.
+        queued : int
+            Bytes of other loads that are under way.
+        split : bool
+            The first tokens may be computed while the others are loaded.
+        """
+        whole = self.prefill_seconds(tokens)
+        loading = self.load_seconds(nbytes + queued)
+        if whole is None or loading is None:
+            return Plan(0, loading, whole, "load: not enough has been measured to compare")
+
+        def load_after(blocks: int) -> float:
+            left = nbytes - nbytes * blocks * step // tokens
+            return (self.load_seconds(left + queued) or 0.0) if left else 0.0
+
+        def compute_of(blocks: int) -> float:
+            return self.prefill_seconds(blocks * step) or 0.0
+
+        first = 0
+        if split:
+            first = _first(tokens // step, lambda blocks: compute_of(blocks) >= load_after(blocks))
+            # At the crossing one of two neighbours is the better one.
+            first = min((max(0, first - 1), first), key=lambda blocks: max(compute_of(blocks), load_after(blocks)))
+        best = max(compute_of(first), load_after(first))
+        said = f"computing all {tokens} tokens: {_shown(whole)}"
+        if best >= whole:
+            return Plan(tokens, whole, whole, f"compute: {said}, loading them: {_shown(loading)}")
+        if first:
+            why = f"compute {first * step} tokens while loading {tokens - first * step}: {_shown(best)}; {said}"
+            return Plan(first * step, best, whole, why)
+        return Plan(0, best, whole, f"load {tokens} tokens: {_shown(best)}; {said}")
+
+
+def _prefill_features(tokens: int, context: int) -> tuple[float, float, float]:
+    return 1.0, float(tokens), tokens * (context + tokens / 2)
+
+
+def _first(count: int, holds: Callable[[int], bool]) -> int:
+    """Return the first number up to `count` for which a condition holds that stays true once it is."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+class _Mean:
+    """A mean of recent values, with its standard error."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self._sum = 0.0
+        self._squares = 0.0
+
+    def add(self, value: float) -> None:
+        self.count = _MEMORY * self.count + 1
+        self._sum = _MEMORY * self._sum + value
+        self._squares = _MEMORY * self._squares + value * value
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self.count if self.count else 1.0
+
+    @property
+    def error(self) -> float:
+        if self.count < _FEW:
+            return math.inf
+        return math.sqrt(max(0.0, self._squares / self.count - self.mean**2) / self.count)
+
+
+class NetGain:
+    """A comparison of requests that load with a few that do not, as a check of the model by what really happened.
+
+    Times are compared as shares of what computing was expected to take, since requests differ in length. While loading
+    takes more than computing does, the cache stands aside, and loads only for a few requests to see whether that has
+    changed.
+    """
+
+    def __init__(self) -> None:
+        self.stands_aside = False
+        self._requests = 0
+        self._shares: dict[Arm, _Mean] = {"load": _Mean(), "hold-out": _Mean()}
+
+    def arm(self) -> Arm:
+        """Assign the next request, which could load, to one of the two arms."""
+        self._requests += 1
+        chosen = self._requests % _HOLD_OUT == 0
+        return "load" if chosen == self.stands_aside else "hold-out"
+
+    def add(self, arm: Arm, seconds: float, expected: float | None) -> None:
+        """Take in the time of a request, and the time that computing its prefix was expected to take."""
+        if expected is None or expected <= 0:
+            return
+        self._shares[arm].add(seconds / expected)
+        error = math.hypot(self._shares["load"].error, self._computing[1])
+        if self.gain + error < 0:
+            self.stands_aside = True
+        elif self.gain - error > 0:
+            self.stands_aside = False
+
+    @property
+    def gain(self) -> float:
+        """Mean share of the computing time that loading saves; negative if it costs time."""
+        return self._computing[0] - self._shares["load"].mean
+
+    @property
+    def _computing(self) -> tuple[float, float]:
+        """Mean share of the hold-out, and its error; until a few have been measured the model stands for it."""
+        held = self._shares["hold-out"]
+        return (held.mean, held.error) if held.count >= _FEW else (1.0, 0.0)
+
+    def stats(self) -> dict[str, float | bool]:
+        """Return the means of both arms, the gain, and if the cache stands aside."""
+        return {
+            "gain": self.gain,
+            "load_share": self._shares["load"].mean,
+            "hold_out_share": self._shares["hold-out"].mean,
+            "load_requests": self._shares["load"].count,
+            "hold_out_requests": self._shares["hold-out"].count,
+            "stands_aside": self.stands_aside,
+        }

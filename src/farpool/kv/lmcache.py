@@ -1,0 +1,462 @@
+"""LMCache's second level (L2) on the pool: what its server has no room for in memory, shared by all servers.
+
+It is loaded by LMCache as a plug-in (docs/kv-lmcache.md). LMCache submits tasks from two threads, which must not wait,
+and asks for results when an event is signalled. It has no deadline of its own for any of them, so each task ends by
+ours: what has not come by then is reported as not found, and computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import count
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from farpool.errors import ConfigError, StoreClosedError
+from farpool.kv.blocks import BlockCache
+from farpool.kv.keys import block_key
+from farpool.kv.namespace import Group, Namespace
+from farpool.kv.reasons import Reason
+from farpool.kv.settings import CacheSettings
+
+__all__ = ["FarpoolL2", "FarpoolL2Config", "L2Settings"]
+
+_LOG = logging.getLogger(__name__)
+
+_REQUIRED = ("nodes", "weights_id")
+_CHAIN_BYTES = 32
+_NAMESPACES = 4096
+"""Namespaces that are kept ready; more are made anew when they are needed."""
+_CODED_GROUPS = 64
+"""Object groups of a model that a codec is used for; objects of further ones are stored as they are."""
+_ACCOUNTED = 1 << 20
+"""Keys in LMCache's account of this tier. Of more, the oldest are no longer counted."""
+
+T = TypeVar("T")
+
+
+class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of ``adapter_params``; those of `CacheSettings`, and what LMCache does not tell its adapters.
+
+    Attributes
+    ----------
+    kv_dtype : str
+        Logical data type of the KV, such as ``fp8_e4m3``; empty for that of LMCache's objects. To be stated where
+        engines keep a type in bytes of another, as vLLM does with fp8, and with a codec.
+    layout : str
+        Name of the order of bytes in an object; empty for shapes and data types of LMCache's objects. To be stated,
+        with `kv_dtype`, for an adapter with ``serde``, whose objects are bytes without a shape.
+    chunk_size : int
+        Tokens of a chunk, as the server's ``--chunk-size``.
+    hash_algorithm : str
+        Hash of the tokens, as the server's ``--hash-algorithm``.
+    lock_ttl : float
+        Seconds after which a lock ends by itself, should LMCache never unlock.
+    capacity_bytes : int
+        Bytes at which LMCache's own eviction of this tier sets in, if it is configured; 0 to leave eviction to the
+        nodes.
+    """
+
+    kv_dtype: str = ""
+    layout: str = ""
+    chunk_size: int = 256
+    hash_algorithm: str = "blake3"
+    lock_ttl: float = 60.0
+    capacity_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.layout or self.codec) and not self.kv_dtype:
+            raise ConfigError(
+                f"layout is {self.layout!r}, codec is {self.codec!r}, and kv_dtype is empty: with a layout of your own "
+                "or a codec, name the data type of the KV as well",
+                setting="kv_dtype",
+            )
+        if not 0.001 <= self.lock_ttl <= 1e6:
+            raise ConfigError(f"lock_ttl is {self.lock_ttl!r}, expected 0.001 to 1e6 seconds", setting="lock_ttl")
+        if self.capacity_bytes < 0:
+            raise ConfigError(
+                f"capacity_bytes is {self.capacity_bytes!r}, expected a number of bytes, or 0 for no limit",
+                setting="capacity_bytes",
+            )
+
+
+class FarpoolL2Config(L2AdapterConfigBase):  # type: ignore[misc]
+    """Configuration of `FarpoolL2`, as LMCache reads it from ``adapter_params``.
+
+    Parameters
+    ----------
+    settings : L2Settings
+        The settings.
+    """
+
+    def __init__(self, settings: L2Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        """Check the settings that a user has written.
+
+        Raises
+        ------
+        ConfigError
+            One is missing, unknown, or wrong.
+        """
+        return cls(L2Settings.of(d, where="--l2-adapter, adapter_params"))
+
+    @classmethod
+    def help(cls) -> str:
+        """Return what LMCache shows of the settings."""
+        return (
+            "farpool L2 adapter config fields (docs/kv-lmcache.md):\n"
+            "- nodes (list of str): addresses of the nodes, such as tcp://10.0.0.7:7471 (required)\n"
+            "- weights_id (str): name of exactly the weights that make the KV (required)\n"
+            f"- optional: {', '.join(name for name in L2Settings.__struct_fields__ if name not in _REQUIRED)}"
+        )
+
+
+class _Results(Generic[T]):
+    """Results of one kind of task, each handed out once, and the event that tells of them."""
+
+    def __init__(self) -> None:
+        self._event = create_event_notifier()
+        self._ready: dict[int, T] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def fileno(self) -> int:
+        return int(self._event.fileno())
+
+    def put(self, task: int, result: T) -> None:
+        with self._lock:
+            self._ready[task] = result
+            if not self._closed:
+                self._event.notify()
+
+    def take(self, task: int) -> T | None:
+        with self._lock:
+            return self._ready.pop(task, None)
+
+    def take_all(self) -> dict[int, T]:
+        with self._lock:
+            taken, self._ready = self._ready, {}
+        return taken
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._event.close()
+
+
+class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
+    """L2 adapter of LMCache over nodes; whatever goes wrong there is "not found". Thread-safe.
+
+    It connects when it is first used.
+
+    Parameters
+    ----------
+    params : FarpoolL2Config or mapping
+        The configuration, or ``adapter_params`` as they were written.
+    l1_memory_desc : object, optional
+        LMCache's memory as a whole; not needed.
+
+    Raises
+    ------
+    ConfigError
+        A setting is missing, unknown, or wrong.
+    """
+
+    def __init__(self, params: FarpoolL2Config | Mapping[str, Any], l1_memory_desc: object = None) -> None:
+        config = params if isinstance(params, FarpoolL2Config) else FarpoolL2Config.from_dict(params)
+        self._settings = settings = config.settings
+        super().__init__(max_capacity_bytes=settings.capacity_bytes)
+        self._namespace = lru_cache(_NAMESPACES)(self._make_namespace)
+        # No key is made with it, but codecs are: one for each group of objects, all of the stated type.
+        groups = tuple(Group((f"object group {group}",), 0) for group in range(_CODED_GROUPS))
+        own = replace(self._namespace("any", "", 0, 0, "any"), groups=groups)
+        # Threads and connections for each kind of task: lookups never wait behind loads, nor loads behind stores.
+        self._lookups = msgspec.structs.replace(settings, threads=1).cache(own)
+        self._loads = settings.cache(own)
+        self._stores = msgspec.structs.replace(settings, threads=1).cache(own)
+        self._tasks = count()
+        self._found: _Results[Bitmap] = _Results()
+        self._loaded: _Results[Bitmap] = _Results()
+        self._stored: _Results[L2StoreResult] = _Results()
+        self._lock = threading.Lock()
+        self._layouts: dict[tuple[str, int], tuple[str, ...]] = {}  # by model and group, the latest last
+        self._accounted: OrderedDict[ObjectKey, int] = OrderedDict()
+        self._warned: set[str] = set()
+        self._closed = False
+
+    def get_store_event_fd(self) -> int:
+        return self._stored.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._found.fileno()
+
+    def get_load_event_fd(self) -> int:
+        return self._loaded.fileno()
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        return self._start(self._stores, self._stored, L2StoreResult(False, 0), self._store, keys, objects)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stored.take_all()
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
+    ) -> int:
+        return self._start(self._lookups, self._found, Bitmap(len(keys)), self._look_up, keys, group_layout_descs)
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._found.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        # Nobody repeats it. A node that cannot be told lets go by itself when `lock_ttl` has passed.
+        own = [data for key in keys for data in self._known_keys(key)]
+        with contextlib.suppress(StoreClosedError):  # with its connections all locks have gone
+            self._lookups.submit(self._lookups.unpin, own)
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        return self._start(self._loads, self._loaded, Bitmap(len(keys)), self._load, keys, objects)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loaded.take(task_id)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Remove objects from the nodes, as LMCache's quotas and eviction ask for."""
+        self._stores.drop([data for key in keys for data in self._known_keys(key)])
+        self._forget(keys)
+
+    def report_status(self) -> dict[str, Any]:
+        """Return the state of this adapter: counters by step and outcome, and the bytes moved.
+
+        Nodes that are away do not make it unhealthy, as LMCache goes on without them.
+        """
+        counters: Counter[str] = Counter()
+        for cache in (self._lookups, self._loads, self._stores):
+            counters.update(cache.stats())
+        return {
+            "is_healthy": not self._closed,
+            "type": type(self).__name__,
+            "nodes": list(self._settings.nodes),
+            "weights_id": self._settings.weights_id,
+            **counters,
+        }
+
+    def close(self) -> None:
+        """End all tasks; when it returns, nothing reads or writes LMCache's memory any more. Idempotent.
+
+        Tasks that have not begun are dropped, others end by their deadline.
+        """
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            for cache in (self._loads, self._lookups, self._stores):
+                cache.close()
+            for results in (self._found, self._loaded, self._stored):
+                results.close()
+
+    def _start(
+        self,
+        cache: BlockCache,
+        results: _Results[T],
+        nothing: T,
+        work: Callable[[list[ObjectKey], Any], T],
+        keys: list[ObjectKey],
+        argument: Any,
+    ) -> int:
+        """Begin a task; its result comes for certain, and is `nothing` if it fails or begins too late."""
+        task = next(self._tasks)
+        # Nobody waits for a store; those that have not begun hold memory of LMCache, which bounds their number.
+        until = math.inf if cache is self._stores else time.monotonic() + self._settings.timeout
+
+        def run() -> None:
+            result = nothing
+            try:
+                if time.monotonic() < until:
+                    result = work(keys, argument)
+                else:
+                    _LOG.warning("%d keys: earlier tasks took all of the time of this one", len(keys))
+            except Exception:
+                _LOG.exception("a task of %d keys failed", len(keys))
+            finally:
+                results.put(task, result)
+
+        try:
+            cache.submit(run)
+        except StoreClosedError:
+            results.put(task, nothing)
+        return task
+
+    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+        """Store what is not there; the task has failed if any of it could not be stored."""
+        spaces = [
+            self._space(key, self._layout_of(_meta_shapes(one), key)) for key, one in zip(keys, objects, strict=True)
+        ]
+        own = [_key(space, key) for space, key in zip(spaces, keys, strict=True)]
+        there = self._stores.lookup(own).found
+        by_space: dict[bytes, list[int]] = {}
+        for number, space in enumerate(spaces):
+            if not there[number]:
+                by_space.setdefault(space.digest, []).append(number)
+        stored: list[int] = []
+        failed: Counter[Reason] = Counter()
+        for numbers in by_space.values():
+            outcomes = self._stores.save(
+                [own[number] for number in numbers],
+                [_bytes_of(objects[number]) for number in numbers],
+                namespace=spaces[numbers[0]],
+            )
+            stored += [number for number, reason in zip(numbers, outcomes, strict=True) if reason is None]
+            failed.update(reason for reason in outcomes if reason is not None)
+        sizes = [objects[number].get_size() for number in stored]
+        self._account([keys[number] for number in stored], sizes)
+        if failed:
+            _LOG.warning("%d of %d objects were not stored: %s", failed.total(), len(keys), _listed(failed))
+        return L2StoreResult(not failed, sum(sizes))
+
+    def _look_up(self, keys: list[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]) -> Bitmap:
+        bitmap = Bitmap(len(keys))
+        asked: list[int] = []
+        own: list[bytes] = []
+        for number, key in enumerate(keys):
+            described = layouts.get(key.object_group_id)
+            if described is not None and described.shapes:
+                layout = self._layout_of(zip(described.shapes, described.dtypes, strict=True), key)
+            elif known := self._known_layouts(key):
+                layout = known[-1]  # LMCache's tools describe nothing: they look for what they have just stored
+            else:
+                continue
+            asked.append(number)
+            own.append(_key(self._space(key, layout), key))
+        looked = self._lookups.lookup(own)
+        there = [place for place, found in enumerate(looked.found) if found]
+        held = self._lookups.pin([own[place] for place in there], self._settings.lock_ttl) if there else []
+        for place, is_held in zip(there, held, strict=True):
+            if is_held:
+                bitmap.set(asked[place])
+        gone = [keys[n] for n, reason in zip(asked, looked.reasons, strict=True) if reason is Reason.ABSENT]
+        self._forget(gone)
+        return bitmap
+
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+        bitmap = Bitmap(len(keys))
+        own = [
+            _key(self._space(key, self._layout_of(_meta_shapes(one), key)), key)
+            for key, one in zip(keys, objects, strict=True)
+        ]
+        outcomes = self._loads.load(own, [_bytes_of(one) for one in objects])
+        for number, reason in enumerate(outcomes):
+            if reason is None:
+                bitmap.set(number)
+        loaded = [key for key, reason in zip(keys, outcomes, strict=True) if reason is None]
+        if loaded:
+            self._notify_keys_accessed(loaded)
+        if len(loaded) < len(keys):
+            failed = Counter(reason for reason in outcomes if reason is not None)
+            _LOG.warning("%d of %d objects were not loaded: %s", failed.total(), len(keys), _listed(failed))
+        return bitmap
+
+    def _layout_of(self, pairs: Iterable[tuple[Sequence[int], object]], key: ObjectKey) -> str:
+        """Name the layout of an object, and remember it for calls that do not say."""
+        layout = self._settings.layout or ", ".join(
+            f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}" for shape, dtype in pairs
+        )
+        if self._known_layouts(key)[-1:] != (layout,):
+            with self._lock:
+                others = [one for one in self._known_layouts(key) if one != layout]
+                self._layouts[key.model_name, key.object_group_id] = (*others, layout)
+        return layout
+
+    def _known_layouts(self, key: ObjectKey) -> tuple[str, ...]:
+        return self._layouts.get((key.model_name, key.object_group_id), ())
+
+    def _known_keys(self, key: ObjectKey) -> list[bytes]:
+        """Return the keys under which this adapter may have met an object, one for each layout that it knows."""
+        return [_key(self._space(key, layout), key) for layout in self._known_layouts(key)]
+
+    def _space(self, key: ObjectKey, layout: str) -> Namespace:
+        return self._namespace(key.model_name, key.cache_salt, key.kv_rank >> 24, key.object_group_id, layout)
+
+    def _make_namespace(self, model: str, salt: str, world: int, group: int, layout: str) -> Namespace:
+        settings = self._settings
+        dtypes = sorted({part.rpartition(" ")[2] for part in layout.split(", ")})
+        if not settings.kv_dtype and "uint8" in dtypes and "uint8" not in self._warned:
+            self._warned.add("uint8")
+            _LOG.warning(
+                "LMCache's objects are bytes (%s), which may be any type of 8 bits: state kv_dtype in adapter_params, "
+                "such as fp8_e4m3, where engines with different ones share nodes",
+                layout,
+            )
+        return Namespace(
+            engine="lmcache",
+            model=model,
+            weights=settings.weights_id,
+            dtype=settings.kv_dtype or "+".join(dtypes),
+            layout=f"lmcache {layout}",
+            tokens_per_block=settings.chunk_size,
+            # The number of bytes follows from the layout, and is compared when an object is loaded.
+            groups=(Group((f"object group {group}",), 0),),
+            hash=settings.hash_algorithm,
+            parallel=(("world", world),),
+            tenant=settings.tenant,
+            codec=settings.codec,
+            extra=(("cache_salt", salt),),
+        )
+
+    def _account(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        """Tell LMCache what was stored: each object once, also if the nodes had evicted it in between."""
+        with self._lock:
+            new = [(key, size) for key, size in zip(keys, sizes, strict=True) if key not in self._accounted]
+            self._accounted.update(new)
+            over = [self._accounted.popitem(last=False) for _ in range(len(self._accounted) - _ACCOUNTED)]
+        if new:
+            self._notify_keys_stored([key for key, _ in new], [size for _, size in new])
+        if over:
+            self._notify_keys_deleted([key for key, _ in over], [size for _, size in over])
+
+    def _forget(self, keys: list[ObjectKey]) -> None:
+        """Tell LMCache that objects are no longer there, of those that it was told were stored."""
+        with self._lock:
+            gone = [(key, self._accounted.pop(key)) for key in keys if key in self._accounted]
+        if gone:
+            self._notify_keys_deleted([key for key, _ in gone], [size for _, size in gone])
+
+
+def _meta_shapes(one: MemoryObj) -> list[tuple[Sequence[int], object]]:
+    meta = one.metadata
+    if meta.shapes and meta.dtypes:
+        return list(zip(meta.shapes, meta.dtypes, strict=True))
+    return [(meta.shape, meta.dtype)]
+
+
+def _bytes_of(one: MemoryObj) -> memoryview:
+    return memoryview(one.byte_array).cast("B")
+
+
+def _key(space: Namespace, key: ObjectKey) -> bytes:
+    chain = key.chunk_hash
+    if len(chain) > _CHAIN_BYTES:
+        chain = hashlib.sha256(chain).digest()
+    return block_key(space.digest, chain, key.object_group_id, key.kv_rank & 0xFFFFFFFF)
+
+
+def _listed(reasons: Counter[Reason]) -> str:
+    return ", ".join(f"{number} {reason}" for reason, number in reasons.most_common())

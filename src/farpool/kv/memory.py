@@ -1,0 +1,158 @@
+"""Where an engine's KV lies: which layers it has, how they are stored together, and memory of tensors by tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+import torch
+
+from farpool.errors import ConfigError
+from farpool.kv.namespace import Group
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["KVMemory", "Layer", "LayerGroup", "TensorMemory", "layer_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """KV of one layer, as far as it matters to a cache.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that one token adds, keys and values together (of latent attention: its latents); of a recurrent layer the
+        bytes of its state, which stands for all tokens before.
+    kind : {"full", "sliding", "mla", "recurrent"}
+        Kind of attention; grouped-query attention is ``full`` with fewer bytes.
+    window : int
+        Tokens that a sliding layer attends to, its own included; 0 for other kinds.
+    """
+
+    nbytes: int
+    kind: Literal["full", "sliding", "mla", "recurrent"] = "full"
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or (self.window < 1) == (self.kind == "sliding"):
+            raise ConfigError(f"{self}: expected bytes above 0, and a window above 0 for sliding layers only")
+
+
+class KVMemory(Protocol):
+    """Memory of a sequence's KV in an engine, by layers and tokens."""
+
+    def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer] | None:
+        """Return the memory of one layer's KV of tokens `start` to `stop`, or None if the engine does not have it.
+
+        Buffers are contiguous and follow each other in the order in which they are stored, always the same for a
+        namespace. Of a recurrent layer it is the state behind token `stop`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that are stored together, by their numbers."""
+
+    layers: tuple[int, ...]
+    group: Group
+
+    def first_block(self, blocks: int, block: int) -> int:
+        """Return the first of the blocks that these layers need in order to go on behind `blocks` blocks."""
+        if self.group.kind == "sliding":
+            # The next token attends to the `window - 1` tokens before it.
+            return max(0, blocks * block - (self.group.window - 1)) // block
+        return blocks - 1 if self.group.kind == "recurrent" else 0
+
+
+def layer_groups(layers: Sequence[Layer], block: int, pieces: int = 1) -> list[LayerGroup]:
+    """Divide layers into groups that are stored together.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        All layers of the model, or of this rank.
+    block : int
+        Tokens of a block.
+    pieces : int
+        Number of groups that layers of one kind are cut into, so that the first can compute while the others are
+        loaded.
+
+    Raises
+    ------
+    ConfigError
+        There are no layers, or `pieces` is not positive.
+    """
+    if not layers or pieces < 1:
+        raise ConfigError(f"{len(layers)} layers in {pieces} pieces: expected at least one of both")
+    kinds: dict[tuple[str, int], list[int]] = {}
+    for number, layer in enumerate(layers):
+        kinds.setdefault((layer.kind, layer.window), []).append(number)
+    groups: list[LayerGroup] = []
+    for (_, window), numbers in kinds.items():
+        size = -(-len(numbers) // pieces)
+        for own in (tuple(numbers[at : at + size]) for at in range(0, len(numbers), size)):
+            tokens = 1 if layers[own[0]].kind == "recurrent" else block
+            nbytes = sum(layers[number].nbytes for number in own) * tokens
+            groups.append(LayerGroup(own, Group(tuple(map(str, own)), nbytes, layers[own[0]].kind, window)))
+    return groups
+
+
+class TensorMemory:
+    """KV in tensors of the host, each with a dimension of tokens.
+
+    Parameters
+    ----------
+    layers : sequence of tuple of Tensor
+        Tensors of each layer, such as its keys and values. Each is contiguous behind its dimension of tokens.
+    token_dim : int
+        That dimension; -2 for ``[batch, heads, tokens, head size]``.
+    first : sequence of int, optional
+        Number of the token that lies first in each layer's tensors; zeros by default. Layers with a sliding window hold
+        only the last tokens.
+
+    Raises
+    ------
+    ConfigError
+        A tensor is not in host memory, or its bytes of one token are not contiguous.
+    """
+
+    def __init__(
+        self, layers: Sequence[tuple[torch.Tensor, ...]], token_dim: int = -2, first: Sequence[int] | None = None
+    ) -> None:
+        self._layers: list[list[tuple[memoryview, int]]] = []
+        """The memory of each chunk, and its bytes of one token."""
+        self._first = list(first) if first is not None else [0] * len(layers)
+        for tensors in layers:
+            chunks: list[tuple[memoryview, int]] = []
+            for tensor in tensors:
+                if tensor.device.type != "cpu":
+                    raise ConfigError(f"a tensor is on {tensor.device}, expected host memory; copy it there first")
+                leading = tensor.shape[: token_dim % tensor.dim()]
+                # One chunk for each head and batch, as the tokens of one head lie together.
+                for place in itertools.product(*map(range, leading)):
+                    chunk = tensor[place].detach()
+                    if not chunk.is_contiguous():
+                        raise ConfigError(
+                            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous "
+                            f"from dimension {token_dim % tensor.dim()} on; make it contiguous"
+                        )
+                    memory = cast("Buffer", chunk.view(-1).view(torch.uint8).numpy())
+                    chunks.append((memoryview(memory), chunk[:1].numel() * chunk.element_size()))
+            self._layers.append(chunks)
+
+    def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer] | None:
+        """Return the memory of one layer's tokens, head by head; None if it is not whole in its tensors."""
+        low, high = start - self._first[layer], stop - self._first[layer]
+        chunks = self._layers[layer]
+        if low < 0:
+            return None
+        parts: list[Buffer] = []
+        for memory, token in chunks:
+            if high * token > len(memory):
+                return None
+            parts.append(memory[low * token : high * token])
+        return parts

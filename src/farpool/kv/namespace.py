@@ -1,0 +1,154 @@
+"""Namespaces: everything that makes the bytes of KV differ although the tokens are the same.
+
+Engines' own hashes name tokens, and nothing else: not the weights, nor the data type, nor the layout. Two engines that
+disagree on any of these must never find each other's blocks, so all of it goes into a digest that is part of each key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import cbor2
+
+from farpool.errors import ConfigError
+
+__all__ = ["Group", "Namespace"]
+
+_SCHEMA = 1
+"""Version of the map whose digest names a namespace; another one is another namespace."""
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers whose KV of one block of tokens is stored as one value.
+
+    Attributes
+    ----------
+    layers : tuple of str
+        Names of the layers in the order of their bytes, or a range such as ``0..31``.
+    block_bytes : int
+        Bytes of one block's payload, all layers together.
+    kind : {"full", "sliding", "mla", "recurrent"}
+        Attention to all tokens; to the last ``window`` ones; compressed latents; a state that stands for all tokens
+        before.
+    window : int
+        Tokens that a sliding layer looks back; 0 for other kinds.
+    """
+
+    layers: tuple[str, ...]
+    block_bytes: int
+    kind: Literal["full", "sliding", "mla", "recurrent"] = "full"
+    window: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Namespace:
+    """All that readers and writers of KV have to agree on, apart from the tokens.
+
+    Attributes
+    ----------
+    engine : str
+        Program that makes the KV, such as ``vllm``.
+    model : str
+        Name of the model.
+    weights : str
+        Name of exactly these weights: a revision, a digest, the number of a training step.
+    dtype : str
+        Logical data type, such as ``bfloat16`` or ``fp8_e4m3``.
+    layout : str
+        Order of the bytes within a payload.
+    tokens_per_block : int
+        Tokens of one block.
+    groups : tuple of Group
+        Layers that are stored together.
+    hash : str
+        Hash function that chains the tokens.
+    seed : str
+        Seed of that chain.
+    tokens_per_hash : int
+        Tokens that one link of the chain adds; 0 for those of a block.
+    heads : int
+        KV heads of a layer on one rank; 0 where that does not apply.
+    head_dim : int
+        Size of a head; 0 where that does not apply.
+    parallel : tuple of (str, int)
+        Sizes of parallel groups on which the bytes depend, such as ``("tp", 2)``.
+    tenant : str
+        Users who share nothing with others.
+    codec : str
+        Compression of the payloads; empty for none.
+    extra : tuple of (str, str or int)
+        Whatever else makes bytes differ.
+
+    Raises
+    ------
+    ConfigError
+        A field is of the wrong type, empty, or negative.
+    """
+
+    engine: str
+    model: str
+    weights: str
+    dtype: str
+    layout: str
+    tokens_per_block: int
+    groups: tuple[Group, ...]
+    hash: str = "sha256"
+    seed: str = ""
+    tokens_per_hash: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    parallel: tuple[tuple[str, int], ...] = ()
+    tenant: str = ""
+    codec: str = ""
+    extra: tuple[tuple[str, str | int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("engine", "model", "weights", "dtype", "layout"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                hint = "; name exactly the weights that make this KV" if name == "weights" else ""
+                raise ConfigError(f"{name} is {value!r}, expected a text that is not empty{hint}", setting=name)
+        for name in ("tokens_per_block", "tokens_per_hash", "heads", "head_dim"):
+            value, least = getattr(self, name), int(name == "tokens_per_block")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}, expected a whole number, at least {least}", setting=name)
+        for name in ("hash", "seed", "tenant", "codec"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ConfigError(f"{name} is {value!r}, expected a text", setting=name)
+        if not self.groups or not all(isinstance(group, Group) for group in self.groups):
+            raise ConfigError(f"groups is {self.groups!r}, expected one Group for each kind of layer", setting="groups")
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """All fields as canonical CBOR, whose digest names the namespace."""
+        return cbor2.dumps({"schema": _SCHEMA, **asdict(self)}, canonical=True)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The first 16 bytes of the SHA-256 of `encoded`."""
+        return hashlib.sha256(self.encoded).digest()[:DIGEST_BYTES]
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Self:
+        """Restore a namespace from `encoded`.
+
+        Raises
+        ------
+        ConfigError
+            The bytes are no namespace of this schema.
+        """
+        try:
+            found: dict[str, Any] = cbor2.loads(encoded)
+            if found.pop("schema") != _SCHEMA or set(found) != {one.name for one in fields(cls)}:
+                raise ValueError("another schema")
+            found["groups"] = tuple(Group(**{**one, "layers": tuple(one["layers"])}) for one in found["groups"])
+            for name in ("parallel", "extra"):
+                found[name] = tuple((key, value) for key, value in found[name])
+            return cls(**found)
+        except (AttributeError, KeyError, TypeError, ValueError, cbor2.CBORDecodeError) as error:
+            raise ConfigError(f"{len(encoded)} bytes are not the encoding of a namespace: {error}") from None

@@ -1,0 +1,97 @@
+"""Reasons for which KV was not loaded or saved."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from functools import lru_cache
+
+from farpool.errors import (
+    AccessDeniedError,
+    ChecksumError,
+    ConfigError,
+    NodeFullError,
+    NodeTimeoutError,
+    ObjectTooLargeError,
+    PoolClosedError,
+    PoolFullError,
+    StoreClosedError,
+)
+
+__all__ = ["Reason", "reason_of"]
+
+
+class Reason(StrEnum):
+    """Reason for which a block was not loaded, or not saved.
+
+    Attributes
+    ----------
+    ABSENT
+        No node has it: it was never saved, has expired, or was evicted.
+    LATE
+        It did not come within the deadline.
+    NODE_AWAY
+        The nodes that may have it cannot be reached.
+    CORRUPT
+        The bytes are not those that were saved.
+    FOREIGN
+        The bytes are whole, but belong to another key or namespace.
+    WRONG_SIZE
+        The payload has another size than the reader expects.
+    WRONG_VERSION
+        The payload was written in another version of the format.
+    FULL
+        The nodes have no room for it.
+    REFUSED
+        The access key may not do this.
+    BYPASSED
+        Computing it was expected to take less time.
+    CLOSED
+        The cache or its store is closed.
+    FAILED
+        Something else went wrong; the log (``farpool.kv``) has the error, once.
+    """
+
+    ABSENT = "absent"
+    LATE = "late"
+    NODE_AWAY = "node_away"
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+    WRONG_SIZE = "wrong_size"
+    WRONG_VERSION = "wrong_version"
+    FULL = "full"
+    REFUSED = "refused"
+    BYPASSED = "bypassed"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+def reason_of(error: Exception) -> Reason:
+    """Return the reason that stands for an error of the store."""
+    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.FAILED)
+    if reason is Reason.FAILED:
+        _log_once(f"{type(error).__name__}: {error}")
+    return reason
+
+
+@lru_cache(maxsize=256)
+def _log_once(error: str) -> None:
+    _LOG.warning("KV was not loaded or saved: %s", error)
+
+
+_LOG = logging.getLogger("farpool.kv")
+
+_REASONS: tuple[tuple[type[Exception], Reason], ...] = (
+    (NodeTimeoutError, Reason.LATE),
+    (AccessDeniedError, Reason.REFUSED),
+    (NodeFullError, Reason.FULL),
+    (ObjectTooLargeError, Reason.FULL),
+    (PoolFullError, Reason.FULL),
+    (PoolClosedError, Reason.CLOSED),
+    (ChecksumError, Reason.CORRUPT),
+    (StoreClosedError, Reason.CLOSED),
+    (ConfigError, Reason.FAILED),  # also a ValueError: an address twice, for example
+    (ValueError, Reason.WRONG_SIZE),  # a target that is smaller than the value
+    (OSError, Reason.NODE_AWAY),  # NodeError, ReplicationError, and whatever a socket says
+)
+"""The first that fits counts."""

@@ -1,0 +1,519 @@
+"""Storage backend for SGLang's hierarchical cache: nodes keep its pages (docs/kv-sglang.md).
+
+SGLang asks from three threads at the same time: which pages are there, pages to load, pages to save. Each call is one
+request to the nodes, bounded by the cache's own deadline. Whatever goes wrong is a page that is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from farpool.errors import ConfigError
+from farpool.kv.blocks import BlockCache
+from farpool.kv.keys import block_key
+from farpool.kv.namespace import Group, Namespace
+from farpool.kv.settings import CacheSettings
+
+__all__ = ["FarpoolHiCache"]
+
+_WHERE = "--hicache-storage-backend-extra-config"
+_OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
+"""Settings in the same place that are SGLang's own."""
+_KV = str(PoolName.KV)
+_BYTES_PER_GB = 1e9
+_GEOMETRY = (
+    *("layer_num", "target_layer_num", "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank"),
+    *("qk_rope_head_dim", "kv_cache_dim", "num_mamba_layers", "temporal_state_elem_size", "item_bytes", "ring_size"),
+    *("state_page_bytes", "indexer_page_stride_size", "storage_format_tag"),
+)
+"""Attributes of host pools that say how a page's bytes are cut into values, beside the number of heads; no pool has
+all."""
+_READ_WRITE = 0x200
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
+_log = logging.getLogger(__name__)
+
+Parts = tuple[memoryview, ...]
+
+
+class _Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of all connectors, and the logical type of KV where SGLang keeps it as plain bytes."""
+
+    kv_dtype: str = ""
+
+
+class _Pages:
+    """Pages of one host pool: where they lie in memory, and under which keys they are stored.
+
+    A page is one value, or one for each part of its heads where ranks of engines with other sizes of tensor
+    parallelism share them (``tp_lcm_size``). Its buffers are stored one after the other without a copy. Where a pool
+    has no address for a page, SGLang's own flat copy of it is stored.
+    """
+
+    def __init__(
+        self, pool: Any, name: str, config: HiCacheStorageConfig, settings: _Settings, *, copied: bool
+    ) -> None:
+        self.pool = pool
+        self.name = name
+        self.page_size: int = getattr(pool, "page_size", 1) or 1
+        heads = (MHATokenToKVPoolHost, MHATokenToKOnlyPoolHost, MambaPoolHost)
+        # Latents are the same on all ranks of tensor parallelism: one value, written by one rank.
+        own = not config.is_mla_model or isinstance(pool, heads)
+        self.is_writer = own or config.is_storage_writer
+        tp, rank, self._split = (config.tp_size, config.tp_rank, 1) if own else (1, 0, 1)
+        if config.should_split_heads and not copied and isinstance(pool, MHATokenToKVPoolHost):
+            self._split = config.tp_lcm_size // tp
+            tp, rank = config.tp_lcm_size, rank * self._split
+        first = (config.pp_rank * config.attn_cp_size + config.attn_cp_rank) * tp + rank
+        self._shards = range(first, first + self._split)
+
+        self.is_copied = copied
+        page = torch.arange(self.page_size, dtype=torch.int64)
+        try:
+            _, sizes = self._addresses(page) or ((), ())
+        except (NotImplementedError, ValueError):  # no addresses of pages in this layout
+            self.is_copied = True
+        if self.is_copied:
+            flat = pool.get_dummy_flat_data_page()
+            sizes = [flat.numel() * flat.element_size()]
+        self.nbytes = sum(sizes)
+        order = "flat" if self.is_copied else "+".join(map(str, sizes[: len(sizes) // self._split]))
+        geometry: dict[str, str | int] = {
+            name: value for name in _GEOMETRY if isinstance(value := getattr(pool, name, None), str | int)
+        }
+        types = {name: str(value) for name, value in vars(pool).items() if isinstance(value, torch.dtype)}
+        self.namespace = Namespace(
+            engine="sglang",
+            model=config.model_name or settings.weights_id,
+            weights=settings.weights_id,
+            dtype=_logical_dtype(getattr(pool, "dtype", None), settings.kv_dtype),
+            layout=f"{pool.layout}:{order}",
+            tokens_per_block=self.page_size,
+            groups=(
+                Group(
+                    layers=(f"{getattr(pool, 'start_layer', 0)}..{getattr(pool, 'end_layer', 0)}",),
+                    block_bytes=self.nbytes // self._split,
+                    kind=_kind(pool, name, own),
+                ),
+            ),
+            heads=getattr(pool, "head_num", 0) // self._split,
+            head_dim=getattr(pool, "head_dim", 0),
+            parallel=(("tp", tp), ("pp", config.pp_size), ("cp", config.attn_cp_size)),
+            tenant=settings.tenant,
+            codec=settings.codec,
+            extra=tuple(sorted({**geometry, **types, "pool": name, "class": type(pool).__name__}.items())),
+        )
+
+    @property
+    def is_logical(self) -> bool:
+        """True if this pool only numbers pages, whose bytes lie in other pools."""
+        return not self.nbytes
+
+    def keys(self, cache: BlockCache, hashes: Sequence[str]) -> list[bytes]:
+        """Compose the keys of pages, as many for each as it has parts."""
+        chains = [bytes.fromhex(one) for one in hashes]
+        group = 0
+        if self.name != _KV:
+            # SGLang has one hash for a page of all pools. Pools come and go (draft models) without a change to the
+            # namespace of KV, so what makes this pool's bytes differ goes into the chain.
+            chains = [hashlib.sha256(self.namespace.digest + chain).digest() for chain in chains]
+            group = zlib.crc32(self.name.encode()) or 1
+        return [block_key(cache.digest, chain, group, shard) for chain in chains for shard in self._shards]
+
+    def values(self, indices: torch.Tensor) -> Sequence[Parts]:
+        """Return the bytes of pages, in the order of their keys."""
+        if self.is_copied:
+            return [(_bytes_of(self.pool.get_data_page(first, flat=True)),) for first in self._firsts(indices)]
+        return self._where(indices)
+
+    def targets(self, indices: torch.Tensor) -> Sequence[Parts]:
+        """Return writable memory for pages, in the order of their keys; `land` has to follow."""
+        if self.is_copied:
+            return [(_bytes_of(self.pool.get_dummy_flat_data_page()),) for _ in self._firsts(indices)]
+        return self._where(indices)
+
+    def land(self, indices: torch.Tensor, targets: Sequence[Parts], loaded: Sequence[bool]) -> None:
+        """Bring copies that were loaded to their place in the pool."""
+        if self.is_copied:
+            for first, (copy,), is_whole in zip(self._firsts(indices), targets, loaded, strict=True):
+                if is_whole:
+                    like = self.pool.get_dummy_flat_data_page().dtype
+                    self.pool.set_from_flat_data_page(first, torch.frombuffer(copy, dtype=like))
+
+    def of_pages(self, answers: Sequence[bool]) -> list[bool]:
+        """Fold the answers for keys into answers for pages: a page is there if all its parts are."""
+        return [all(answers[at : at + self._split]) for at in range(0, len(answers), self._split)]
+
+    def _firsts(self, indices: torch.Tensor) -> list[int]:
+        return [int(index) for index in indices[:: self.page_size].tolist()]
+
+    def _addresses(self, indices: torch.Tensor) -> tuple[Sequence[int], Sequence[int]] | None:
+        if self._split > 1:
+            found = self.pool.get_split_heads_page_buffer_meta(indices, self._split)
+        else:
+            found = self.pool.get_page_buffer_meta(indices)
+        return found  # type: ignore[no-any-return]
+
+    def _where(self, indices: torch.Tensor) -> list[Parts]:
+        addresses, sizes = self._addresses(indices) or ((), ())
+        views = [_memory_at(address, size, _READ_WRITE) for address, size in zip(addresses, sizes, strict=True)]
+        parts = len(views) * self.page_size // (indices.numel() * self._split)
+        return [tuple(views[at : at + parts]) for at in range(0, len(views), parts)]
+
+
+class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there where types are checked
+    """Pages of SGLang's hierarchical cache in a store, as its storage backend ``dynamic``.
+
+    Parameters
+    ----------
+    storage_config : HiCacheStorageConfig
+        Ranks, model and settings. The settings are those of `CacheSettings`, and ``kv_dtype``, the logical type of KV
+        where SGLang keeps it as plain bytes (``fp8_e4m3``, ``fp8_e5m2``, ...).
+    kwargs : mapping, optional
+        What else SGLang hands over; not used.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        if storage_config.dcp_size > 1:
+            raise ConfigError(f"dcp_size is {storage_config.dcp_size}, expected 1: parts of a page are not told apart")
+        given = storage_config.extra_config or {}
+        self._copied = not given.get("interface_v1")
+        self._settings = _Settings.of({name: given[name] for name in given.keys() - _OF_SGLANG}, where=_WHERE)
+        self._config = storage_config
+        self._pools: dict[str, _Pages] = {}
+        self._cache: BlockCache | None = None
+        self._metrics = StorageMetrics() if storage_config.enable_storage_metrics else None
+        if self._copied:
+            _log.warning('pages are copied once more; set "interface_v1": 1 in %s', _WHERE)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the pool of KV, from which the namespace is made."""
+        super().register_mem_pool_host(mem_pool_host)
+        pages = self._pages(mem_pool_host, _KV)
+        self.close()
+        self._pools[_KV] = pages
+        self._cache = self._settings.cache(pages.namespace)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName | str) -> None:
+        """Take a further pool, such as that of a sliding window, of recurrent states or of a draft model."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name != _KV:
+            self._pools[name] = self._pages(host_pool, name)
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return how many pages, from the first on, are there without a gap."""
+        kv = self._pools[_KV]
+        if kv.is_logical or not keys:
+            return 0
+        found = self._blocks.lookup(kv.keys(self._blocks, keys), request=_request(keys, extra_info)).found
+        return _leading(kv.of_pages(found))
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Find out, with one request, how many leading pages can be restored with what each pool has to have for them.
+
+        Parameters
+        ----------
+        keys : list of str
+            Hashes of the pages of a sequence, in hex.
+        pool_transfers : list of PoolTransfer, optional
+            Pools that are needed beside KV, and the policy by which.
+        extra_info : HiCacheStorageExtraInfo, optional
+            What SGLang knows of the request.
+
+        Returns
+        -------
+        PoolTransferResult
+            Longest prefix in pages, that of each pool alone, and all lengths that can be restored.
+        """
+        transfers = pool_transfers or []
+        asked: list[tuple[_Pages, Sequence[str]]] = [(self._pools[_KV], keys)]
+        asked += [
+            (self._pools[name], _hashes_for(one, keys)) for one in transfers if (name := str(one.name)) in self._pools
+        ]
+        there = self._found(asked, keys, extra_info)
+        kv = there[_KV]
+        kv_pages = len(keys) if self._pools[_KV].is_logical and transfers else _leading(kv)
+        pool_pages = {_KV: kv_pages}
+        restorable = set(range(1, kv_pages + 1))
+        for one in transfers:
+            pages = there.get(str(one.name), [])
+            match one.hit_policy:
+                case PoolHitPolicy.BLOCK_GROUPS:  # another form of the same pages, without which they can be used
+                    groups = _leading(pages) // one.group_pages if one.group_pages else 0
+                    pool_pages[one.name] = min(groups * one.block_pages, len(keys))
+                    continue
+                case PoolHitPolicy.TRAILING_PAGES:
+                    usable = _ends_of_windows(pages[:kv_pages], max(1, len(one.keys or ())))
+                case PoolHitPolicy.ALL_PAGES:
+                    usable = set(range(1, _leading(pages[:kv_pages]) + 1))
+                case _:
+                    _log.error("pool %s: the policy %s is not known", one.name, one.hit_policy)
+                    usable = set()
+            pool_pages[one.name] = max(usable, default=0)
+            restorable &= usable
+        return PoolTransferResult(max(restorable, default=0), pool_pages, sorted(restorable))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Load pages of KV into the host's pool; True for each that is there, whole and verified."""
+        return self._move([(_KV, keys, host_indices)], extra_info, saving=False)[0]
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Save pages of KV that are not there yet; True for each that is there now."""
+        return self._move([(_KV, keys, host_indices)], extra_info, saving=True)[0]
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Load pages of several pools, as `batch_get_v1`, with one request."""
+        wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
+        loaded = self._move(wanted, extra_info, saving=False)
+        return {one.name: pages for one, pages in zip(transfers, loaded, strict=True)}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Save pages of several pools, as `batch_set_v1`, with one request."""
+        given = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
+        saved = self._move(given, extra_info, saving=True)
+        return {one.name: pages for one, pages in zip(transfers, saved, strict=True)}
+
+    def batch_get(
+        self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: object = None
+    ) -> list[torch.Tensor | None]:
+        """Load flat pages into tensors; None for each that is not there. For SGLang's interface without addresses."""
+        kv = self._pools[_KV]
+        if not kv.is_copied:
+            return [None] * len(keys)
+        tensors = target_locations or [kv.pool.get_dummy_flat_data_page() for _ in keys]
+        targets = [_bytes_of(tensor) for tensor in tensors]
+        reasons = self._blocks.load(kv.keys(self._blocks, keys), targets, request=_request(keys))
+        return [tensor if reason is None else None for tensor, reason in zip(tensors, reasons, strict=True)]
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: list[torch.Tensor] | None = None,
+        target_locations: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """Save flat pages; True if all are there now. For SGLang's interface without addresses."""
+        kv = self._pools[_KV]
+        if not kv.is_copied or values is None:
+            return False
+        saved = self._blocks.save(
+            kv.keys(self._blocks, keys), [_bytes_of(value) for value in values], request=_request(keys)
+        )
+        return not any(saved)
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
+    ) -> torch.Tensor | None:
+        """Load one flat page, as `batch_get`."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """Save one flat page, as `batch_set`."""
+        return self.batch_set([key], None if value is None else [value])
+
+    def exists(self, key: str) -> bool:
+        """Return True if a page of KV is there."""
+        return self.batch_exists([key]) == 1
+
+    def clear(self) -> None:
+        """Remove all pages of this namespace, of all ranks.
+
+        Raises
+        ------
+        NodeError
+            Nodes that may have some cannot be asked.
+        """
+        self._blocks.purge()
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Return pages and GB/s of each batch since the last call; None where SGLang was not told to measure."""
+        if self._metrics is None:
+            return None
+        metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        if self._cache is not None:
+            self._cache.close()
+
+    @property
+    def _blocks(self) -> BlockCache:
+        if self._cache is None:
+            raise ConfigError("the pool of KV was not registered; SGLang does so when it attaches the backend")
+        return self._cache
+
+    def _pages(self, pool: Any, name: str) -> _Pages:
+        copied = self._copied and name == _KV
+        return _Pages(pool, name, self._config, self._settings, copied=copied)
+
+    def _found(
+        self,
+        asked: Sequence[tuple[_Pages, Sequence[str]]],
+        hashes: Sequence[str],
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> dict[str, list[bool]]:
+        """Look up pages of several pools with one request; for each pool, True for each page that is there."""
+        batches = [[] if pages.is_logical else pages.keys(self._blocks, wanted) for pages, wanted in asked]
+        found = self._blocks.lookup([key for batch in batches for key in batch], request=_request(hashes, extra_info))
+        answers = iter(found.found)
+        return {
+            pages.name: pages.of_pages([next(answers) for _ in batch])
+            for (pages, _), batch in zip(asked, batches, strict=True)
+        }
+
+    def _move(
+        self,
+        wanted: Sequence[tuple[str, Sequence[str], torch.Tensor | None]],
+        extra_info: HiCacheStorageExtraInfo | None,
+        *,
+        saving: bool,
+    ) -> list[list[bool]]:
+        """Save or load pages of several pools with one request; for each pool, True for each page that was."""
+        began = time.perf_counter()
+        batches = [self._batch(name, hashes, indices, saving) for name, hashes, indices in wanted]
+        keys = [key for batch in batches for key in batch.keys]
+        parts = [part for batch in batches for part in batch.parts]
+        move = self._blocks.save if saving else self._blocks.load
+        reasons = iter(move(keys, parts, request=_request(wanted[0][1], extra_info)) if keys else ())
+        count = nbytes = 0
+        for batch in batches:
+            if batch.keys:
+                batch.done = batch.pages.of_pages([next(reasons) is None for _ in batch.keys])
+                if not saving:
+                    batch.pages.land(batch.indices, batch.parts, batch.done)
+                count += sum(batch.done)
+                nbytes += sum(batch.done) * batch.pages.nbytes
+        if self._metrics is not None and count:
+            speed = nbytes / _BYTES_PER_GB / (time.perf_counter() - began)
+            (self._metrics.backup_pgs if saving else self._metrics.prefetch_pgs).append(count)
+            (self._metrics.backup_bandwidth if saving else self._metrics.prefetch_bandwidth).append(speed)
+        return [batch.done for batch in batches]
+
+    def _batch(self, name: str, hashes: Sequence[str], indices: torch.Tensor | None, saving: bool) -> _Batch:
+        pages = self._pools.get(name)
+        if pages is None:
+            _log.error("pool %s was not registered", name)
+        elif pages.is_logical or (saving and not pages.is_writer):
+            return _Batch([True] * len(hashes))  # nothing to move, or the same bytes are saved by another rank
+        elif indices is None or indices.numel() != len(hashes) * pages.page_size:
+            count = 0 if indices is None else indices.numel()
+            _log.error("pool %s: %d indices for %d pages of %d", name, count, len(hashes), pages.page_size)
+        elif hashes:
+            parts = pages.values(indices) if saving else pages.targets(indices)
+            return _Batch([], pages.keys(self._blocks, hashes), parts, pages, indices)
+        return _Batch([False] * len(hashes))
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Pages of one pool within a request; without keys where no node has to be asked."""
+
+    done: list[bool]
+    keys: Sequence[bytes] = ()
+    parts: Sequence[Parts] = ()
+    pages: _Pages = None  # type: ignore[assignment] # there are pages and indices where there are keys
+    indices: torch.Tensor = None  # type: ignore[assignment]
+
+
+def _logical_dtype(dtype: torch.dtype | None, setting: str) -> str:
+    told = "mixed" if dtype is None else str(dtype).removeprefix("torch.")
+    if told == "uint8":
+        if not setting:
+            raise ConfigError(
+                "SGLang keeps this KV as plain bytes, which does not tell fp8_e4m3 from fp8_e5m2; expected the type as "
+                f'"kv_dtype" in {_WHERE}, such as "kv_dtype": "fp8_e4m3"',
+                setting="kv_dtype",
+            )
+        return setting
+    return told
+
+
+def _kind(pool: Any, name: str, is_own: bool) -> Literal["full", "sliding", "mla", "recurrent"]:
+    if isinstance(pool, MambaPoolHost):
+        return "recurrent"
+    if name.endswith(str(PoolName.SWA)):
+        return "sliding"
+    return "full" if is_own else "mla"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _request(hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> str:
+    """Name a request for ``farpool why``: SGLang tells at most the session; the first page's hash is in its log."""
+    known = (extra_info.extra_info if extra_info else None) or {}
+    return str(known.get("session_id") or (hashes[0] if hashes else ""))
+
+
+def _leading(answers: Sequence[bool]) -> int:
+    return next((number for number, is_there in enumerate(answers) if not is_there), len(answers))
+
+
+def _ends_of_windows(pages: Sequence[bool], window: int) -> set[int]:
+    """Return the lengths of prefix whose last `window` pages, or all if it is shorter, are there."""
+    ends, run = set(), 0
+    for length, is_there in enumerate(pages, 1):
+        run = run + 1 if is_there else 0
+        if run >= min(window, length):
+            ends.add(length)
+    return ends
+
+
+def _hashes_for(transfer: PoolTransfer, hashes: Sequence[str]) -> Sequence[str]:
+    """Return the hashes under which a pool has the pages of a sequence."""
+    if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS:
+        return hashes
+    block, group = transfer.block_pages, transfer.group_pages
+    if not 0 < group <= block:
+        return ()
+    return [one for end in range(block, len(hashes) + 1, block) for one in hashes[end - group : end]]

@@ -1,0 +1,507 @@
+"""A cache for transformers whose keys and values live in a pool, and whose prefixes other processes can use.
+
+`FarpoolCache` goes where a ``DynamicCache`` goes. The layers that such a cache keeps as they grow (full attention)
+become `PagedLayer`; all others (sliding windows, recurrent states) are small and stay as they are.
+
+*Prefixes.* With a `BlockCache` (see `prefix_blocks`), `save` stores the keys and values of whole blocks of tokens under
+keys that say which tokens they are of, and `load` brings back as many leading blocks as there are. A layer with a
+sliding window forgets what lies before its window, so it can only go on from a place at which its state was stored:
+the cache keeps its latest state at the end of a block, and `load` goes as far as such a state exists. Whatever goes
+wrong with nodes or bytes makes the loaded prefix shorter, and the rest is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from farpool.errors import ConfigError, UnsupportedError
+from farpool.kv.keys import token_chain
+from farpool.kv.namespace import Group, Namespace
+from farpool.kv.settings import CacheSettings
+from farpool.kv.transformers_layer import OperandMemory, PagedLayer
+from farpool.pool.pool import blocks_of
+from farpool.tensors.arena import device_of
+
+if TYPE_CHECKING:
+    from farpool.kv.blocks import BlockCache
+    from farpool.pool import Pool
+
+__all__ = ["FarpoolCache", "prefix_blocks"]
+
+_FULL, _SLIDING = 0, 1
+"""Numbers of the groups of layers in keys of blocks."""
+_BATCH_BYTES = 16 << 20
+"""Bytes of blocks that are in host memory at once on their way between a pool and nodes."""
+_LAYOUT = "layer, key or value, head, token, element"
+_NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+"""Settings in a model's configuration that leave its keys and values as they are."""
+
+
+def prefix_blocks(
+    config: Any,
+    settings: CacheSettings | Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    tokens_per_block: int = 64,
+) -> BlockCache:
+    """The blocks in which the prefixes of a model are stored; one object serves all caches of a program.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        Of the model.
+    settings : CacheSettings or mapping
+        Nodes, and the name of exactly the weights that the model has (``weights_id``).
+    dtype : torch.dtype, optional
+        Of the keys and values, ``model.dtype``; torch's default dtype if left out.
+    tokens_per_block : int
+        Prefixes are stored and found in multiples of this.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong.
+    UnsupportedError
+        The model has layers whose state cannot be stored, such as recurrent ones.
+    """
+    if not isinstance(settings, CacheSettings):
+        settings = CacheSettings.of(settings, "prefix_blocks")
+    dtype = dtype or torch.get_default_dtype()
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    full, sliding, windows = [], [], []
+    for number, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicLayer:
+            full.append(str(number))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            sliding.append(str(number))
+            windows.append(layer.sliding_window)
+        elif type(layer) is not DummyLayer:
+            raise UnsupportedError(
+                f"layer {number}: the state of a {type(layer).__name__} cannot be stored as part of a prefix; use "
+                "FarpoolCache without prefixes"
+            )
+    token_bytes = 2 * heads * width * dtype.itemsize
+    groups = []
+    if full:
+        groups.append(Group(tuple(full), len(full) * tokens_per_block * token_bytes))
+    if sliding:
+        kept = sum(window - 1 for window in windows)
+        groups.append(Group(tuple(sliding), kept * token_bytes, "sliding", max(windows)))
+    described = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    namespace = Namespace(
+        engine="transformers",
+        model=config.model_type,
+        weights=settings.weights_id,
+        dtype=str(dtype).removeprefix("torch."),
+        layout=_LAYOUT,
+        tokens_per_block=tokens_per_block,
+        groups=tuple(groups),
+        heads=heads,
+        head_dim=width,
+        tenant=settings.tenant,
+        codec=settings.codec,
+        extra=(("config", digest),),
+    )
+    return settings.cache(namespace)
+
+
+class _State(NamedTuple):
+    """State of a layer with a sliding window after a number of tokens."""
+
+    tokens: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class FarpoolCache(Cache):
+    """A cache for transformers with the keys and values of full attention in a pool.
+
+    Tokens, scores and logits are those of a ``DynamicCache``, to the last bit.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        Of the model, as for ``DynamicCache(config=...)``.
+    pool : Pool
+        Where the bytes live; on the device that the model computes on.
+    tokens_per_block : int, optional
+        Tokens of a layer that are moved together. Chosen by the budget of the pool if left out.
+    prefixes : BlockCache, optional
+        Where `save` and `load` store and find prefixes, from `prefix_blocks`.
+
+    Raises
+    ------
+    ConfigError
+        `tokens_per_block` is not positive, or `prefixes` are of something else than transformers.
+
+    Examples
+    --------
+    >>> with farpool.Pool(fast="1GiB", dram="16GiB") as pool:
+    ...     cache = FarpoolCache(model.config, pool=pool)
+    ...     outputs = model.generate(**inputs, past_key_values=cache)
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        pool: Pool,
+        tokens_per_block: int | None = None,
+        prefixes: BlockCache | None = None,
+    ) -> None:
+        if tokens_per_block is not None and (type(tokens_per_block) is not int or tokens_per_block < 1):
+            raise ConfigError(
+                f"tokens_per_block is {tokens_per_block!r}, expected a positive number of tokens, for example 64",
+                setting="tokens_per_block",
+            )
+        if prefixes is not None and prefixes.namespace.layout != _LAYOUT:
+            raise ConfigError(
+                f"prefixes: blocks of layout {prefixes.namespace.layout!r}; make them with "
+                "farpool.kv.transformers.prefix_blocks(model.config, ...)",
+                setting="prefixes",
+            )
+        self._pool = blocks_of(pool)
+        self._prefixes = prefixes
+        self._states: dict[int, _State] = {}
+        """The latest state of each layer with a sliding window at the end of a block of a prefix, by its number."""
+        memory = self._operand_memory()
+        layers = [
+            PagedLayer(self._pool, f"layer {number}", memory, tokens_per_block)
+            if type(layer) is DynamicLayer
+            else layer
+            for number, layer in enumerate(DynamicCache(config=config).layers)
+        ]
+        super().__init__(layers=layers)
+
+    def _operand_memory(self) -> tuple[OperandMemory, OperandMemory]:
+        return OperandMemory(self._pool.ledger), OperandMemory(self._pool.ledger)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FarpoolCache:
+        """A copy that goes on by itself; what both have in common is stored once."""
+        other = copy.copy(self)
+        other._states = dict(self._states)
+        memory = self._operand_memory()
+        other.layers = [
+            layer.twin(memory) if type(layer) is PagedLayer else copy.deepcopy(layer, memo) for layer in self.layers
+        ]
+        return other
+
+    def __copy__(self) -> FarpoolCache:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a FarpoolCache cannot be pickled, as its bytes are in a pool of this process: save(tokens) stores them "
+            "for others"
+        )
+
+    # ---- what transformers calls ---------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values to a layer, and return all that attention needs; see `PagedLayer.update`."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._prefixes is not None and type(self.layers[layer_idx]) is DynamicSlidingWindowLayer:
+            self._note_state(layer_idx, key_states.shape[-2], keys, values)
+        return keys, values
+
+    def _note_state(self, number: int, new: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep the state of a layer with a sliding window at the last end of a block, if that is among new tokens."""
+        layer: Any = self.layers[number]
+        stop: int = layer.cumulative_length
+        over = stop % self._block_tokens
+        if over >= new:
+            return
+        last = keys.shape[-2] - over
+        first = max(0, last - layer.sliding_window + 1)
+        parts = (states[..., first:last, :].detach().clone() for states in (keys, values))
+        self._states[number] = _State(stop - over, *parts)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._states.clear()
+        super().reset()  # type: ignore[no-untyped-call]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; their number is given with a minus sign."""
+        super().crop(tokens_to_remove)
+        tokens = self.get_seq_length()
+        self._states = {number: state for number, state in self._states.items() if state.tokens <= tokens}
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let each sequence of the batch go on with the tokens of another one, as beam search does."""
+        self._states.clear()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        self._states.clear()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch."""
+        self._states.clear()
+        super().batch_select_indices(indices)
+
+    # ---- prefixes ------------------------------------------------------------------------------------------------
+
+    def save(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "") -> int:
+        """Store the prefix that the cache holds, in whole blocks, for this and other processes.
+
+        Parameters
+        ----------
+        tokens : sequence of int, or torch.Tensor
+            The tokens from the first one on, of one sequence.
+        request : str
+            Name of the request, for ``farpool why``.
+
+        Returns
+        -------
+        int
+            Number of leading tokens that `load` can find now. Blocks that were there are not sent again.
+
+        Raises
+        ------
+        ConfigError
+            The cache has no `prefixes`, more than one sequence, or keys and values of another dtype or shape than
+            `prefix_blocks` was told.
+        """
+        blocks, step = self._blocks, self._block_tokens
+        count = min(len(ids := _token_ids(tokens)), self.get_seq_length()) // step
+        if count == 0:
+            return 0
+        self._check_layers()
+        chain = token_chain(ids[: count * step], step, blocks.digest)
+        stored = count
+        full = self._of_type(PagedLayer)
+        if full:
+            keys = [blocks.key(link, _FULL) for link in chain]
+            present = blocks.lookup(keys, request=request).found
+            for batch in _batches([number for number in range(count) if not present[number]], self._bytes(_FULL)):
+                payloads = self._payloads(full, batch)
+                outcomes = blocks.save([keys[number] for number in batch], payloads, request=request)
+                stored = min([stored, *(number for number, no in zip(batch, outcomes, strict=True) if no is not None)])
+        sliding = self._of_type(DynamicSlidingWindowLayer)
+        if sliding:
+            ends = {self._states[number].tokens for number, _ in sliding if number in self._states}
+            if len(ends) != 1 or len(self._states) < len(sliding) or (end := ends.pop() // step) > stored:
+                return 0
+            (outcome,) = blocks.save([blocks.key(chain[end - 1], _SLIDING)], [self._sliding_payload()], request=request)
+            stored = 0 if outcome is not None else end
+        return stored * step
+
+    def load(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "") -> int:
+        """Bring back the longest prefix that is stored, into an empty cache.
+
+        At least one token is left to compute, as its logits are needed.
+
+        Parameters
+        ----------
+        tokens : sequence of int, or torch.Tensor
+            The prompt, of one sequence.
+        request : str
+            Name of the request, for ``farpool why``.
+
+        Returns
+        -------
+        int
+            Number of leading tokens that the cache holds now; 0 where nothing was found in time.
+
+        Raises
+        ------
+        ConfigError
+            The cache has no `prefixes`, or holds tokens already.
+        BudgetError, PoolFullError, TierError
+            The pool cannot take them; the cache is empty then.
+        """
+        blocks, step = self._blocks, self._block_tokens
+        if self.get_seq_length():
+            raise ConfigError(f"load: the cache holds {self.get_seq_length()} tokens; use a new one, or reset it")
+        count = (len(ids := _token_ids(tokens)) - 1) // step
+        if count <= 0:
+            return 0
+        chain = token_chain(ids[: count * step], step, blocks.digest)
+        full = self._of_type(PagedLayer)
+        keys = [blocks.key(link, _FULL) for link in chain]
+        if full:
+            count = blocks.lookup(keys, request=request).leading
+        ends = [count]
+        sliding = self._of_type(DynamicSlidingWindowLayer)
+        if sliding:
+            states = [blocks.key(link, _SLIDING) for link in chain[:count]]
+            found = blocks.lookup(states, request=request).found
+            ends = [number + 1 for number in reversed(range(count)) if found[number]]
+        try:
+            loaded = self._load_full(full, keys[: ends[0]], request) if full and ends else (ends or [0])[0]
+            if sliding:
+                loaded = next((end for end in ends if end <= loaded and self._load_sliding(states[end - 1], end)), 0)
+            for _, layer in full:
+                layer.crop(loaded * step - layer.get_seq_length())
+        except BaseException:
+            self.reset()
+            raise
+        if not loaded:
+            self.reset()
+        return loaded * step
+
+    @property
+    def _blocks(self) -> BlockCache:
+        if self._prefixes is None:
+            raise ConfigError(
+                "this FarpoolCache has no prefixes: make it with FarpoolCache(..., prefixes=prefix_blocks(...))"
+            )
+        return self._prefixes
+
+    @property
+    def _block_tokens(self) -> int:
+        return self._blocks.namespace.tokens_per_block
+
+    def _of_type(self, kind: type) -> list[tuple[int, Any]]:
+        """Layers of one type, with their numbers."""
+        return [(number, layer) for number, layer in enumerate(self.layers) if type(layer) is kind]
+
+    def _bytes(self, group: int) -> int:
+        kind = ("full", "sliding")[group]
+        return next(found.block_bytes for found in self._blocks.namespace.groups if found.kind == kind)
+
+    def _shape(self, tokens: int) -> tuple[int, int, int, int]:
+        namespace = self._blocks.namespace
+        return 1, namespace.heads, tokens, namespace.head_dim
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._blocks.namespace.dtype)
+        return dtype
+
+    def _check_layers(self) -> None:
+        """Check that the layers hold what the namespace says: one sequence, of its dtype and shapes.
+
+        Raises
+        ------
+        ConfigError
+        """
+        shape = self._shape(0)
+        for number, layer in (*self._of_type(PagedLayer), *self._of_type(DynamicSlidingWindowLayer)):
+            if type(layer) is PagedLayer:
+                shapes = [(*found[:2], 0, found[3]) for found in layer.shapes(0)]
+            else:
+                shapes = [(*found.shape[:2], 0, found.shape[3]) for found in (layer.keys, layer.values)]
+            if layer.dtype != self._dtype or any(found != shape for found in shapes):
+                raise ConfigError(
+                    f"layer {number} has keys and values of {layer.dtype} with shapes {shapes}; prefixes have "
+                    f"{self._dtype} with shape {shape}, of one sequence: give prefix_blocks the model's config and "
+                    "dtype"
+                )
+
+    def _payloads(self, layers: Sequence[tuple[int, PagedLayer]], numbers: Sequence[int]) -> list[memoryview]:
+        """Keys and values of some blocks of tokens, in the layout of payloads."""
+        step = self._block_tokens
+        memory, payloads = self._memory_for(len(layers), len(numbers))
+        keys, values = (torch.empty(self._shape(step), dtype=self._dtype, device=layers[0][1].device) for _ in range(2))
+        for place, number in enumerate(numbers):
+            for row, (_, layer) in enumerate(layers):
+                layer.read(number * step, (number + 1) * step, keys, values)
+                memory[place, row, 0] = keys[0]
+                memory[place, row, 1] = values[0]
+        return payloads
+
+    def _load_full(self, layers: Sequence[tuple[int, PagedLayer]], keys: Sequence[bytes], request: str) -> int:
+        """Load leading blocks of the layers with full attention; returns how many came."""
+        device = device_of(self._pool)
+        loaded = 0
+        for batch in _batches(range(len(keys)), self._bytes(_FULL)):
+            memory, targets = self._memory_for(len(layers), len(batch))
+            outcomes = self._blocks.load([keys[number] for number in batch], targets, request=request)
+            came = len(list(takewhile(lambda reason: reason is None, outcomes)))
+            if came:
+                for row, (_, layer) in enumerate(layers):
+                    parts = memory[:came, row].permute(1, 2, 0, 3, 4).to(device)
+                    keys_of_layer, values = parts.reshape(2, *self._shape(came * self._block_tokens))
+                    layer.extend(keys_of_layer, values)
+            loaded += came
+            if came < len(batch):
+                break
+        return loaded
+
+    def _memory_for(self, layers: int, count: int) -> tuple[torch.Tensor, list[memoryview]]:
+        """Memory for blocks: as a tensor ``(blocks, layers, 2, heads, tokens, width)``, and the bytes of each block."""
+        nbytes = self._bytes(_FULL)
+        memory = bytearray(count * nbytes)
+        view = memoryview(memory)
+        shape = (count, layers, 2, *self._shape(self._block_tokens)[1:])
+        blocks = [view[start : start + nbytes] for start in range(0, len(memory), nbytes)]
+        return torch.frombuffer(memory, dtype=self._dtype).view(shape), blocks
+
+    def _sliding_payload(self) -> memoryview:
+        """States of all layers with a sliding window; what a short one lacks is zero."""
+        memory, parts = self._sliding_memory()
+        for (number, _), pair in zip(self._of_type(DynamicSlidingWindowLayer), parts, strict=True):
+            for part, states in zip(pair, self._states[number][1:], strict=True):
+                part[..., : states.shape[-2], :] = states
+        return memory
+
+    def _load_sliding(self, key: bytes, end: int) -> bool:
+        """Load the states of all layers with a sliding window at the end of a block; True if they came."""
+        memory, parts = self._sliding_memory()
+        (reason,) = self._blocks.load([key], [memory])
+        if reason is not None:
+            return False
+        tokens = end * self._block_tokens
+        for (number, layer), pair in zip(self._of_type(DynamicSlidingWindowLayer), parts, strict=True):
+            keys, values = (part[..., :tokens, :].to(device_of(self._pool)) for part in pair)
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values, layer.cumulative_length = keys, values, tokens
+            self._states[number] = _State(tokens, keys, values)
+        return True
+
+    def _sliding_memory(self) -> tuple[memoryview, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Memory for the states of all layers with a sliding window: its bytes, and the keys and values of each."""
+        memory = bytearray(self._bytes(_SLIDING))
+        whole = torch.frombuffer(memory, dtype=self._dtype)
+        parts, start = [], 0
+        for _, layer in self._of_type(DynamicSlidingWindowLayer):
+            shape = (2, *self._shape(layer.sliding_window - 1))
+            elements = shape[0] * shape[2] * shape[3] * shape[4]
+            keys, values = whole[start : start + elements].view(shape)
+            parts.append((keys, values))
+            start += elements
+        return memoryview(memory), parts
+
+
+def _token_ids(tokens: Sequence[int] | torch.Tensor) -> list[int]:
+    """Token ids as a list.
+
+    Raises
+    ------
+    ConfigError
+        They are of several sequences.
+    """
+    if isinstance(tokens, torch.Tensor):
+        if tokens.dim() > 1 and tokens.numel() != tokens.shape[-1]:
+            raise ConfigError(
+                f"tokens have shape {tuple(tokens.shape)}; prefixes are stored for one sequence at a time"
+            )
+        found: list[int] = tokens.flatten().tolist()
+        return found
+    return list(tokens)
+
+
+def _batches(numbers: Sequence[int], nbytes: int) -> Iterator[Sequence[int]]:
+    """Cut a list of blocks of `nbytes` bytes each into batches that fit into memory."""
+    step = max(1, _BATCH_BYTES // nbytes)
+    for start in range(0, len(numbers), step):
+        yield numbers[start : start + step]

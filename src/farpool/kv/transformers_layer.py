@@ -1,0 +1,444 @@
+"""One layer's keys and values in a pool, as a layer of transformers' caches.
+
+*Blocks of tokens.* A layer is a list of storages of the same number of tokens each. It grows by one more storage, so
+nothing is ever copied to make room, no length has to be known in advance, and only the last one is ever written again:
+all others keep their clean copies below and are dropped from the fast tier without being written. Attention walks
+through the blocks in order, one access each, layer by layer, token by token. That is a loop, which the pager knows
+after two or three tokens: while a layer is computed, the blocks of the next are on their way.
+
+*Operands are plain and exact.* Attention gets contiguous tensors of the shape, strides and alignment that
+``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same bits. The blocks are copied into them
+while they are pinned, which costs what ``torch.cat`` costs there; no tensor aliases the arena. This memory, of one
+layer's keys and values, is used again by the next layer as soon as nothing refers to it any more (its storage is
+asked). It lies beside the fast tier and is booked in the pool's ledger as ``KV operands``.
+
+*Beams are lists of rows.* Reordering, repeating and selecting sequences change which stored row belongs to which
+sequence, and move no bytes. Only the last block is copied before it is written, if its rows are no longer those of the
+batch.
+
+What would not be equal is refused: gradients through the cache, a change of dtype, reading or replacing ``keys`` and
+``values`` of a layer in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from farpool.errors import UnsupportedError
+from farpool.pager import Mode
+from farpool.pager.use import Use
+from farpool.tensors.arena import ArenaViews, arena_views, device_of, is_device
+from farpool.tensors.geometry import contiguous_strides
+
+if TYPE_CHECKING:
+    from farpool.ledger import Ledger
+    from farpool.pager.storage import Storage
+    from farpool.pool.block_pool import BlockPool
+
+__all__ = ["OperandMemory", "PagedLayer"]
+
+_SPARE = 8
+"""Memory of operands is made larger than needed by this fraction of it, so that not every token needs new memory."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """Keys and values of some consecutive tokens of one layer.
+
+    Attributes
+    ----------
+    storage : Storage
+        The keys, then the values; each of shape ``(rows, heads, tokens, width)``.
+    rows : int
+        Sequences that are stored.
+    order : torch.Tensor or None
+        Stored row of each sequence of the batch, int64 in host memory; None where each has the row of its number.
+    shared : bool
+        True if another cache may refer to the storage, which must not be written then.
+    """
+
+    storage: Storage
+    rows: int
+    order: torch.Tensor | None = None
+    shared: bool = False
+
+
+class OperandMemory:
+    """Host memory for one operand at a time, used again as soon as no tensor refers to it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._storage: torch.UntypedStorage | None = None
+        self._held = 0
+        """References to the storage when only this object has it."""
+        self._forget: Callable[[], object] = lambda: None
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor with unspecified elements, aligned as torch's own are."""
+        if device.type != "cpu":  # its allocator reuses memory itself, and knows of streams
+            return torch.empty(shape, dtype=dtype, device=device)
+        nbytes = dtype.itemsize
+        for extent in shape:
+            nbytes *= extent
+        storage = self._storage
+        if storage is None or storage.nbytes() < nbytes or _references(storage) > self._held:
+            storage = self._make(nbytes + nbytes // _SPARE)
+        # A tensor made under inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            whole = torch.empty(0, dtype=dtype).set_(storage)
+            return torch.as_strided(whole, shape, contiguous_strides(shape))
+
+    def _make(self, nbytes: int) -> torch.UntypedStorage:
+        self._forget()
+        with torch.inference_mode(False):
+            storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        self._storage, self._held = storage, _references(storage)
+        amounts = {"requested": nbytes, "reserved": nbytes, "touched": nbytes}
+        self._ledger.add("host", "KV operands", **amounts)
+        self._forget = weakref.finalize(self, self._ledger.subtract, "host", "KV operands", **amounts)
+        return storage
+
+
+def _references(storage: torch.UntypedStorage) -> int:
+    """Number of tensors and other objects that refer to the memory of a storage."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer with full attention, in a pool.
+
+    Parameters
+    ----------
+    pool : BlockPool
+    name : str
+        For errors.
+    memory : tuple of OperandMemory
+        For the keys and the values that attention gets.
+    tokens_per_block : int or None
+        Tokens that are stored and moved together; None to choose by the budget of the pool.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+    device : torch.device
+        Both of the keys and values, once there are any.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init__(
+        self, pool: BlockPool, name: str, memory: tuple[OperandMemory, OperandMemory], tokens_per_block: int | None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pool = pool
+        self._views: ArenaViews = arena_views(pool)
+        self._name = name
+        self._memory = memory
+        self._asked = tokens_per_block
+        self._blocks: list[_Block] = []
+        self._tokens = 0
+        self._batch = 0
+        self._heads = 0
+        self._widths = (0, 0)
+        """Elements of a key and of a value."""
+        self._block_tokens = 0
+
+    # ---- what transformers calls ---------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take dtype, device and shape of what is to be stored from the first keys and values."""
+        if not is_device(key_states.device, device_of(self._pool)):
+            raise UnsupportedError(
+                f"{self._name}: keys on {key_states.device} cannot enter a pool on {self._pool.device}: make it with "
+                f"Pool(..., device={key_states.device.type!r})"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._batch, self._heads, _, width = key_states.shape
+        self._widths = (width, value_states.shape[-1])
+        self._block_tokens = self._asked or self._chosen_tokens()
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values, and return all of them.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor
+            Of shape ``(batch, heads, new tokens, width)``.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            Contiguous keys and values of all tokens. Their memory is used again once nothing refers to it.
+
+        Raises
+        ------
+        UnsupportedError
+            They need gradients, or differ in dtype, device or shape from those before.
+        BudgetError, PoolFullError, TierError
+            As for any access to a pool; the layer is as it was.
+        """
+        self._admit(key_states, value_states)
+        start, stop = self._tokens, self._tokens + key_states.shape[-2]
+        keys, values = (
+            memory.take((self._batch, self._heads, stop, width), self.dtype, self.device)
+            for memory, width in zip(self._memory, self._widths, strict=True)
+        )
+        whole = start - start % self._block_tokens
+        self.read(0, whole, keys[..., :whole, :], values[..., :whole, :])
+        self._append(key_states, value_states, (keys, values))
+        keys[..., start:, :] = key_states
+        values[..., start:, :] = value_states
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Number of tokens that are stored."""
+        return self._tokens
+
+    def get_max_length(self) -> int:
+        """The greatest number of tokens; -1 as there is none."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that a query of this many tokens attends to, and the position of the first one."""
+        return self._tokens + query_length, 0
+
+    def offload(self) -> None:
+        """Do nothing: the pool decides what leaves the fast tier."""
+
+    def prefetch(self) -> None:
+        """Do nothing: the pool fetches ahead by itself."""
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._blocks = []
+        self._tokens = 0
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let each sequence of the batch go on with the tokens of another one, as beam search does."""
+        index = beam_idx.to("cpu")
+        self._rearrange(lambda order: order.index_select(0, index))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        self._rearrange(lambda order: order.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch."""
+        chosen = indices.to("cpu") if isinstance(indices, torch.Tensor) else indices
+        self._rearrange(lambda order: order[chosen])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Their number, with a minus sign.
+
+        Raises
+        ------
+        ValueError
+            It is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): expected the number of tokens to remove with a minus sign")
+        self._tokens = max(0, self._tokens + tokens_to_remove)
+        if self.is_initialized:
+            del self._blocks[-(-self._tokens // self._block_tokens) :]
+
+    @property
+    def keys(self) -> None:
+        """Not there: the keys are in the pool. `read` copies them."""
+        self._refuse("keys")
+
+    @keys.setter
+    def keys(self, value: object) -> None:
+        if value is not None:
+            self._refuse("keys")
+
+    @property
+    def values(self) -> None:
+        """Not there: the values are in the pool. `read` copies them."""
+        self._refuse("values")
+
+    @values.setter
+    def values(self, value: object) -> None:
+        if value is not None:
+            self._refuse("values")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._name}: the {what} are in a pool, and are not there as one tensor that could be read, changed or "
+            "replaced: copy them with layer.read(start, stop, keys, values), or use a DynamicCache"
+        )
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    def shapes(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the keys and of the values of this many tokens of the batch."""
+        key, value = self._widths
+        return (self._batch, self._heads, tokens, key), (self._batch, self._heads, tokens, value)
+
+    def read(self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the keys and values of tokens ``[start, stop)`` into tensors of the shapes that `shapes` tells."""
+        step, begin = self._block_tokens, start
+        while start < stop:
+            number, first = divmod(start, step)
+            last = min(stop - number * step, step)
+            block = self._blocks[number]
+            with self._pinned(block, Mode.READ) as pieces:
+                for piece, target in zip(pieces, (keys, values), strict=True):
+                    part = piece if last - first == step else piece.narrow(2, first, last - first)
+                    if block.order is not None:
+                        part = part.index_select(0, block.order.to(self.device))
+                    target.narrow(2, start - begin, last - first).copy_(part)
+            start += last - first
+
+    def _append(
+        self, keys: torch.Tensor, values: torch.Tensor, operands: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        """Store the keys and values of more tokens; copy those that share a block with them to their `operands`."""
+        step, stop = self._block_tokens, self._tokens + keys.shape[-2]
+        blocks = self._blocks.copy()  # a failure leaves the layer as it was
+        start = self._tokens
+        while start < stop:
+            number, first = divmod(start, step)
+            last = min(stop - number * step, step)
+            if first == 0:
+                blocks.append(self._new_block())
+            elif not self._writable(blocks[number]):
+                blocks[number] = self._own_copy(blocks[number], first)
+            source = slice(start - self._tokens, start - self._tokens + last - first)
+            with self._pinned(blocks[number], Mode.WRITE if first else Mode.OVERWRITE) as pieces:
+                for piece, states in zip(pieces, (keys, values), strict=True):
+                    piece[..., first:last, :] = states[..., source, :]
+                if first and operands is not None:
+                    for piece, target in zip(pieces, operands, strict=True):
+                        target[..., start - first : start, :] = piece[..., :first, :]
+            start += last - first
+        self._blocks, self._tokens = blocks, stop
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the keys and values of more tokens that were computed elsewhere; as `update`, but returns nothing."""
+        self._admit(keys, values)
+        self._append(keys, values)
+
+    def twin(self, memory: tuple[OperandMemory, OperandMemory]) -> PagedLayer:
+        """A copy that shares all blocks with this one; each writes to copies of its own."""
+        for block in self._blocks:
+            block.shared = True
+        other = copy.copy(self)
+        other._memory = memory
+        other._blocks = [replace(block) for block in self._blocks]
+        return other
+
+    def _chosen_tokens(self) -> int:
+        """As many tokens as fill half a block of the size that moves best in a pool of this budget.
+
+        The last block of each layer is written with each token, and takes room until it is written back: whole ones
+        would fill much of the fast tier with blocks that have to be fetched all the same.
+        """
+        token = self._batch * self._heads * sum(self._widths) * self.dtype.itemsize
+        return max(1, self._pool.allocation.sizes.shared // (2 * max(token, 1)))
+
+    def _admit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the geometry from the first keys and values; refuse later ones that differ from it.
+
+        Raises
+        ------
+        UnsupportedError
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise UnsupportedError(
+                f"{self._name}: gradients do not go through keys and values in a pool: compute under torch.no_grad(), "
+                "or use a DynamicCache"
+            )
+        for states, width in zip((key_states, value_states), self._widths, strict=True):
+            found = (states.dtype, states.device, *states.shape[:2], states.shape[-1])
+            if found != (self.dtype, self.device, self._batch, self._heads, width):
+                raise UnsupportedError(
+                    f"{self._name}: keys or values of {states.dtype} on {states.device} with shape "
+                    f"{tuple(states.shape)}; the cache has {self.dtype} on {self.device} with shape ({self._batch}, "
+                    f"{self._heads}, tokens, {width}): use a new cache, or a DynamicCache"
+                )
+
+    def _new_block(self) -> _Block:
+        nbytes = self._batch * self._heads * self._block_tokens * sum(self._widths) * self.dtype.itemsize
+        return _Block(self._pool.allocate(nbytes, cls="kv", name=f"KV of {self._name}"), self._batch)
+
+    def _writable(self, block: _Block) -> bool:
+        return not block.shared and block.order is None and block.rows == self._batch
+
+    def _own_copy(self, block: _Block, tokens: int) -> _Block:
+        """A block with the first tokens of another one, whose rows are the sequences of the batch."""
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes(tokens))
+        copied = self._new_block()
+        with self._pinned(block, Mode.READ) as pieces:
+            for piece, target in zip(pieces, (keys, values), strict=True):
+                part = piece[..., :tokens, :]
+                target.copy_(part if block.order is None else part.index_select(0, block.order.to(self.device)))
+        with self._pinned(copied, Mode.OVERWRITE) as pieces:
+            for piece, source in zip(pieces, (keys, values), strict=True):
+                piece[..., :tokens, :] = source
+        return copied
+
+    def _rearrange(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self._tokens == 0:
+            return
+        made: dict[int, torch.Tensor] = {}
+        every = torch.arange(self._batch)
+        blocks = []
+        for block in self._blocks:
+            before = every if block.order is None else block.order
+            order = made.get(id(before))
+            if order is None:
+                order = made[id(before)] = change(before)
+            same = len(order) == block.rows and torch.equal(order, torch.arange(block.rows))
+            blocks.append(replace(block, order=None if same else order))
+        self._batch = len(change(every))
+        self._blocks = blocks
+
+    def _pinned(self, block: _Block, mode: Mode) -> _Pinned:
+        """Views of the keys and the values of all rows and tokens of a block, valid in a ``with`` statement."""
+        return _Pinned(self, block, mode)
+
+
+class _Pinned:
+    """The body of `PagedLayer._pinned`; a generator would take longer than the rest of an access."""
+
+    __slots__ = ("_block", "_grant", "_layer", "_mode")
+
+    def __init__(self, layer: PagedLayer, block: _Block, mode: Mode) -> None:
+        self._layer, self._block, self._mode = layer, block, mode
+
+    def __enter__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, block = self._layer, self._block
+        self._grant = layer._pool.acquire([Use(block.storage, 0, block.storage.nbytes, self._mode)], "FarpoolCache")
+        place, (key, value) = self._grant.offsets[0], layer._widths
+        rows, heads, tokens = block.rows, layer._heads, layer._block_tokens
+        between = rows * heads * tokens * key * layer.dtype.itemsize
+        shaped = layer._views.shaped
+        return (
+            shaped(layer.dtype, (rows, heads, tokens, key), place),
+            shaped(layer.dtype, (rows, heads, tokens, value), place + between),
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self._layer._pool.release(self._grant)

@@ -1,0 +1,387 @@
+"""vLLM's KV blocks on the pool: a secondary tier of vLLM's own offloading connector (docs/kv-vllm.md).
+
+vLLM copies blocks of the accelerator into rows of host memory, its primary tier, and offers these rows to the tiers
+below. A row holds a block's bytes of all ranks, so that only the scheduler's process talks to nodes. It calls this tier
+in its own loop, between two steps of the model: each call here answers at once, and threads of the block cache do the
+rest. What goes wrong there is a block that vLLM computes again.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import platform
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from farpool.errors import ConfigError, StoreClosedError
+from farpool.kv.journal import record
+from farpool.kv.namespace import Group, Namespace
+from farpool.kv.reasons import Reason
+from farpool.kv.settings import CacheSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+    from farpool.kv.blocks import BlockCache
+
+    _Move = Callable[[TransferJob], Sequence[Reason | None]]
+
+__all__ = ["FarpoolTier"]
+
+_logger = logging.getLogger(__name__)
+
+_BLOCKS = "vllm:kv_offload_farpool_blocks"
+_BYTES = "vllm:kv_offload_farpool_bytes"
+_AT_ONCE = 0.005
+"""Seconds that a lookup in mapped memory may take, during which the scheduler waits."""
+_PATIENCE = 10.0
+"""Seconds after which waiting for transfers is told in the log."""
+_USELESS = frozenset({Reason.FOREIGN, Reason.WRONG_SIZE})
+"""Reasons for which nobody can use a block; it is dropped, as a corrupt one is by the cache, so that it can be saved
+anew."""
+
+
+class FarpoolTier(SecondaryTierManager):
+    """Tier of vLLM's `TieringOffloadingSpec` that keeps blocks on nodes of farpool, made by vLLM from its JSON.
+
+    Parameters
+    ----------
+    offloading_spec : OffloadingSpec
+        The engine's layout, on which the namespace of the blocks depends.
+    primary_kv_view : memoryview
+        The primary tier's memory, one row for each block.
+    tier_type : str
+        The engine's name for this tier.
+    backpressure_detector : BackpressureDetector or None
+        vLLM's own way to stop offering blocks to a slow tier.
+    locality : {"LOCAL", "REMOTE"} or None
+        Label for vLLM's tier filters and events.
+    prefix_caching_hash_algo : str
+        Value of vLLM's option of this name, on which the engine's hashes depend.
+    **settings
+        Fields of `farpool.kv.CacheSettings`.
+
+    Raises
+    ------
+    ConfigError
+        A setting is missing, unknown or wrong. No node is asked before the first request.
+    """
+
+    medium: ClassVar[Medium] = Medium.CPU
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        locality: str | None = None,
+        prefix_caching_hash_algo: str = "sha256",
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if locality is not None and locality not in Locality.__members__:
+            raise ConfigError(f"locality is {locality!r}, expected LOCAL or REMOTE", setting="locality")
+        self.locality = None if locality is None else Locality[locality]
+        self._hash_algorithm = prefix_caching_hash_algo
+        self._settings = CacheSettings.of(settings, where="secondary tier FarpoolTier")
+        self._cache: BlockCache | None = None
+        # Wrong settings are refused now; the cache itself is made at the first request, when vLLM has chosen the seed
+        # of its hashes.
+        self._settings.cache(self._namespace()).close()
+        # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
+        self._memory = primary_kv_view.cast("B")
+        self._lookups = _AsyncLookups(self, tier_type)
+        self._answers: dict[OffloadKey, bool] = {}  # of this step, from mapped memory
+        self._requests: set[str] = set()
+        self._failed: dict[OffloadKey, str] = {}  # until the end of this request
+        self._finished: SimpleQueue[tuple[JobResult, TransferJob, Sequence[OffloadKey]]] = SimpleQueue()
+        self._counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        # Stores wait here, so that loads, for which a request waits, always find a thread.
+        self._stores: deque[TransferJob] = deque()
+        self._storing = 0
+        self._unfinished = 0
+        self._changed = threading.Condition()
+
+    def _namespace(self) -> Namespace:
+        """Name all that makes the bytes in a row differ."""
+        config = self._offloading_spec.config
+        parallel = config.parallel
+        sizes = {"tp": parallel.tp_size, "pp": parallel.pp_size, "pcp": parallel.pcp_size, "dcp": parallel.dcp_size}
+        # vLLM vouches that these rows are the same under any topology; a single copy of what all ranks have alike is.
+        portable = parallel.is_parallelism_agnostic or config.replicated_layout
+        return Namespace(
+            engine="vllm",
+            model=config.model.name,
+            weights=self._settings.weights_id,
+            dtype=config.model.dtype,
+            layout=f"{'canonical' if config.canonical_layout else 'direct'}/{config.kv_cache_layout}",
+            tokens_per_block=config.groups[0].tokens_per_block * config.cache.blocks_per_chunk,
+            groups=tuple(_group(group, config, self.block_size_bytes) for group in config.groups),
+            hash=self._hash_algorithm,
+            seed=get_none_hash_seed(),
+            tokens_per_hash=config.cache.tokens_per_hash,
+            parallel=tuple((name, 1 if portable else size) for name, size in sizes.items()),
+            tenant=self._settings.tenant,
+            codec=self._settings.codec,
+            extra=(
+                ("blocks_per_chunk", config.cache.blocks_per_chunk),
+                ("group_ids", " ".join(str(group.group_id) for group in config.groups)),
+                ("group_tokens", " ".join(str(group.tokens_per_block) for group in config.groups)),
+                ("replicated", int(config.replicated_layout)),
+                # vLLM states no version of the order of bytes in a row, so that two of its releases do not share.
+                ("release", ".".join(vllm.__version__.split(".")[:2])),
+                ("device", _device()),
+            ),
+        )
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._cache is None:
+            self._cache = self._settings.cache(self._namespace())
+        self._requests.add(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.cleanup(req_context.req_id)
+        self._requests.discard(req_context.req_id)
+        self._failed = {key: owner for key, owner in self._failed.items() if owner != req_context.req_id}
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        cache = self._cache
+        # A block whose load has failed would be found again, fail again, and the request would never end.
+        if cache is None or key in self._failed:
+            return LookupResult.MISS
+        if key in self._answers:
+            return LookupResult.HIT if self._answers[key] else LookupResult.MISS
+        if cache.is_mapped():
+            # All keys of the request are asked for with the first of them: vLLM comes with them one by one.
+            positions: Iterable[OffloadKey] = getattr(req_context, "_offload_key_positions", ())
+            keys = [key, *(other for other in positions if other != key and other not in self._answers)]
+            self._answers.update(zip(keys, self.find(keys, req_context, _AT_ONCE), strict=True))
+            return LookupResult.HIT if self._answers[key] else LookupResult.MISS
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def find(self, keys: Sequence[OffloadKey], req_context: ReqContext, timeout: float | None = None) -> list[bool]:
+        """Ask the nodes which blocks they have; one whose answer comes too late counts as missing."""
+        assert self._cache is not None
+        found = self._cache.lookup(self._keys(keys), request=req_context.req_id, timeout=timeout)
+        return found.found
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._answers.clear()
+        self._lookups.flush()
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        with self._changed:
+            self._unfinished += 1
+        self._submit(self._load, job_metadata)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        with self._changed:
+            self._unfinished += 1
+            self._stores.append(job_metadata)
+        self._begin_stores()
+
+    def _begin_stores(self) -> None:
+        """Start stores that wait, as long as one thread stays free for loads."""
+        while True:
+            with self._changed:
+                if not self._stores or self._storing >= max(1, self._settings.threads - 1):
+                    return
+                self._storing += 1
+                job = self._stores.popleft()
+            if not self._submit(self._store, job):
+                with self._changed:
+                    self._storing -= 1
+
+    def _submit(self, move: _Move, job: TransferJob) -> bool:
+        assert self._cache is not None
+        try:
+            self._cache.submit(self._run, move, job)
+        except StoreClosedError:
+            self._finish(job, [Reason.CLOSED] * len(job.keys), 0.0)
+            return False
+        return True
+
+    def _run(self, move: _Move, job: TransferJob) -> None:
+        """Move the blocks of a job, on a thread of the cache; whatever happens, the engine is told of the job's end."""
+        began = time.monotonic()
+        reasons: Sequence[Reason | None] = [Reason.FAILED] * len(job.keys)
+        try:
+            reasons = move(job)
+        except Exception:
+            _logger.exception("%d blocks were not moved", len(job.keys))
+        finally:
+            self._finish(job, reasons, time.monotonic() - began)
+        if not job.is_promotion:
+            with self._changed:
+                self._storing -= 1
+            self._begin_stores()
+
+    def _load(self, job: TransferJob) -> Sequence[Reason | None]:
+        waited = time.monotonic() - job.submit_time
+        if waited > self._settings.timeout:
+            # Others were before it for so long that computing would have been under way.
+            late = len(job.keys)
+            with self._changed:
+                self._counts["load.late"] += late
+            record(job.req_context.req_id, "load", late, 0, {str(Reason.LATE): late}, waited, "waited for other loads")
+            return [Reason.LATE] * late
+        assert self._cache is not None
+        keys = self._keys(job.keys)
+        reasons = self._cache.load(keys, self._rows(job), request=job.req_context.req_id)
+        useless = [key for key, reason in zip(keys, reasons, strict=True) if reason in _USELESS]
+        if useless:
+            self._cache.drop(useless)
+        return reasons
+
+    def _store(self, job: TransferJob) -> Sequence[Reason | None]:
+        assert self._cache is not None
+        return self._cache.save(self._keys(job.keys), self._rows(job), request=job.req_context.req_id)
+
+    def _finish(self, job: TransferJob, reasons: Sequence[Reason | None], seconds: float) -> None:
+        done = [key for key, reason in zip(job.keys, reasons, strict=True) if reason is None]
+        failed = [key for key, reason in zip(job.keys, reasons, strict=True) if reason is not None]
+        result = JobResult(
+            job.job_id,
+            success=not failed,
+            successful_keys=tuple(done) if job.is_promotion and failed and done else None,
+            transfer_time=seconds,
+            transfer_bytes=len(done) * self.block_size_bytes,
+        )
+        with self._changed:
+            self._finished.put((result, job, failed))
+            self._unfinished -= 1
+            self._changed.notify_all()
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results: list[JobResult] = []
+        while True:
+            try:
+                result, job, failed = self._finished.get_nowait()
+            except Empty:
+                return results
+            request = job.req_context.req_id
+            if job.is_promotion and request in self._requests:
+                self._failed.update(dict.fromkeys(failed, request))
+            results.append(result)
+
+    def drain_jobs(self) -> None:
+        with self._changed:
+            waiting = list(self._stores)
+            self._stores.clear()
+        for job in waiting:
+            self._finish(job, [Reason.BYPASSED] * len(job.keys), 0.0)
+        with self._changed:
+            while not self._changed.wait_for(lambda: not self._unfinished, _PATIENCE):
+                # Each job ends by a deadline of its own; vLLM's memory must not be reused before.
+                _logger.warning("%d transfers from or to farpool's nodes have not ended yet", self._unfinished)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        if self._cache is None:
+            return None
+        with self._changed:
+            counts = Counter(self._cache.stats()) + self._counts
+        stats = OffloadingConnectorStats()
+        for name, number in (counts - self._reported).items():
+            step, _, outcome = name.partition(".")
+            if outcome == "bytes":
+                stats.increase_counter(_BYTES, number, (step,))
+            else:
+                stats.increase_counter(_BLOCKS, number, (step, outcome))
+        self._reported = counts
+        return stats
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return {
+            _BLOCKS: OffloadingCounterMetadata(
+                documentation=(
+                    "Blocks that were looked up on, loaded from or saved to farpool's nodes, by step and outcome: "
+                    "done, or the reason why not."
+                ),
+                labelnames=("step", "outcome"),
+            ),
+            _BYTES: OffloadingCounterMetadata(
+                documentation="Bytes that were loaded from or saved to farpool's nodes, headers included, by step.",
+                labelnames=("step",),
+            ),
+        }
+
+    def shutdown(self) -> None:
+        with self._changed:
+            self._stores.clear()
+        if self._cache is not None:
+            self._cache.close()  # waits for what has begun; after that nothing touches the engine's memory
+        self._lookups.shutdown()
+        # vLLM unmaps its memory next, which it can only if nobody has a view of it. Errors refer to the calls that they
+        # came from, and these to rows; such circles end with a collection.
+        self._memory.release()
+        gc.collect()
+
+    def _keys(self, keys: Collection[OffloadKey]) -> list[bytes]:
+        assert self._cache is not None
+        return [self._cache.key(get_offload_block_hash(key), get_offload_group_idx(key)) for key in keys]
+
+    def _rows(self, job: TransferJob) -> list[memoryview]:
+        size = self.block_size_bytes
+        return [self._memory[row * size : (row + 1) * size] for row in map(int, job.chunk_ids)]
+
+
+class _AsyncLookups(AsyncLookupManager):
+    """Lookups of nodes that have to be asked: vLLM's own thread does it while the model computes."""
+
+    def __init__(self, tier: FarpoolTier, tier_type: str) -> None:
+        self._tier = tier
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        return self._tier.find(keys, req_context)
+
+
+def _group(group: Any, config: OffloadingConfig, block_bytes: int) -> Group:
+    chunks = getattr(group, "sliding_window_size_in_chunks", None)  # since vLLM 0.33
+    if chunks is None:
+        return Group(tuple(group.layer_names), block_bytes)
+    window = chunks * group.tokens_per_block * config.cache.blocks_per_chunk
+    return Group(tuple(group.layer_names), block_bytes, "sliding", window)
+
+
+def _device() -> str:
+    """Return the kind of device; vLLM's kernels for CPUs pack KV differently by instruction set."""
+    kind = str(current_platform.device_type)
+    if kind != "cpu":
+        return kind
+    return f"cpu/{platform.machine()}/{'amx' if torch.cpu._is_amx_tile_supported() else 'vector'}"

@@ -1,0 +1,273 @@
+"""Calls for caches, for which a late answer is worth as much as none: one attempt, within a time of their own.
+
+A node that fails is left alone until it has answered a probe (`farpool.store.member`), so that only the first call
+after a failure waits for it. What fails has its error in the place of its result; the rest of a batch is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from farpool.errors import FarpoolError, NodeError, NodeTimeoutError
+from farpool.net.frames import HEAD, PLACE, TTL, UNPIN, Op, Status
+from farpool.net.refusals import refusal
+from farpool.store.messages import Ask
+from farpool.store.reading import fetch, look_up, read_memory
+from farpool.store.writing import put
+
+if TYPE_CHECKING:
+    from farpool.store.arguments import Payload
+    from farpool.store.cluster import Cluster
+    from farpool.store.messages import PutOutcome
+    from farpool.store.upkeep import Upkeep
+
+__all__ = ["BestEffort", "Hold"]
+
+Hold = tuple[int, int, int, int]
+"""An object that is held on a node: the number of the node, the object's offset and serial there, the number of the
+pin."""
+
+
+class BestEffort:
+    """One attempt at each object, within a stated time; errors are returned in the places of results. Thread-safe.
+
+    When a call returns, nothing writes into the caller's buffers any more.
+
+    Parameters
+    ----------
+    opened : callable
+        Returns the nodes of the store; raises `StoreClosedError` once it is closed.
+    upkeep : Upkeep or None
+        Told of what was read, where a store has several copies.
+    """
+
+    def __init__(self, opened: Callable[[], Cluster], upkeep: Upkeep | None) -> None:
+        self._opened = opened
+        self._upkeep = upkeep
+
+    def is_mapped(self) -> bool:
+        """Return True if all nodes are met and mapped, so that lookups ask them only for what they do not have."""
+        cluster = self._opened()
+        return not cluster.strangers and all(member.channel.reader is not None for member in cluster.members)
+
+    def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
+        """Find out which keys have a value.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            The keys, of 1 to 256 bytes.
+        timeout : float
+            Seconds that it may take.
+
+        Returns
+        -------
+        sequence of int, None or Exception
+            Bytes of each value, None where there is none, or the error for which that is not known.
+
+        Raises
+        ------
+        StoreClosedError
+            The store is closed.
+        """
+        cluster = self._opened()
+        if (dark := _dark(cluster)) is not None:
+            return [dark] * len(keys)
+        try:
+            return look_up(cluster, keys, time.monotonic() + timeout, patient=False)
+        except (FarpoolError, OSError) as error:
+            return [error] * len(keys)
+
+    def get_into_many(self, pairs: Sequence[tuple[bytes, Payload]], timeout: float) -> Sequence[int | Exception | None]:
+        """Read values into buffers, all at the same time.
+
+        Parameters
+        ----------
+        pairs : sequence of tuple
+            Each key and its target, contiguous and writable.
+        timeout : float
+            Seconds that it may take.
+
+        Returns
+        -------
+        sequence of int, None or Exception
+            Bytes of each value, which is whole and verified in its target; None where there is none; or the error for
+            which it could not be read (`ValueError`: the target is smaller than the value). The bytes of targets
+            without a value are unspecified.
+
+        Raises
+        ------
+        StoreClosedError
+            The store is closed.
+        """
+        cluster = self._opened()
+        if (dark := _dark(cluster)) is not None:
+            return [dark] * len(pairs)
+        deadline = time.monotonic() + timeout
+        values: list[int | Exception | None] = [None] * len(pairs)
+        try:
+            left = self._read_mapped(cluster, pairs, values, deadline)
+            if left:
+                keys, targets = zip(*(pairs[number] for number in left), strict=True)
+                for number, answer in zip(left, fetch(cluster, keys, targets, deadline, patient=False), strict=True):
+                    if answer is None or isinstance(answer, Exception):
+                        values[number] = answer
+                    else:
+                        node, reply = answer
+                        values[number] = reply.nbytes
+                        self._note(pairs[number][0], node)
+        except (FarpoolError, OSError) as error:
+            return [error] * len(pairs)
+        return values
+
+    def _read_mapped(
+        self,
+        cluster: Cluster,
+        pairs: Sequence[tuple[bytes, Payload]],
+        values: list[int | Exception | None],
+        deadline: float,
+    ) -> list[int]:
+        """Read what lies in the mapped memory of its first rank; return the numbers of the pairs that are left."""
+        channels = [member.channel for member in cluster.members]
+        if not cluster.strangers and all(one.reader is None and one.one_sided is None for one in channels):
+            return list(range(len(pairs)))
+        left: list[int] = []
+        for number, (key, into) in enumerate(pairs):
+            if time.monotonic() > deadline:
+                values[number] = NodeTimeoutError("the time of this call was over before its turn came")
+                continue
+            node = cluster.order(key, deadline)[0]
+            try:
+                found = read_memory(channels[node], key, into, deadline)
+            except ValueError as error:
+                values[number] = error
+                continue
+            if not isinstance(found, int):
+                left.append(number)
+            else:
+                values[number] = found
+                self._note(key, node)
+        return left
+
+    def put_many(
+        self,
+        items: Sequence[tuple[bytes, Payload]],
+        timeout: float,
+        *,
+        ttl_ms: int = 0,
+        kind: int = 0,
+        cost_us: int = 0,
+        namespace: int = 0,
+    ) -> Sequence[PutOutcome | Exception]:
+        """Store values under keys that have none yet, all at the same time.
+
+        Parameters
+        ----------
+        items : sequence of tuple
+            Each key and its value.
+        timeout : float
+            Seconds that it may take.
+        ttl_ms : int
+            Milliseconds after which they expire; 0 for never.
+        kind : int
+            Class of the objects (docs/wire.md).
+        cost_us : int
+            Microseconds that it takes to make one of them again; 0 if that is not known.
+        namespace : int
+            Number of 64 bits that objects of one origin share.
+
+        Returns
+        -------
+        sequence of PutOutcome or Exception
+            For each, if it was stored or there already, or why it was not stored.
+
+        Raises
+        ------
+        StoreClosedError
+            The store is closed.
+        """
+        cluster = self._opened()
+        if (dark := _dark(cluster)) is not None:
+            return [dark] * len(items)
+        head = HEAD.pack(ttl_ms, cluster.copies, kind, 1, min(cost_us, 0xFFFFFFFF), namespace, 0)
+        try:
+            return put(cluster, items, head, time.monotonic() + timeout, patient=False)
+        except (FarpoolError, OSError) as error:
+            return [error] * len(items)
+
+    def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
+        """Keep objects from being evicted, where they lie, for a limited time; no bytes travel.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+        ttl_ms : int
+            Milliseconds after which the nodes let them go by themselves.
+        timeout : float
+            Seconds that the call may take.
+
+        Returns
+        -------
+        sequence of Hold, None or Exception
+            Argument for `release_many`; None where there is no such object.
+        """
+        cluster = self._opened()
+        if (dark := _dark(cluster)) is not None:
+            return [dark] * len(keys)
+        held: list[Hold | Exception | None] = []
+        try:
+            deadline = time.monotonic() + timeout
+            targets = [None] * len(keys)
+            for answer in fetch(cluster, keys, targets, deadline, Op.PIN, TTL.pack(ttl_ms), patient=False):
+                if answer is None or isinstance(answer, Exception):
+                    held.append(answer)
+                else:
+                    node, reply = answer
+                    offset, _, _, number = PLACE.unpack(reply.meta)
+                    held.append((node, offset, reply.serial, number))
+        except (FarpoolError, OSError) as error:
+            return [error] * len(keys)
+        return held
+
+    def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
+        """Let objects go that are held. A node that cannot be reached lets them go after their time."""
+        cluster = self._opened()
+        asks = [Ask(node, Op.UNPIN, UNPIN.pack(offset, pin), serial) for node, offset, serial, pin in holds]
+        cluster.ask(asks, time.monotonic() + timeout)
+
+    def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
+        """Drop values on all nodes that can be reached; return for each how many copies went, or an error."""
+        cluster = self._opened()
+        if (dark := _dark(cluster)) is not None:
+            return [dark] * len(keys)
+        try:
+            deadline = time.monotonic() + timeout
+            nodes = cluster.reachable(deadline)
+            answers = cluster.ask([Ask(node, Op.DROP, key) for key in keys for node in nodes], deadline)
+        except (FarpoolError, OSError) as error:
+            return [error] * len(keys)
+        dropped: list[int | Exception] = []
+        for place in range(len(keys)):
+            own = answers[place * len(nodes) : (place + 1) * len(nodes)]
+            errors: list[Exception] = [one for one in own if isinstance(one, Exception)]
+            for node, one in zip(nodes, own, strict=True):
+                if not isinstance(one, Exception) and one.status not in (Status.DONE, Status.MISSING):
+                    said = one.meta.decode(errors="replace")
+                    errors.append(refusal(one.status, said, cluster.members[node].name, Op.DROP))
+            done = sum(not isinstance(one, Exception) and one.status == Status.DONE for one in own)
+            dropped.append(errors[0] if errors else done)
+        return dropped
+
+    def _note(self, key: bytes, node: int) -> None:
+        if self._upkeep is not None:
+            self._upkeep.note(key, node)
+
+
+def _dark(cluster: Cluster) -> Exception | None:
+    """Return an error if no node has ever been reached and all are being probed: a call would only wait."""
+    if len(cluster.strangers) == len(cluster.members) and all(member.is_failing for member in cluster.members):
+        return NodeError("no node has been reached yet; all are being probed", node=cluster.members[0].name)
+    return None

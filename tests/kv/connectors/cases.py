@@ -1,0 +1,56 @@
+"""The contract of all connectors: cases by name, and the facts that each one has to find.
+
+A connector's program implements each case as a function of its name, on real nodes that it starts, and prints the facts
+that the functions return as JSON. A fact that is named here must be equal; further ones are the program's own.
+
+A case has 16 blocks (`BLOCKS`) with different bytes, made by a seed.
+
+saved
+    Blocks that are on the nodes when the case has saved.
+found
+    Blocks that the lookup under test told the engine were there.
+loaded
+    Blocks that the connector reported as loaded.
+wrong
+    Blocks that were reported as loaded, but whose bytes in the engine's memory are not what was saved, each compared.
+completed
+    True if the engine's own side came to the end of the request, or of the shutdown, within the case's time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BLOCKS = 16
+
+CASES: dict[str, dict[str, Any]] = {
+    # All blocks are saved, leave the engine's memory, and are loaded into other places of it.
+    "round_trip": {"saved": 16, "found": 16, "loaded": 16, "wrong": 0},
+    # Half of the blocks that a request asks for were saved, the first 8.
+    "partial_batch": {"saved": 8, "found": 8, "loaded": 8, "wrong": 0},
+    "unknown_keys": {"saved": 0, "found": 0, "loaded": 0, "wrong": 0},
+    # Under the same keys lie values of another size.
+    "wrong_size": {"loaded": 0, "wrong": 0, "completed": True},
+    # Saved by a connector with the same settings but another dtype of the same width; with another weights id.
+    "other_dtype": {"saved": 16, "found": 0, "loaded": 0, "wrong": 0},
+    "other_weights": {"saved": 16, "found": 0, "loaded": 0, "wrong": 0},
+    # The node is killed between the lookup, which found all, and the end of the load.
+    "node_killed_during_load": {"saved": 16, "found": 16, "wrong": 0, "completed": True},
+    # The node is stopped (SIGSTOP) between lookup and load until the connector's deadline has passed; then it goes on,
+    # and the same blocks are asked for by a new request: `later`. Nothing may write the engine's memory after the load
+    # was reported as failed: `late_writes` counts blocks of the failed load whose memory changed afterwards.
+    "deadline_passed": {"saved": 16, "loaded": 0, "wrong": 0, "completed": True, "later": 16, "late_writes": 0},
+    # Lookups find everything and each load fails: the payloads are damaged where they lie, or on the way.
+    "all_loads_fail": {"saved": 16, "found": 16, "loaded": 0, "wrong": 0, "completed": True},
+    # The engine offers what was saved a second time: bytes that the nodes were sent for that, payloads alone.
+    "offered_again": {"saved": 16, "bytes_again": 0},
+    # Shut down while saves and loads are under way: threads of the connector that are left, and buffers still held.
+    "shutdown_with_jobs_in_flight": {"completed": True, "threads_left": 0, "views_left": 0},
+    # A connector that has been used is used again in a forked child, or a new one is made there.
+    "fork": {"saved": 16, "loaded": 16, "wrong": 0},
+    # Several threads save and load 16 blocks each at the same time; 4 threads.
+    "concurrent_threads": {"saved": 64, "loaded": 64, "wrong": 0},
+    # Facts of processes with different PYTHONHASHSEED are compared: "keys" (the first two blocks' 64-byte keys in hex,
+    # for a fixed namespace) and "vectors" (the engine's own hashes of the published tokens in hex).
+    "hash_seeds": {},
+}
