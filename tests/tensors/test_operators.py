@@ -35,6 +35,8 @@ _UNDEFINED = frozenset(
     )
 )
 """Their values are whatever the memory held."""
+_UNDEFINED_DRIVER = "gelsy"
+"""Of linalg.lstsq: plain PyTorch gives LAPACK uninitialised pivots, and calls alike differ (pytorch issue 187411)."""
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that PyTorch cannot compare."""
 
@@ -91,7 +93,7 @@ def _samples(op: Any, count: int) -> list[Any]:
     if not op.supports_dtype(dtype, "cpu"):
         dtype = min(op.supported_dtypes("cpu"), key=str)
     torch.manual_seed(0)
-    samples = list(op.sample_inputs("cpu", dtype))
+    samples = [sample for sample in op.sample_inputs("cpu", dtype) if sample.kwargs.get("driver") != _UNDEFINED_DRIVER]
     return samples[:: max(1, len(samples) // count)][:count]
 
 
