@@ -10,6 +10,7 @@
 
 #include "bindings.hpp"
 #include "interpreter_exit.hpp"
+#include "slices.hpp"
 #include "wire/connection.hpp"
 #include "wire/exchange.hpp"
 #include "wire/hash.hpp"
@@ -56,7 +57,8 @@ nb::bytes new_bytes(std::size_t nbytes) {
 
 void* contents(const nb::bytes& bytes) { return PyBytes_AS_STRING(bytes.ptr()); }
 
-// RAII views of the memory of a buffer, or of a tuple of buffers one after the other.
+// RAII views of the memory of a buffer, or of a tuple of buffers and `Slices` one after the other. The caller keeps Slices
+// alive.
 class Pieces {
 public:
     Pieces(nb::handle given, int flags) {
@@ -68,8 +70,17 @@ public:
         }
         several_.emplace();
         for (const nb::handle one : nb::borrow<nb::tuple>(given)) {
-            several_->parts.push_back(part_of(several_->views.emplace_back(one, flags)));
-            nbytes_ += several_->parts.back().iov_len;
+            if (nb::isinstance<Slices>(one)) {
+                const auto& slices = *nb::inst_ptr<Slices>(one);
+                if (slices.readonly() && (flags & PyBUF_WRITABLE) != 0) {
+                    farpool::fail_value("the buffer is read-only; give memory that can be written");
+                }
+                several_->parts.insert(several_->parts.end(), slices.parts().begin(), slices.parts().end());
+                nbytes_ += slices.nbytes();
+            } else {
+                several_->parts.push_back(part_of(several_->views.emplace_back(one, flags)));
+                nbytes_ += several_->parts.back().iov_len;
+            }
         }
     }
     farpool::Parts parts() const { return several_ ? farpool::Parts(several_->parts) : farpool::Parts(&part_, 1); }

@@ -24,6 +24,7 @@ NB_MODULE(_native, m) {
     bind_queue(m);
     bind_node(m);
     bind_stream(m);
+    bind_slices(m);
     bind_wire(m);
     bind_pager(m);
     bind_driver(m);

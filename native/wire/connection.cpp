@@ -24,6 +24,7 @@ namespace {
 constexpr std::size_t chunk_nbytes = std::size_t{256} << 10;   // checksummed while it is in the cache
 constexpr std::size_t by_area_nbytes = std::size_t{64} << 10;  // payloads that are larger go through a publish area
 constexpr std::size_t tail_nbytes = std::size_t{64} << 10;     // goes out together with the checksum that follows it
+constexpr std::size_t most_parts = 64;                         // of one system call
 
 std::string hex(std::uint32_t value) {
     char text[11];
@@ -269,7 +270,7 @@ bool Connection::send_some(Outgoing& outgoing, std::size_t most) {
         const bool in_tail = outgoing.sent >= before_tail;
         std::size_t skip = outgoing.sent;
         std::size_t room = std::min(most, (in_tail ? whole : before_tail) - outgoing.sent);
-        std::array<iovec, 64> parts;
+        std::array<iovec, most_parts> parts;
         std::size_t count = 0;
         const auto add = [&](const void* data, std::size_t nbytes) {
             const std::size_t skipped = std::min(skip, nbytes);
@@ -318,9 +319,15 @@ std::size_t Connection::write_some(iovec* parts, std::size_t count) {
 }
 
 std::size_t Connection::read_some(void* into, std::size_t nbytes) {
+    iovec whole{into, nbytes};
+    return read_some(&whole, 1);
+}
+
+std::size_t Connection::read_some(iovec* parts, std::size_t count) {
     for (;;) {
-        const ssize_t got =
-            awaits_area_ ? stream_.receive_with_file(into, nbytes, passed_file_) : stream_.receive(into, nbytes);
+        const ssize_t got = awaits_area_ ? stream_.receive_with_file(parts->iov_base, parts->iov_len, passed_file_)
+                            : count == 1 ? stream_.receive(parts->iov_base, parts->iov_len)
+                                         : stream_.receive(parts, count);
         if (got > 0) {
             moved_ += static_cast<std::uint64_t>(got);
             return static_cast<std::size_t>(got);
@@ -450,14 +457,28 @@ bool Connection::receive_payload_some(Parts into) {
                 skip -= part->iov_len;
             }
             std::byte* const to = static_cast<std::byte*>(part->iov_base) + skip;
-            const std::size_t room = std::min(left, part->iov_len - skip);
-            got = std::min(room, end_ - begin_);
+            got = std::min({left, part->iov_len - skip, end_ - begin_});
             if (got > 0) {
                 crc_ = copy_crc32c(to, buffer_.data() + begin_, got, crc_);
                 begin_ += got;
             } else {
-                got = read_some(to, std::min(room, chunk_nbytes));
-                crc_ = checked ? crc32c(to, got, crc_) : 0;
+                // As many parts at once as fit into the cache together: small ones would cost a system call each.
+                std::array<iovec, most_parts> next;
+                std::size_t count = 0;
+                std::size_t inside = skip;
+                for (std::size_t room = std::min(left, chunk_nbytes); room > 0 && count < next.size(); ++count) {
+                    const iovec& own = *(part + static_cast<std::ptrdiff_t>(count));
+                    next[count] = {static_cast<std::byte*>(own.iov_base) + inside, std::min(room, own.iov_len - inside)};
+                    room -= next[count].iov_len;
+                    inside = 0;
+                }
+                got = read_some(next.data(), count);
+                std::size_t rest = checked ? got : 0;
+                for (const iovec* own = next.data(); rest > 0; ++own) {
+                    const std::size_t filled = std::min(rest, own->iov_len);
+                    crc_ = crc32c(own->iov_base, filled, crc_);
+                    rest -= filled;
+                }
             }
             skip += got;
         }

@@ -138,6 +138,7 @@ private:
     void wait(short events, double deadline, const char* what);
     // Reads available bytes and returns their number; 0 where there are none yet.
     std::size_t read_some(void* into, std::size_t nbytes);
+    std::size_t read_some(iovec* parts, std::size_t count);
     // Writes bytes and returns how many the socket took; 0 where it takes none now.
     std::size_t write_some(iovec* parts, std::size_t count);
     bool reply_waits() const noexcept;

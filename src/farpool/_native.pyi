@@ -374,6 +374,27 @@ class RemotePort(Port):
 
     def __init__(self, name: str, ends: Sequence[RemoteEnd], *, stripe: int, timeout: float) -> None: ...
 
+class Rows:
+    """Buffers in which each row, such as one token, has a fixed number of bytes; `len` is of the rows that all of them have.
+
+    Keeps the buffers. ValueError if there are not as many sizes as buffers, or none; BufferError if a buffer is not contiguous.
+    """
+
+    def __init__(self, memories: Sequence[Any], row_nbytes: Sequence[int]) -> None: ...
+    def __len__(self) -> int: ...
+    def slices(self, start: int, stop: int) -> Slices:
+        """Take the rows `start` to `stop` of all buffers. ValueError if there are fewer."""
+
+class Slices:
+    """The same rows of several buffers, one buffer after the other, as one payload."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def readonly(self) -> bool: ...
+    def views(self) -> list[memoryview]:
+        """Return them as memory of Python, one for each buffer."""
+
 def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
     """Group keys by node: for each node's seed, the numbers of the keys for which it is the first in `rank`."""
 

@@ -38,6 +38,7 @@ from farpool.node import Node, listener
 from farpool.node import node as node_module
 from farpool.node.process import RunningNode, running_node
 from farpool.store import Store
+from farpool.store.arguments import as_target
 from tests.certificates import (
     PATIENCE,
     Certificates,
@@ -105,6 +106,11 @@ def test_objects_go_both_ways(node: RunningNode, trainer: Path, monkeypatch: pyt
             store.put(f"value {number}", value)
         assert store.get_many([f"value {number}" for number in range(len(values))]) == values
         assert [store.get(f"value {number}") for number in range(len(values))] == values
+        # In pieces that end anywhere in TLS records.
+        pieces = [[bytearray(min(4099, len(value) - at)) for at in range(0, len(value), 4099)] for value in values]
+        wanted = [(f"value {number}".encode(), as_target(tuple(own))) for number, own in enumerate(pieces)]
+        assert store.best_effort().get_into_many(wanted, PATIENCE) == [len(value) for value in values]
+        assert [b"".join(own) for own in pieces] == values
 
 
 def test_private_memory_goes_both_ways(node: RunningNode, trainer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

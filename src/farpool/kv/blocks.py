@@ -34,11 +34,12 @@ from farpool.store.arguments import Payload, as_keys, as_payload, as_target, nby
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from farpool._native import Slices
     from farpool.kv.objects import ObjectCalls, Objects
     from farpool.net.channel import Transport
     from farpool.store.best_effort import Hold
 
-    Target = Buffer | tuple[Buffer, ...]
+    Target = Buffer | tuple[Buffer | Slices, ...]
 
 __all__ = ["BlockCache", "Found", "namespaces", "purge"]
 
@@ -522,7 +523,7 @@ class BlockCache:
     ) -> None:
         self.close()
 
-    def _stored(self, key: bytes, payload: Payload, until: float) -> tuple[memoryview, ...]:
+    def _stored(self, key: bytes, payload: Payload, until: float) -> Payload:
         """Return a payload as it is stored: its header, and what its codec makes of it while there is time."""
         stored = payload
         if self._compression is not None and time.monotonic() < until:

@@ -11,7 +11,7 @@ from farpool.errors import ConfigError
 from farpool.kv.compression import CODECS, Codec, CodecError, Lossless, decode, element_bytes, encode, flat
 from farpool.kv.compression_choice import CompressionChoice
 from farpool.kv.keys import group_of
-from farpool.store.arguments import Payload, nbytes_of
+from farpool.store.arguments import Payload, nbytes_of, parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,9 +53,9 @@ class Compression:
     def encode(self, key: bytes, payload: Payload) -> Payload:
         """Return the form in which a payload is stored: fewer bytes, or the payload itself."""
         codec = self._codec(key)
-        parts = payload if isinstance(payload, tuple) else (payload,)
         if codec is None:
             return payload
+        parts = parts_of(payload)
         if self.choice is None:
             return tuple(memoryview(part) for part in encode(codec, parts))
         chosen = self.choice.pays()
@@ -73,12 +73,11 @@ class Compression:
     def decode(self, key: bytes, stored: Buffer, target: Payload) -> bool:
         """Decode a stored form into a target; return False if it is not what the codec writes for this size."""
         codec = self._codec(key)
-        parts = target if isinstance(target, tuple) else (target,)
         began = time.perf_counter()
         try:
             if codec is None:
                 return False
-            decode(codec, stored, parts)
+            decode(codec, stored, parts_of(target))
         except CodecError:
             return False
         if self.choice is not None:
@@ -88,7 +87,7 @@ class Compression:
     def decode_within(self, key: bytes, nbytes: int, target: Payload) -> bool:
         """Decode a stored form that lies in the first `nbytes` of its own target, as `decode` does."""
         pieces = []
-        for part in target if isinstance(target, tuple) else (target,):
+        for part in parts_of(target):
             pieces.append(flat(part)[:nbytes])
             nbytes -= len(pieces[-1])
         return self.decode(key, np.concatenate(pieces).data, target)

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import torch
 
+from farpool._native import Rows
 from farpool.errors import ConfigError
 from farpool.kv.namespace import Group
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from farpool._native import Slices
 
 __all__ = ["KVMemory", "Layer", "LayerGroup", "TensorMemory", "layer_groups"]
 
@@ -45,7 +48,7 @@ class Layer:
 class KVMemory(Protocol):
     """Memory of a sequence's KV in an engine, by layers and tokens."""
 
-    def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer] | None:
+    def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
         """Return the memory of one layer's KV of tokens `start` to `stop`, or None if the engine does not have it.
 
         Buffers are contiguous and follow each other in the order in which they are stored, always the same for a
@@ -123,11 +126,11 @@ class TensorMemory:
     def __init__(
         self, layers: Sequence[tuple[torch.Tensor, ...]], token_dim: int = -2, first: Sequence[int] | None = None
     ) -> None:
-        self._layers: list[list[tuple[memoryview, int]]] = []
-        """The memory of each chunk, and its bytes of one token."""
+        self._layers: list[Rows] = []
         self._first = list(first) if first is not None else [0] * len(layers)
         for tensors in layers:
-            chunks: list[tuple[memoryview, int]] = []
+            chunks: list[Buffer] = []
+            token_bytes: list[int] = []
             for tensor in tensors:
                 if tensor.device.type != "cpu":
                     raise ConfigError(f"a tensor is on {tensor.device}, expected host memory; copy it there first")
@@ -140,19 +143,12 @@ class TensorMemory:
                             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous "
                             f"from dimension {token_dim % tensor.dim()} on; make it contiguous"
                         )
-                    memory = cast("Buffer", chunk.view(-1).view(torch.uint8).numpy())
-                    chunks.append((memoryview(memory), chunk[:1].numel() * chunk.element_size()))
-            self._layers.append(chunks)
+                    chunks.append(cast("Buffer", chunk.view(-1).view(torch.uint8).numpy()))
+                    token_bytes.append(chunk[:1].numel() * chunk.element_size())
+            self._layers.append(Rows(chunks, token_bytes))
 
-    def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer] | None:
+    def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
         """Return the memory of one layer's tokens, head by head; None if it is not whole in its tensors."""
         low, high = start - self._first[layer], stop - self._first[layer]
-        chunks = self._layers[layer]
-        if low < 0:
-            return None
-        parts: list[Buffer] = []
-        for memory, token in chunks:
-            if high * token > len(memory):
-                return None
-            parts.append(memory[low * token : high * token])
-        return parts
+        rows = self._layers[layer]
+        return None if low < 0 or high > len(rows) else (rows.slices(low, high),)

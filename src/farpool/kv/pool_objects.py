@@ -35,7 +35,7 @@ from farpool.pager.use import Use
 from farpool.pool.pool import blocks_of
 from farpool.sizes import parse_size
 from farpool.store import PutOutcome
-from farpool.store.arguments import Payload, nbytes_of
+from farpool.store.arguments import Payload, nbytes_of, parts_of
 from farpool.store.best_effort import Hold
 from farpool.tensors.arena import arena_views
 
@@ -299,7 +299,7 @@ class PoolObjects:
         NodeTimeoutError
             It was not done by the deadline.
         """
-        views = [np.frombuffer(part, dtype=np.uint8) for part in (parts if isinstance(parts, tuple) else (parts,))]
+        views = [np.frombuffer(part, dtype=np.uint8) for part in parts_of(parts)]
         part, at, start = 0, 0, 0
         while start < nbytes:
             if time.monotonic() > deadline:

@@ -26,11 +26,14 @@ from farpool.kv.keys import token_chain
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, layer_groups
 from farpool.kv.namespace import Namespace
 from farpool.kv.reasons import Reason
+from farpool.store.arguments import as_payload, nbytes_of, parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from farpool._native import Slices
     from farpool.kv.objects import Objects
+    from farpool.store.arguments import Payload
 
 __all__ = ["LayerLoad", "Match", "PrefixCache"]
 
@@ -325,7 +328,7 @@ class PrefixCache:
         if not usable:
             return 0
         keys: list[bytes] = []
-        targets: list[tuple[Buffer, ...]] = []
+        targets: list[Payload] = []
         places: list[tuple[int, int]] = []
         for number in groups:
             one = self._groups[number]
@@ -357,7 +360,7 @@ class PrefixCache:
         return usable * self._block
 
     def _load_blocks(
-        self, match: Match, keys: list[bytes], targets: list[tuple[Buffer, ...]], timeout: float | None
+        self, match: Match, keys: list[bytes], targets: list[Payload], timeout: float | None
     ) -> list[Reason | None]:
         """Load blocks from this process's memory, where `prefetch_by` has brought them, or else from the nodes."""
         outcomes: list[Reason | None] = [None] * len(keys)
@@ -369,8 +372,8 @@ class PrefixCache:
                 far.append(number)
                 continue
             at, source = 0, memoryview(near)
-            for part in parts:
-                view = memoryview(part).cast("B")
+            for part in parts_of(parts):
+                view = part.cast("B")
                 view[:] = source[at : at + view.nbytes]
                 at += view.nbytes
         if far:
@@ -381,7 +384,7 @@ class PrefixCache:
                 outcomes[number] = outcome
         return outcomes
 
-    def _parts(self, one: LayerGroup, memory: KVMemory, block: int) -> tuple[Buffer, ...]:
+    def _parts(self, one: LayerGroup, memory: KVMemory, block: int) -> Payload:
         """Return the memory of one block of a group of layers.
 
         Raises
@@ -389,19 +392,20 @@ class PrefixCache:
         ConfigError
             The memory has no place for a layer, or one of another size.
         """
-        parts: list[Buffer] = []
+        parts: list[Buffer | Slices] = []
         for layer in one.layers:
             own = memory.parts(layer, block * self._block, (block + 1) * self._block)
             if own is None:
                 raise ConfigError(f"the memory has no place for layer {layer}, block {block}, which is to be loaded")
             parts += own
-        nbytes = sum([part.nbytes if type(part) is memoryview else memoryview(part).nbytes for part in parts])
+        payload = as_payload(tuple(parts))
+        nbytes = nbytes_of(payload)
         if nbytes != one.group.block_bytes:
             raise ConfigError(
                 f"the memory of layers {one.layers}, block {block}, has {nbytes} bytes, "
                 f"expected {one.group.block_bytes}"
             )
-        return tuple(parts)
+        return payload
 
     def _judge(self, match: Match, usable: int, seconds: float) -> None:
         """Compare the time of a load, with that of computing what did not come, with that of computing all of it."""
@@ -460,7 +464,7 @@ class PrefixCache:
         """
         blocks = self._blocks
         keys: list[bytes] = []
-        values: list[tuple[Buffer, ...]] = []
+        values: list[Payload] = []
         chains = self._chains(blocks, tokens)
         for number, one in enumerate(self._groups):
             for block in range(start // self._block, len(chains)):

@@ -6,6 +6,7 @@ import hashlib
 import math
 from typing import TYPE_CHECKING, overload
 
+from farpool._native import Slices
 from farpool._native import as_keys as native_keys
 from farpool.errors import ConfigError
 from farpool.net.frames import LARGEST_KEY
@@ -24,6 +25,7 @@ __all__ = [
     "as_target",
     "content_key",
     "nbytes_of",
+    "parts_of",
     "ttl_of",
 ]
 
@@ -77,16 +79,26 @@ def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
     return data
 
 
-Payload = memoryview | tuple[memoryview, ...]
+Payload = memoryview | tuple[memoryview | Slices, ...]
 """The bytes of a value: one buffer, or several that follow each other."""
 
 
 def nbytes_of(payload: Payload) -> int:
     """Return the size of a payload in bytes."""
-    return payload.nbytes if isinstance(payload, memoryview) else sum(part.nbytes for part in payload)
+    return payload.nbytes if isinstance(payload, memoryview) else sum([part.nbytes for part in payload])
 
 
-def as_payload(value: Buffer | tuple[Buffer, ...]) -> Payload:
+def parts_of(payload: Payload) -> list[memoryview]:
+    """Return the buffers of a payload in their order."""
+    if isinstance(payload, memoryview):
+        return [payload]
+    parts: list[memoryview] = []
+    for part in payload:
+        parts += part.views() if isinstance(part, Slices) else (part,)
+    return parts
+
+
+def as_payload(value: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
     """View a value, or the pieces of one, as memory that can be sent without a copy.
 
     Raises
@@ -97,14 +109,14 @@ def as_payload(value: Buffer | tuple[Buffer, ...]) -> Payload:
         Its bytes are not contiguous.
     """
     if isinstance(value, tuple):
-        return tuple(_sendable(part) for part in value)
+        return tuple([part if isinstance(part, Slices) else _sendable(part) for part in value])
     return _sendable(value)
 
 
 def content_key(payload: Payload) -> str:
     """Return the content key of a payload: ``sha256-`` and the hash of its bytes in hexadecimal."""
     digest = hashlib.sha256()
-    for part in payload if isinstance(payload, tuple) else (payload,):
+    for part in parts_of(payload):
         digest.update(part)
     return f"sha256-{digest.hexdigest()}"
 
@@ -119,8 +131,8 @@ def _sendable(value: Buffer) -> memoryview:
 @overload
 def as_target(buffer: Buffer) -> memoryview: ...
 @overload
-def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload: ...
-def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload:
+def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload: ...
+def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
     """View a buffer, or several that follow each other, as memory that an object can be read into.
 
     Raises
@@ -131,12 +143,18 @@ def as_target(buffer: Buffer | tuple[Buffer, ...]) -> Payload:
         Its bytes are read-only or not contiguous.
     """
     if isinstance(buffer, tuple):
-        return tuple([as_target(part) for part in buffer])
+        return tuple([_writable(part) if isinstance(part, Slices) else as_target(part) for part in buffer])
     view = buffer if type(buffer) is memoryview else memoryview(buffer)
     if view.readonly or not view.c_contiguous:
         wrong = "read-only" if view.readonly else "not contiguous"
         raise ValueError(f"the buffer ({type(buffer).__name__} of {view.nbytes} bytes) is {wrong}")
     return view
+
+
+def _writable(slices: Slices) -> Slices:
+    if slices.readonly:
+        raise ValueError(f"the buffer (rows of {slices.nbytes} bytes) is read-only")
+    return slices
 
 
 def ttl_of(ttl: float | None) -> int:

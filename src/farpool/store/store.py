@@ -220,9 +220,8 @@ class Store:
         NodeError
             As of `put`.
         """
-        payload = as_payload(value)
-        key = content_key(payload)
-        self.put(key, payload, ttl=ttl, check=True)
+        key = content_key(as_payload(value))
+        self.put(key, value, ttl=ttl, check=True)
         return key
 
     def get(self, key: Key) -> bytes | None:

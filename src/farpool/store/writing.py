@@ -15,7 +15,7 @@ from farpool.errors import (
 )
 from farpool.net.frames import PRESENT, Op, Status
 from farpool.net.refusals import refusal
-from farpool.store.arguments import Payload, nbytes_of
+from farpool.store.arguments import Payload, nbytes_of, parts_of
 from farpool.store.cluster import is_away, share_of
 from farpool.store.messages import Ask, PutOutcome, Touched
 
@@ -81,7 +81,7 @@ class _Put:
             return self._too_few(cluster)
         if check and self.present:
             crc = 0
-            for part in self.payload if isinstance(self.payload, tuple) else (self.payload,):
+            for part in parts_of(self.payload):
                 crc = crc32c(part, crc)
             for reply in self.present:
                 there, there_crc, _ = PRESENT.unpack_from(reply.meta)

@@ -1,0 +1,69 @@
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "core/error.hpp"
+#include "slices.hpp"
+
+Rows::Rows(const nb::list& memories, const std::vector<std::size_t>& row_nbytes) {
+    if (memories.size() != row_nbytes.size() || memories.size() == 0) {
+        farpool::fail_value(std::to_string(memories.size()) + " buffers and " + std::to_string(row_nbytes.size()) +
+                            " sizes of their rows: expected as many, and at least one");
+    }
+    rows_ = std::numeric_limits<std::size_t>::max();
+    for (std::size_t number = 0; number < memories.size(); ++number) {
+        nb::object whole = nb::steal(PyMemoryView_FromObject(memories[number].ptr()));
+        if (!whole.is_valid()) {
+            throw nb::python_error();
+        }
+        const Memory& own = memories_.emplace_back(whole.attr("cast")("B"), row_nbytes[number]);
+        if (own.row_nbytes == 0) {
+            farpool::fail_value("rows of buffer " + std::to_string(number) + " have 0 bytes, expected at least 1");
+        }
+        rows_ = std::min(rows_, static_cast<std::size_t>(own.view->len) / own.row_nbytes);
+        readonly_ = readonly_ || own.view->readonly != 0;
+    }
+}
+
+nb::object Rows::view(std::size_t number, std::size_t start, std::size_t stop) const {
+    const Memory& own = memories_[number];
+    return own.bytes[nb::slice(nb::int_(start * own.row_nbytes), nb::int_(stop * own.row_nbytes), nb::none())];
+}
+
+Slices::Slices(std::shared_ptr<const Rows> rows, std::size_t start, std::size_t stop)
+    : rows_(std::move(rows)), start_(start), stop_(stop) {
+    if (start > stop || stop > rows_->rows()) {
+        farpool::fail_value("rows " + std::to_string(start) + " to " + std::to_string(stop) + " of " +
+                            std::to_string(rows_->rows()) + " do not exist");
+    }
+    parts_.reserve(rows_->size());
+    for (std::size_t number = 0; number < rows_->size(); ++number) {
+        parts_.push_back(rows_->slice(number, start, stop));
+        nbytes_ += parts_.back().iov_len;
+    }
+}
+
+nb::list Slices::views() const {
+    nb::list views;
+    for (std::size_t number = 0; number < parts_.size(); ++number) {
+        views.append(rows_->view(number, start_, stop_));
+    }
+    return views;
+}
+
+void bind_slices(nb::module_& m) {
+    nb::class_<Rows>(m, "Rows", "Buffers in which each row, such as one token, has a fixed number of bytes.")
+        .def(nb::init<const nb::list&, const std::vector<std::size_t>&>(), nb::arg("memories"), nb::arg("row_nbytes"))
+        .def("__len__", &Rows::rows)
+        .def(
+            "slices",
+            [](std::shared_ptr<Rows> self, std::size_t start, std::size_t stop) {
+                return Slices(std::move(self), start, stop);
+            },
+            nb::arg("start"), nb::arg("stop"));
+    nb::class_<Slices>(m, "Slices", "The same rows of several buffers, one buffer after the other, as one payload.")
+        .def_prop_ro("nbytes", &Slices::nbytes)
+        .def_prop_ro("readonly", &Slices::readonly)
+        .def("views", &Slices::views);
+}

@@ -1,0 +1,121 @@
+"""Payloads in many pieces of memory, gathered by a put and scattered by a read, over sockets and mapped memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from farpool import Store
+from farpool._native import Rows, Slices
+from farpool.node.process import RunningNode, running_node
+from farpool.store.arguments import Payload, as_payload, as_target, nbytes_of, parts_of
+
+_PATTERN = bytes(range(251)) * 8400
+"""Two megabytes whose period is no power of two."""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RunningNode]:
+    with running_node(dram="64MiB") as node:
+        yield node
+
+
+@pytest.fixture(scope="module", params=["tcp", "mapped"])
+def store(node: RunningNode, request: pytest.FixtureRequest) -> Iterator[Store]:
+    with Store(node.address, transport=request.param, timeout=30) as store:
+        yield store
+
+
+def _stored_and_read(store: Store, values: list[Payload], targets: list[Payload]) -> None:
+    """Put payloads and read them into targets, both in pieces."""
+    keys = [b"%d" % number for number in range(len(values))]
+    calls = store.best_effort()
+    assert calls.put_many(list(zip(keys, values, strict=True)), 30) == ["stored"] * len(keys)
+    try:
+        assert calls.get_into_many(list(zip(keys, targets, strict=True)), 30) == [nbytes_of(one) for one in values]
+    finally:
+        assert calls.drop_many(keys, 30) == [1] * len(keys)
+
+
+_CUTS = st.lists(st.integers(0, 3) | st.integers(0, 9000) | st.integers(60_000, 300_000), min_size=1, max_size=200)
+
+
+@given(st.lists(_CUTS, min_size=1, max_size=3))
+@example([[0, 64, *[4096] * 130, 0], [1] * 200, [300_000, 0, 300_000]])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_pieces_of_any_size_come_back_as_they_were(store: Store, cuts: list[list[int]]) -> None:
+    cuts = [[nbytes for at, nbytes in enumerate(one) if sum(one[: at + 1]) <= len(_PATTERN)] or [1] for one in cuts]
+    values = [as_payload((memoryview(_PATTERN)[: sum(one)],)) for one in cuts]
+    targets = [tuple(bytearray(nbytes) for nbytes in one) for one in cuts]
+    _stored_and_read(store, values, [as_target(one) for one in targets])
+    assert [b"".join(one) for one in targets] == [_PATTERN[: sum(one)] for one in cuts]
+
+
+def test_rows_of_several_buffers_are_one_payload(store: Store) -> None:
+    heads = [bytearray(_PATTERN[at : at + 64 * 4096]) for at in range(20)]
+    own = Rows([*heads, _PATTERN], [4096] * 20 + [3])
+    assert len(own) == 64
+    values = [(memoryview(b"head"), own.slices(16 * at, 16 * at + 16)) for at in range(4)]
+    target = [bytearray(len(one)) for one in (*heads, bytes(64 * 3))]
+    there = Rows(target, [4096] * 20 + [3])
+    begins = [bytearray(4) for _ in values]
+    targets = [(memoryview(one), there.slices(16 * at, 16 * at + 16)) for at, one in enumerate(begins)]
+    _stored_and_read(store, list(values), list(targets))
+    assert begins == [b"head"] * 4
+    assert target == [*heads, _PATTERN[: 64 * 3]]
+
+
+def test_slices_are_the_rows_that_were_asked_for() -> None:
+    rows = Rows([b"aabbcc", bytearray(b"123")], [2, 1])
+    assert len(rows) == 3
+    slices = rows.slices(1, 3)
+    assert (slices.nbytes, slices.readonly) == (6, True)
+    assert [bytes(view) for view in slices.views()] == [b"bbcc", b"23"]
+    assert parts_of((memoryview(b"0"), slices)) == [b"0", b"bbcc", b"23"]
+    assert rows.slices(3, 3).nbytes == 0
+    assert isinstance(as_payload((b"0", slices))[1], Slices)  # type: ignore[index]
+
+
+def test_slices_keep_the_memory_that_they_are_of() -> None:
+    buffer = bytearray(b"abc")
+    slices = Rows([buffer], [1]).slices(1, 2)
+    with pytest.raises(BufferError):
+        buffer.append(0)
+    del slices
+    buffer.append(0)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(2, 1), (0, 4), (4, 4)])
+def test_rows_that_do_not_exist_are_refused(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="of 3 do not exist"):
+        Rows([b"abc"], [1]).slices(start, stop)
+
+
+def test_wrong_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 buffers and 2 sizes"):
+        Rows([b"a"], [1, 1])
+    with pytest.raises(ValueError, match="0 buffers"):
+        Rows([], [])
+    with pytest.raises(ValueError, match="0 bytes"):
+        Rows([b"a"], [0])
+    with pytest.raises(TypeError):
+        Rows([memoryview(b"abcd")[::2]], [1])
+    with pytest.raises(TypeError):
+        Rows(["text"], [1])  # type: ignore[list-item]
+
+
+def test_memory_that_cannot_be_written_is_no_target(node: RunningNode) -> None:
+    fixed = Rows([b"abc"], [1]).slices(0, 3)
+    with pytest.raises(ValueError, match="read-only"):
+        as_target((fixed,))
+    with Store(node.address, transport="tcp", timeout=30) as store:
+        store.put("fixed", b"abd")
+        # As the last defence, for who has not asked `as_target`.
+        with pytest.raises(ValueError, match="read-only"):
+            store.best_effort().get_into_many([(b"fixed", (fixed,))], 30)
+        assert store.get("fixed") == b"abd"
+        assert store.drop("fixed")
+    assert bytes(fixed.views()[0]) == b"abc"
