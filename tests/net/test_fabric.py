@@ -293,6 +293,7 @@ def test_a_stopped_exposure_is_the_tiers_timeout(node: RunningNode) -> None:
         tier.write_from(extent, memoryview(data))
         (server,) = servers(node.pid)
         server.suspend()
+        eventually(lambda: server.status() == psutil.STATUS_STOPPED)
         try:
             with pytest.raises(TierTimeoutError):
                 tier.read_into(extent, memoryview(bytearray(MIB)))
