@@ -283,6 +283,9 @@ void bind_pager(nb::module_& m) {
             "resize", [](BoundPager& self, std::int64_t capacity) { return refusing([&] { return self->resize(capacity); }); },
             nb::arg("capacity"))
         .def(
+            "demote", [](BoundPager& self, BlockId first, std::int32_t count) { return self->demote(first, count); },
+            nb::arg("first"), nb::arg("count"))
+        .def(
             "block",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);

@@ -34,8 +34,9 @@ void World::request_on_key(Client& client) {
     Book& book = books_[client.tenant];
     Client::Asked asked{};
     asked.key = key();
-    static const std::vector<Op> ops{Op::get,   Op::get,   Op::get, Op::stat,  Op::put,     Op::put,    Op::put,   Op::drop,
-                                     Op::touch, Op::touch, Op::pin, Op::unpin, Op::prepare, Op::commit, Op::abort, Op::lookup};
+    static const std::vector<Op> ops{Op::get,   Op::get,     Op::get,    Op::stat,  Op::put,   Op::put,
+                                     Op::put,   Op::drop,    Op::demote, Op::touch, Op::touch, Op::pin,
+                                     Op::unpin, Op::prepare, Op::commit, Op::abort, Op::lookup};
     asked.op = dice_.of(ops);
     Frame frame{make_header(asked.op), asked.key, {}};
     bool repair = true;
@@ -108,7 +109,7 @@ void World::request_on_key(Client& client) {
 
 // A frame of any operation, with lengths and numbers that may be right.
 Frame World::random_frame() {
-    const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(13);
+    const std::uint64_t op = dice_.one_in(8) ? dice_.below(256) : dice_.one_in(5) ? 32 + dice_.below(2) : 16 + dice_.below(14);
     // Nothing is kept: what nobody can name any more could not be let go.
     Frame frame{make_header(static_cast<Op>(op) == Op::touch ? Op::pin : static_cast<Op>(op)), {}, {}};
     const std::uint64_t numbers = dice_.below(4);

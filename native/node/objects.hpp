@@ -116,6 +116,10 @@ public:
     std::optional<Found> promote(std::uint64_t offset, const Aside& payload);
     // Removes a held object whose payload could not be read from the file.
     void lose(std::uint64_t offset);
+    // Moves the payload of a found object to the file; `done` also where it lies there or is on its way. Else nothing has
+    // changed: `unknown` without a file, `busy` where it is pinned, kept or being read, `too_large` for the file, `full` where
+    // the file has no room or as much is on its way as may be.
+    Status demote(const Found& found);
     // Notes the end of a job of the NVMe file; false if it is not a write of one of these objects.
     bool written(std::uint64_t job, bool ok);
 

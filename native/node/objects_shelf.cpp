@@ -73,6 +73,23 @@ bool Objects::demote(std::uint32_t slot) {
     return true;
 }
 
+Status Objects::demote(const Found& found) {
+    const Index::Entry entry = index_->at(found.slot);
+    if (shelf_ == nullptr) {
+        return Status::unknown;
+    }
+    if (found.shelved || found.nbytes == 0 || leaving_.contains(entry.offset)) {
+        return Status::done;
+    }
+    if (is_fixed(entry)) {
+        return Status::busy;
+    }
+    if (found.nbytes > shelf_->capacity()) {
+        return Status::too_large;
+    }
+    return demote(found.slot) ? Status::done : Status::full;
+}
+
 bool Objects::written(std::uint64_t job, bool ok) {
     const auto found = writes_.find(job);
     if (found == writes_.end()) {

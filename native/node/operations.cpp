@@ -165,6 +165,8 @@ void Server::answer(Peer& peer) {
             return answer_abort(peer);
         case Op::area:
             return answer_area(peer);
+        case Op::demote:
+            return answer_demote(peer);
         case Op::lookup:
             return answer_lookup(peer);
         case Op::rotate:
@@ -302,6 +304,12 @@ void Server::answer_drop(Peer& peer) {
     const Status status = peer.objects->remove(key);
     counts_.drops += status == Status::done ? 1 : 0;
     reply(peer, status);
+}
+
+void Server::answer_demote(Peer& peer) {
+    if (const auto found = found_or_refuse(peer, key_or_refuse(peer, rights::publish), false)) {
+        reply(peer, peer.objects->demote(*found));
+    }
 }
 
 void Server::answer_touch(Peer& peer) {

@@ -192,6 +192,7 @@ private:
     void finish_write(Peer& peer);
     void answer(Peer& peer);
     void answer_drop(Peer& peer);
+    void answer_demote(Peer& peer);
     void answer_touch(Peer& peer);
     void answer_lookup(Peer& peer);
     void answer_rotate(Peer& peer);

@@ -464,4 +464,18 @@ bool Pager::resize(std::int64_t capacity) {
     return !resizing_;
 }
 
+bool Pager::demote(BlockId first, std::int32_t count) {
+    require_blocks(first, count);
+    bool all = true;
+    for (BlockId block = first; block < first + count; ++block) {
+        const State state = residency_.blocks[block].state;
+        if (state == State::absent || state == State::writing_back) {
+            continue;
+        }
+        all = residency_.at_rest(block) && !wants(block) && residency_.try_evict(block) && all;
+    }
+    residency_.unstick();  // tiers that refused a block are tried again at the next attempt
+    return all;
+}
+
 }  // namespace farpool::pager

@@ -110,6 +110,10 @@ public:
     // where no lower tier takes what has to leave; the capacity is as it was.
     bool resize(std::int64_t capacity);
 
+    // Takes consecutive blocks out of the arena ahead of their turn; false if some stay, as they are in use or no tier takes
+    // them. Those that leave are back when they are next asked for.
+    bool demote(BlockId first, std::int32_t count);
+
     // ---- looking ----
 
     const Residency& residency() const noexcept { return residency_; }

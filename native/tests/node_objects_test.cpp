@@ -189,4 +189,46 @@ TEST("what was used lately does not go because it lies beside what does") {
     }
 }
 
+TEST("an object is demoted when it is asked for, unless somebody needs it in memory") {
+    const Folder folder;
+    Budget budget{8 * mib};
+    Objects without_file = opened(folder, budget);
+    CHECK(put(without_file, "key", mib) == Status::done);
+    CHECK(without_file.demote(without_file.find("key", false)) == Status::unknown);
+    CHECK_EQUAL(without_file.counts().demotions, 0u);
+
+    const Folder other;
+    Budget own{8 * mib};
+    farpool::Shelf shelf(other.path() + "/shelf", 2 * mib, true, [] {});
+    std::string note;
+    Objects objects(other.path(), 0, own, &shelf, true, note);
+    CHECK(put(objects, "one", mib) == Status::done);
+    CHECK(put(objects, "kept", mib) == Status::done);
+    CHECK(put(objects, "large", 3 * mib) == Status::done);
+    CHECK(objects.touch("kept", 0, Keep::keep) == Status::done);
+    const std::uint64_t used = own.used;
+    const Found one = objects.find("one", false);
+    objects.pin(one);
+    CHECK(objects.demote(one) == Status::busy);
+    CHECK(objects.demote(objects.find("kept", false)) == Status::busy);
+    CHECK(objects.demote(objects.find("large", false)) == Status::too_large);
+    objects.unpin(one.offset);
+    CHECK_EQUAL(own.used, used);
+
+    CHECK(objects.demote(one) == Status::done);
+    CHECK(objects.demote(one) == Status::done);  // on its way
+    CHECK_EQUAL(objects.counts().demotions, 1u);
+    CHECK(own.used + mib <= used + 4096);
+    shelf.finish();
+    for (const farpool::Shelf::Done& done : shelf.done()) {
+        CHECK(objects.written(done.job, done.ok));
+    }
+    const Found moved = objects.find("one", false);
+    CHECK(moved.status == Status::done && moved.shelved);
+    CHECK_EQUAL(moved.serial, one.serial);
+    CHECK(objects.demote(moved) == Status::done);
+    CHECK_EQUAL(objects.counts().demotions, 1u);
+    CHECK_EQUAL(own.leaving, 0u);
+}
+
 int main() { return farpool::testing::run(); }

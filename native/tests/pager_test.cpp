@@ -175,6 +175,26 @@ TEST("bookkeeping of a tier that fails loses neither a place in the line nor a b
     }
 }
 
+TEST("blocks that are demoted leave ahead of their turn, and come back when they are asked for") {
+    World world(4096, 1024);
+    const BlockId block = world.create(1024);
+    const BlockId beyond = world.create(1024);
+    world.touch(block, Mode::overwrite);
+    world.touch(beyond, Mode::overwrite);
+    const auto access = world.request(block, Mode::read);
+    CHECK(!world.pager.demote(block, 1));  // in use
+    world.pager.release(*access, true);
+    CHECK(world.pager.demote(block, 1));
+    world.end_all();
+    CHECK(world.pager.residency().blocks[block].state == State::absent);
+    CHECK_EQUAL(world.space->used(), 1024);
+    CHECK(world.pager.demote(block, 1));    // is there already
+    CHECK(!world.pager.demote(beyond, 1));  // no room below
+    CHECK(world.pager.residency().blocks[beyond].state == State::resident);
+    world.touch(block, Mode::read);
+    CHECK(world.pager.residency().blocks[block].state == State::resident);
+}
+
 TEST("random programs keep the map, the tier's extents and the pins in order") {
     for (unsigned seed = 0; seed < 300; ++seed) {
         std::mt19937 random(seed);

@@ -26,6 +26,7 @@ enum class Op : std::uint8_t {
     rotate = 26,
     lookup = 27,
     area = 28,
+    demote = 29,
     read = 32,
     write = 33,
     ping = 48,

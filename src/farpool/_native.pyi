@@ -752,6 +752,8 @@ class Pager:
         NoRoomError
             No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.
         """
+    def demote(self, first: int, count: int) -> bool:
+        """Take consecutive blocks out of the arena ahead of their turn; False if some stay: in use, or no tier has room."""
     def block(self, block: int) -> Block:
         """Return the present state of one block."""
     def class_of(self, block: int) -> str: ...

@@ -338,6 +338,7 @@ REQUESTS = {
     Op.STAT: (Right.READ, b"key"),
     Op.PUT: (Right.PUBLISH, PLAIN + b"key"),
     Op.DROP: (Right.PUBLISH, b"key"),
+    Op.DEMOTE: (Right.PUBLISH, b"key"),
     Op.TOUCH: (Right.PUBLISH, bytes(16) + b"key"),
     Op.PIN: (Right.READ, bytes(8) + b"key"),
     Op.PREPARE: (Right.PUBLISH, bytes(8) + PLAIN + b"key"),

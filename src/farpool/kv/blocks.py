@@ -28,7 +28,7 @@ from farpool.kv.journal import record
 from farpool.kv.keys import KEY_MAGIC, NAMESPACE_MAGIC, block_key, namespace_key
 from farpool.kv.namespace import Namespace
 from farpool.kv.reasons import Reason, reason_of
-from farpool.store import Store
+from farpool.store import Demotion, Store
 from farpool.store.arguments import Payload, as_keys, as_payload, as_target, nbytes_of, ttl_of
 from farpool.store.best_effort import About
 
@@ -467,6 +467,41 @@ class BlockCache:
             return 0
         return sum(isinstance(copies, int) and copies > 0 for copies in went)
 
+    def demote(self, keys: Sequence[bytes], *, request: str = "", timeout: float | None = None) -> list[Reason | None]:
+        """Move blocks out of memory into the tier below, so that others have room; they are found as before.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 64 bytes.
+        request : str
+            The engine's name of the request, for ``farpool why``.
+        timeout : float or None
+            Seconds that it may take; None for the cache's own.
+
+        Returns
+        -------
+        list of Reason or None
+            For each block None if it is in the lower tier, or on its way there, or else why not.
+
+        Raises
+        ------
+        ConfigError
+            A key is empty or longer than 256 bytes.
+        """
+        began = time.monotonic()
+        keys = as_keys(keys)
+        try:
+            demoted = self._calls().demote_many(keys, self._timeout if timeout is None else timeout)
+        except FarpoolError as error:
+            demoted = [error] * len(keys)
+        outcomes = [
+            Reason.ABSENT if one is None else reason_of(one) if isinstance(one, Exception) else _DEMOTED[one]
+            for one in demoted
+        ]
+        self._note("demote", request, len(keys), outcomes, began, 0)
+        return outcomes
+
     def purge(self) -> int:
         """Remove all blocks of this namespace; return how many there were.
 
@@ -646,6 +681,12 @@ def purge(objects: Objects, digest: bytes) -> int:
     return gone
 
 
+_DEMOTED = {
+    Demotion.LOWER: None,
+    Demotion.PINNED: Reason.PINNED,
+    Demotion.FULL: Reason.FULL,
+    Demotion.NO_LOWER_TIER: Reason.NO_LOWER_TIER,
+}
 _PURGE_SECONDS = 30.0
 _CACHES: weakref.WeakSet[BlockCache] = weakref.WeakSet()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from farpool.store import PutOutcome
+    from farpool.store import Demotion, PutOutcome
     from farpool.store.arguments import Payload
     from farpool.store.best_effort import About, Hold
 
@@ -33,6 +33,8 @@ class ObjectCalls(Protocol):
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None: ...
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]: ...
+
+    def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]: ...
 
 
 class Objects(Protocol):

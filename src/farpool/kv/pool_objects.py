@@ -32,7 +32,7 @@ from farpool.pager import Mode
 from farpool.pager.use import Use
 from farpool.pool.pool import blocks_of
 from farpool.sizes import parse_size
-from farpool.store import PutOutcome
+from farpool.store import Demotion, PutOutcome
 from farpool.store.arguments import Payload, nbytes_of, parts_of
 from farpool.store.best_effort import About, Hold
 from farpool.tensors.arena import arena_views
@@ -282,6 +282,31 @@ class PoolObjects:
                     self._remove(value)
                 dropped.append(int(value is not None))
         return dropped
+
+    def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
+        """Move values out of the pool's fast tier into those below; see `BestEffort.demote_many`."""
+        self._check_open()
+        deadline = time.monotonic() + timeout
+        outcomes: list[Demotion | Exception | None] = []
+        for key in keys:
+            now = time.monotonic()
+            with self._lock:
+                value = self._values.get(key)
+                held = value is not None and (value.readers > 0 or value.held_until > now)
+            try:
+                if value is None or value.expires <= now:
+                    outcomes.append(None)
+                elif not self._blocks.has_lower_tiers():
+                    outcomes.append(Demotion.NO_LOWER_TIER)
+                elif held:
+                    outcomes.append(Demotion.PINNED)
+                elif now > deadline:
+                    raise NodeTimeoutError("the time of this call was over before its turn came")
+                else:
+                    outcomes.append(Demotion.LOWER if self._blocks.demote(value.storage) else Demotion.FULL)
+            except FarpoolError as error:
+                outcomes.append(error)
+        return outcomes
 
     def drop(self, key: bytes) -> bool:
         """Drop one value; return True if it was there."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from farpool.kv.objects import Objects
     from farpool.store.arguments import Payload
 
-__all__ = ["LayerLoad", "Match", "PrefixCache"]
+__all__ = ["Demoted", "LayerLoad", "Match", "PrefixCache"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,23 @@ class LayerLoad:
 
     layers: tuple[int, ...]
     tokens: Future[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Demoted:
+    """Result of moving a sequence's KV to the lower tier.
+
+    Attributes
+    ----------
+    blocks : int
+        Blocks that lie there now, or are on their way.
+    reasons : mapping of Reason to int
+        How many of the others there were for each reason: `Reason.ABSENT` are not there at all, `Reason.NO_LOWER_TIER`,
+        `Reason.PINNED` and `Reason.FULL` stay in memory.
+    """
+
+    blocks: int
+    reasons: Mapping[Reason, int]
 
 
 class _Handoff(msgspec.Struct, frozen=True):
@@ -527,6 +544,30 @@ class PrefixCache:
         blocks = self._blocks
         kept = set(self._keys(blocks, new))
         return blocks.drop([key for key in self._keys(blocks, old) if key not in kept])
+
+    def demote(self, tokens: Sequence[int], *, request: str = "", timeout: float | None = None) -> Demoted:
+        """Move the KV of a sequence out of memory into the tier below, so that others have room.
+
+        It is found as before, and comes back when it is loaded, or by `prefetch_by`. Other sequences that begin alike
+        have their common blocks there, too.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The sequence, such as a conversation that waits for a slow tool.
+        request : str
+            Name of the request, for ``farpool why``.
+        timeout : float or None
+            Seconds that it may take; None for the cache's own time.
+
+        Returns
+        -------
+        Demoted
+            How many blocks went, and why the others did not: without a lower tier all of them stay.
+        """
+        blocks = self._blocks
+        outcomes = blocks.demote(self._keys(blocks, tokens), request=request, timeout=timeout)
+        return Demoted(outcomes.count(None), Counter(reason for reason in outcomes if reason is not None))
 
     def handoff(self, tokens: Sequence[int], ttl: float) -> bytes:
         """Keep the KV of a sequence for another process, and return a note for it.

@@ -1,4 +1,4 @@
-"""Reasons for which KV was not loaded or saved."""
+"""Reasons for which KV was not loaded, saved or moved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Reason", "reason_of"]
 
 
 class Reason(StrEnum):
-    """Reason for which a block was not loaded, or not saved.
+    """Reason for which a block was not loaded, saved or moved.
 
     Attributes
     ----------
@@ -44,6 +44,10 @@ class Reason(StrEnum):
         The nodes have no room for it.
     REFUSED
         The access key may not do this.
+    PINNED
+        It stays in memory, as somebody holds or reads it.
+    NO_LOWER_TIER
+        It stays in memory, as nothing lies below.
     BYPASSED
         Computing it was expected to take less time.
     CLOSED
@@ -61,6 +65,8 @@ class Reason(StrEnum):
     WRONG_VERSION = "wrong_version"
     FULL = "full"
     REFUSED = "refused"
+    PINNED = "pinned"
+    NO_LOWER_TIER = "no_lower_tier"
     BYPASSED = "bypassed"
     CLOSED = "closed"
     FAILED = "failed"

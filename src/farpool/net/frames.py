@@ -74,6 +74,7 @@ class Op(IntEnum):
     ROTATE = 26
     LOOKUP = 27
     AREA = 28
+    DEMOTE = 29
     READ = 32
     WRITE = 33
     PING = 48

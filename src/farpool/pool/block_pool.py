@@ -468,6 +468,22 @@ class BlockPool:
             self.driver.note_ends()
             self._budget.change(budget, self._watch)
 
+    def demote(self, storage: Storage) -> bool:
+        """Move a storage out of the fast tier ahead of its turn; False if some of it stays.
+
+        It comes back when it is next acquired. What is pinned stays, and so does what no lower tier takes.
+        """
+        with self.driver:
+            self._check_open()
+            self.driver.note_ends()
+            left = self.pager.demote(storage.first, storage.count)
+            self.driver.start()
+        return left
+
+    def has_lower_tiers(self) -> bool:
+        """Return True if there are tiers below the fast one."""
+        return bool(self._lower.tiers)
+
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
         """Call `callback` with each event from now on; returns the function that ends it."""
         with self.driver:

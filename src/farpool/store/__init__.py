@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farpool.store.asynchronous import AsyncOpenedName, AsyncStore
-from farpool.store.messages import Lookup, ObjectInfo, PutOutcome, Touched
+from farpool.store.messages import Demotion, Lookup, ObjectInfo, PutOutcome, Touched
 from farpool.store.pin import Pin, Pins
 from farpool.store.repair import Repaired
 from farpool.store.rotation import RotatedNode, Rotation
@@ -12,6 +12,7 @@ from farpool.store.store import NodeStatus, Store
 __all__ = [
     "AsyncOpenedName",
     "AsyncStore",
+    "Demotion",
     "Lookup",
     "NodeStatus",
     "ObjectInfo",

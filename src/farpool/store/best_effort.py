@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from farpool.errors import FarpoolError, NodeError, NodeTimeoutError
 from farpool.net.frames import HEAD, PLACE, TTL, UNPIN, Op, Status
 from farpool.net.refusals import refusal
-from farpool.store.messages import Ask
+from farpool.store.messages import Ask, Demotion
 from farpool.store.reading import fetch, look_up, read_memory
 from farpool.store.writing import put
 
@@ -278,6 +278,59 @@ class BestEffort:
             dropped.append(errors[0] if errors else done)
         return dropped
 
+    def demote_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[Demotion | Exception | None]:
+        """Move values out of the memory of all nodes that can be reached, into their NVMe files.
+
+        They are found as before, and come back into memory when they are read again.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            The keys.
+        timeout : float
+            Seconds that the call may take: a file takes only so much at a time.
+
+        Returns
+        -------
+        sequence of Demotion, Exception or None
+            What became of each; where its copies fared differently, that of one which stays. None if there is none.
+
+        Raises
+        ------
+        StoreClosedError
+            The store is closed.
+        """
+        cluster = self._opened()
+        if (dark := _dark(cluster)) is not None:
+            return [dark] * len(keys)
+        deadline = time.monotonic() + timeout
+        demoted: list[list[Demotion | Exception]] = [[] for _ in keys]
+        try:
+            left = [(place, node) for place in range(len(keys)) for node in cluster.reachable(deadline)]
+            while left:
+                full: list[tuple[int, int]] = []
+                answers = cluster.ask([Ask(node, Op.DEMOTE, keys[place]) for place, node in left], deadline)
+                for (place, node), answer in zip(left, answers, strict=True):
+                    if isinstance(answer, Exception):
+                        demoted[place].append(answer)
+                    elif answer.status == Status.FULL:
+                        full.append((place, node))
+                    elif answer.status in _DEMOTED:
+                        demoted[place].append(_DEMOTED[answer.status])
+                    elif answer.status != Status.MISSING:
+                        said = answer.meta.decode(errors="replace")
+                        demoted[place].append(refusal(answer.status, said, cluster.members[node].name, Op.DEMOTE))
+                left = full
+                if left and time.monotonic() + _DEMOTING > deadline:
+                    for place, _ in left:
+                        demoted[place].append(Demotion.FULL)
+                    break
+                if left:
+                    time.sleep(_DEMOTING)
+        except (FarpoolError, OSError) as error:
+            return [error] * len(keys)
+        return [min(own, key=_rank_of_demotion, default=None) for own in demoted]
+
     def _note(self, key: bytes, node: int) -> None:
         if self._upkeep is not None:
             self._upkeep.note(key, node)
@@ -288,3 +341,19 @@ def _dark(cluster: Cluster) -> Exception | None:
     if len(cluster.strangers) == len(cluster.members) and all(member.is_failing for member in cluster.members):
         return NodeError("no node has been reached yet; all are being probed", node=cluster.members[0].name)
     return None
+
+
+_DEMOTING = 0.005
+"""Seconds after which a node is asked again whose file takes no more at the moment."""
+_DEMOTED: dict[int, Demotion] = {
+    Status.DONE: Demotion.LOWER,
+    Status.BUSY: Demotion.PINNED,
+    Status.UNKNOWN: Demotion.NO_LOWER_TIER,
+    Status.BAD_REQUEST: Demotion.NO_LOWER_TIER,  # a node of a version without this operation
+    Status.TOO_LARGE: Demotion.FULL,
+}
+
+
+def _rank_of_demotion(outcome: Demotion | Exception) -> int:
+    """Order what became of copies: those that stay in memory count first, then those that went, then errors."""
+    return 2 if isinstance(outcome, Exception) else int(outcome is Demotion.LOWER)

@@ -12,7 +12,7 @@ import msgspec
 from farpool.net.frames import HEAD, Op
 from farpool.store.arguments import Payload
 
-__all__ = ["Ask", "Lookup", "ObjectInfo", "PutOutcome", "Touched", "object_head", "results", "seconds_left"]
+__all__ = ["Ask", "Demotion", "Lookup", "ObjectInfo", "PutOutcome", "Touched", "object_head", "results", "seconds_left"]
 
 
 class PutOutcome(StrEnum):
@@ -28,6 +28,27 @@ class PutOutcome(StrEnum):
 
     STORED = "stored"
     PRESENT = "present"
+
+
+class Demotion(StrEnum):
+    """Outcome of moving a value out of memory.
+
+    Attributes
+    ----------
+    LOWER
+        It lies in the lower tier, or is on its way there.
+    PINNED
+        It stays in memory, as a program holds it there, reads it, or keeps it for good.
+    FULL
+        It stays in memory, as the lower tier had no room for it in time.
+    NO_LOWER_TIER
+        It stays in memory, as nothing lies below.
+    """
+
+    LOWER = "lower"
+    PINNED = "pinned"
+    FULL = "full"
+    NO_LOWER_TIER = "no_lower_tier"
 
 
 @dataclass(frozen=True, slots=True)
