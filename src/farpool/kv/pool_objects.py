@@ -291,10 +291,10 @@ class PoolObjects:
         for key in keys:
             now = time.monotonic()
             with self._lock:
-                value = self._values.get(key)
-                held = value is not None and (value.readers > 0 or value.held_until > now)
+                found = self._find(key, now)
+                held = found is not None and found[0].number in self._held and found[0].held_until > now
             try:
-                if value is None or value.expires <= now:
+                if found is None:
                     outcomes.append(None)
                 elif not self._blocks.has_lower_tiers():
                     outcomes.append(Demotion.NO_LOWER_TIER)
@@ -303,7 +303,7 @@ class PoolObjects:
                 elif now > deadline:
                     raise NodeTimeoutError("the time of this call was over before its turn came")
                 else:
-                    outcomes.append(Demotion.LOWER if self._blocks.demote(value.storage) else Demotion.FULL)
+                    outcomes.append(Demotion.LOWER if self._blocks.demote(found[1]) else Demotion.FULL)
             except FarpoolError as error:
                 outcomes.append(error)
         return outcomes
