@@ -69,7 +69,7 @@ class Match:
     arm: Arm
     seconds: float
     _blocks: BlockCache
-    _chains: Sequence[bytes]
+    _keys: Sequence[Sequence[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class PrefixCache:
             arm=arm,
             seconds=time.monotonic() - began,
             _blocks=blocks,
-            _chains=chains[:usable],
+            _keys=[keys[start : start + usable] for start in range(0, len(keys), max(1, len(chains)))],
         )
 
     def _usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
@@ -351,7 +351,7 @@ class PrefixCache:
         for number in groups:
             one = self._groups[number]
             for block in range(max(first, one.first_block(usable, self._block)), usable):
-                keys.append(match._blocks.key(match._chains[block], number))
+                keys.append(match._keys[number][block])
                 targets.append(self._parts(one, memory, block))
                 places.append((number, block))
         if timeout is None and match.plan.recompute_seconds is not None:
