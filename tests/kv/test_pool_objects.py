@@ -1,8 +1,11 @@
-"""Blocks in a pool of the same process: right under random use, inside the capacity, the cheap ones gone first."""
+"""Blocks in a pool of the same process: right under random use, inside the capacity, ends of prefixes gone first."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import farpool
-from farpool.errors import ConfigError
+from farpool.errors import ConfigError, NodeTimeoutError
 from farpool.kv import BlockCache, Layer, PoolObjects, PrefixCache, Reason, TensorMemory
 from farpool.kv.blocks import namespaces
+from farpool.store.best_effort import About
 from tests.forking import in_forked_child
-from tests.kv.test_blocks import blocks, targets
+from tests.kv.test_blocks import BLOCK, blocks, targets
 from tests.kv.test_keys import NAMESPACE
 from tests.nodes import PATIENCE
 
@@ -36,14 +40,22 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20), nbytes=st.sampled_from([0, 1, 100, 4 * KIB, 15 * KIB]), cost=st.integers(0, 9))
     def put(self, number: int, nbytes: int, cost: int) -> None:
         key, value = b"key %d" % number, bytes([number]) * nbytes
-        there = self.objects.lookup([key], PATIENCE)[0] is not None
-        (outcome,) = self.objects.put_many([(key, memoryview(value))], PATIENCE, cost_us=cost)
+        before = [b"key %d" % one for one in range(number // 3 * 3, number)]
+        there = self.is_there(key)
+        follows = not before or self.is_there(before[-1])
+        about = About(cost_us=cost, parents={key: before[-1]} if before else {}, tenant=f"tenant {number // 9}")
+        (outcome,) = self.objects.put_many([(key, memoryview(value))], PATIENCE, about)
         if isinstance(outcome, Exception):
-            assert sum(len(self.values[key]) for key in self.held) + nbytes > CAPACITY
+            held = {one for held in self.held for one in first_to(held)} | set(before)
+            assert not follows or sum(len(self.values.get(one, b"")) for one in held) + nbytes > CAPACITY - 9
         else:
             assert outcome == ("present" if there else "stored")
+            assert there or follows
             if not there:
                 self.values[key] = value
+
+    def is_there(self, key: bytes) -> bool:
+        return self.objects.lookup([key], PATIENCE)[0] is not None
 
     @rule(number=st.integers(0, 20), cut=st.integers(0, 200))
     def get(self, number: int, cut: int) -> None:
@@ -71,22 +83,29 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20))
     def drop(self, number: int) -> None:
         key = b"key %d" % number
-        there = self.objects.lookup([key], PATIENCE)[0] is not None
+        there = self.is_there(key)
         assert self.objects.drop(key) == there
         self.held.pop(key, None)
 
     @invariant()
     def it_stays_inside_its_capacity(self) -> None:
-        found = {key: len(self.values[key]) for key in list(self.objects.keys())}
+        found = {key: max(1, len(self.values[key])) for key in list(self.objects.keys())}
         stats = self.objects.stats()
-        assert (stats["objects"], stats["bytes"]) == (len(found), sum(found.values()))
-        assert stats["bytes"] <= CAPACITY
+        assert (stats.blocks, stats.nbytes) == (len(found), sum(found.values()))
+        assert stats.nbytes == sum(tenant.nbytes for tenant in stats.tenants.values())
+        assert stats.nbytes <= CAPACITY
         assert set(self.held) <= set(found)
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             self.objects.close()
             self.pool.close()
+
+
+def first_to(key: bytes) -> list[bytes]:
+    """Keys of a prefix of three, up to one of them."""
+    number = int(key.removeprefix(b"key "))
+    return [b"key %d" % one for one in range(number // 3 * 3, number + 1)]
 
 
 TestMachine = Machine.TestCase
@@ -113,15 +132,121 @@ def test_blocks_are_saved_loaded_purged_and_verified() -> None:
     assert cache.lookup(keys).reasons == [Reason.CLOSED] * 300
 
 
-def test_what_is_costly_to_compute_stays_longer() -> None:
+def test_what_is_costly_and_used_again_stays_among_much_that_is_used_once() -> None:
     with farpool.Pool(fast="256KiB", dram="1MiB") as pool:
         objects = PoolObjects(pool, "512KiB")
         with BlockCache(objects, NAMESPACE, timeout=PATIENCE) as cache:
-            keys, _ = blocks(cache, 96)
-            for number, key in enumerate(keys):
-                cache.save([key], [bytes(8 * KIB)], cost=1.0 if number % 2 else 0.001)
+            keys, _ = blocks(cache, 1640)
+            wanted, once = keys[:40], keys[40:]
+            for start in range(0, len(once), 80):  # more than fits comes between two uses
+                for key, reason in zip(wanted, cache.load(wanted, [bytearray(6 * KIB) for _ in wanted]), strict=True):
+                    if reason is not None:
+                        cache.save([key], [bytes(6 * KIB)], cost=1.0)
+                for key in once[start : start + 80]:
+                    cache.save([key], [bytes(6 * KIB)], cost=0.001)
             found = cache.lookup(keys).found
-            assert sum(found[1::2]) > 2 * sum(found[0::2])
+        stats = objects.stats()
+    assert sum(found[:40]) == 40
+    assert stats.policy != "lru"
+    assert stats.switches > 0
+    saved = {shadow.policy: shadow.saved_seconds for shadow in stats.shadows}
+    assert saved[stats.policy] > saved["lru"]
+
+
+def test_prefixes_leave_from_their_ends() -> None:
+    layers = [Layer(512, "sliding", 32), Layer(256), Layer(512, "recurrent")]
+    memory = OneByteEach(layers)
+    with (
+        farpool.Pool(fast="64KiB", dram="512KiB") as pool,
+        PrefixCache(
+            objects := PoolObjects(pool, "240KiB"), layers, model="m", weights_id="1", dtype="uint8", timeout=PATIENCE
+        ) as cache,
+    ):
+        prompts = [[*range(32), *range(1000 * one, 1000 * one + 48 + one * 16 % 80)] for one in range(1, 15)]
+        cut = 0
+        for newest in prompts:
+            cache.save(newest, memory)
+            for prompt in prompts:
+                chains = cache._chains(cache._blocks, prompt)
+                full, *others = (
+                    cache._blocks.lookup([cache._blocks.key(chain, group) for chain in chains]).found
+                    for group in (1, 0, 2)
+                )
+                assert full == sorted(full, reverse=True)
+                cut += 2 < sum(full) < len(full)
+                for other in others:
+                    assert all(whole or not own for whole, own in zip(full, other, strict=True))
+            assert cache.lookup(newest, leave=0).found == len(newest)
+        assert cut > 0
+        stats = objects.stats().tenants[""]
+        assert stats.evicted > 30
+        assert stats.refused == 0
+
+
+class OneByteEach:
+    """Memory whose bytes are all alike, of any layers."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self._layers = layers
+
+    def parts(self, layer: int, start: int, stop: int) -> list[bytes]:
+        one = self._layers[layer]
+        return [bytes(one.nbytes * (1 if one.kind == "recurrent" else stop - start))]
+
+
+def test_a_block_whose_predecessor_is_gone_is_not_taken() -> None:
+    with farpool.Pool(fast="256KiB", dram="1MiB") as pool:
+        objects = PoolObjects(pool, "512KiB")
+        with BlockCache(objects, NAMESPACE, timeout=PATIENCE) as cache:
+            keys, values = blocks(cache, 3)
+            parents = dict(zip(keys[1:], keys, strict=False))
+            assert cache.save(keys[1:], values[1:], parents=parents) == [Reason.FULL] * 2
+            assert cache.save(keys, values, parents=parents) == [None] * 3
+
+
+def test_use_is_counted_for_each_tenant() -> None:
+    with farpool.Pool(fast="256KiB", dram="1MiB") as pool:
+        objects = PoolObjects(pool, "512KiB")
+        for tenant, count in (("a", 3), ("b", 2)):
+            with BlockCache(objects, replace(NAMESPACE, tenant=tenant), timeout=PATIENCE) as cache:
+                keys, values = blocks(cache, count)
+                cache.save(keys, values, cost=0.5)
+                for _ in range(count):
+                    assert cache.load(keys, targets(count)) == [None] * count
+                assert cache.load([cache.key(b"another")], targets(1)) == [Reason.ABSENT]
+        stats = objects.stats()
+        assert {name: (one.hits, one.inserted, one.saved_seconds) for name, one in stats.tenants.items()} == {
+            "a": (9, 4, 4.5),  # with the description of the namespace
+            "b": (4, 3, 2.0),
+        }
+        assert sum(one.nbytes for one in stats.tenants.values()) == stats.nbytes > 5 * BLOCK
+
+
+def test_what_is_being_written_is_neither_found_nor_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with farpool.Pool(fast="256KiB", dram="1MiB") as pool:
+        objects = PoolObjects(pool, "512KiB")
+        copying, go_on = threading.Event(), threading.Event()
+        copy = PoolObjects._copy
+
+        def slowly(self: PoolObjects, *args: Any, **settings: Any) -> None:
+            copying.set()
+            assert go_on.wait(PATIENCE)
+            copy(self, *args, **settings)
+
+        monkeypatch.setattr(PoolObjects, "_copy", slowly)
+        item = (b"key", memoryview(bytes(KIB)))
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(objects.put_many, [item], PATIENCE, About())
+            assert copying.wait(PATIENCE)
+            assert objects.lookup([b"key"], PATIENCE) == [None]
+            assert list(objects.keys()) == []
+            assert objects.put_many([item], PATIENCE, About()) == ["present"]
+            go_on.set()
+            assert first.result(PATIENCE) == ["stored"]
+        assert objects.lookup([b"key"], PATIENCE) == [KIB]
+        assert isinstance(objects.put_many([(b"late", memoryview(bytes(KIB)))], -1.0, About())[0], NodeTimeoutError)
+        assert objects.stats().blocks == 1
+        objects.close()
 
 
 def test_a_prefix_cache_works_over_a_pool_as_over_nodes() -> None:
@@ -165,7 +290,7 @@ def test_many_threads_use_one_pool() -> None:
 
             with ThreadPoolExecutor(4) as threads:
                 assert all(job.result(4 * PATIENCE) > 100 for job in [threads.submit(work, one) for one in range(4)])
-        assert objects.stats()["bytes"] <= MIB
+        assert objects.stats().nbytes <= MIB
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -23,7 +23,7 @@ from farpool.kv import BlockCache, Reason, blocks
 from farpool.kv.blocks import namespaces
 from farpool.kv.journal import journal_folder, record, recorded, runs
 from farpool.node.process import RunningNode, running_node
-from farpool.store.best_effort import BestEffort
+from farpool.store.best_effort import About, BestEffort
 from tests.kv.test_blocks import blocks as some_blocks
 from tests.kv.test_blocks import targets
 from tests.kv.test_keys import NAMESPACE
@@ -139,9 +139,9 @@ def test_a_save_with_a_time_of_its_own_asks_for_nothing_with_more(
     given: list[float] = []
     put_many, lookup = BestEffort.put_many, BestEffort.lookup
 
-    def spied_put(self: BestEffort, items: Any, timeout: float, **settings: Any) -> Any:
+    def spied_put(self: BestEffort, items: Any, timeout: float, about: About) -> Any:
         given.append(timeout)
-        return put_many(self, items, timeout, **settings)
+        return put_many(self, items, timeout, about)
 
     def spied_lookup(self: BestEffort, keys: Any, timeout: float) -> Any:
         given.append(timeout)

@@ -30,6 +30,7 @@ from farpool.kv.namespace import Namespace
 from farpool.kv.reasons import Reason, reason_of
 from farpool.store import Store
 from farpool.store.arguments import Payload, as_keys, as_payload, as_target, nbytes_of, ttl_of
+from farpool.store.best_effort import About
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -326,6 +327,7 @@ class BlockCache:
         request: str = "",
         timeout: float | None = None,
         cost: float = 0.0,
+        parents: Mapping[bytes, bytes] | None = None,
         namespace: Namespace | None = None,
     ) -> list[Reason | None]:
         """Store blocks that are not there yet; those that are do not travel.
@@ -342,6 +344,9 @@ class BlockCache:
             Seconds that all of it may take; None for the cache's own time for each 64 MiB.
         cost : float
             Seconds that it takes to compute one of the blocks again; 0 if that is not known.
+        parents : mapping of bytes to bytes, optional
+            By key, that of the block before it, without which it is of no use; first blocks are left out. In a pool,
+            blocks leave from the ends of the prefixes that this tells.
         namespace : Namespace or None
             Namespace of the keys, where an engine has several; None for the cache's own.
 
@@ -360,6 +365,14 @@ class BlockCache:
         if not 0 <= cost <= _LONGEST_COST:
             raise ConfigError(f"cost is {cost!r}, expected 0 to {_LONGEST_COST:g} seconds", setting="cost")
         namespace = namespace or self.namespace
+        about = About(
+            ttl_ms=self._ttl_ms,
+            kind=_KIND,
+            cost_us=round(cost * 1e6),
+            namespace=int.from_bytes(namespace.digest[:8], "little"),
+            tenant=namespace.tenant,
+            parents=parents or {},
+        )
         pairs = [(key, as_payload(value)) for key, value in zip(keys, values, strict=True)]
         outcomes: list[Reason | None] = [None] * len(pairs)
         moved = 0
@@ -373,14 +386,7 @@ class BlockCache:
                 until = time.monotonic() + left
                 items = [(key, self._stored(key, payload, until)) for key, payload in piece]
                 start = time.monotonic()
-                answers = self._calls().put_many(
-                    items,
-                    max(0.0, until - start),
-                    ttl_ms=self._ttl_ms,
-                    kind=_KIND,
-                    cost_us=round(cost * 1e6),
-                    namespace=int.from_bytes(namespace.digest[:8], "little"),
-                )
+                answers = self._calls().put_many(items, max(0.0, until - start), about)
                 seconds, went, payload = time.monotonic() - start, 0, 0
                 for number, (_, parts), answer in zip(missing[done:], items, answers, strict=False):
                     if isinstance(answer, Exception):
@@ -569,7 +575,7 @@ class BlockCache:
         now, digest = time.monotonic(), namespace.digest
         if now >= self._described_at.get(digest, -math.inf) + _DESCRIBED_SECONDS:
             item = (namespace_key(digest), as_payload(namespace.encoded))
-            (outcome,) = self._calls().put_many([item], left, kind=_KIND)
+            (outcome,) = self._calls().put_many([item], left, About(kind=_KIND, tenant=namespace.tenant))
             if not isinstance(outcome, Exception):
                 if len(self._described_at) >= _MOST_DESCRIBED:
                     self._described_at.clear()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from farpool.store import PutOutcome
     from farpool.store.arguments import Payload
-    from farpool.store.best_effort import Hold
+    from farpool.store.best_effort import About, Hold
 
 __all__ = ["ObjectCalls", "Objects"]
 
@@ -25,14 +25,7 @@ class ObjectCalls(Protocol):
     ) -> Sequence[int | Exception | None]: ...
 
     def put_many(
-        self,
-        items: Sequence[tuple[bytes, Payload]],
-        timeout: float,
-        *,
-        ttl_ms: int = 0,
-        kind: int = 0,
-        cost_us: int = 0,
-        namespace: int = 0,
+        self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
     ) -> Sequence[PutOutcome | Exception]: ...
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]: ...

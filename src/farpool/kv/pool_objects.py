@@ -1,14 +1,12 @@
 """Values under write-once keys in a pool of this process, for a cache of KV that needs no nodes.
 
 The pool decides which bytes are in fast memory, in DRAM or in a file. This decides which values are there at all: when
-they come to more than the capacity, one leaves that is worth the least, by the time that computing it anew would take,
-its size, and how often it is used (GDSF; Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency
-Caching Policy", 1998).
+they come to more than the capacity, `farpool.kv.eviction` says which of them leave, and which do not come in.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import os
 import threading
 import time
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from farpool._native import Policy
 from farpool.errors import (
     ConfigError,
     FarpoolError,
@@ -30,13 +27,14 @@ from farpool.errors import (
     PoolClosedError,
     StoreClosedError,
 )
+from farpool.kv.eviction import Eviction, EvictionStats
 from farpool.pager import Mode
 from farpool.pager.use import Use
 from farpool.pool.pool import blocks_of
 from farpool.sizes import parse_size
 from farpool.store import PutOutcome
 from farpool.store.arguments import Payload, nbytes_of
-from farpool.store.best_effort import Hold
+from farpool.store.best_effort import About, Hold
 from farpool.tensors.arena import arena_views
 
 if TYPE_CHECKING:
@@ -53,15 +51,14 @@ _CHUNK = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """A value, its slot in the policy, and who needs it."""
+    """A value. It has no storage before it is whole."""
 
     key: bytes
-    storage: Storage
+    number: int
     nbytes: int
-    slot: int
-    readers: int = 0
+    expires: float
+    storage: Storage | None = None
     held_until: float = 0.0
-    expires: float = float("inf")
 
 
 class PoolObjects:
@@ -94,11 +91,10 @@ class PoolObjects:
             )
         self._views = arena_views(self._blocks)
         self._chunk = max(1, min(_CHUNK, self._blocks.fast // 16))
-        self._policy = Policy("gdsf", self._capacity)
+        self._eviction: Eviction[bytes] = Eviction(self._capacity)
         self._values: dict[bytes, _Value] = {}
-        self._by_slot: dict[int, _Value] = {}
-        self._free_slots: list[int] = []
-        self._used = 0
+        self._held: dict[int, _Value] = {}
+        self._numbers = itertools.count()
         self._closed = False
         self._lock = threading.Lock()
         _OBJECTS.add(self)
@@ -112,8 +108,8 @@ class PoolObjects:
         with self._lock:
             self._closed = True
             self._values.clear()
-            self._by_slot.clear()
-            self._used = 0
+            self._held.clear()
+            self._eviction = Eviction(self._capacity)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -126,7 +122,7 @@ class PoolObjects:
     def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
         """Iterate over the keys that begin with `prefix`."""
         with self._lock:
-            found = [key for key in self._values if key.startswith(prefix)]
+            found = [key for key, one in self._values.items() if key.startswith(prefix) and one.storage is not None]
         return iter(found)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -142,10 +138,14 @@ class PoolObjects:
         self._check_open()
         now = time.monotonic()
         with self._lock:
-            return [
-                value.nbytes if (value := self._values.get(key)) is not None and value.expires > now else None
-                for key in keys
-            ]
+            return [None if (found := self._find(key, now)) is None else found[0].nbytes for key in keys]
+
+    def _find(self, key: bytes, now: float) -> tuple[_Value, Storage] | None:
+        """Return a value that is whole and has not expired; called with the lock."""
+        value = self._values.get(key)
+        if value is None or value.storage is None or value.expires <= now:
+            return None
+        return value, value.storage
 
     def get_into_many(self, pairs: Sequence[tuple[bytes, Payload]], timeout: float) -> Sequence[int | Exception | None]:
         """Read values into buffers; see `BestEffort.get_into_many`."""
@@ -153,35 +153,28 @@ class PoolObjects:
         deadline = time.monotonic() + timeout
         outcomes: list[int | Exception | None] = []
         for key, into in pairs:
-            now = time.monotonic()
             with self._lock:
-                value = self._values.get(key)
-                if value is None or value.expires <= now:
+                found = self._find(key, time.monotonic())
+                if found is None:
                     outcomes.append(None)
                     continue
-                value.readers += 1  # it stays until it is read
-                self._policy.touch(value.slot)
+                value, storage = found
+                self._eviction.touch(key)
+                self._eviction.pin(key)  # it stays until it is read
             try:
                 if value.nbytes > nbytes_of(into):
                     raise ValueError(f"the value has {value.nbytes} bytes, the target {nbytes_of(into)}")
-                self._copy(value.storage, value.nbytes, into, deadline, write=False)
+                self._copy(storage, value.nbytes, into, deadline, write=False)
                 outcomes.append(value.nbytes)
             except (FarpoolError, ValueError, OSError) as error:
                 outcomes.append(error)
             finally:
                 with self._lock:
-                    value.readers -= 1
+                    self._unpin(value)
         return outcomes
 
     def put_many(
-        self,
-        items: Sequence[tuple[bytes, Payload]],
-        timeout: float,
-        *,
-        ttl_ms: int = 0,
-        kind: int = 0,
-        cost_us: int = 0,
-        namespace: int = 0,
+        self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
     ) -> Sequence[PutOutcome | Exception]:
         """Store values under keys that have none yet; see `BestEffort.put_many`."""
         self._check_open()
@@ -189,87 +182,95 @@ class PoolObjects:
         outcomes: list[PutOutcome | Exception] = []
         for key, payload in items:
             try:
-                outcomes.append(self._put(key, payload, deadline, ttl_ms, cost_us))
+                outcomes.append(self._put(key, payload, deadline, about))
             except (FarpoolError, OSError) as error:
                 outcomes.append(error)
         return outcomes
 
-    def _put(self, key: bytes, payload: Payload, deadline: float, ttl_ms: int, cost_us: int) -> PutOutcome:
+    def _put(self, key: bytes, payload: Payload, deadline: float, about: About) -> PutOutcome:
         nbytes = nbytes_of(payload)
-        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-        expires = time.monotonic() + ttl_ms / 1000 if ttl_ms else float("inf")
+        now = time.monotonic()
+        expires = now + about.ttl_ms / 1000 if about.ttl_ms else float("inf")
         if nbytes > self._capacity:
             raise ObjectTooLargeError(f"a value of {nbytes} bytes does not fit into {self._capacity}")
         with self._lock:
-            if (there := self._values.get(key)) is not None:
+            self._check_open()
+            if self._eviction.nbytes + nbytes > self._capacity:
+                for one in [one for one in self._held.values() if one.held_until <= now]:
+                    self._release(one)
+            there = self._values.get(key)
+            # Where no cost is known all are alike. A value that is there may get its parent again.
+            seconds = max(1, about.cost_us) / 1e6
+            for other in self._eviction.insert(key, max(1, nbytes), seconds, about.parents.get(key), about.tenant):
+                self._forget(other)
+            if there is not None:
                 there.expires = max(there.expires, expires)
                 return PutOutcome.PRESENT
-            self._make_room(number, nbytes)
-            self._used += nbytes
+            if key not in self._eviction:
+                raise ObjectTooLargeError(
+                    f"{nbytes} bytes stay outside: they do not fit beside what is held, the block before them is gone, "
+                    "or what would have to leave is worth more"
+                )
+            value = self._values[key] = _Value(key, next(self._numbers), nbytes, expires)
+            self._eviction.pin(key)  # it stays until it is whole
         try:
             storage = self._blocks.allocate(max(1, nbytes), cls="kv", name="KV block")
             self._copy(storage, nbytes, payload, deadline, write=True)
         except BaseException:
             with self._lock:
-                self._used -= nbytes
+                if self._values.get(key) is value:
+                    self._remove(value)
             raise
         with self._lock:
             self._check_open()
-            if key in self._values:  # another thread was first
-                self._used -= nbytes
-                return PutOutcome.PRESENT
-            slot = self._free_slots.pop() if self._free_slots else len(self._by_slot)
-            value = _Value(key, storage, nbytes, slot, expires=expires)
-            # What computing costs is known of KV; of anything else its size stands for it.
-            self._policy.insert(slot, number, max(1, nbytes), cost=float(max(1, cost_us)))
-            self._values[key] = self._by_slot[slot] = value
+            value.storage = storage
+            self._unpin(value)
         return PutOutcome.STORED
 
-    def _make_room(self, number: int, nbytes: int) -> None:
-        """Evict values until one of `nbytes` bytes fits; called with the lock.
+    def _unpin(self, value: _Value) -> None:
+        """Take away one pin of a value, if it is there still; called with the lock."""
+        if self._values.get(value.key) is value:
+            self._eviction.unpin(value.key)
 
-        Raises
-        ------
-        ObjectTooLargeError
-            What is held or being read leaves no room.
-        """
-        now = time.monotonic()
-        held: set[int] | None = None
-        while self._used + nbytes > self._capacity:
-            if held is None:
-                held = {slot for slot, one in self._by_slot.items() if one.readers or one.held_until > now}
-            try:
-                victim = self._policy.victim(number, max(1, nbytes), held)
-            except IndexError:
-                raise ObjectTooLargeError(f"{nbytes} bytes do not fit beside what is held") from None
-            self._remove(self._by_slot[victim], evicted=True)
+    def _release(self, value: _Value) -> None:
+        """End the hold of a value; called with the lock."""
+        del self._held[value.number]
+        self._unpin(value)
 
-    def _remove(self, value: _Value, *, evicted: bool) -> None:
-        self._policy.remove(value.slot, evicted=evicted)
-        del self._values[value.key], self._by_slot[value.slot]
-        self._free_slots.append(value.slot)
-        self._used -= value.nbytes
+    def _forget(self, key: bytes) -> None:
+        """Drop a value that has left, if it was in; called with the lock."""
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._held.pop(value.number, None)
+
+    def _remove(self, value: _Value) -> None:
+        """Take a value out; called with the lock."""
+        self._eviction.remove(value.key)
+        self._forget(value.key)
 
     def hold_many(self, keys: Sequence[bytes], ttl_ms: int, timeout: float) -> Sequence[Hold | Exception | None]:
         """Keep values from being evicted for a limited time; see `BestEffort.hold_many`."""
         self._check_open()
-        until = time.monotonic() + ttl_ms / 1000
+        now = time.monotonic()
         held: list[Hold | Exception | None] = []
         with self._lock:
             for key in keys:
-                value = self._values.get(key)
-                if value is not None:
-                    value.held_until = until
-                held.append(None if value is None else (0, value.slot, int.from_bytes(key[-44:-12], "big"), 0))
+                found = self._find(key, now)
+                if found is not None:
+                    value, _ = found
+                    if value.number not in self._held:
+                        self._held[value.number] = value
+                        self._eviction.pin(key)
+                    value.held_until = now + ttl_ms / 1000
+                held.append(None if found is None else (0, found[0].number, 0, 0))
         return held
 
     def release_many(self, holds: Sequence[Hold], timeout: float) -> None:
         """Let values be evicted again; see `BestEffort.release_many`."""
         with self._lock:
-            for _, slot, mark, _ in holds:
-                value = self._by_slot.get(slot)
-                if value is not None and int.from_bytes(value.key[-44:-12], "big") == mark:
-                    value.held_until = 0.0
+            for _, number, _, _ in holds:
+                if (value := self._held.get(number)) is not None:
+                    self._release(value)
 
     def drop_many(self, keys: Sequence[bytes], timeout: float) -> Sequence[int | Exception]:
         """Drop values; return for each 1 if it was there."""
@@ -278,7 +279,7 @@ class PoolObjects:
             for key in keys:
                 value = self._values.get(key)
                 if value is not None:
-                    self._remove(value, evicted=False)
+                    self._remove(value)
                 dropped.append(int(value is not None))
         return dropped
 
@@ -286,10 +287,10 @@ class PoolObjects:
         """Drop one value; return True if it was there."""
         return self.drop_many([key], 1.0) == [1]
 
-    def stats(self) -> dict[str, int]:
-        """Return the number of values and their bytes."""
+    def stats(self) -> EvictionStats:
+        """Return counts of values, bytes and hits by tenant, the policy in use, and what others would have hit."""
         with self._lock:
-            return {"objects": len(self._values), "bytes": self._used, "capacity": self._capacity}
+            return self._eviction.stats()
 
     def _copy(self, storage: Storage, nbytes: int, parts: Payload, deadline: float, *, write: bool) -> None:
         """Copy between a storage and buffers that follow each other, a piece at a time.

@@ -155,6 +155,7 @@ class PrefixCache:
         **settings: Any,
     ) -> None:
         self._groups = layer_groups(layers, block, pieces)
+        self._full = next((number for number, one in enumerate(self._groups) if _needs_all(one)), None)
         namespace = Namespace(
             engine="farpool",
             model=model,
@@ -461,17 +462,28 @@ class PrefixCache:
         blocks = self._blocks
         keys: list[bytes] = []
         values: list[tuple[Buffer, ...]] = []
+        parents: dict[bytes, bytes] = {}
         chains = self._chains(blocks, tokens)
-        for number, one in enumerate(self._groups):
+        # Those that others need go first.
+        for number, one in sorted(enumerate(self._groups), key=lambda numbered: not _needs_all(numbered[1])):
             for block in range(start // self._block, len(chains)):
                 span = (block * self._block, (block + 1) * self._block)
                 own = [memory.parts(layer, *span) for layer in one.layers]
                 if all(parts is not None for parts in own):
                     keys.append(blocks.key(chains[block], number))
                     values.append(self._parts(one, memory, block))
+                    if (parent := self._parent(blocks, chains, number, block)) is not None:
+                        parents[keys[-1]] = parent
         cost = self._cost.prefill_seconds(len(tokens)) or 0.0
         share = cost / len(keys) if keys else 0.0
-        return blocks.save(keys, values, request=request, timeout=timeout, cost=share).count(None)
+        return blocks.save(keys, values, request=request, timeout=timeout, cost=share, parents=parents).count(None)
+
+    def _parent(self, blocks: BlockCache, chains: Sequence[bytes], group: int, block: int) -> bytes | None:
+        """Return the key of the block without which one is of no use; None where there is none."""
+        if _needs_all(self._groups[group]):
+            return blocks.key(chains[block - 1], group) if block else None
+        # A window or a state is of use with all that layers with full attention have before it.
+        return None if self._full is None else blocks.key(chains[block], self._full)
 
     def save_async(
         self,
@@ -643,3 +655,8 @@ class PrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _needs_all(one: LayerGroup) -> bool:
+    """Tell if these layers need all blocks from the first on."""
+    return one.group.kind in ("full", "mla")

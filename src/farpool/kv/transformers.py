@@ -290,17 +290,21 @@ class FarpoolCache(Cache):
         full = self._of_type(PagedLayer)
         if full:
             keys = [blocks.key(link, _FULL) for link in chain]
+            parents = dict(zip(keys[1:], keys, strict=False))
             present = blocks.lookup(keys, request=request).found
             for batch in _batches([number for number in range(count) if not present[number]], self._bytes(_FULL)):
                 payloads = self._payloads(full, batch)
-                outcomes = blocks.save([keys[number] for number in batch], payloads, request=request)
+                batched = [keys[number] for number in batch]
+                outcomes = blocks.save(batched, payloads, request=request, parents=parents)
                 stored = min([stored, *(number for number, no in zip(batch, outcomes, strict=True) if no is not None)])
         sliding = self._of_type(DynamicSlidingWindowLayer)
         if sliding:
             ends = {self._states[number].tokens for number, _ in sliding if number in self._states}
             if len(ends) != 1 or len(self._states) < len(sliding) or (end := ends.pop() // step) > stored:
                 return 0
-            (outcome,) = blocks.save([blocks.key(chain[end - 1], _SLIDING)], [self._sliding_payload()], request=request)
+            key, payload = blocks.key(chain[end - 1], _SLIDING), self._sliding_payload()
+            before = {key: blocks.key(chain[end - 1], _FULL)} if full else {}
+            (outcome,) = blocks.save([key], [payload], request=request, parents=before)
             stored = 0 if outcome is not None else end
         return stored * step
 

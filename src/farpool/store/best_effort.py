@@ -7,7 +7,8 @@ after a failure waits for it. What fails has its error in the place of its resul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farpool.errors import FarpoolError, NodeError, NodeTimeoutError
@@ -23,11 +24,39 @@ if TYPE_CHECKING:
     from farpool.store.messages import PutOutcome
     from farpool.store.upkeep import Upkeep
 
-__all__ = ["BestEffort", "Hold"]
+__all__ = ["About", "BestEffort", "Hold"]
 
 Hold = tuple[int, int, int, int]
 """An object that is held on a node: the number of the node, the object's offset and serial there, the number of the
 pin."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Properties of values that are stored together.
+
+    Attributes
+    ----------
+    ttl_ms : int
+        Milliseconds after which they expire; 0 for never.
+    kind : int
+        Class of the objects (docs/wire.md).
+    cost_us : int
+        Microseconds that it takes to make one of them again; 0 if that is not known.
+    namespace : int
+        Number of 64 bits that objects of one origin share.
+    tenant : str
+        Whose they are. Nodes know that from the access key, and are not told.
+    parents : mapping of bytes to bytes
+        By key, that of the value without which one is of no use; for nodes it is of no use itself.
+    """
+
+    ttl_ms: int = 0
+    kind: int = 0
+    cost_us: int = 0
+    namespace: int = 0
+    tenant: str = ""
+    parents: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 class BestEffort:
@@ -152,14 +181,7 @@ class BestEffort:
         return left
 
     def put_many(
-        self,
-        items: Sequence[tuple[bytes, Payload]],
-        timeout: float,
-        *,
-        ttl_ms: int = 0,
-        kind: int = 0,
-        cost_us: int = 0,
-        namespace: int = 0,
+        self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
     ) -> Sequence[PutOutcome | Exception]:
         """Store values under keys that have none yet, all at the same time.
 
@@ -169,14 +191,8 @@ class BestEffort:
             Each key and its value.
         timeout : float
             Seconds that it may take.
-        ttl_ms : int
-            Milliseconds after which they expire; 0 for never.
-        kind : int
-            Class of the objects (docs/wire.md).
-        cost_us : int
-            Microseconds that it takes to make one of them again; 0 if that is not known.
-        namespace : int
-            Number of 64 bits that objects of one origin share.
+        about : About
+            Properties of them.
 
         Returns
         -------
@@ -191,7 +207,8 @@ class BestEffort:
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
             return [dark] * len(items)
-        head = HEAD.pack(ttl_ms, cluster.copies, kind, 1, min(cost_us, 0xFFFFFFFF), namespace, 0)
+        cost_us = min(about.cost_us, 0xFFFFFFFF)
+        head = HEAD.pack(about.ttl_ms, cluster.copies, about.kind, 1, cost_us, about.namespace, 0)
         try:
             return put(cluster, items, head, time.monotonic() + timeout, patient=False)
         except (FarpoolError, OSError) as error:
