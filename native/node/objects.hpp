@@ -70,6 +70,8 @@ public:
         std::uint64_t demotions = 0;
         std::uint64_t promotions = 0;
         std::uint64_t searches = 0;  // keys that were looked for in the index
+        std::uint64_t gets = 0;      // objects that connections asked for
+        std::uint64_t hits = 0;      // those that were there
     };
 
     // The tenant whose index file has this name; empty where the name is not that of an index.
@@ -145,6 +147,8 @@ public:
     bool may_send(const Found& found, std::uint64_t nbytes, std::uint64_t most) const;
     // Bytes of memory that an object takes.
     std::uint64_t room_of(const Found& found) const { return std::uint64_t{index_->at(found.slot).units} * unit_nbytes; }
+    void count_get() { ++counts_.gets; }
+    void count_hit() { ++counts_.hits; }
     // Changes the count of bytes that replies hold.
     void count_unsent(std::int64_t change) { unsent_ += static_cast<std::uint64_t>(change); }
     // Looks at the next `slots` slots and removes objects that have expired or are of an earlier epoch.
