@@ -238,6 +238,8 @@ void bind_node(nb::module_& m) {
                      made["lent"] = stats.lent;
                      made["share"] = stats.share;
                      made["searches"] = stats.searches;
+                     made["gets"] = stats.gets;
+                     made["hits"] = stats.hits;
                      add_charges(made, stats.charges);
                      found[nb::int_(tenant)] = made;
                  }

@@ -338,11 +338,12 @@ void Objects::set_expiry(std::uint32_t slot, std::uint64_t expiry) {
     enqueue(slot, after);
 }
 
-// Enters an object into its eviction queue. Kept objects are in none, and those leaving for the file in none before they are
-// there.
+// Enters an object into its eviction queue, with what it costs to make again if its publisher has said so. Kept objects are in
+// none, and those leaving for the file in none before they are there.
 void Objects::enqueue(std::uint32_t slot, const Index::Entry& entry) {
     if ((entry.expiry & kept_flag) == 0 && !leaving_.contains(entry.offset)) {
-        queue_of(entry).insert(slot, {entry.hash, entry.units});
+        const double cost = header_at(entry.offset).recompute_us;  // a hint: publishers may have changed it
+        queue_of(entry).insert(slot, {entry.hash, entry.blocks == 0 ? entry.units : entry.blocks, policy::never, cost});
     }
 }
 
@@ -465,7 +466,8 @@ void Objects::list(std::uint64_t& place, std::string_view after, std::string_vie
 std::uint64_t Objects::overhead() const noexcept {
     // The mark of a visit, the links of the queue, and what is known of the header.
     const std::uint64_t beside_slot = 1 + 8 + sizeof(Shape) + (shelf_ == nullptr ? 0 : 1);
-    return index_->slots_used() * (sizeof(IndexSlot) + beside_slot) + index_->buckets() * sizeof(std::uint32_t) + header_bytes_;
+    return index_->slots_used() * (sizeof(IndexSlot) + beside_slot) + index_->buckets() * sizeof(std::uint32_t) +
+           header_bytes_ + sieve_->credits_nbytes() + lower_->credits_nbytes();
 }
 
 }  // namespace farpool

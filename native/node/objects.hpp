@@ -70,6 +70,8 @@ public:
         std::uint64_t demotions = 0;
         std::uint64_t promotions = 0;
         std::uint64_t searches = 0;  // keys that were looked for in the index
+        std::uint64_t gets = 0;      // objects that connections asked for
+        std::uint64_t hits = 0;      // those that were there
     };
 
     // The tenant whose index file has this name; empty where the name is not that of an index.
@@ -149,6 +151,8 @@ public:
     bool may_send(const Found& found, std::uint64_t nbytes, std::uint64_t most) const;
     // Bytes of memory that an object takes.
     std::uint64_t room_of(const Found& found) const { return std::uint64_t{index_->at(found.slot).units} * unit_nbytes; }
+    void count_get() { ++counts_.gets; }
+    void count_hit() { ++counts_.hits; }
     // Changes the count of bytes that replies hold.
     void count_unsent(std::int64_t change) { unsent_ += static_cast<std::uint64_t>(change); }
     // Looks at the next `slots` slots and removes objects that have expired or are of an earlier epoch.
@@ -261,7 +265,7 @@ private:
     // The live slot of a held object; `none` where the object has gone.
     std::uint32_t held_slot(std::uint64_t offset) const;
     std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry);
-    policy::Policy& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *sieve_ : *lower_; }
+    policy::Sieve& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *sieve_ : *lower_; }
     void enqueue(std::uint32_t slot, const Index::Entry& entry);
     void unqueue(std::uint32_t slot, const Index::Entry& entry, policy::Leaving why);
     auto in_use() const {
@@ -291,8 +295,8 @@ private:
     std::unique_ptr<Visits> visits_;
     Shelf* shelf_;
     policy::Marks marks_;                                      // of visits
-    std::unique_ptr<policy::Policy> sieve_;                    // of what lies in memory and is not kept or leaving
-    std::unique_ptr<policy::Policy> lower_;                    // of what lies in the file and is not kept
+    std::unique_ptr<policy::Sieve> sieve_;                     // of what lies in memory and is not kept or leaving
+    std::unique_ptr<policy::Sieve> lower_;                     // of what lies in the file and is not kept
     std::unordered_map<std::uint64_t, Leaving> leaving_;       // by offset of the extent, until that is free
     std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // offsets of the extents, which are held meanwhile, by job
     std::unique_ptr<FreeSpace> space_;

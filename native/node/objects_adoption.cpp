@@ -21,8 +21,8 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     first_serial_ = index_->first_serial();
     visits_ = std::make_unique<Visits>(index_->segment().header(), budget_.limit);  // those of an earlier start are not missed
     marks_ = visits_->marks();
-    sieve_ = std::make_unique<policy::Sieve>(marks_);
-    lower_ = std::make_unique<policy::Sieve>(marks_);
+    sieve_ = std::make_unique<policy::Sieve>(marks_, policy::Sieve::By::costs);
+    lower_ = std::make_unique<policy::Sieve>(marks_, policy::Sieve::By::costs);
     space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(room() / unit_nbytes));
     do {
         if (!visits_->back(visits_->backed())) {

@@ -158,8 +158,9 @@ bool Objects::evict_from_bucket(std::uint64_t hash) {
 }
 
 // Evicts one and then its neighbours above, until they leave a hole of so many units or one of them is in use. Without this a
-// large object would wait until chance had emptied one place. A neighbour that was used lately stays: its turn comes when the
-// hand of SIEVE has been there. None of them goes to the file: a place is not empty before the file has its object.
+// large object would wait until chance had emptied one place. A neighbour that was used lately, or is costly, stays: its turn
+// comes when the hand of SIEVE has been there. None of them goes to the file: a place is not empty before the file has its
+// object.
 void Objects::evict_around(std::uint32_t units) {
     policy::Slot slot = sieve_->victim({}, in_use());
     if (slot == policy::no_slot) {
@@ -179,8 +180,8 @@ void Objects::evict_around(std::uint32_t units) {
             return;
         }
         slot = header_at(next).slot;  // a hint: whoever may write the data segment may have changed it
-        if (!index_->is_live(slot) || index_->at(slot).offset != next || is_fixed(index_->at(slot)) || marks_.get(slot) != 0 ||
-            (index_->at(slot).blocks != 0 && sieve_->size() > 0)) {
+        if (!index_->is_live(slot) || index_->at(slot).offset != next || is_fixed(index_->at(slot)) ||
+            queue_of(index_->at(slot)).would_pass(slot) || (index_->at(slot).blocks != 0 && sieve_->size() > 0)) {
             return;
         }
     }

@@ -269,12 +269,14 @@ std::optional<Found> Server::found_or_refuse(Peer& peer, std::string_view key, b
 
 void Server::answer_get(Peer& peer) {
     const std::string_view key = key_or_refuse(peer, rights::read);
-    counts_.gets += key.empty() ? 0 : 1;
+    if (!key.empty()) {
+        peer.objects->count_get();
+    }
     const std::optional<Found> found = found_or_refuse(peer, key, true);
     if (!found) {
         return;
     }
-    ++counts_.hits;
+    peer.objects->count_hit();
     reply(peer, Status::done, found->serial, packed(found->head));
     if (found->shelved) {
         return fetch(peer, *found, key, 0);

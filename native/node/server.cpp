@@ -352,6 +352,8 @@ Server::Stats Server::stats() {
         const Objects::Counts& counts = objects->counts();
         stats.objects += objects->size();
         stats.object_bytes += counts.payload_bytes;
+        stats.gets += counts.gets;
+        stats.hits += counts.hits;
         stats.evictions += counts.evictions;
         stats.expired += counts.expired;
         stats.shelved += counts.shelved;
@@ -377,8 +379,9 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t use = budget_.use(tenant);
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
+        const Objects::Counts& counts = objects->counts();
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          objects->counts().searches, quotas_.of_tenant(tenant)});
+                                          counts.searches, counts.gets, counts.hits, quotas_.of_tenant(tenant)});
     }
     for (const auto& lease : leases_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {

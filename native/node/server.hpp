@@ -50,13 +50,13 @@ public:
     };
 
     struct Counts {
-        std::uint64_t gets = 0, hits = 0, puts = 0, drops = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0, bad_frames = 0;
+        std::uint64_t puts = 0, drops = 0, bytes_in = 0, bytes_out = 0, checksum_errors = 0, bad_frames = 0;
     };
 
     struct Stats : Counts {
         std::uint64_t capacity = 0, lent = 0, used = 0, objects = 0, object_bytes = 0, evictions = 0, expired = 0, adopted = 0,
                       index_bytes = 0, connections = 0, sessions = 0, leases = 0, shelf_capacity = 0, shelf_used = 0,
-                      leaving = 0, shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0;
+                      leaving = 0, shelved = 0, demotions = 0, promotions = 0, backed = 0, taken = 0, gets = 0, hits = 0;
     };
 
     // Thrown where a session, an access key or a tenant already holds as much as it may; says of what.
@@ -69,7 +69,7 @@ public:
     };
 
     struct TenantStats {
-        std::uint64_t objects, used, backed, taken, lent, share, searches;
+        std::uint64_t objects, used, backed, taken, lent, share, searches, gets, hits;
         Quotas::Charges charges;
     };
 

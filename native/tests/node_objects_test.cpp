@@ -46,8 +46,10 @@ Found announced(Objects& objects, const std::string& key, std::uint64_t nbytes) 
     return objects.prepare(key, nbytes, ObjectHead{}, Objects::Arrival::in_slices);
 }
 
-Status put(Objects& objects, const std::string& key, std::uint64_t nbytes) {
-    const Found place = objects.prepare(key, nbytes, ObjectHead{});
+Status put(Objects& objects, const std::string& key, std::uint64_t nbytes, std::uint32_t cost_us = 0) {
+    ObjectHead head{};
+    head.recompute_us = cost_us;
+    const Found place = objects.prepare(key, nbytes, head);
     return place.status == Status::done ? objects.commit(place.offset, place.serial, 0).status : place.status;
 }
 
@@ -229,6 +231,53 @@ TEST("an object is demoted when it is asked for, unless somebody needs it in mem
     CHECK(objects.demote(moved) == Status::done);
     CHECK_EQUAL(objects.counts().demotions, 1u);
     CHECK_EQUAL(own.leaving, 0u);
+}
+
+TEST("what is costly to compute again stays while others that are used as often go") {
+    for (const bool costs : {false, true}) {
+        const Folder folder;
+        Budget budget{4 * mib};
+        Objects objects = opened(folder, budget);
+        for (int number = 0; number < 1000; ++number) {
+            const bool costly = number < 20;
+            const std::string key = std::to_string(number);
+            CHECK(put(objects, key, 30'000, !costs ? 0 : costly ? 1'000'000 : 1000) == Status::done);
+            CHECK(objects.find(key, true).status == Status::done);
+        }
+        int there = 0;
+        for (int number = 0; number < 20; ++number) {
+            there += objects.find(std::to_string(number), false).status == Status::done ? 1 : 0;
+        }
+        CHECK_EQUAL(there, costs ? 20 : 0);
+        for (int number = 0; number < 4000; ++number) {  // whose time comes, too
+            CHECK(put(objects, "later " + std::to_string(number), 30'000, costs ? 1'000'000 : 0) == Status::done);
+            CHECK(objects.find("later " + std::to_string(number), true).status == Status::done);
+        }
+        for (int number = 0; number < 20; ++number) {
+            CHECK(objects.find(std::to_string(number), false).status == Status::missing);
+        }
+    }
+}
+
+TEST("a mapped reader's mark is worth what the object costs, and a kept object keeps its cost") {
+    const Folder folder;
+    Budget budget{4 * mib};
+    Objects objects = opened(folder, budget);
+    CHECK(put(objects, "costly", 30'000, 1'000'000) == Status::done);
+    CHECK(objects.touch("costly", 0, Keep::keep) == Status::done);
+    CHECK(objects.touch("costly", 0, Keep::let_go) == Status::done);
+    CHECK_EQUAL(objects.find("costly", false).head.recompute_us, 1'000'000u);
+    const farpool::File marks(objects.visits().open(7));
+    const farpool::Mapping area(marks.fd(), objects.visits().session_nbytes(), true);
+    for (int number = 0; number < 1000; ++number) {
+        CHECK(put(objects, std::to_string(number), 30'000, 1000) == Status::done);
+        for (const std::string& key : {std::to_string(number), std::string("costly")}) {
+            const Found found = objects.find(key, false);
+            CHECK(found.status == Status::done);
+            area.data()[farpool::segment_header_nbytes + found.slot] = std::byte{1};
+        }
+    }
+    objects.end_visits(7);
 }
 
 int main() { return farpool::testing::run(); }

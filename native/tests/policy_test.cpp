@@ -380,6 +380,75 @@ TEST("marks from outside count as uses") {
     }
 }
 
+TEST("SIEVE by costs is SIEVE where each byte costs the same, or no cost is known") {
+    for (unsigned seed = 0; seed < 20; ++seed) {
+        std::mt19937 random(seed);
+        const double each = seed % 2 == 0 ? 0.0 : 3.5;
+        Sieve plain;
+        Sieve by_costs(Marks{}, Sieve::By::costs);
+        std::map<Slot, std::uint64_t> inside;
+        for (int step = 0; step < 3000; ++step) {
+            const Slot slot = random() % 60;
+            const Item item{slot, 1 + slot % 7, never, static_cast<double>(1 + slot % 7) * each};
+            if (inside.contains(slot)) {
+                plain.touch(slot);
+                by_costs.touch(slot);
+                continue;
+            }
+            if (inside.size() == 30) {
+                const auto held = [](Slot other) { return other % 5 == 0; };
+                const Slot victim = plain.victim(item, held);
+                CHECK_EQUAL(by_costs.victim(item, held), victim);
+                plain.remove(victim, Leaving::evicted);
+                by_costs.remove(victim, Leaving::evicted);
+                inside.erase(victim);
+            }
+            plain.insert(slot, item);
+            by_costs.insert(slot, item);
+            inside[slot] = slot;
+        }
+    }
+}
+
+TEST("SIEVE by costs passes what is costly more often, and in the end not any more") {
+    Sieve policy(Marks{}, Sieve::By::costs);
+    for (Slot slot = 10; slot-- > 0;) {
+        policy.insert(slot, {slot, 1, never, slot == 0 ? 400.0 : 100.0});
+    }
+    CHECK(policy.would_pass(0) && !policy.would_pass(1));
+    int turns = 0;
+    for (Slot victim = no_slot; victim != 0; ++turns) {  // what comes anew is used once each time
+        CHECK(turns < 100);
+        victim = policy.victim({99});
+        policy.remove(victim, Leaving::evicted);
+        policy.insert(victim, {victim, 1, never, 100.0});
+        for (Slot slot = 1; slot < 10; ++slot) {
+            policy.touch(slot);
+        }
+    }
+    CHECK(turns > 3 && turns < 30);
+}
+
+TEST("SIEVE by costs weighs sizes, and finds a victim in two turns whatever was used") {
+    Sieve policy(Marks{}, Sieve::By::costs);
+    for (Slot slot = 0; slot < 8; ++slot) {
+        policy.insert(slot, {slot, slot == 5 ? 1u : 64u, never, 1000.0});
+    }
+    for (int use = 0; use < 8; ++use) {
+        for (Slot slot = 0; slot < 8; ++slot) {
+            policy.touch(slot);
+        }
+        std::size_t looks = 0;
+        const Slot victim = policy.victim({99}, [&](Slot) { return ++looks > 1000; });
+        CHECK(victim != 5 && looks <= 3 * 8);
+        policy.remove(victim, Leaving::evicted);
+        policy.insert(victim, {victim, 64, never, 1000.0});
+    }
+    policy.remove(5, Leaving::deleted);
+    policy.insert(5, {5, 1, never, 0.0});
+    CHECK(!policy.would_pass(5));
+}
+
 TEST("marks that several have set count as one use, and slots that end alike share one of an area") {
     std::vector<std::uint8_t> own(16);
     std::vector<std::uint8_t> first(8);

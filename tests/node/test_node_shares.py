@@ -10,6 +10,7 @@ import pytest
 from farpool import _native
 from farpool.errors import NodeFullError, QuotaExceededError
 from farpool.net.frames import Op, Right, Status
+from tests.attacks.lab import Key, Lab
 from tests.node.nodes import Peer, lookup_meta, node, until, walked
 
 MIB = 1 << 20
@@ -58,6 +59,38 @@ def test_what_each_tenant_has_is_told(tmp_path: Path) -> None:
         }
         assert 10 * len(PIECE) < told[1]["used"] <= told[1]["backed"]
         assert told[2]["used"] == told[2]["backed"] == MIB
+
+
+def test_gets_and_hits_are_counted_for_each_tenant(tmp_path: Path) -> None:
+    with node(tmp_path, 8 * MIB) as server:
+        one, two = peers(server, 1, 2)
+        fill(one, 4)
+        for key in (b"0", b"1", b"2", b"3", b"none"):
+            one.ask(Op.GET, key)
+        for key in (b"0", b"1"):
+            two.ask(Op.GET, key)
+        told = server.tenants()
+        assert {tenant: (has["gets"], has["hits"]) for tenant, has in told.items()} == {1: (5, 4), 2: (2, 0)}
+        stats = server.stats()
+        assert (stats["gets"], stats["hits"]) == (7, 4)
+
+
+def test_metrics_tell_the_gets_and_hits_of_each_tenant() -> None:
+    one, two = Key("one", tenant=3), Key("two", tenant=4)
+    with Lab() as lab:
+        running = lab.node(16 * MIB, [one, two], metrics=True)
+        with running.connect(one) as owner, running.connect(two) as other:
+            assert owner.put(b"key", PIECE).done
+            assert [owner.get(b"key").done, owner.get(b"none").done, other.get(b"key").done] == [True, False, False]
+        told = running.metrics()
+    counted = {
+        (metric, tenant): value
+        for metric in ("gets", "hits")
+        for tenant in (3, 4)
+        for name, value in told.items()
+        if name.startswith(f"farpool_node_tenant_{metric}_total{{") and f'tenant="{tenant}"' in name
+    }
+    assert counted == {("gets", 3): 2, ("gets", 4): 1, ("hits", 3): 1, ("hits", 4): 0}
 
 
 def test_a_guaranteed_share_is_there_whatever_the_others_do(tmp_path: Path) -> None:

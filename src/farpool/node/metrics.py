@@ -51,6 +51,11 @@ _OF_TENANTS = {
     "leases": ("leases", "Leases of a tenant"),
     "connections": ("connections", "Connections of a tenant"),
 }
+_COUNTERS_OF_TENANTS = {
+    "searches": ("searches", "Keys looked for in the index of a tenant"),
+    "gets": ("gets", "Objects that a tenant asked for over a connection"),
+    "hits": ("hits", "Objects that a tenant asked for over a connection and that were there"),
+}
 _OF_KEYS = {
     "held": ("held_bytes", "Bytes that an access key holds in leases, pins and unfinished publishes"),
     "pins": ("pins", "Pins of an access key"),
@@ -112,12 +117,11 @@ class NodeCollector(Collector):
             for tenant, has in tenants.items():
                 gauge.add_metric([self._node, str(tenant)], has[name])
             yield gauge
-        searches = CounterMetricFamily(
-            "farpool_node_tenant_searches", "Keys looked for in the index of a tenant", labels=["node", "tenant"]
-        )
-        for tenant, has in tenants.items():
-            searches.add_metric([self._node, str(tenant)], has["searches"])
-        yield searches
+        for name, (metric, text) in _COUNTERS_OF_TENANTS.items():
+            counter = CounterMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
+            for tenant, has in tenants.items():
+                counter.add_metric([self._node, str(tenant)], has[name])
+            yield counter
         keys = self._keys()
         for name, (metric, text) in _OF_KEYS.items():
             gauge = GaugeMetricFamily(f"farpool_node_key_{metric}", text, labels=["node", "tenant", "key"])

@@ -33,7 +33,7 @@ pin."""
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is known of values that are stored together.
+    """Properties of values that are stored together.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ class BestEffort:
         timeout : float
             Seconds that it may take.
         about : About
-            What is known of them.
+            Properties of them.
 
         Returns
         -------
