@@ -20,7 +20,8 @@ from transformers import DynamicCache
 from farpool import Dram, Pool
 from farpool.bench.link import fetched, written
 from farpool.errors import ConfigError, PoolClosedError, PoolFullError, UnsupportedError
-from farpool.kv import BlockCache
+from farpool.kv import BlockCache, Judge
+from farpool.kv.journal import recorded
 from farpool.kv.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.transformers_layer import PagedLayer
 from farpool.node.process import RunningNode, running_node
@@ -337,8 +338,8 @@ def test_a_prompt_that_goes_another_way_shares_what_it_can(
         assert saved(model, first, pool, blocks) == 40
         cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
         # Full attention goes on from the first difference, a sliding window only from a state that was saved.
-        assert cache.load(other) == (24 if name == "llama" else 16)
-        assert FarpoolCache(model.config, pool=pool, prefixes=blocks).load(first[:, :40]) == (
+        assert cache.load(other, judged=False) == (24 if name == "llama" else 16)
+        assert FarpoolCache(model.config, pool=pool, prefixes=blocks).load(first[:, :40], judged=False) == (
             32 if name == "llama" else 16
         )
 
@@ -432,6 +433,67 @@ def test_without_its_node_a_prompt_is_computed(models: dict[str, Any], pool: Poo
             found, _ = zoo.generate(model, inputs, cache)
             assert torch.equal(found, computed(model, inputs, 0))
             assert cache.save(found) == 0
+
+
+def taught(seconds_a_token: float) -> Judge:
+    """Make a judge that has measured how long computing takes, and quick loads."""
+    judge = Judge()
+    for tokens in (8, 16, 64, 256):
+        judge.computed(tokens, 0, tokens * seconds_a_token)
+        judge.loaded(tokens * 1000, tokens * 1e-6)
+    return judge
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_it_loads_what_comes_sooner_than_it_could_be_computed_and_the_journal_says_why(
+    models: dict[str, Any], pool: Pool, settings: dict[str, Any], name: str
+) -> None:
+    model, inputs = models[name], zoo.prompt(60)
+    with blocks_for(model, settings) as blocks:
+        assert saved(model, inputs[:, :48], pool, blocks) == 48
+        measured = blocks.judge.prefill_seconds(48)
+        assert 0 < measured < PATIENCE  # of the pass itself
+
+        def load(request: str) -> int:
+            cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
+            loaded = cache.load(inputs, request=request)
+            assert cache.get_seq_length() == loaded
+            found, _ = zoo.generate(model, inputs, cache)
+            assert torch.equal(found, computed(model, inputs, loaded))
+            return loaded
+
+        assert load(f"{name} first") == 48  # nothing to compare it with
+        assert blocks.judge.stats()["gain"]["load_requests"] == 1
+        blocks.judge = taught(1e-9)
+        assert load(f"{name} quick to compute") == 0
+        assert blocks.judge.stats()["decisions"] == {"load": 0, "compute": 1, "hold-out": 0}
+        blocks.judge = taught(10.0)
+        assert load(f"{name} slow to compute") == 48
+        assert blocks.judge.stats()["decisions"] == {"load": 1, "compute": 0, "hold-out": 0}
+        assert blocks.judge.stats()["saved_seconds"] > 300
+        notes = {one.request: one.note for one in recorded(name) if one.step == "decision"}
+        assert notes[f"{name} first"].startswith("load: not enough")
+        assert notes[f"{name} quick to compute"].startswith("compute: computing all 48 tokens")
+        assert notes[f"{name} slow to compute"].startswith("load 48 tokens")
+
+
+def test_a_few_requests_compute_to_show_what_loading_gains(
+    models: dict[str, Any], pool: Pool, settings: dict[str, Any]
+) -> None:
+    model, inputs = models["llama"], zoo.prompt(60)
+    with blocks_for(model, settings) as blocks:
+        assert saved(model, inputs[:, :48], pool, blocks) == 48
+        blocks.judge = taught(10.0)
+        held: list[FarpoolCache] = []
+        for _ in range(32):
+            cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
+            if not cache.load(inputs):
+                held.append(cache)
+        assert len(held) == 1
+        assert blocks.judge.stats()["decisions"]["hold-out"] == 1
+        assert blocks.judge.stats()["gain"]["hold_out_requests"] == 0
+        zoo.generate(model, inputs, held[0])
+        assert blocks.judge.stats()["gain"]["hold_out_requests"] == 1  # the prompt, and not what followed
 
 
 @pytest.mark.slow

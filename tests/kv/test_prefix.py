@@ -19,7 +19,7 @@ from farpool.kv.memory import Layer, TensorMemory, layer_groups
 from farpool.kv.prefix import PrefixCache
 from farpool.node.process import RunningNode, running_node
 from tests.kv.test_cost import prefill
-from tests.nodes import PATIENCE
+from tests.nodes import PATIENCE, eventually
 
 BLOCK = 4
 HEADS, SIZE = 2, 8
@@ -102,6 +102,13 @@ class Target(Made):
         if self.layers[layer].kind == "recurrent":
             start = stop - 1
         return [self.memory[layer, token] for token in range(start, stop)]
+
+
+class Short(Target):
+    """Place that lacks all layers."""
+
+    def parts(self, layer: int, start: int, stop: int) -> list[bytearray] | None:
+        return None
 
 
 def target(layers: Sequence[Layer], tokens: Sequence[int]) -> Target:
@@ -351,7 +358,7 @@ def test_what_was_prefetched_needs_no_node(make: Callable[..., PrefixCache], nod
 def teach(cache: PrefixCache, linear: float, seconds_a_byte: float) -> None:
     for tokens in (8, 16, 64, 256) * 3:
         cache.computed(tokens, prefill(tokens, 0, 0.0, linear, 0.0))
-        cache._cost.loaded(tokens * 1000, tokens * 1000 * seconds_a_byte)
+        cache.judge.loaded(tokens * 1000, tokens * 1000 * seconds_a_byte)
 
 
 def test_what_is_computed_sooner_is_not_loaded_and_the_journal_says_so(make: Callable[..., PrefixCache]) -> None:
@@ -407,6 +414,31 @@ def test_loads_that_bring_nothing_count_as_a_loss(make: Callable[..., PrefixCach
     stats = cache.stats()["gain"]
     assert stats["load_requests"] > 2
     assert stats["load_share"] >= 1
+
+
+def test_loads_of_layers_one_after_the_other_are_judged_once_by_their_shortest_part(
+    make: Callable[..., PrefixCache],
+) -> None:
+    layers = [FULL] * 6
+    cache = make(layers, pieces=3)
+    save_steps(cache, layers, TOKENS[:16])
+    for tokens in (8, 16, 64, 256) * 3:
+        cache.computed(tokens, float(tokens))
+    match = cache.lookup(TOKENS)
+    cache.load_layers(match, target(layers, TOKENS))
+    eventually(lambda: cache.stats()["gain"]["load_requests"] == 1)
+    assert cache.stats()["gain"]["load_share"] < 0.5
+    assert cache.stats()["saved_seconds"] == pytest.approx(16, rel=0.5)
+    cache._blocks.drop([cache._keys(cache._blocks, TOKENS[:16])[4]])  # of the second part its first block
+    cache.load_layers(match, target(layers, TOKENS))
+    eventually(lambda: cache.stats()["gain"]["load_requests"] > 1)
+    assert cache.stats()["gain"]["load_share"] > 0.45  # nothing could be used
+    loads = cache.load_layers(match, Short(layers, TOKENS))
+    for one in loads:
+        with pytest.raises(ConfigError, match="no place"):
+            one.tokens.result(PATIENCE)
+    assert cache.drain(PATIENCE)
+    assert cache.stats()["gain"]["load_requests"] < 2
 
 
 def test_nodes_that_are_away_are_a_miss(node: RunningNode) -> None:

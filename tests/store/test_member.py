@@ -11,7 +11,7 @@ from farpool.errors import AccessDeniedError, NodeError, NodeTimeoutError
 from farpool.net.address import parse_address
 from farpool.net.channel import Channel
 from farpool.store.member import Member
-from tests.nodes import eventually
+from tests.nodes import PATIENCE, eventually
 
 
 class Refusing(Channel):
@@ -46,15 +46,56 @@ def test_a_node_that_has_failed_is_not_asked_and_is_probed_again_and_again() -> 
 
 
 def test_a_probe_ends_when_the_node_answers_if_only_to_refuse() -> None:
-    channel = Refusing(NodeTimeoutError("too late"), NodeError("it is down"), AccessDeniedError("no"))
+    channel = Refusing(NodeError("it is down"), AccessDeniedError("no"))
     member = Member(channel, lambda member: None)
-    with pytest.raises(NodeTimeoutError, match=r"^too late$"):
-        member.take(0.0)
+    member.failed(NodeTimeoutError("too late"), silence=1.0)
     with pytest.raises(NodeTimeoutError, match="is not asked"):
         member.take(0.0)
     eventually(lambda: member.status() == (0.0, ""))
-    assert channel.attempts == 3
+    assert channel.attempts == 2
     with pytest.raises(AccessDeniedError):
         member.take(0.0)
     assert member.status() == (0.0, "")
+    member.close()
+
+
+def test_a_late_answer_is_no_failure_unless_the_node_is_silent_when_it_is_asked_again() -> None:
+    channel = Refusing(NodeTimeoutError("too late"), AccessDeniedError("it answers"))
+    member = Member(channel, lambda member: None)
+    with pytest.raises(NodeTimeoutError, match=r"^too late$"):
+        member.take(0.0)
+    eventually(lambda: channel.attempts == 2 and not member._probing)
+    assert not member.is_failing
+    assert member.status() == (0.0, "")
+
+    channel.failures = [NodeTimeoutError("too late"), NodeTimeoutError("silent"), NodeError("it is down")]
+    with pytest.raises(NodeTimeoutError, match=r"^too late$"):
+        member.take(0.0)
+    eventually(lambda: member.is_failing)
+    with pytest.raises(NodeTimeoutError, match=r"is not asked.*: too late$"):
+        member.take(0.0)
+    channel.failures = [AccessDeniedError("it answers")]
+    eventually(lambda: not member.is_failing)
+    member.close()
+
+
+def test_what_fails_for_certain_while_a_late_node_is_asked_again_is_a_failure_at_once() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(Refusing):
+        def take(self, deadline: float, *, fresh: bool = False) -> Connection:
+            if fresh:
+                asked.set()
+                assert go_on.wait(PATIENCE)
+            return super().take(deadline, fresh=fresh)
+
+    channel = Slow(AccessDeniedError("it answers"))
+    member = Member(channel, lambda member: None)
+    member.failed(NodeTimeoutError("too late"), silence=0.001)
+    assert asked.wait(PATIENCE)
+    assert not member.is_failing
+    member.failed(NodeError("the connection broke"))
+    assert member.is_failing
+    go_on.set()
+    eventually(lambda: not member.is_failing)  # by the probe that is under way, or the next one
     member.close()

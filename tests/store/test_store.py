@@ -21,6 +21,7 @@ from farpool.errors import (
     KeyConflictError,
     NodeError,
     NodeFullError,
+    NodeTimeoutError,
     ObjectTooLargeError,
     ReplicationError,
     StoreClosedError,
@@ -29,8 +30,8 @@ from farpool.net.frames import Right
 from farpool.store import AsyncStore, PutOutcome, Store
 from farpool.store.cluster import Cluster
 from tests.node.nodes import walked
-from tests.nodes import eventually
-from tests.store.local_nodes import LocalNode, StoppedChannel, store_over
+from tests.nodes import PATIENCE, eventually
+from tests.store.local_nodes import MIB, LocalNode, StoppedChannel, store_over
 
 LARGE = bytes(range(256)) * 257  # goes through mapped memory
 STORED, PRESENT = PutOutcome.STORED, PutOutcome.PRESENT
@@ -517,6 +518,40 @@ def test_a_node_that_does_not_answer_is_passed_over_within_its_share_of_the_time
         assert store.get("k") == b"v"
         assert store.put("other", b"w") is STORED
         assert store.get("other") == b"w"
+
+
+def test_an_answer_that_is_late_for_a_short_call_leaves_its_node_in_use(local: Nodes) -> None:
+    nodes = local(1, capacity=64 * MIB)
+    value = bytes(32 * MIB)
+    with store_over(nodes) as store:
+        store.put("large", value)
+        store.put("small", b"v")
+        member = cluster_of(store).members[0]
+        calls = store.best_effort()
+        into = memoryview(bytearray(len(value)))
+        for _ in range(20):
+            (late,) = calls.get_into_many([(b"large", into)], 0.001)
+            assert isinstance(late, NodeTimeoutError)
+            assert "is not asked" not in str(late)
+            assert not member.is_failing
+            assert calls.lookup([b"small"], PATIENCE) == [1]
+        assert store.nodes()[0].failing == 0
+
+
+def test_a_node_that_stays_silent_is_left_alone_after_short_calls_too(local: Nodes) -> None:
+    nodes = local(1)
+    with store_over(nodes) as store:
+        store.put("key", b"v")
+        member = cluster_of(store).members[0]
+        stopped = StoppedChannel(nodes[0])
+        stopped.welcome = member.channel.welcome
+        member.channel, member.pool = stopped, stopped.pool  # type: ignore[assignment]
+        calls = store.best_effort()
+        (late,) = calls.get_into_many([(b"key", memoryview(bytearray(8)))], 0.002)
+        assert isinstance(late, NodeTimeoutError)
+        eventually(lambda: member.is_failing)
+        (refused,) = calls.lookup([b"key"], PATIENCE)
+        assert "is not asked" in str(refused)
 
 
 def test_what_one_of_a_batch_cannot_do_leaves_the_others_done(local: Nodes) -> None:

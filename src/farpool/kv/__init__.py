@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from farpool.kv.blocks import BlockCache, Found
+from farpool.kv.judge import Judge
 from farpool.kv.keys import block_key, token_chain
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.reasons import Reason
@@ -11,6 +12,7 @@ from farpool.kv.settings import CacheSettings
 if TYPE_CHECKING:
     from farpool.kv.accelerate import PooledWeights
     from farpool.kv.memory import KVMemory, Layer, TensorMemory
+    from farpool.kv.metrics import KVCollector
     from farpool.kv.pool_objects import PoolObjects
     from farpool.kv.prefix import Match, PrefixCache
     from farpool.kv.transformers import FarpoolCache, prefix_blocks
@@ -21,6 +23,8 @@ __all__ = [
     "FarpoolCache",
     "Found",
     "Group",
+    "Judge",
+    "KVCollector",
     "KVMemory",
     "Layer",
     "Match",
@@ -35,10 +39,11 @@ __all__ = [
     "token_chain",
 ]
 
-_WITH_TORCH = {
+_LATER = {
     "KVMemory": "memory",
     "Layer": "memory",
     "TensorMemory": "memory",
+    "KVCollector": "metrics",
     "Match": "prefix",
     "PoolObjects": "pool_objects",
     "PrefixCache": "prefix",
@@ -46,12 +51,12 @@ _WITH_TORCH = {
     "FarpoolCache": "transformers",
     "prefix_blocks": "transformers",
 }
-"""Names whose modules import torch, which commands and nodes do without; some import transformers."""
+"""Names whose modules import torch, transformers or Prometheus, which not all who use this package need."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"farpool.kv.{_WITH_TORCH[name]}"), name)
+    return getattr(import_module(f"farpool.kv.{_LATER[name]}"), name)

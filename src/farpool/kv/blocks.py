@@ -25,6 +25,7 @@ from farpool.errors import ConfigError, FarpoolError, StoreClosedError
 from farpool.kv.compressed import Compression
 from farpool.kv.header import HEADER_BYTES, check_header, pack_header
 from farpool.kv.journal import record
+from farpool.kv.judge import Judge
 from farpool.kv.keys import KEY_MAGIC, NAMESPACE_MAGIC, block_key, namespace_key
 from farpool.kv.namespace import Namespace
 from farpool.kv.reasons import Reason, reason_of
@@ -145,6 +146,9 @@ class BlockCache:
         Seconds after which blocks expire; None for never.
     threads : int
         Threads for `submit`.
+    judge : Judge, optional
+        Measured times of loading and computing that caches have in common; a new one if left out. This class measures
+        and decides nothing itself: whoever knows what a request needs does.
 
     Raises
     ------
@@ -163,12 +167,14 @@ class BlockCache:
         timeout: float = 1.0,
         ttl: float | None = None,
         threads: int = 2,
+        judge: Judge | None = None,
     ) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
             raise ConfigError(f"timeout is {timeout!r}, expected seconds above 0 and at most 1e6", setting="timeout")
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
             raise ConfigError(f"threads is {threads!r}, expected 1 to 64", setting="threads")
         self.namespace = namespace
+        self.judge = judge or Judge()
         self.digest = namespace.digest
         self._compression = Compression(namespace) if namespace.codec else None
         self._timeout = timeout
@@ -696,6 +702,7 @@ def _forked() -> None:
     for cache in _CACHES:
         cache._holds.clear()
         cache._begin()
+        cache.judge.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -20,8 +20,8 @@ import msgspec
 
 from farpool.errors import ConfigError
 from farpool.kv.blocks import BlockCache, Found
-from farpool.kv.cost import Arm, CostModel, NetGain, Plan
-from farpool.kv.journal import record
+from farpool.kv.cost import Arm, Plan
+from farpool.kv.judge import Judge
 from farpool.kv.keys import token_chain
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, layer_groups
 from farpool.kv.namespace import Namespace
@@ -149,6 +149,11 @@ class PrefixCache:
     **settings
         Settings of `BlockCache`, such as ``timeout``, ``replicas`` and ``access_key``.
 
+    Attributes
+    ----------
+    judge : Judge
+        Measured times, and what loading has gained.
+
     Raises
     ------
     ConfigError
@@ -190,11 +195,9 @@ class PrefixCache:
             codec=codec,
         )
         self._nodes, self._settings = nodes, settings
-        self._blocks = BlockCache(nodes, namespace, **settings)
+        self.judge = Judge(hold_out=hold_out)
+        self._blocks = BlockCache(nodes, namespace, judge=self.judge, **settings)
         self._block = block
-        self._cost = CostModel()
-        self._gain = NetGain() if hold_out else None
-        self._under_way = 0
         self._near: OrderedDict[bytes, bytearray] = OrderedDict()
         self._near_left = near_bytes
         self._lock = threading.Lock()
@@ -208,7 +211,8 @@ class PrefixCache:
     def weights_id(self, weights_id: str) -> None:
         before = self._blocks
         # What is under way goes on under the old name, so that it is not saved or found as KV of the new weights.
-        self._blocks = BlockCache(self._nodes, replace(before.namespace, weights=weights_id), **self._settings)
+        namespace = replace(before.namespace, weights=weights_id)
+        self._blocks = BlockCache(self._nodes, namespace, judge=self.judge, **self._settings)
         before.close()
 
     def lookup(self, tokens: Sequence[int], *, request: str = "", split: bool = False, leave: int = 1) -> Match:
@@ -243,17 +247,8 @@ class PrefixCache:
         plan = Plan(0, None, None, "nothing is there")
         arm: Arm = "load"
         if there:
-            plan = self._cost.plan(there, nbytes, step=self._block, queued=self._under_way, split=split)
-            if plan.compute < there and plan.seconds is not None and self._gain is not None:
-                arm = self._gain.arm()
-                if arm == "hold-out":
-                    aside = (
-                        "loading has cost time lately" if self._gain.stands_aside else "to measure what loading gains"
-                    )
-                    plan = Plan(there, plan.recompute_seconds, plan.recompute_seconds, f"compute: {aside}")
+            plan, arm = self.judge.decide(there, nbytes, step=self._block, request=request, split=split)
         bypassed = plan.compute >= there
-        if there:
-            record(request, "decision", usable, 0 if bypassed else usable, {}, plan.seconds or 0.0, plan.why)
         return Match(
             tokens=0 if bypassed else there,
             compute=0 if bypassed else plan.compute,
@@ -314,7 +309,7 @@ class PrefixCache:
         """
         began = time.monotonic()
         usable = self._load(match, memory, range(len(self._groups)), timeout)
-        self._judge(match, usable, time.monotonic() - began)
+        self._judged(match, usable, time.monotonic() - began)
         return usable
 
     def load_async(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> Future[int]:
@@ -333,12 +328,28 @@ class PrefixCache:
         -------
         list of LayerLoad
             One for each part that the layers are stored in, in their order. The prefix that can be used is the shortest
-            of all parts, so a part that comes short makes earlier layers compute again.
+            of all parts, so a part that comes short makes earlier layers compute again. What the load gains is judged
+            by the time until the last part is there, as if nothing had been computed meanwhile.
         """
-        return [
+        began = time.monotonic()
+        loads = [
             LayerLoad(one.layers, match._blocks.submit(self._load, match, memory, [number], timeout))
             for number, one in sorted(enumerate(self._groups), key=lambda pair: pair[1].layers)
         ]
+        waiting = len(loads)
+
+        def ended(_: Future[int]) -> None:
+            nonlocal waiting
+            with self._lock:
+                waiting -= 1
+                left = waiting
+            parts = [load.tokens for load in loads]
+            if not left and not any(part.cancelled() or part.exception() is not None for part in parts):
+                self._judged(match, min(part.result() for part in parts), time.monotonic() - began)
+
+        for load in loads:
+            load.tokens.add_done_callback(ended)
+        return loads
 
     def _load(self, match: Match, memory: KVMemory, groups: Sequence[int], timeout: float | None) -> int:
         """Load some groups of layers; return how many tokens they have then."""
@@ -358,17 +369,11 @@ class PrefixCache:
             # What comes later than it could be computed is of no use.
             timeout = match.plan.recompute_seconds
         nbytes = sum(self._groups[number].group.block_bytes for number, _ in places)
-        with self._lock:
-            self._under_way += nbytes
-            under_way = self._under_way
         began = time.monotonic()
-        try:
+        with self.judge.loading(nbytes) as under_way:
             outcomes = self._load_blocks(match, keys, targets, timeout)
-        finally:
-            with self._lock:
-                self._under_way -= nbytes
         if all(outcome is None for outcome in outcomes):
-            self._cost.loaded(under_way, time.monotonic() - began)
+            self.judge.loaded(under_way, time.monotonic() - began)
             return match.tokens
         for (_, block), outcome in zip(places, outcomes, strict=True):
             if outcome is not None:
@@ -425,12 +430,9 @@ class PrefixCache:
             )
         return payload
 
-    def _judge(self, match: Match, usable: int, seconds: float) -> None:
-        """Compare the time of a load, with that of computing what did not come, with that of computing all of it."""
-        if self._gain is not None and match.tokens:
-            lost = self._cost.prefill_seconds(match.tokens - usable, usable) or 0.0
-            expected = self._cost.prefill_seconds(match.tokens - match.compute, match.compute)
-            self._gain.add("load", match.seconds + seconds + lost, expected)
+    def _judged(self, match: Match, usable: int, seconds: float) -> None:
+        if match.tokens:
+            self.judge.gained(match.tokens, usable, match.seconds + seconds, compute=match.compute)
 
     def computed(self, tokens: int, seconds: float, *, context: int = 0, match: Match | None = None) -> None:
         """Report how long computing took, from which it is judged what is worth loading.
@@ -446,9 +448,8 @@ class PrefixCache:
         match : Match, optional
             Lookup of the request, if it said that its prefix should be computed.
         """
-        if self._gain is not None and match is not None and match.arm == "hold-out":
-            self._gain.add("hold-out", match.seconds + seconds, self._cost.prefill_seconds(tokens, context))
-        self._cost.computed(tokens, context, seconds)
+        held_out = match.seconds if match is not None and match.arm == "hold-out" else None
+        self.judge.computed(tokens, context, seconds, held_out=held_out)
 
     def save(
         self,
@@ -495,8 +496,7 @@ class PrefixCache:
                     values.append(self._parts(one, memory, block))
                     if (parent := self._parent(blocks, chains, number, block)) is not None:
                         parents[keys[-1]] = parent
-        cost = self._cost.prefill_seconds(len(tokens)) or 0.0
-        share = cost / len(keys) if keys else 0.0
+        share = self.judge.prefill_seconds(len(tokens)) / len(keys) if keys else 0.0
         return blocks.save(keys, values, request=request, timeout=timeout, cost=share, parents=parents).count(None)
 
     def _parent(self, blocks: BlockCache, chains: Sequence[bytes], group: int, block: int) -> bytes | None:
@@ -682,8 +682,8 @@ class PrefixCache:
         return self._blocks.purge()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters of blocks (see `BlockCache.stats`), and what loading gains under ``gain``."""
-        return {**self._blocks.stats(), "gain": None if self._gain is None else self._gain.stats()}
+        """Return counters of blocks (see `BlockCache.stats`), and what loading gains (see `Judge.stats`)."""
+        return {**self._blocks.stats(), **self.judge.stats()}
 
     def drain(self, timeout: float) -> bool:
         """Wait until all that was begun has ended; return False if it has not within `timeout` seconds."""

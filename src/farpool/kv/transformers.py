@@ -8,6 +8,10 @@ keys that say which tokens they are of, and `load` brings back as many leading b
 sliding window forgets what lies before its window, so it can only go on from a place at which its state was stored:
 the cache keeps its latest state at the end of a block, and `load` goes as far as such a state exists. Whatever goes
 wrong with nodes or bytes makes the loaded prefix shorter, and the rest is computed.
+
+*Load or compute.* The cache sees when a pass of the model comes to its first layer and when to its last, and so how
+long computing takes; loads it times itself. With both, the `Judge` of the blocks decides, as for `PrefixCache`. A
+device runs behind the program, so on one nothing is timed and everything is loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,6 +130,13 @@ class _State(NamedTuple):
     values: torch.Tensor
 
 
+class _Pass(NamedTuple):
+    """A pass of the model that has come to its first layer: when, and how many tokens there were before."""
+
+    began: float
+    context: int
+
+
 class FarpoolCache(Cache):
     """A cache for transformers with the keys and values of full attention in a pool.
 
@@ -183,6 +196,13 @@ class FarpoolCache(Cache):
             for number, layer in enumerate(DynamicCache(config=config).layers)
         ]
         super().__init__(layers=layers)
+        kept = [number for number, layer in enumerate(layers) if type(layer) is not DummyLayer]
+        self._ends = (kept[0], kept[-1]) if kept else (0, 0)
+        """Numbers of the first and the last layer that a pass comes to."""
+        self._timed = prefixes is not None and kept[1:] != [] and device_of(self._pool).type == "cpu"
+        self._pass: _Pass | None = None
+        self._held_out: float | None = None
+        """Seconds of the lookup of a prefix that is computed to measure what loading gains."""
 
     def _operand_memory(self) -> tuple[OperandMemory, OperandMemory]:
         return OperandMemory(self._pool.ledger), OperandMemory(self._pool.ledger)
@@ -191,6 +211,7 @@ class FarpoolCache(Cache):
         """A copy that goes on by itself; what both have in common is stored once."""
         other = copy.copy(self)
         other._states = dict(self._states)
+        other._held_out = None
         memory = self._operand_memory()
         other.layers = [
             layer.twin(memory) if type(layer) is PagedLayer else copy.deepcopy(layer, memo) for layer in self.layers
@@ -214,10 +235,25 @@ class FarpoolCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add keys and values to a layer, and return all that attention needs; see `PagedLayer.update`."""
+        if self._timed and layer_idx == self._ends[0]:
+            first: Any = self.layers[layer_idx]
+            self._pass = _Pass(time.monotonic(), first.get_seq_length())
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._timed and layer_idx == self._ends[1]:
+            self._note_pass(*key_states.shape[::2][:2])
         if self._prefixes is not None and type(self.layers[layer_idx]) is DynamicSlidingWindowLayer:
             self._note_state(layer_idx, key_states.shape[-2], keys, values)
         return keys, values
+
+    def _note_pass(self, sequences: int, tokens: int) -> None:
+        """Tell the judge how long a pass has taken: what lies between its first and last layer stands for the rest."""
+        found, self._pass = self._pass, None
+        # A pass of single tokens says nothing about prompts.
+        if found is None or sequences != 1 or tokens < self._block_tokens:
+            return
+        seconds = (time.monotonic() - found.began) * len(self.layers) / (self._ends[1] - self._ends[0])
+        held_out, self._held_out = self._held_out, None
+        self._blocks.judge.computed(tokens, found.context, seconds, held_out=held_out)
 
     def _note_state(self, number: int, new: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep the state of a layer with a sliding window at the last end of a block, if that is among new tokens."""
@@ -294,8 +330,9 @@ class FarpoolCache(Cache):
             present = blocks.lookup(keys, request=request).found
             for batch in _batches([number for number in range(count) if not present[number]], self._bytes(_FULL)):
                 payloads = self._payloads(full, batch)
+                cost = blocks.judge.prefill_seconds(count * step) / count
                 batched = [keys[number] for number in batch]
-                outcomes = blocks.save(batched, payloads, request=request, parents=parents)
+                outcomes = blocks.save(batched, payloads, request=request, cost=cost, parents=parents)
                 stored = min([stored, *(number for number, no in zip(batch, outcomes, strict=True) if no is not None)])
         sliding = self._of_type(DynamicSlidingWindowLayer)
         if sliding:
@@ -308,10 +345,12 @@ class FarpoolCache(Cache):
             stored = 0 if outcome is not None else end
         return stored * step
 
-    def load(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "") -> int:
-        """Bring back the longest prefix that is stored, into an empty cache.
+    def load(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "", judged: bool = True) -> int:
+        """Bring back the longest prefix that is stored, into an empty cache, if that pays.
 
-        At least one token is left to compute, as its logits are needed.
+        At least one token is left to compute, as its logits are needed. Once computing and loading have been measured,
+        only what is expected to come sooner than it could be computed is loaded, and a few requests compute to check
+        that.
 
         Parameters
         ----------
@@ -319,11 +358,14 @@ class FarpoolCache(Cache):
             The prompt, of one sequence.
         request : str
             Name of the request, for ``farpool why``.
+        judged : bool
+            False to load what is there however long it takes.
 
         Returns
         -------
         int
-            Number of leading tokens that the cache holds now; 0 where nothing was found in time.
+            Number of leading tokens that the cache holds now; 0 where nothing was found in time, or computing takes
+            less time.
 
         Raises
         ------
@@ -335,9 +377,11 @@ class FarpoolCache(Cache):
         blocks, step = self._blocks, self._block_tokens
         if self.get_seq_length():
             raise ConfigError(f"load: the cache holds {self.get_seq_length()} tokens; use a new one, or reset it")
+        self._held_out = None
         count = (len(ids := _token_ids(tokens)) - 1) // step
         if count <= 0:
             return 0
+        began = time.monotonic()
         chain = token_chain(ids[: count * step], step, blocks.digest)
         full = self._of_type(PagedLayer)
         keys = [blocks.key(link, _FULL) for link in chain]
@@ -349,15 +393,33 @@ class FarpoolCache(Cache):
             states = [blocks.key(link, _SLIDING) for link in chain[:count]]
             found = blocks.lookup(states, request=request).found
             ends = [number + 1 for number in reversed(range(count)) if found[number]]
+        if not ends or not (there := ends[0]):
+            return 0
+        nbytes = (there * self._bytes(_FULL) if full else 0) + (self._bytes(_SLIDING) if sliding else 0)
+        until = math.inf
+        if judged:
+            plan, arm = blocks.judge.decide(there * step, nbytes, step=step, request=request)
+            if plan.compute:
+                self._held_out = time.monotonic() - began if arm == "hold-out" else None
+                return 0
+            if plan.seconds is not None and plan.recompute_seconds is not None:
+                until = began + plan.recompute_seconds  # what comes later could have been computed
+        start = time.monotonic()
         try:
-            loaded = self._load_full(full, keys[: ends[0]], request) if full and ends else (ends or [0])[0]
-            if sliding:
-                loaded = next((end for end in ends if end <= loaded and self._load_sliding(states[end - 1], end)), 0)
+            with blocks.judge.loading(nbytes) as under_way:
+                loaded = self._load_full(full, keys[:there], request, until) if full else there
+                if sliding:
+                    loaded = next((end for end in ends if end <= loaded and self._load_sliding(states, end, until)), 0)
             for _, layer in full:
                 layer.crop(loaded * step - layer.get_seq_length())
         except BaseException:
             self.reset()
             raise
+        ended = time.monotonic()
+        if loaded == there:
+            blocks.judge.loaded(under_way, ended - start)
+        if judged:
+            blocks.judge.gained(there * step, loaded * step, ended - began)
         if not loaded:
             self.reset()
         return loaded * step
@@ -423,13 +485,16 @@ class FarpoolCache(Cache):
                 memory[place, row, 1] = values[0]
         return payloads
 
-    def _load_full(self, layers: Sequence[tuple[int, PagedLayer]], keys: Sequence[bytes], request: str) -> int:
+    def _load_full(
+        self, layers: Sequence[tuple[int, PagedLayer]], keys: Sequence[bytes], request: str, until: float
+    ) -> int:
         """Load leading blocks of the layers with full attention; returns how many came."""
         device = device_of(self._pool)
         loaded = 0
         for batch in _batches(range(len(keys)), self._bytes(_FULL)):
             memory, targets = self._memory_for(len(layers), len(batch))
-            outcomes = self._blocks.load([keys[number] for number in batch], targets, request=request)
+            own = [keys[number] for number in batch]
+            outcomes = self._blocks.load(own, targets, request=request, timeout=_left(until))
             came = len(list(takewhile(lambda reason: reason is None, outcomes)))
             if came:
                 for row, (_, layer) in enumerate(layers):
@@ -458,10 +523,10 @@ class FarpoolCache(Cache):
                 part[..., : states.shape[-2], :] = states
         return memory
 
-    def _load_sliding(self, key: bytes, end: int) -> bool:
+    def _load_sliding(self, states: Sequence[bytes], end: int, until: float) -> bool:
         """Load the states of all layers with a sliding window at the end of a block; True if they came."""
         memory, parts = self._sliding_memory()
-        (reason,) = self._blocks.load([key], [memory])
+        (reason,) = self._blocks.load([states[end - 1]], [memory], timeout=_left(until))
         if reason is not None:
             return False
         tokens = end * self._block_tokens
@@ -502,6 +567,11 @@ def _token_ids(tokens: Sequence[int] | torch.Tensor) -> list[int]:
         found: list[int] = tokens.flatten().tolist()
         return found
     return list(tokens)
+
+
+def _left(until: float) -> float | None:
+    """Seconds that are left of a deadline; None if there is none."""
+    return None if until == math.inf else max(0.0, until - time.monotonic())
 
 
 def _batches(numbers: Sequence[int], nbytes: int) -> Iterator[Sequence[int]]:

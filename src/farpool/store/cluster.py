@@ -116,6 +116,7 @@ class Cluster:
             In their order: each reply, or why there is none.
         """
         members = self.members
+        began = time.monotonic()
         if len(asks) == 1 and not fresh:  # the way of almost all calls: the node is well, and a connection lies ready
             (one,) = asks
             member = members[one.node]
@@ -124,7 +125,7 @@ class Cluster:
                 if answer is not None:
                     only = [answer]
                     if isinstance(answer, NodeError):
-                        self._recover(asks, only, [one.node], deadline, fresh=False)
+                        self._recover(asks, only, [one.node], began, deadline, fresh=False)
                     return only
         answers: list[Reply | Exception] = [_UNSENT] * len(asks)
         links: dict[int, Connection | NodeError] = {}
@@ -159,7 +160,7 @@ class Cluster:
                         troubled.append(node)
                     members[node].pool.give(link)
         if troubled:
-            self._recover(asks, answers, troubled, deadline, fresh=fresh)
+            self._recover(asks, answers, troubled, began, deadline, fresh=fresh)
         return answers
 
     def _recover(
@@ -167,18 +168,22 @@ class Cluster:
         asks: Sequence[Ask],
         answers: list[Reply | Exception],
         troubled: Sequence[int],
+        began: float,
         deadline: float,
         *,
         fresh: bool,
     ) -> None:
         """Repeat, once and on new connections, the requests that broken ones left unanswered, where that may help."""
         again: list[int] = []
+        # Who has answered a part of these requests is there, however late the rest is.
+        heard = {ask.node for ask, answer in zip(asks, answers, strict=True) if not isinstance(answer, Exception)}
         for place, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
             if ask.node in troubled and isinstance(answer, NodeError):
                 if not fresh and may_be_stale(answer) and ask.op not in _ONCE:
                     again.append(place)
                 else:
-                    self.members[ask.node].failed(answer)
+                    silence = 0.0 if ask.node in heard else min(time.monotonic(), deadline) - began
+                    self.members[ask.node].failed(answer, silence)
         if again:
             later = self.ask([asks[place] for place in again], deadline, fresh=True)
             for place, answer in zip(again, later, strict=True):

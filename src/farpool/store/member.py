@@ -2,10 +2,14 @@
 
 A node that has failed is left alone: calls pass it over, or fail at once where there is no other. Meanwhile a thread
 asks it again and again, so that no call has to find out, and calls go to it as soon as it answers.
+
+An answer that is late for a call which could hardly wait is no failure. A thread asks the node once more, with more
+time; meanwhile calls go to it as before, and only if it stays silent it has failed.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -26,6 +30,8 @@ _LONGEST_PAUSE = 1.0
 """Seconds between two attempts to reach a node that has failed; they double."""
 _PATIENCE = 1.0
 """Seconds in which a node that is probed has to answer."""
+_SILENCE = 0.05
+"""Seconds of silence that are a failure; a call that has waited for less says little about the node."""
 
 
 def may_be_stale(error: Exception) -> bool:
@@ -66,6 +72,7 @@ class Member:
         self._since = 0.0
         self._closing = threading.Event()
         self._prober: threading.Thread | None = None
+        self._probing = False
         self._met_at: object = None
         self._lock = threading.Lock()
 
@@ -79,10 +86,11 @@ class Member:
         """
         if self.is_failing:
             self._refuse()
+        began = time.monotonic()
         try:
             return self._connect(deadline, fresh=fresh)
         except NodeError as error:
-            self.failed(error)
+            self.failed(error, min(time.monotonic(), deadline) - began)
             raise
 
     def _connect(self, deadline: float, *, fresh: bool) -> Connection:
@@ -125,16 +133,35 @@ class Member:
                 self.failed(error)
             raise
 
-    def failed(self, error: Exception) -> None:
-        """Mark the node as failed: leave it alone until it answers a probe."""
+    def failed(self, error: Exception, silence: float = math.inf) -> None:
+        """Mark the node as failed: leave it alone until it answers a probe.
+
+        Parameters
+        ----------
+        error : Exception
+            What has gone wrong.
+        silence : float
+            Seconds for which it has said nothing. If its answer was only late, and they are few, it is probed first.
+        """
         if isinstance(error, AccessDeniedError):  # that it refuses this program says nothing about its health
             return
+        late = isinstance(error, NodeTimeoutError) and silence < _SILENCE
         with self._lock:
-            if not self.is_failing and not self._closing.is_set():
-                self._since, self._error = time.monotonic(), error
-                self.is_failing = True
-                self._prober = threading.Thread(target=self._probe, name="farpool-store-probe", daemon=True)
+            if self._closing.is_set():
+                return
+            if not late:
+                self._mark(error)
+            if not self._probing:
+                self._probing = True
+                self._prober = threading.Thread(
+                    target=self._probe, args=(error,), name="farpool-store-probe", daemon=True
+                )
                 self._prober.start()
+
+    def _mark(self, error: Exception) -> None:
+        if not self.is_failing:
+            self._since, self._error = time.monotonic(), error
+            self.is_failing = True
 
     def status(self) -> tuple[float, str]:
         """Return for how many seconds the node has been failing (0.0 if it is well), and the error."""
@@ -160,22 +187,35 @@ class Member:
             node=self.name,
         )
 
-    def _probe(self) -> None:
+    def _probe(self, error: Exception) -> None:
+        if not self.is_failing:  # it was only late
+            answers = self._answers()
+            with self._lock:
+                if answers and not self.is_failing:
+                    self._probing = False
+                    return
+                self._mark(error)
         pause = _FIRST_PAUSE
         # Not in step with other programs that have lost it at the same time.
         while not self._closing.wait(pause * random.uniform(0.75, 1.0)):
             pause = min(2 * pause, _LONGEST_PAUSE)
-            deadline = time.monotonic() + _PATIENCE
+            if self._answers():
+                with self._lock:
+                    self.is_failing, self._error = False, None
+                    self._probing = False
+                return
+
+    def _answers(self) -> bool:
+        """Ask the node whether it is there, over a new connection, which calls may use afterwards."""
+        deadline = time.monotonic() + _PATIENCE
+        try:
+            connection = self._connect(deadline, fresh=True)
             try:
-                connection = self._connect(deadline, fresh=True)
-                try:
-                    connection.exchange(Op.PING, b"", deadline)
-                finally:
-                    self.pool.give(connection)
-            except (AccessDeniedError, ConfigError):  # it answers; the next call is told so as well
-                pass
-            except NodeError:
-                continue
-            with self._lock:
-                self.is_failing, self._error = False, None
-            return
+                connection.exchange(Op.PING, b"", deadline)
+            finally:
+                self.pool.give(connection)
+        except (AccessDeniedError, ConfigError):  # it answers; the next call is told so as well
+            return True
+        except NodeError:
+            return False
+        return True
