@@ -14,6 +14,8 @@ constexpr double stride_rent = 4;
 constexpr std::int64_t batch = 16;   // the end of the known future is looked at when so many accesses have been added to it
 constexpr std::int64_t age = 256;    // accesses after which the largest one is taken to be a quarter smaller
 constexpr std::int64_t notable = 8;  // one operation is much larger than others if it is by this fraction of the arena
+constexpr double much = 4;           // stretches without access matter if such long ones are this fraction of the computing
+constexpr std::int64_t most = 8;     // room for what comes in during them is at most this fraction of the arena
 constexpr std::int64_t worth = 4;    // a window must promise this many times what one operation pins: so much room it takes
 
 }  // namespace
@@ -71,12 +73,13 @@ void LookAhead::note_pinned(std::int64_t nbytes) {
 
 void LookAhead::set_largest(std::int64_t nbytes) {
     largest_ = residency_.ahead_at_least = nbytes;
-    retention_.set_room(std::max(std::int64_t{0}, residency_.arena.capacity() - anchored_ - 2 * nbytes));
+    retention_.set_room(std::max(std::int64_t{0}, residency_.arena.capacity() - anchored_ - 2 * nbytes - meanwhile_));
 }
 
 void LookAhead::forget_anchors() {
     anchor_ = never;
     anchored_ = 0;
+    meanwhile_ = 0;
     surveyed_ = 0;
 }
 
@@ -117,8 +120,40 @@ void LookAhead::survey() {
                 largest_ = size < anchor_ ? std::max(largest_, size) : largest_;
             }
         }
-        set_largest(largest_);
     }
+    meanwhile_ = std::max(std::int64_t{0}, std::min(carried_meanwhile(), residency_.arena.capacity() / most) - largest_);
+    set_largest(largest_);
+}
+
+// Bytes that the link has to carry in one of the longest stretches of a turn without an access, as it cannot in the others.
+//
+// Blocks come free at accesses only. A program that makes many small ones and then computes for long (attention over blocks
+// of keys and values, which are copied first) would leave the link idle then, unless there was room at the beginning. Where
+// each operation computes for as long as its own bytes take, this is no more than the room for the next one.
+std::int64_t LookAhead::carried_meanwhile() const {
+    const double rate = residency_.rate.seconds_per_byte();
+    const double computing = tape_.seconds(tape_.pointer(), tape_.now());
+    if (rate == 0.0 || computing <= 0.0) {
+        return 0;
+    }
+    std::vector<double> stretches;
+    for (std::int64_t position = tape_.pointer() + 1; position <= tape_.now(); ++position) {
+        stretches.push_back(tape_.seconds(position - 1, position));
+    }
+    std::ranges::sort(stretches, std::greater<>());
+    double longest = 0.0;
+    double sum = 0.0;  // of the long ones
+    for (const double seconds : stretches) {
+        if (sum < computing / much) {
+            longest = seconds;
+        } else if (seconds < longest / 2) {
+            break;
+        }
+        sum += seconds;
+    }
+    const std::int64_t missing = tape_.volume(tape_.pointer(), tape_.now()) - residency_.arena.capacity();
+    const double carried = static_cast<double>(missing) * rate - (computing - sum);
+    return static_cast<std::int64_t>(longest / sum * std::clamp(carried, 0.0, sum) / rate);
 }
 
 // The key of blocks accessed at `start` of the known future (or the present) whose next use is at `use`.

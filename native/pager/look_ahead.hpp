@@ -54,6 +54,7 @@ public:
 private:
     void set_largest(std::int64_t nbytes);
     void survey();
+    std::int64_t carried_meanwhile() const;
     void forget_anchors();
     std::int64_t key_for(std::int64_t use, std::int64_t start, std::int64_t nbytes);
     void set_window();
@@ -85,9 +86,10 @@ private:
     // that much room at once loses least by having it all the time.
     std::int64_t anchor_ = never;
     std::int64_t anchored_ = 0;
-    std::int64_t surveyed_ = 0;  // where on the tape that was last looked at
-    std::int64_t window_ = 0;    // bytes that may lie ready
-    bool blocked_ = false;       // the cursor could not go on
+    std::int64_t meanwhile_ = 0;  // room beside that for what comes in while the program computes without an access
+    std::int64_t surveyed_ = 0;   // where on the tape that was last looked at
+    std::int64_t window_ = 0;     // bytes that may lie ready
+    bool blocked_ = false;        // the cursor could not go on
     // The situation in which there was no room: the position, and the state of the arena then.
     std::optional<std::tuple<std::int64_t, std::uint64_t, BlockId, std::int64_t>> in_vain_;
 };

@@ -186,6 +186,23 @@ def test_only_the_last_block_of_a_layer_is_written_again(models: dict[str, Any])
         assert fetched(pool.stats()) > 7 * 40 * block
 
 
+def test_the_last_block_takes_little_more_room_than_its_tokens(models: dict[str, Any], pool: Pool) -> None:
+    token = 2 * 2 * 12 * 4
+    step = 64
+    cache = FarpoolCache(models["llama"].config, pool=pool, tokens_per_block=step)
+    reference = DynamicCache(config=models["llama"].config)
+    for tokens in range(1, 2 * step + 2):
+        states = torch.randn(1, 2, 1, 12)
+        for layer in range(2):
+            for ours, theirs in zip(
+                cache.update(states, -states, layer), reference.update(states, -states, layer), strict=True
+            ):
+                assert torch.equal(ours, theirs)
+        held = next(found.live for found in pool.stats().classes if found.name == "kv") / (2 * token)
+        whole, rest = divmod(tokens, step)
+        assert tokens <= held <= whole * step + (max(step // 16, 2 * rest) if rest else 0)
+
+
 def test_operands_are_booked_and_used_again_only_when_nobody_has_them(models: dict[str, Any], pool: Pool) -> None:
     config = models["llama"].config
     cache = FarpoolCache(config, pool=pool)

@@ -56,7 +56,7 @@ def measure_case(settings: Settings, rate: float, told: Callable[[int], None]) -
     budget = kv_bytes // _SHARE
     tokens = settings.context + 2 * (settings.rounds + _SETTLE)
     # As much as `OperandMemory` takes for the keys and values of a layer.
-    operands = kv_bytes // settings.layers // settings.context * tokens * 9 // 8
+    operands = kv_bytes // settings.layers // settings.context * tokens * 33 // 32
     fewest = kv_bytes - budget
     transfer = fewest / rate
     capacity = kv_bytes * 3 // 2

@@ -1,10 +1,14 @@
 """One layer's keys and values in a pool, as a layer of transformers' caches.
 
-*Blocks of tokens.* A layer is a list of storages of the same number of tokens each. It grows by one more storage, so
-nothing is ever copied to make room, no length has to be known in advance, and only the last one is ever written again:
-all others keep their clean copies below and are dropped from the fast tier without being written. Attention walks
-through the blocks in order, one access each, layer by layer, token by token. That is a loop, which the pager knows
-after two or three tokens: while a layer is computed, the blocks of the next are on their way.
+*Blocks of tokens.* A layer is a list of storages of the same number of tokens each. It grows by one more storage, so no
+length has to be known in advance, and only the last one is ever written again: all others keep their clean copies below
+and are dropped from the fast tier without being written. Attention walks through the blocks in order, one access each,
+layer by layer, token by token. That is a loop, which the pager knows after two or three tokens: while a layer is
+computed, the blocks of the next are on their way.
+
+*The last block grows.* Every layer has one, each token writes to it, and its room takes fast memory whether it is
+filled or not. So it begins with room for a few tokens and is copied into twice the room when that is full. While it is
+short, it shares a block of the pager's with those of other layers.
 
 *Operands are plain and exact.* Attention gets contiguous tensors of the shape, strides and alignment that
 ``torch.cat`` gives in a ``DynamicCache``, so every kernel computes the same bits. The blocks are copied into them
@@ -44,8 +48,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OperandMemory", "PagedLayer"]
 
-_SPARE = 8
+_SPARE = 32
 """Memory of operands is made larger than needed by this fraction of it, so that not every token needs new memory."""
+_LEAST = 16
+"""A block begins with room for this fraction of its tokens."""
 
 
 @dataclass(slots=True)
@@ -58,6 +64,8 @@ class _Block:
         The keys, then the values; each of shape ``(rows, heads, tokens, width)``.
     rows : int
         Sequences that are stored.
+    tokens : int
+        Tokens that there is room for; fewer than in other blocks only in the last one of a layer.
     order : torch.Tensor or None
         Stored row of each sequence of the batch, int64 in host memory; None where each has the row of its number.
     shared : bool
@@ -66,6 +74,7 @@ class _Block:
 
     storage: Storage
     rows: int
+    tokens: int
     order: torch.Tensor | None = None
     shared: bool = False
 
@@ -303,7 +312,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             block = self._blocks[number]
             with self._pinned(block, Mode.READ) as pieces:
                 for piece, target in zip(pieces, (keys, values), strict=True):
-                    part = piece if last - first == step else piece.narrow(2, first, last - first)
+                    part = piece if last - first == block.tokens else piece.narrow(2, first, last - first)
                     if block.order is not None:
                         part = part.index_select(0, block.order.to(self.device))
                     target.narrow(2, start - begin, last - first).copy_(part)
@@ -320,9 +329,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             number, first = divmod(start, step)
             last = min(stop - number * step, step)
             if first == 0:
-                blocks.append(self._new_block())
-            elif not self._writable(blocks[number]):
-                blocks[number] = self._own_copy(blocks[number], first)
+                blocks.append(self._new_block(last))
+            elif blocks[number].tokens < last or not self._writable(blocks[number]):
+                blocks[number] = self._own_copy(blocks[number], first, last)
             source = slice(start - self._tokens, start - self._tokens + last - first)
             with self._pinned(blocks[number], Mode.WRITE if first else Mode.OVERWRITE) as pieces:
                 for piece, states in zip(pieces, (keys, values), strict=True):
@@ -350,8 +359,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _chosen_tokens(self) -> int:
         """As many tokens as fill half a block of the size that moves best in a pool of this budget.
 
-        The last block of each layer is written with each token, and takes room until it is written back: whole ones
-        would fill much of the fast tier with blocks that have to be fetched all the same.
+        The last block of each layer is written with each token, and takes room until it is written back: the smaller it
+        is, the less of the fast tier is filled so.
         """
         token = self._batch * self._heads * sum(self._widths) * self.dtype.itemsize
         return max(1, self._pool.allocation.sizes.shared // (2 * max(token, 1)))
@@ -379,17 +388,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     f"{self._heads}, tokens, {width}): use a new cache, or a DynamicCache"
                 )
 
-    def _new_block(self) -> _Block:
-        nbytes = self._batch * self._heads * self._block_tokens * sum(self._widths) * self.dtype.itemsize
-        return _Block(self._pool.allocate(nbytes, cls="kv", name=f"KV of {self._name}"), self._batch)
+    def _new_block(self, tokens: int) -> _Block:
+        """A block with room for `tokens` tokens, and for some more unless that is all a block has."""
+        parts = 1
+        while parts < _LEAST and -(-self._block_tokens // (2 * parts)) >= tokens:
+            parts *= 2
+        room = -(-self._block_tokens // parts)
+        nbytes = self._batch * self._heads * room * sum(self._widths) * self.dtype.itemsize
+        return _Block(self._pool.allocate(nbytes, cls="kv", name=f"KV of {self._name}"), self._batch, room)
 
     def _writable(self, block: _Block) -> bool:
         return not block.shared and block.order is None and block.rows == self._batch
 
-    def _own_copy(self, block: _Block, tokens: int) -> _Block:
-        """A block with the first tokens of another one, whose rows are the sequences of the batch."""
+    def _own_copy(self, block: _Block, tokens: int, room: int) -> _Block:
+        """A block for `room` tokens with the first ones of another block, whose rows are the sequences of the batch."""
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes(tokens))
-        copied = self._new_block()
+        copied = self._new_block(room)
         with self._pinned(block, Mode.READ) as pieces:
             for piece, target in zip(pieces, (keys, values), strict=True):
                 part = piece[..., :tokens, :]
@@ -432,7 +446,7 @@ class _Pinned:
         layer, block = self._layer, self._block
         self._grant = layer._pool.acquire([Use(block.storage, 0, block.storage.nbytes, self._mode)], "FarpoolCache")
         place, (key, value) = self._grant.offsets[0], layer._widths
-        rows, heads, tokens = block.rows, layer._heads, layer._block_tokens
+        rows, heads, tokens = block.rows, layer._heads, block.tokens
         between = rows * heads * tokens * key * layer.dtype.itemsize
         shaped = layer._views.shaped
         return (
