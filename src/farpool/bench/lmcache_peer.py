@@ -1,4 +1,4 @@
-"""LMCache's fs tier in shared memory as a peer, in an environment of its own: it wants other packages than farpool."""
+"""Tiers of LMCache as peers, in an environment of its own: it wants other packages than farpool."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from functools import partial
+from typing import Literal
 
 from farpool.bench.worker import StorePeer, Worker
 from farpool.errors import ConfigError
 
-__all__ = ["LMCachePeer", "find_lmcache"]
+__all__ = ["LMCachePeer", "Tier", "find_lmcache"]
+
+Tier = Literal["fs", "L1"]
+"""Files in a folder in shared memory, or memory of the process."""
 
 _MODULE = "farpool.bench.lmcache_worker"
 _PATIENCE = 60.0
@@ -44,22 +48,27 @@ def find_lmcache(python: str) -> tuple[str | None, str]:
             f"{python or 'this environment'} has no LMCache beside farpool ({said[-1] if said else 'no message'}); "
             "name a Python that has both with --lmcache"
         )
-    return f"LMCache {done.stdout.strip()}, fs tier in shared memory", ""
+    return f"LMCache {done.stdout.strip()}", ""
 
 
 class LMCachePeer(StorePeer):
-    """A process with LMCache's fs adapter on a folder in shared memory, which is removed at the end.
+    """A process with a tier of LMCache; the folder of its fs tier is removed at the end.
 
     Parameters
     ----------
     python : str
         Interpreter that has LMCache; empty for this process's own.
+    tier : {"fs", "L1"}
+    lent : int
+        Bytes of L1.
     """
 
-    def __init__(self, python: str) -> None:
-        super().__init__("LMCache", partial(_start, python or sys.executable))
+    def __init__(self, python: str, tier: Tier, lent: int) -> None:
+        super().__init__("LMCache", partial(_start, python or sys.executable, tier, lent))
 
 
-def _start(python: str, stack: ExitStack) -> Worker:
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-", dir=_SHARED_MEMORY))
-    return Worker(_MODULE, [folder], _ENVIRONMENT, python).started(stack)
+def _start(python: str, tier: Tier, lent: int, stack: ExitStack) -> Worker:
+    where = str(lent)
+    if tier == "fs":
+        where = stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-", dir=_SHARED_MEMORY))
+    return Worker(_MODULE, [tier, where], _ENVIRONMENT, python).started(stack)
