@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,20 @@ def test_without_peers_the_rows_say_why(monkeypatch: pytest.MonkeyPatch) -> None
         peers = {other.name: other.remark for other in others if other.name.startswith(("Moon", "LMC", "Redis"))}
         assert list(peers.values()) == ["no Mooncake", "no LMCache in there", "no Redis"]
     assert [other.name for other in outcome.blocks[-1].others][-1] == "memcpy"
+
+
+def test_each_tier_of_lmcache_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_peers, "find_redis", lambda: (None, "no Redis"))
+    monkeypatch.setattr(kv_peers, "find_mooncake", lambda: (None, "no Mooncake"))
+    monkeypatch.setattr(kv_peers, "find_lmcache", lambda python: (None, f"no LMCache in {python}"))
+    with kv_peers.KVPeers("there", 1e-9, 1, ("fs", "L1")) as peers, ExitStack() as stack:
+        found = [(one.name, one.reason) for one in peers.contenders(stack, "tcp", Ring(100, 2))]
+    assert found == [
+        ("Mooncake, TCP", "no Mooncake"),
+        ("LMCache, fs", "no LMCache in there"),
+        ("LMCache, L1", "no LMCache in there"),
+        ("Redis, TCP", "no Redis"),
+    ]
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_an_ipv6_address_is_shown_whole(tmp_path: Path) -> None:
     [
         (("ls",), "no node is named; expected --node tcp://HOST:PORT, or FARPOOL_NODES"),
         (("ls", "--node", "nonsense"), "node is 'nonsense'"),
-        (("ls", "--node", "tcp://127.0.0.1:1"), "tcp://127.0.0.1:1"),
+        (("ls", "--timeout", "0.5", "--node", "tcp://127.0.0.1:1"), "tcp://127.0.0.1:1"),
         (("ls", "--timeout", "1e12", "--node", "tcp://127.0.0.1:1"), "timeout is 1000000000000.0"),
         (("put", "k", "/dev/null", "--ttl", "1e30", "--node", "tcp://127.0.0.1:1"), "ttl is 1e+30"),
         (("put", "k", "none", "--node", "tcp://127.0.0.1:1"), "none cannot be read: No such file"),

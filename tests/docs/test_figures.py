@@ -285,14 +285,13 @@ def kv_ttft() -> list[str]:
     rows = []
     for point in result("kv-ttft")["points"]:
         again = statistics.median(point["recompute"]) * 1e3
-        by_name = {row["name"].replace(", TCP", " TCP").partition(",")[0]: row for row in point["rows"]}
-        mapped, tcp = by_name["farpool"], by_name["farpool TCP"]
+        by_name = {row["name"]: row for row in point["rows"]}
+        mapped, tcp = by_name["farpool, mapped"], by_name["farpool, TCP"]
         assert mapped["equal"]
         assert tcp["equal"]
-        times = [
-            f"{statistics.median(row['seconds']) * 1e3:.1f}"
-            for row in (mapped, tcp, by_name["Mooncake TCP"], by_name["LMCache"], by_name["Redis TCP"])
-        ]
+        peers = ("Mooncake, TCP", "LMCache, fs", "LMCache, L1", "Redis, TCP")
+        ways = (mapped, tcp, *(by_name[peer] for peer in peers if peer in by_name))
+        times = [f"{statistics.median(row['seconds']) * 1e3:.1f}" for row in ways]
         shares = [f"{middle:.2%} ({low:.2%} to {high:.2%})" for middle, low, high in (mapped["share"], tcp["share"])]
         rows.append(f"| {point['tokens']:,} | {again:.1f} | {' | '.join(times)} | {' | '.join(shares)} |")
     return rows

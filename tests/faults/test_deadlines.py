@@ -69,7 +69,7 @@ def test_a_node_that_is_stopped_before_the_first_contact_is_a_timeout(
         timed_out(node, lambda: ACTS[act](store))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("act", acts("put", "get_many", "drop"))
 def test_several_nodes_that_are_stopped_share_one_deadline(
     act: str, replicas: int, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,7 @@ def published(nodes: list[ForgedNode], transport: Any = "auto") -> Iterator[Stor
         yield store
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_first_holder_that_stops_leaves_time_for_the_second(
     forge: Forge, monkeypatch: pytest.MonkeyPatch, transport: str, count: int
@@ -50,7 +50,7 @@ def test_a_first_holder_that_stops_leaves_time_for_the_second(
         given.assert_share(first.address, TIMEOUT)
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_nodes_that_all_stop_share_one_timeout(forge: Forge, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     nodes = [forge.node() for _ in range(3)]
     with published(nodes, transport) as store:

@@ -408,7 +408,7 @@ def test_loads_that_bring_nothing_count_as_a_loss(make: Callable[..., PrefixCach
     save_steps(cache, [FULL], TOKENS[:24])
     teach(cache, linear=100.0, seconds_a_byte=1e-9)
     match = cache.lookup(TOKENS)
-    cache._blocks.drop(cache._keys(cache._blocks, TOKENS))
+    cache.purge()
     for _ in range(3):
         assert cache.load(match, target([FULL], TOKENS)) == 0
     stats = cache.stats()["gain"]

@@ -215,26 +215,27 @@ def test_another_operation_is_refused_and_a_broken_frame_ends_the_connection(nod
         assert connection.recv(1) == b""
 
 
-def test_the_node_keeps_no_descriptors_of_connections_that_ended(node: RunningNode) -> None:
-    folder = Path(f"/proc/{node.pid}/fd")
+def test_the_node_keeps_no_descriptors_of_connections_that_ended() -> None:
+    with running_node(grace=0.5) as node:
+        folder = Path(f"/proc/{node.pid}/fd")
 
-    def visit() -> None:
-        with local(node) as control:
-            lease = control.call("lend", soon(), bytes=4096)["lease"]
-            for call, arguments in (("attach_objects", {}), ("attach_lease", {"lease": lease})):
-                for file in attached(control, call, **arguments)[1]:
-                    os.close(file)
-            control.call("release", soon(), lease=lease)
-        dial(parse_address(node.address), "data", deadline=soon()).socket.close()
+        def visit() -> None:
+            with local(node) as control:
+                lease = control.call("lend", soon(), bytes=4096)["lease"]
+                for call, arguments in (("attach_objects", {}), ("attach_lease", {"lease": lease})):
+                    for file in attached(control, call, **arguments)[1]:
+                        os.close(file)
+                control.call("release", soon(), lease=lease)
+            dial(parse_address(node.address), "data", deadline=soon()).socket.close()
 
-    visit()
-    before = settled(folder)
-    for _ in range(20):
         visit()
-    deadline = soon()
-    while len(list(folder.iterdir())) > before:
-        assert time.monotonic() < deadline, [os.readlink(entry) for entry in folder.iterdir()]
-        time.sleep(0.02)
+        before = settled(folder)
+        for _ in range(20):
+            visit()
+        deadline = soon()
+        while len(list(folder.iterdir())) > before:
+            assert time.monotonic() < deadline, [os.readlink(entry) for entry in folder.iterdir()]
+            time.sleep(0.02)
 
 
 def settled(folder: Path) -> int:

@@ -309,7 +309,7 @@ def test_a_node_takes_no_more_memory_than_it_lends(tmp_path: Path, count: int, n
             peer.get(key)
         server.lend(7, 0, 8 << 20)
         assert taken(tmp_path) <= most
-        for number in range(3000):
+        for number in range(1500):
             peer.published(b"new-%d" % number, bytes(20_000 + number % 7000))
             assert number % 100 or taken(tmp_path) <= most
         server.lend(7, 0, 6 << 20)

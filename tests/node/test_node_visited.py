@@ -273,7 +273,7 @@ def test_what_an_earlier_farpool_left_of_the_marks_is_removed(tmp_path: Path) ->
 
 
 def test_passing_the_files_or_refusing_to_leaves_none_open_in_the_node() -> None:
-    with running_node() as running:
+    with running_node(grace=0.5) as running:
         with attached(running):
             pass
         before = len(os.listdir(f"/proc/{running.pid}/fd"))

@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
@@ -318,4 +319,16 @@ def longer(one: int, other: int) -> int:
 
 
 TestObjects = ObjectsMachine.TestCase
-TestObjects.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestObjects.settings = settings(max_examples=15, stateful_step_count=60, deadline=None)
+
+
+class LongObjectsMachine(ObjectsMachine):
+    """The same, longer."""
+
+
+LongObjectsMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.slow
+class TestLongObjects(LongObjectsMachine.TestCase):  # type: ignore[misc,name-defined]
+    pass

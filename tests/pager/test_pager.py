@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,11 @@ from tests.pager.harness import World
 from tests.pager.virtual_executor import Link
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
+
+
+def seeds(quick: int, count: int) -> list[Any]:
+    """So many seeds; the tests of those behind the quick ones are slow."""
+    return [*range(quick), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(quick, count))]
 
 
 def random_program(world: World, seed: int, steps: int) -> None:
@@ -34,7 +40,7 @@ def random_program(world: World, seed: int, steps: int) -> None:
             world.access(runs, fill=step, compute=rng.choice([0.0, 1e-6, 1e-4]))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(20, 60))
 def test_a_random_program_reads_what_it_wrote(seed: int) -> None:
     world = World(random.Random(seed).choice([9000, 10_000, 16_384, 40_000]))
     random_program(world, seed, 300)
@@ -63,7 +69,7 @@ def test_the_same_inputs_give_the_same_transfers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("completions_first", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_failed_transfers_lose_nothing(seed: int, completions_first: bool) -> None:
     rng = random.Random(seed)
     world = World(12_000, tiers=(1 << 16, 1 << 20), fault=lambda t: OSError("no") if rng.random() < 0.1 else None)

@@ -62,7 +62,7 @@ def missed_by(policy: str, lookups: list[list[int]]) -> int:
     return simulation.misses
 
 
-@pytest.mark.parametrize("rows", [popular, shifting, recent])
+@pytest.mark.parametrize("rows", [popular, pytest.param(shifting, marks=pytest.mark.slow), recent])
 def test_rows_miss_about_as_rarely_as_under_the_better_policy(
     rows: Callable[[random.Random], Iterator[int]],
 ) -> None:

@@ -50,17 +50,20 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., list[RunningNode]]]:
         yield start
 
 
-@pytest.fixture(params=["mapped", "tcp"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def store_on(nodes: list[RunningNode], name: str, replicas: int, transport: str = "auto", timeout: float = 20) -> Store:
     addresses = [node.address for node in nodes]
     return Store(*addresses, replicas=replicas, key=secret(name), transport=transport, timeout=timeout)
 
 
-@pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
+@pytest.mark.parametrize(
+    ("transport", "nvme"),
+    [
+        ("tcp", False),
+        ("mapped", True),
+        pytest.param("mapped", False, marks=pytest.mark.slow),
+        pytest.param("tcp", True, marks=pytest.mark.slow),
+    ],
+)
 def test_on_all_nodes_nothing_of_before_is_read_not_even_after_a_restart(
     cluster: Callable[..., list[RunningNode]], tmp_path: Path, transport: str, nvme: bool
 ) -> None:
@@ -92,6 +95,7 @@ def test_on_all_nodes_nothing_of_before_is_read_not_even_after_a_restart(
         assert store.get("0") is None
 
 
+@pytest.mark.parametrize("transport", ["mapped", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_node_that_was_away_is_told_by_whoever_meets_it_and_another(
     cluster: Callable[..., list[RunningNode]], transport: str
 ) -> None:

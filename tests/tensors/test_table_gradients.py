@@ -84,7 +84,7 @@ def gradient(pick: Pick, table: torch.Tensor, rows: torch.Tensor, *, paged: bool
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, *[pytest.param(d, marks=SLOW) for d in (torch.float64, torch.float16)]]
 )
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=SLOW), 2])
 def test_gradients_of_picked_rows_have_the_bits_of_the_plain_program(
     number: int, dtype: torch.dtype, size: tuple[int, ...], threads: Callable[[int], None]
 ) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple, Self, TypeVar
 
-from farpool.bench.lmcache_peer import LMCachePeer, find_lmcache
+from farpool.bench.lmcache_peer import LMCachePeer, Tier, find_lmcache
 from farpool.bench.mooncake_peer import MooncakePeer, find_mooncake
 from farpool.bench.race import opened
 from farpool.bench.redis_peer import RedisPeer, RedisUser, find_redis
@@ -53,7 +53,9 @@ class KVPeers:
     seconds : float
         Seconds of a sample.
     lent : int
-        Bytes of Mooncake's segment.
+        Bytes of Mooncake's segment and of LMCache's L1, at least.
+    tiers : tuple of {"fs", "L1"}
+        Tiers of LMCache, each of which is a peer.
 
     Attributes
     ----------
@@ -61,20 +63,23 @@ class KVPeers:
         Their names and versions.
     """
 
-    def __init__(self, lmcache: str, seconds: float, lent: int) -> None:
+    def __init__(self, lmcache: str, seconds: float, lent: int, tiers: tuple[Tier, ...] = ("fs",)) -> None:
+        lent = max(64 << 20, lent)
         self._seconds = seconds
         self._stack = ExitStack()
         try:
             redis, why_no_redis = find_redis()
             mooncake, why_no_mooncake = find_mooncake()
             other, why_no_lmcache = find_lmcache(lmcache)
-            self.names = tuple(name for name in (mooncake, other, redis) if name)
+            self.names = tuple(name for name in (mooncake, other and f"{other}, {' and '.join(tiers)}", redis) if name)
             start = partial(opened, self._stack)
             self._redis, self._why_no_redis = start(RedisPeer if redis else None, why_no_redis)
-            make = partial(MooncakePeer, max(64 << 20, lent)) if mooncake else None
+            make = partial(MooncakePeer, lent) if mooncake else None
             self._mooncake, self._why_no_mooncake = start(make, why_no_mooncake)
-            begin = partial(LMCachePeer, lmcache) if other else None
-            self._lmcache, self._why_no_lmcache = start(begin, why_no_lmcache)
+            self._lmcache = []
+            for tier in tiers:
+                begin = partial(LMCachePeer, lmcache, tier, lent) if other else None
+                self._lmcache.append((f"LMCache, {tier}", *start(begin, why_no_lmcache)))
         except BaseException:
             self._stack.close()
             raise
@@ -93,7 +98,7 @@ class KVPeers:
         nbytes, count, seconds = ring.nbytes, len(ring), self._seconds
         for name, peer, reason in (
             ("Mooncake, TCP", self._mooncake, self._why_no_mooncake),
-            ("LMCache, fs", self._lmcache, self._why_no_lmcache),
+            *self._lmcache,
         ):
             if peer is None:
                 yield Contender(name, None, None, reason)

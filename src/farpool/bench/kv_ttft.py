@@ -8,7 +8,9 @@ rows run in turn; ratios are medians of those of each round.
 farpool's time is that of `PrefixCache.lookup` and `PrefixCache.load`, straight into the engine's memory: hashes,
 checksums and headers are in it. Of the peers it is that of a lookup of all keys and of one call that reads all blocks
 into memory that was written before, and the copy from there to the engine's memory; no hash is computed and nothing is
-verified. Mooncake and LMCache run in processes of their own, whose times are added. Redis runs here.
+verified. Mooncake and LMCache run in processes of their own, whose times are added. Redis runs here. LMCache's L1 is
+memory of the process that reads it: reading gives its blocks where they lie, and the copy to the engine's memory is the
+only one.
 
 Loading is always chosen here, and no request is held out: the decision itself is not what is measured. transformers'
 offloaded caches need a GPU and are not compared.

@@ -124,7 +124,7 @@ def measure(settings: Settings, progress: Progress) -> Outcome:
     model = _Model(settings)
     nbytes = model.token_bytes * max(settings.tokens)
     with ExitStack() as stack:
-        peers = stack.enter_context(KVPeers(settings.lmcache, settings.seconds, 4 * nbytes))
+        peers = stack.enter_context(KVPeers(settings.lmcache, settings.seconds, 4 * nbytes, ("fs", "L1")))
         node = stack.enter_context(running_node(dram=str(max(64 << 20, 4 * nbytes)))).address
         points = [_measure(settings, model, peers, node, tokens, progress) for tokens in settings.tokens]
         return Outcome(torch.get_num_threads(), peers.names, tuple(points))

@@ -1,4 +1,4 @@
-"""LMCache's fs tier in shared memory as a peer, in an environment of its own: it wants other packages than farpool."""
+"""Tiers of LMCache as peers, in an environment of its own: it wants other packages than farpool."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from typing import Self
+from functools import partial
+from typing import Literal
 
-from farpool.bench.worker import Worker
-from farpool.errors import ConfigError, FarpoolError
+from farpool.bench.worker import StorePeer, Worker
+from farpool.errors import ConfigError
 
-__all__ = ["LMCachePeer", "find_lmcache"]
+__all__ = ["LMCachePeer", "Tier", "find_lmcache"]
+
+Tier = Literal["fs", "L1"]
+"""Files in a folder in shared memory, or memory of the process."""
 
 _MODULE = "farpool.bench.lmcache_worker"
 _PATIENCE = 60.0
@@ -44,63 +48,27 @@ def find_lmcache(python: str) -> tuple[str | None, str]:
             f"{python or 'this environment'} has no LMCache beside farpool ({said[-1] if said else 'no message'}); "
             "name a Python that has both with --lmcache"
         )
-    return f"LMCache {done.stdout.strip()}, fs tier in shared memory", ""
+    return f"LMCache {done.stdout.strip()}", ""
 
 
-class LMCachePeer:
-    """A process with LMCache's fs adapter on a folder in shared memory, which is removed at the end.
+class LMCachePeer(StorePeer):
+    """A process with a tier of LMCache; the folder of its fs tier is removed at the end.
 
     Parameters
     ----------
     python : str
         Interpreter that has LMCache; empty for this process's own.
-
-    Raises
-    ------
-    FarpoolError
-        It did not start; the message has its last words.
+    tier : {"fs", "L1"}
+    lent : int
+        Bytes of L1.
     """
 
-    def __init__(self, python: str) -> None:
-        self._stack = ExitStack()
-        try:
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-", dir=_SHARED_MEMORY))
-            self._user = Worker(_MODULE, [folder], _ENVIRONMENT, python or sys.executable)
-            self._stack.callback(self._user.close)
-            self._user.start()
-        except (OSError, ValueError) as error:
-            self.close()
-            raise FarpoolError(f"LMCache did not start: {error}") from error
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, python: str, tier: Tier, lent: int) -> None:
+        super().__init__("LMCache", partial(_start, python or sys.executable, tier, lent))
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def seconds_each(self, write: bool, nbytes: int, count: int, batch: int, seconds: float) -> float:
-        """Seconds per object to store or load `count` objects, `batch` of them in a task.
-
-        Raises
-        ------
-        FarpoolError
-            LMCache failed; the message has its last words.
-        """
-        return self._user.seconds("LMCache", f"{'put' if write else 'get'} {nbytes} {count} {batch} {seconds!r}")
-
-    def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
-        """Seconds of a task that looks up `count` keys, in the median.
-
-        Raises
-        ------
-        FarpoolError
-            As for `seconds_each`.
-        """
-        return self._user.seconds("LMCache", f"find {nbytes} {count} {count} {seconds!r}")
-
-    def close(self) -> None:
-        """Stop the process."""
-        self._stack.close()
+def _start(python: str, tier: Tier, lent: int, stack: ExitStack) -> Worker:
+    where = str(lent)
+    if tier == "fs":
+        where = stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-", dir=_SHARED_MEMORY))
+    return Worker(_MODULE, [tier, where], _ENVIRONMENT, python).started(stack)

@@ -110,10 +110,8 @@ def _deepspeed(stack: ExitStack, plain: Stack, inputs: torch.Tensor) -> Candidat
         return Candidate(name, None, "the package 'deepspeed' is not installed")
     name = f"DeepSpeed {version('deepspeed')} ZeRO-Offload"
     arguments = [str(len(plain.blocks)), str(plain.width), str(inputs.shape[1]), inputs.device.type]
-    worker = Worker("farpool.bench.deepspeed_worker", arguments)
-    stack.callback(worker.close)
     try:
-        worker.start()
+        worker = Worker("farpool.bench.deepspeed_worker", arguments).started(stack)
     except (OSError, ValueError) as error:
         return Candidate(name, None, str(error))
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Self
 
 from farpool.errors import FarpoolError
 
-__all__ = ["Worker"]
+__all__ = ["StorePeer", "Worker"]
 
 _PATIENCE = 300.0
 """Seconds to wait for an answer; long, as some peers compile parts of themselves when they first run."""
@@ -49,15 +51,17 @@ class Worker:
             env={**os.environ, **(environment or {})},
         )
 
-    def start(self) -> None:
-        """Wait until the worker is ready.
+    def started(self, stack: ExitStack) -> Self:
+        """Wait until the worker is ready, and return it; `stack` closes it.
 
         Raises
         ------
         ValueError
             It has ended; the message has its last words.
         """
+        stack.callback(self.close)
         self._answer("ready")
+        return self
 
     def ask(self, question: str, word: str) -> str:
         """Ask a question, and return the text after `word` in the next line that begins with it.
@@ -73,19 +77,6 @@ class Worker:
         self._process.stdin.write(f"{question}\n")
         self._process.stdin.flush()
         return self._answer(word)
-
-    def seconds(self, who: str, question: str) -> float:
-        """Ask a question that is answered with seconds.
-
-        Raises
-        ------
-        FarpoolError
-            It has ended; the message has `who` and its last words.
-        """
-        try:
-            return float(self.ask(question, "seconds"))
-        except (OSError, ValueError) as error:
-            raise FarpoolError(f"{who} failed: {error}") from error
 
     def close(self) -> None:
         """Stop the process."""
@@ -106,3 +97,68 @@ class Worker:
         self._errors.seek(0)
         lines = self._errors.read().splitlines()
         raise ValueError(f"its process ended: {lines[-1] if lines else 'no message'}")
+
+
+class StorePeer:
+    """A peer in which a worker puts, gets and looks up objects; a context manager that stops its processes.
+
+    Parameters
+    ----------
+    name : str
+        Name of the peer, for messages.
+    start : callable
+        Starts its processes, which the stack stops, and returns the worker, which `farpool.bench.users.serve` serves.
+
+    Raises
+    ------
+    FarpoolError
+        One of them did not start; the message has its last words.
+    """
+
+    def __init__(self, name: str, start: Callable[[ExitStack], Worker]) -> None:
+        self._name = name
+        self._stack = ExitStack()
+        try:
+            self._worker = start(self._stack)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise FarpoolError(f"{name} did not start: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def seconds_each(self, write: bool, nbytes: int, count: int, batch: int, seconds: float) -> float:
+        """Seconds per object to put or get `count` objects, `batch` of them in a call.
+
+        Raises
+        ------
+        FarpoolError
+            It failed; the message has its last words.
+        """
+        return self._ask("put" if write else "get", nbytes, count, batch, seconds)
+
+    def lookup_seconds(self, nbytes: int, count: int, seconds: float) -> float:
+        """Seconds of a call that looks up `count` keys, in the median.
+
+        Raises
+        ------
+        FarpoolError
+            As for `seconds_each`.
+        """
+        return self._ask("find", nbytes, count, count, seconds)
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._stack.close()
+
+    def _ask(self, what: str, nbytes: int, count: int, batch: int, seconds: float) -> float:
+        try:
+            return float(self._worker.ask(f"{what} {nbytes} {count} {batch} {seconds!r}", "seconds"))
+        except (OSError, ValueError) as error:
+            raise FarpoolError(f"{self._name} failed: {error}") from error

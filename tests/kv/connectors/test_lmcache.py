@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from farpool import Store
+from farpool.bench.lmcache_peer import LMCachePeer, Tier
+from farpool.errors import FarpoolError
 from farpool.kv import Group, Namespace, block_key
 from farpool.kv.blocks import namespaces
 from farpool.node.process import RunningNode, running_node
@@ -263,3 +265,17 @@ def test_the_server_gives_back_what_it_was_given(
         assert done.stdout.count("CHECKSUM MATCH OK") == 5, done.stdout + log.read_text()[-4000:]
         assert done.returncode == 0
         assert (adapter["save.done"], adapter["load.done"]) == (20, 20)
+
+
+@pytest.mark.parametrize("tier", ["fs", "L1"])
+def test_the_benchmarks_drive_its_tiers_and_check_what_was_read(
+    engine_python: Callable[[str], str], tier: Tier
+) -> None:
+    with LMCachePeer(engine_python("lmcache"), tier, 64 << 20) as peer:
+        for batch in (1, 7):
+            assert peer.seconds_each(True, 100_000, 7, batch, 1e-9) > 0
+            assert peer.seconds_each(False, 100_000, 7, batch, 1e-9) > 0
+        assert peer.lookup_seconds(100_000, 7, 1e-9) > 0
+        if tier == "L1":
+            with pytest.raises(FarpoolError, match=r"LMCache failed: .*OUT_OF_MEMORY"):
+                peer.seconds_each(True, 40 << 20, 2, 2, 1e-9)

@@ -22,6 +22,7 @@ _CHECKS = (
     *("without_addresses", "logical_anchor", "chaos", "refused", "eight_bits", "metrics_and_clear", "vectors"),
     *("compressed", "documented"),
 )
+_OF_THE_TREE = ("round_trip", "partial_batch", "unknown_keys", "other_weights", "node_killed_during_load")
 # Importing SGLang takes longer than a check does: all are run by one process.
 _PATIENCE = 600.0
 
@@ -36,6 +37,11 @@ def checks(run_program: Run) -> Facts:
     return run_program("sglang", "sglang_checks", *_CHECKS, timeout=_PATIENCE)
 
 
+@pytest.fixture(scope="module")
+def on_the_tree(run_program: Run) -> Facts:
+    return run_program("sglang", "sglang_tree", *_OF_THE_TREE, timeout=_PATIENCE)
+
+
 def _told(found: Facts, name: str) -> Facts:
     assert "error" not in found[name], found[name]["error"]
     told: Facts = found[name]
@@ -45,6 +51,13 @@ def _told(found: Facts, name: str) -> Facts:
 @pytest.mark.parametrize("case", CASES)
 def test_the_contract_of_connectors_holds(contract: Facts, case: str) -> None:
     told = _told(contract, case)
+    assert {name: told[name] for name in CASES[case]} == CASES[case]
+
+
+@pytest.mark.parametrize("case", _OF_THE_TREE)
+def test_the_unified_radix_cache_keeps_the_contract(on_the_tree: Facts, case: str) -> None:
+    told = _told(on_the_tree, case)
+    assert told["before"] == 0  # nothing was on its device
     assert {name: told[name] for name in CASES[case]} == CASES[case]
 
 

@@ -19,6 +19,7 @@ ENOUGH = 2
 """So many variants of a scenario run in make test; the others are slow."""
 LONG = frozenset(
     (
+        "a_module_compiled_to_native_code_is_right_or_refused",
         "data_loader_workers_with_a_paged_data_set_are_right_or_raise[forkserver]",
         "every_optimizer_of_torch_trains_to_the_same_bits",
         "gradients_of_functions_are_equal_or_refused[random]",

@@ -28,6 +28,8 @@ from tests.store.names.conftest import MakeNames
 from tests.store.names.memory_store import MemoryStore
 
 LONG = 60.0
+WAITS = pytest.mark.parametrize("place", ["sqlite", pytest.param("etcd", marks=pytest.mark.slow)], indirect=True)
+"""For tests that wait until a lease or a time has passed."""
 
 
 def read(names: Names, name: str, version: int | None = None) -> bytes:
@@ -125,6 +127,7 @@ def test_threads_of_one_program_are_different_writers(names: Names) -> None:
     assert set(times) == {1}
 
 
+@WAITS
 def test_a_writer_that_dies_is_followed_by_another_and_what_it_has_sent_goes(
     make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +195,7 @@ def test_names_hold_their_objects_and_nothing_else_is_held(make: MakeNames, stor
     assert names.sweep() == 0
 
 
+@WAITS
 def test_the_version_before_stays_for_its_time(make: MakeNames, store: MemoryStore) -> None:
     names = make(hold=3.0)
     names.publish("n", b"one")
@@ -230,6 +234,7 @@ def test_a_version_that_somebody_reads_stays(make: MakeNames, store: MemoryStore
         again.read()
 
 
+@WAITS
 def test_a_reader_that_dies_holds_nothing(make: MakeNames) -> None:
     writer, reader = make(hold=0.0), make(lease=2.0)
     writer.publish("n", b"one")

@@ -1,4 +1,7 @@
-"""Lets SGLang be imported without torchvision, whose wheels need another torch; it imports that and does not use it."""
+"""Lets SGLang be imported without torchvision, whose wheels need another torch; it imports that and does not use it.
+
+Nor does its cache use the parser of reasoning, which the cache's modules import and which needs the package openai.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] != "torchvision":
+        if name.partition(".")[0] != "torchvision" and name != "sglang.srt.parser.reasoning_parser":
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -48,4 +51,4 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-sys.meta_path.append(_Finder())
+sys.meta_path.insert(0, _Finder())
