@@ -12,6 +12,7 @@ from farpool import Store
 from farpool._native import Rows, Slices
 from farpool.node.process import RunningNode, running_node
 from farpool.store.arguments import Payload, as_payload, as_target, nbytes_of, parts_of
+from farpool.store.best_effort import About
 
 _PATTERN = bytes(range(251)) * 8400
 """Two megabytes whose period is no power of two."""
@@ -33,7 +34,7 @@ def _stored_and_read(store: Store, values: list[Payload], targets: list[Payload]
     """Put payloads and read them into targets, both in pieces."""
     keys = [b"%d" % number for number in range(len(values))]
     calls = store.best_effort()
-    assert calls.put_many(list(zip(keys, values, strict=True)), 30) == ["stored"] * len(keys)
+    assert calls.put_many(list(zip(keys, values, strict=True)), 30, About()) == ["stored"] * len(keys)
     try:
         assert calls.get_into_many(list(zip(keys, targets, strict=True)), 30) == [nbytes_of(one) for one in values]
     finally:
