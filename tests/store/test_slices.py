@@ -77,7 +77,7 @@ def test_slices_are_the_rows_that_were_asked_for() -> None:
     assert [bytes(view) for view in slices.views()] == [b"bbcc", b"23"]
     assert parts_of((memoryview(b"0"), slices)) == [b"0", b"bbcc", b"23"]
     assert rows.slices(3, 3).nbytes == 0
-    assert isinstance(as_payload((b"0", slices))[1], Slices)  # type: ignore[index]
+    assert isinstance(as_payload((b"0", slices))[1], Slices)
 
 
 def test_slices_keep_the_memory_that_they_are_of() -> None:
@@ -105,7 +105,7 @@ def test_wrong_rows_are_refused() -> None:
     with pytest.raises(TypeError):
         Rows([memoryview(b"abcd")[::2]], [1])
     with pytest.raises(TypeError):
-        Rows(["text"], [1])  # type: ignore[list-item]
+        Rows(["text"], [1])
 
 
 def test_memory_that_cannot_be_written_is_no_target(node: RunningNode) -> None:
