@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     request : str
         The engine's name of the request; empty if it gave none.
     step : str
-        ``lookup``, ``load``, ``save``, or ``decision``.
+        ``lookup``, ``load``, ``save``, ``demote``, or ``decision``.
     blocks : int
         Number of blocks that it was about.
     done : int
