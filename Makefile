@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest --dist worksteal
+# The quick tests wait for about as long as they compute: two more of them run at a time than there are processors.
+QUICK_WORKERS := $(shell expr $$(nproc) + 2)
 
 unexport PYTHONPATH
 unexport PYTHONHOME
@@ -33,10 +35,10 @@ demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its 
 	@$(BIN)/farpool demo $(ARGS)
 
 test: $(DEV) test-native ## Run the tests that are quick (ARGS="-k budget")
-	@OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PYTEST) -n $(QUICK_WORKERS) -m "not slow" $(ARGS)
 
 test-long: $(DEV) ## Run the tests that take their time (ARGS="-k history")
-	@$(PYTEST) -m slow $(ARGS)
+	@$(PYTEST) -n auto -m slow $(ARGS)
 
 # $(call native_tests,SANITIZERS,FOLDER): build and run the unit tests of the native core in build/FOLDER.
 comma := ,

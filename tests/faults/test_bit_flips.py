@@ -29,7 +29,7 @@ SEED = 20
 WIRE_TRIALS = [2000, pytest.param(20_000, marks=pytest.mark.slow)]
 DATA_TRIALS = 45_000
 INDEX_TRIALS = 25_000
-SERVED_TRIALS = 3_000
+SERVED_TRIALS = [1000, pytest.param(3000, marks=pytest.mark.slow)]
 _EXTENT = struct.Struct("<4sHHQQ")
 _EXTENT_BYTES = 64
 
@@ -141,13 +141,14 @@ def byte_ranges(place: tuple[int, int, int], nbytes: int) -> list[range]:
     return [range(at, at + header), range(payload, payload + nbytes)]
 
 
-def test_a_flip_in_an_object_that_a_node_sends_is_found_by_who_receives_it(server: NodeServer) -> None:
+@pytest.mark.parametrize("trials", SERVED_TRIALS)
+def test_a_flip_in_an_object_that_a_node_sends_is_found_by_who_receives_it(server: NodeServer, trials: int) -> None:
     rng = random.Random(SEED)
     connection = connect(server)
     known = publish_some(connection, rng)
     memory = map_file(server.objects_paths(0)[1])
     places, keys = extents(memory, known), sorted(known)
-    for trial in range(SERVED_TRIALS):
+    for trial in range(trials):
         key = keys[trial % len(keys)]
         at, bit = rng.choice(rng.choice(byte_ranges(places[key], len(known[key][0])))), 1 << rng.randrange(8)
         memory[at] ^= bit

@@ -216,7 +216,7 @@ def test_another_operation_is_refused_and_a_broken_frame_ends_the_connection(nod
 
 
 def test_the_node_keeps_no_descriptors_of_connections_that_ended() -> None:
-    with running_node(grace=0.5) as node:
+    with running_node(grace=0.1) as node:  # less than `settled` waits
         folder = Path(f"/proc/{node.pid}/fd")
 
         def visit() -> None:

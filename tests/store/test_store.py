@@ -483,14 +483,14 @@ def test_a_connection_that_broke_while_idle_is_made_anew(local: Nodes, shape: tu
 
 def test_a_call_uses_its_time_up_before_it_fails_and_succeeds_if_the_node_comes_back(local: Nodes) -> None:
     (node,) = local()
-    with store_over([node], timeout=0.1) as store:
+    with store_over([node], timeout=0.3) as store:
         store.put("k", b"v")
         node.kill()
         for call in (*READS, *WRITES):
             began = time.monotonic()
             with pytest.raises(NodeError, match="refused"):
                 call(store)
-            assert time.monotonic() - began >= 0.09
+            assert time.monotonic() - began >= 0.29
         with pytest.raises(NodeError, match="refused"):
             list(store.keys())
         assert [status.stats for status in store.nodes()] == [None]

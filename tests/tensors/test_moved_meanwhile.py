@@ -51,7 +51,7 @@ def test_operands_are_not_mixed_up_when_a_pool_is_left_while_an_operation_waits(
         except PoolClosedError as error:
             outcome.append(error)
 
-    slow = Throttled(Dram("4MiB"), read_bandwidth="1MB/s")
+    slow = Throttled(Dram("4MiB"), read_bandwidth="400KB/s")  # a sixth of a second for each
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FarpoolWarning)
         with Pool("512KiB", [slow], prefetch=False) as pool:
