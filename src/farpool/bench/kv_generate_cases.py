@@ -24,7 +24,7 @@ __all__ = ["measure_case"]
 
 _SHARE = 4
 """Keys and values are this many times as large as the budget."""
-_SETTLE = 6
+_SETTLE = 12
 """Number of tokens before samples are taken."""
 _VOCABULARY = 1024
 
