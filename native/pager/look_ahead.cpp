@@ -305,6 +305,8 @@ void LookAhead::rekey() {
             if (b.next_use < never) {  // else it is known how long it is worth keeping
                 residency_.set_next_use(block, unknown_use(b.last_use));
             }
+        } else if (window_ != 0 && b.next_use < never) {  // the jump changes when it is used, not whether it is kept
+            residency_.set_next_use(block, b.next_use < spare ? use->second : use->second + spare);
         } else if (window_ != 0) {
             residency_.set_next_use(block, key_for(use->second, tape_.pointer(), b.size));
         } else {

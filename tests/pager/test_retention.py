@@ -127,3 +127,13 @@ def test_the_link_goes_on_while_the_program_computes_after_many_accesses(
     fetched, seconds = Loop(BLOCKS, 0.25, ratio, together=32).settled()
     assert fetched <= most_bytes
     assert seconds <= most_seconds
+
+
+def test_blocks_that_are_replaced_leave_kept_what_is_kept() -> None:
+    loop = Loop(BLOCKS, 0.25, 1.0, together=32)
+    fetched, _ = loop.settled()
+    for number in range(31, len(loop.operations), 32):  # the last block of each layer is copied into another one
+        first = loop.world.create([UNIT])
+        loop.world.access([(first, 1, Mode.OVERWRITE)])
+        loop.operations[number] = (first, 1, UNIT)
+    assert sum(loop.turn()[0] for _ in range(4)) / 4 <= fetched + 0.1
