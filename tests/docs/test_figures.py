@@ -297,9 +297,21 @@ def kv_ttft() -> list[str]:
     return rows
 
 
+def kv_generate() -> list[str]:
+    rows = []
+    for case in result("kv-generate")["cases"]:
+        assert case["equal"]
+        (demand,) = (peer for peer in case["peers"] if peer["name"] == "demand fetching")
+        times = (case["resident_seconds"], case["paged_seconds"], demand["seconds"])
+        figures = [f"{case['efficiency']:.3f}", f"{case['moved_bytes'] / case['fewest_bytes']:.3f}"]
+        figures += [f"{statistics.median(one) * 1e3:.0f} ms" for one in times]
+        rows.append(f"| {case['rate'] / 1e9:g} GB/s | {' | '.join(figures)} |")
+    return rows
+
+
 def test_the_page_of_benchmarks_of_kv_quotes_its_result_file() -> None:
     page = (ROOT / "docs/kv-benchmarks.md").read_text()
-    for row in kv_blocks() + kv_ttft():
+    for row in kv_blocks() + kv_ttft() + kv_generate():
         assert row in page, row
     last = result("kv-ttft")["points"][-1]
     mapped = statistics.median(last["rows"][0]["seconds"]) * 1e3
