@@ -78,6 +78,20 @@ def test_a_lookup_that_does_not_find_all_ends_the_sample() -> None:
         InMemory(ring, lost="bench/100/2").lookup_seconds(1e-9)
 
 
+def test_a_fetch_is_one_call_of_each_kind_and_verified() -> None:
+    user = InMemory(Ring(100, 3))
+    user.seconds_each(True, 3, 1e-9)
+    user.calls.clear()
+    assert user.fetch_seconds() > 0
+    assert user.calls == [("get", 3)]
+    user.objects["bench/100/1"] = bytes(100)
+    with pytest.raises(FarpoolError, match="was read with other bytes"):
+        user.fetch_seconds()
+    del user.objects["bench/100/1"]
+    with pytest.raises(FarpoolError, match="2 of 3 objects"):
+        user.fetch_seconds()
+
+
 def test_a_median_takes_at_least_one_call_after_one_that_is_not_counted() -> None:
     calls: list[int] = []
     assert median_call(lambda: calls.append(1), 1e-9) > 0
@@ -180,7 +194,7 @@ def test_a_first_token_from_a_loaded_prefix_is_the_computed_one(tmp_path: Path) 
     for point in outcome.points:
         own = [row for row in point.rows if row.name.startswith("farpool")]
         assert [row.equal for row in own] == [True, True]
-        assert all(row.seconds is not None and len(row.seconds) == len(point.recompute) == 2 for row in own)
+        assert all(row.seconds is not None and len(row.seconds) == len(point.recompute) == 8 for row in own)
         for row in point.rows:
             assert (row.seconds is None) == (row.share is None) == (row.remark is not None)
     assert check_page(report.read_text()).counts["table"] == 1

@@ -1,3 +1,7 @@
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
 import pytest
 
 from farpool.bench.measure import in_turn, mean_seconds, median_ratio, warm
@@ -28,6 +32,24 @@ def test_what_is_compared_runs_in_turn_and_takes_turns_at_being_first() -> None:
     assert samples == [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0)]
     assert "".join(order) == "abbaab"
     assert told == [("step", 0, 3), ("step", 1, 3), ("step", 2, 3), ("step", 3, 3)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_each_follows_each_other_equally_often(count: int) -> None:
+    order: list[int] = []
+
+    def work(which: int) -> float:
+        order.append(which)
+        return 0.0
+
+    rounds = count if count % 2 == 0 else 2 * count
+    in_turn([partial(work, which) for which in range(count)], rounds, "step", lambda *_: None)
+    turns = [order[at : at + count] for at in range(0, len(order), count)]
+    assert all(sorted(turn) == list(range(count)) for turn in turns)
+    follows = Counter(pair for turn in turns for pair in pairwise(turn))
+    assert len(follows) == count * (count - 1)
+    assert len(set(follows.values())) <= 1
+    assert set(Counter(turn[0] for turn in turns).values()) == {rounds // count}
 
 
 def test_the_mean_is_over_the_calls() -> None:

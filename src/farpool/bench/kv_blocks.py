@@ -172,7 +172,7 @@ class _Bench:
             each = None
             if sockets is not None:
                 each = partial(sockets.seconds_each, window=window, seconds=self._settings.seconds, spin=spin)
-            yield Contender(f"sockets, {'spinning' if spin else 'blocking'}", each, None, reason)
+            yield Contender(f"sockets, {'spinning' if spin else 'blocking'}", each, None, None, reason)
 
 
 def run(settings: Settings, progress: Progress) -> Outcome:

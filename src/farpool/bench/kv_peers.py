@@ -34,13 +34,15 @@ class Contender(NamedTuple):
     """Seconds for one object when all of a ring are put (True) or got in one call."""
     find: Callable[[], float] | None
     """Seconds for a call that looks up all keys of the ring."""
+    fetch: Callable[[], float] | None
+    """Seconds for one call that looks up all keys and one that gets all objects, without any before."""
     reason: str
 
     @classmethod
     def of(cls, name: str, user: User, seconds: float) -> Contender:
         """Make one of a user that moves its whole ring in one call, for so many seconds a sample."""
         each = partial(user.seconds_each, batch=len(user.ring), seconds=seconds)
-        return cls(name, each, partial(user.lookup_seconds, seconds), "")
+        return cls(name, each, partial(user.lookup_seconds, seconds), user.fetch_seconds, "")
 
 
 class KVPeers:
@@ -101,13 +103,14 @@ class KVPeers:
             *self._lmcache,
         ):
             if peer is None:
-                yield Contender(name, None, None, reason)
+                yield Contender(name, None, None, None, reason)
             else:
                 each = partial(peer.seconds_each, nbytes=nbytes, count=count, batch=count, seconds=seconds)
-                yield Contender(name, each, partial(peer.lookup_seconds, nbytes, count, seconds), "")
+                find = partial(peer.lookup_seconds, nbytes, count, seconds)
+                yield Contender(name, each, find, partial(peer.fetch_seconds, nbytes, count), "")
         name = "Redis, TCP" if way == "tcp" else "Redis, UNIX socket"
         if self._redis is None:
-            yield Contender(name, None, None, self._why_no_redis)
+            yield Contender(name, None, None, None, self._why_no_redis)
         else:
             client = self._redis.tcp if way == "tcp" else self._redis.unix
             yield Contender.of(name, closed(stack, RedisUser(client, ring)), seconds)

@@ -24,7 +24,6 @@ from farpool.node.process import running_node
 
 if TYPE_CHECKING:
     from farpool.bench.benchmark import Progress
-    from farpool.bench.kv_peers import Contender
     from farpool.net.channel import Transport
 
 __all__ = ["measure"]
@@ -124,7 +123,7 @@ def measure(settings: Settings, progress: Progress) -> Outcome:
     model = _Model(settings)
     nbytes = model.token_bytes * max(settings.tokens)
     with ExitStack() as stack:
-        peers = stack.enter_context(KVPeers(settings.lmcache, settings.seconds, 4 * nbytes, ("fs", "L1")))
+        peers = stack.enter_context(KVPeers(settings.lmcache, 0.0, 4 * nbytes, ("fs", "L1")))
         node = stack.enter_context(running_node(dram=str(max(64 << 20, 4 * nbytes)))).address
         points = [_measure(settings, model, peers, node, tokens, progress) for tokens in settings.tokens]
         return Outcome(torch.get_num_threads(), peers.names, tuple(points))
@@ -139,17 +138,18 @@ def _measure(settings: Settings, model: _Model, peers: KVPeers, node: str, token
         for name, fetch in _own(stack, settings, model, node, tokens):
             samples.append(_Sample(name, model, tokens, fetch, wanted))
         for peer in peers.contenders(stack, "tcp", ring):
-            if peer.each is None or peer.find is None:
+            if peer.each is None or peer.fetch is None:
                 missing.append(Row(peer.name, None, None, None, None, None, peer.reason))
             else:
-                work = partial(_of_peer, peer, model.spare[..., :tokens, :], ring)
+                peer.each(True)
+                work = partial(_of_peer, peer.fetch, model.spare[..., :tokens, :], ring)
                 samples.append(_Sample(peer.name, model, tokens, work, wanted))
         for sample in samples:
             sample.take()
             sample.compute.clear()
             sample.fetching.clear()
         works: list[Callable[[], float]] = [partial(model.seconds, tokens), *(sample.take for sample in samples)]
-        recompute = in_turn(works, settings.rounds, f"{tokens} tokens", progress)[0]
+        recompute = in_turn(works, settings.rounds_for(tokens), f"{tokens} tokens", progress)[0]
     rows = [
         Row.of(
             one.name,
@@ -198,14 +198,12 @@ def _own(
         yield f"farpool, {'TCP' if way == 'tcp' else way}", fetch
 
 
-def _of_peer(peer: Contender, kv: torch.Tensor, ring: Ring) -> float:
+def _of_peer(fetch: Callable[[], float], kv: torch.Tensor, ring: Ring) -> float:
     """Seconds of a peer's lookup and load, and of the copy from blocks to memory like the engine's.
 
     The blocks are not the model's KV: numbers of other kinds take other times to compute with.
     """
-    assert peer.find is not None
-    assert peer.each is not None
-    fetched = peer.find() + peer.each(False) * len(ring)
+    fetched = fetch()
     layers, two, one, heads, tokens, size = kv.shape
     blocks = torch.frombuffer(ring.buffers[0].obj, dtype=torch.float32)[: math.prod(kv.shape)]
     start = time.perf_counter()

@@ -29,7 +29,7 @@ def median_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
 def in_turn(
     works: Sequence[Callable[[], float]], rounds: int, step: str, progress: Callable[[str, int, int], None]
 ) -> list[tuple[float, ...]]:
-    """Take samples of several things in turn; who goes first changes with each round.
+    """Take samples of several things in turn; who goes first and who follows whom changes with each round.
 
     Parameters
     ----------
@@ -49,12 +49,19 @@ def in_turn(
     """
     progress(step, 0, rounds)
     samples: list[list[float]] = [[] for _ in works]
+    orders = _orders(len(works))
     for number in range(rounds):
-        for index in range(len(works)):
-            which = (index + number) % len(works)
+        for which in orders[number % len(orders)]:
             samples[which].append(works[which]())
         progress(step, number + 1, rounds)
     return [tuple(of_one) for of_one in samples]
+
+
+def _orders(count: int) -> list[list[int]]:
+    """Orders in which each follows each other equally often (Williams, 1949): what one leaves behind burdens all."""
+    zigzag = [(step + 1) // 2 if step % 2 else -(step // 2) for step in range(count)]
+    orders = [[(place + shift) % count for place in zigzag] for shift in range(count)]
+    return orders if count % 2 == 0 else [*orders, *(order[::-1] for order in orders)]
 
 
 def mean_seconds(work: Callable[[], object], repeats: int = 1) -> float:

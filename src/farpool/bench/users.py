@@ -84,9 +84,31 @@ class User(ABC):
             found[:] = [self.find()]
 
         taken = median_call(work, seconds)
-        if found != [len(self.ring)]:
-            raise FarpoolError(f"{self.name}: {found[0]} of {len(self.ring)} objects that were put are there")
+        self._check_found(found[0])
         return taken
+
+    def fetch_seconds(self) -> float:
+        """Seconds of one call that looks up all keys and one that gets all objects, which must have been put.
+
+        Nothing is called before that is not counted: it is what a program pays that has computed something else.
+
+        Raises
+        ------
+        FarpoolError
+            An object was not found, or read with other bytes.
+        """
+        self.ring.wipe()
+        start = time.perf_counter()
+        found = self.find()
+        self.get(slice(None))
+        taken = time.perf_counter() - start
+        self._check_found(found)
+        self.ring.check(self.name)
+        return taken
+
+    def _check_found(self, found: int) -> None:
+        if found != len(self.ring):
+            raise FarpoolError(f"{self.name}: {found} of {len(self.ring)} objects that were put are there")
 
     def _put(self, batch: int) -> float:
         self.remove()
@@ -106,7 +128,7 @@ class User(ABC):
 
 
 def serve(make: Callable[[Ring], User]) -> None:
-    """Answer lines ``put|get|find NBYTES COUNT BATCH SECONDS`` with seconds, until the standard input ends.
+    """Answer lines ``put|get|find|fetch NBYTES COUNT BATCH SECONDS`` with seconds, until the standard input ends.
 
     Parameters
     ----------
@@ -125,6 +147,8 @@ def serve(make: Callable[[Ring], User]) -> None:
         try:
             if kind == "find":
                 taken = user.lookup_seconds(float(seconds))
+            elif kind == "fetch":
+                taken = user.fetch_seconds()
             else:
                 taken = user.seconds_each(kind == "put", batch, float(seconds))
         except FarpoolError as error:

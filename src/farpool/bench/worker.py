@@ -153,6 +153,16 @@ class StorePeer:
         """
         return self._ask("find", nbytes, count, count, seconds)
 
+    def fetch_seconds(self, nbytes: int, count: int) -> float:
+        """Seconds of one call that looks up `count` keys and one that gets their objects, which must have been put.
+
+        Raises
+        ------
+        FarpoolError
+            As for `seconds_each`.
+        """
+        return self._ask("fetch", nbytes, count, count, 0.0)
+
     def close(self) -> None:
         """Stop the processes."""
         self._stack.close()

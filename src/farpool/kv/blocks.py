@@ -632,8 +632,9 @@ class BlockCache:
     def _note(
         self, step: str, request: str, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
     ) -> None:
-        failed = Counter(str(reason) for reason in reasons if reason is not None)
-        done = blocks - failed.total()
+        failures = [str(reason) for reason in reasons if reason is not None]
+        failed: Mapping[str, int] = Counter(failures) if failures else {}
+        done = blocks - len(failures)
         with self._lock:
             self._counts[f"{step}.done"] += done
             self._counts[f"{step}.bytes"] += moved

@@ -264,8 +264,8 @@ class PrefixCache:
 
     def _usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
         """Return up to which block every layer has what it needs, and why not further."""
-        if not blocks:
-            return 0, None
+        if found.is_whole or not blocks:
+            return blocks, None
         there = found.found
         rows = [there[number * blocks : (number + 1) * blocks] for number in range(len(self._groups))]
         most = blocks
