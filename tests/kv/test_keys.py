@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import cbor2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +20,7 @@ from hypothesis import strategies as st
 from farpool.errors import ConfigError
 from farpool.kv import Group, Namespace, Reason, block_key, token_chain
 from farpool.kv.header import HEADER_BYTES, check_header, pack_header
+from tests.kv import chains
 
 NAMESPACE = Namespace(
     engine="farpool",
@@ -46,14 +51,114 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def test_pages_have_the_hashes_that_sglang_gives_them() -> None:
-    tokens = range(1000, 1064)
-    assert [one.hex() for one in token_chain(tokens, 16)][:2] == [
-        "4faa8bd53eda3d89d365baa1cce7abcbe618600132b7664d8cccf18db778a47c",
-        "fc228fb55a288afeb5f7d93117caa44931dc430d6ecf7fcfa3c029ac60e0c6b6",
-    ]
-    salt = hashlib.sha256(b"sglang-cache-namespace-v1\x00\x01" + (5).to_bytes(8, "little") + b"alice").digest()
-    assert token_chain(tokens, 16, salt)[0].hex() == "ee20eb16560950bbce92cd9ba9b70146693ad6647c27428ff9f0979f503f34c3"
+VECTORS: dict[str, list[tuple[str, str]]] = {
+    # vLLM 0.32 and 0.33: NONE, tokens 1000 to 1015 behind it, and behind these 16 times token 5 with a salt.
+    "vllm sha256": [
+        ("066b1e89", "d71198"),
+        ("9d9c413731095d0ee811a14814414907cafccd751ce2052f659e8e1f547aeb68", ""),
+    ],
+    "vllm sha256_cbor": [
+        ("9bd96a48", "1eef0"),
+        ("15528b726efb88cb4d9efc583657a821bceb1f67307c6e813417567050a24fdc", ""),
+        ("d51a363ec933e1197d0351a5804545ec4c08106b12699bf8993da6407a5601a8", ""),
+    ],
+    # SGLang 0.5.23: tokens 1000 to 1063 in pages of 16, without a salt and with one.
+    "sglang sha256": [
+        ("4faa8bd53eda3d89d365baa1cce7abcbe618600132b7664d8cccf18db778a47c", ""),
+        ("fc228fb55a288afeb5f7d93117caa44931dc430d6ecf7fcfa3c029ac60e0c6b6", ""),
+    ],
+    "sglang salted": [("ee20eb16560950bbce92cd9ba9b70146693ad6647c27428ff9f0979f503f34c3", "")],
+    # LMCache 0.5.6: NONE, and tokens 1000 to 1511 in chunks of 256.
+    "lmcache blake3": [
+        ("7e3eff9ef7613a50340eb12677ee03b83ac759fcba9bb32705f07248d56d473b", ""),
+        ("d526d88f0c387e4049f866a4c572cbf658276fcae250b069051fd1fff3ad0579", ""),
+        ("8be5f115945ff3c4eb943172f8edfdcdf3432274c3d3dbd2436fed9a9fe494f5", ""),
+    ],
+}
+"""First and last digits of hashes that are published, most of them whole, by engine and algorithm."""
+VECTORS["farpool sha256"], VECTORS["farpool salted"] = VECTORS["sglang sha256"], VECTORS["sglang salted"]
+HASH_SEEDS = ("0", "4242")
+"""Values of PYTHONHASHSEED."""
+
+
+@pytest.fixture(scope="module")
+def told() -> Mapping[str, dict[str, Any]]:
+    """The chains and keys that programs compute that differ in PYTHONHASHSEED."""
+    programs = {
+        seed: subprocess.Popen(
+            [sys.executable, "-m", "tests.kv.chains"],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+        )
+        for seed in HASH_SEEDS
+    }
+    try:
+        said = {seed: program.communicate(timeout=120)[0] for seed, program in programs.items()}
+    finally:
+        for program in programs.values():
+            program.kill()
+            program.communicate()
+    return {seed: json.loads(one) for seed, one in said.items()}
+
+
+def test_the_programs_that_are_compared_hash_texts_in_different_ways(told: Mapping[str, dict[str, Any]]) -> None:
+    assert len({one["hash of Python"] for one in told.values()}) == len(HASH_SEEDS)
+
+
+@pytest.mark.parametrize("seed", HASH_SEEDS)
+@pytest.mark.parametrize("name", VECTORS)
+def test_chains_have_the_published_digits_in_processes_of_any_hash_seed(
+    told: Mapping[str, dict[str, Any]], name: str, seed: str
+) -> None:
+    if name.startswith("lmcache"):
+        pytest.importorskip("blake3", reason="blake3 is not installed")
+    for found, (first, last) in zip(told[seed]["chains"][name], VECTORS[name], strict=False):
+        assert len(found) == 64
+        assert (found[: len(first)], found[len(found) - len(last) :]) == (first, last)
+    assert len(told[seed]["chains"][name]) >= len(VECTORS[name])
+
+
+def test_keys_made_from_the_chains_of_engines_are_the_same_in_all_processes(
+    told: Mapping[str, dict[str, Any]],
+) -> None:
+    here = chains.everything()
+    for one in told.values():
+        assert one["chains"] == here["chains"]
+        assert one["keys"] == here["keys"]
+    keys = [key for own in here["keys"].values() for key in own]
+    assert set(here["keys"]) >= set(VECTORS) - {"lmcache blake3"}
+    for name, own in here["keys"].items():
+        for key, chain in zip(own, here["chains"][name], strict=True):
+            assert len(key) == 128
+            assert key[:8] == b"fpk1".hex()
+            assert key[40:] == chain + "00000001" + "01000000" + "00000000"
+    # The hashes that two engines have in common are in keys that they do not have in common.
+    assert here["chains"]["farpool sha256"] == here["chains"]["sglang sha256"]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("algorithm", chains.ENCODINGS)
+def test_a_seed_of_an_engine_makes_other_chains_and_other_namespaces(algorithm: str) -> None:
+    seeds = ("vllm-none-hash", *HASH_SEEDS)
+    spaces = [replace(NAMESPACE, engine="vllm", hash=algorithm, seed=seed) for seed in seeds]
+    links = [chains.vllm(algorithm, chains.vllm_none(algorithm, seed), range(16)) for seed in seeds]
+    assert len(set(links)) == len({one.digest for one in spaces}) == len(seeds)
+    # The same hash behind two seeds would still not be the same key.
+    assert len({block_key(one.digest, links[0]) for one in spaces}) == len(seeds)
+
+
+@given(st.lists(st.integers(0, 2**33), max_size=40), st.integers(1, 9), st.sampled_from([None, "", "alice", "häß"]))
+def test_pages_of_farpool_are_those_of_sglang(tokens: list[int], page: int, salt: str | None) -> None:
+    prior = b"" if salt is None else chains.sglang_seed(salt=salt)
+    assert token_chain(tokens, page, prior) == chains.sglang(tokens, page, prior)[: len(tokens) // page]
+
+
+def test_the_digest_of_a_namespace_is_that_of_its_fields_in_canonical_cbor() -> None:
+    encoded = cbor2.dumps({**asdict(NAMESPACE), "schema": 1}, canonical=True)
+    assert NAMESPACE.digest == hashlib.sha256(encoded).digest()[:16]
+    # These digits stay as they are: others would be other keys, and all that is stored would be lost.
+    assert NAMESPACE.digest.hex() == "725e7a8bb0f4877a41d80009e9d61970"
 
 
 def test_a_page_with_a_large_token_is_hashed_in_its_wide_form_and_no_other_page_is() -> None:
@@ -116,26 +221,6 @@ def test_a_key_has_64_bytes_and_says_all_its_parts() -> None:
             block_key(*wrong)
     with pytest.raises(ConfigError, match="group"):
         block_key(NAMESPACE.digest, chain, -1)
-
-
-def test_keys_do_not_depend_on_the_hash_seed_of_python() -> None:
-    program = (
-        "from farpool.kv import Namespace, block_key, token_chain\n"
-        f"namespace = Namespace.decode({NAMESPACE.encoded!r})\n"
-        "print(block_key(namespace.digest, token_chain(range(64), 16)[-1], 1, 2).hex())"
-    )
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert said == {block_key(NAMESPACE.digest, token_chain(range(64), 16)[-1], 1, 2).hex() + "\n"}
 
 
 def test_a_header_fits_its_own_payload_and_no_other() -> None:
