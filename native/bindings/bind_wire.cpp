@@ -20,7 +20,9 @@
 #include "wire/stream.hpp"
 
 using farpool::Connection;
+using farpool::ErrorKind;
 using farpool::ObjectReader;
+
 using farpool::Op;
 using farpool::Port;
 using farpool::RemotePort;
@@ -327,6 +329,48 @@ std::string_view key_at(const nb::list& keys, std::size_t number) {
     return {PyBytes_AS_STRING(key), static_cast<std::size_t>(PyBytes_GET_SIZE(key))};
 }
 
+// Copies the values of many keys into as many buffers. For each its size, None where the node has to be asked, or an error.
+nb::list get_many_into(const ObjectReader& self, const nb::list& keys, const nb::list& into, double deadline) {
+    if (keys.size() != into.size()) {
+        farpool::fail_value(std::to_string(keys.size()) + " keys and " + std::to_string(into.size()) +
+                            " buffers, expected as many");
+    }
+    using Wanted = ObjectReader::Wanted;
+    std::deque<Pieces> targets;
+    std::vector<Wanted> wanted;
+    wanted.reserve(keys.size());
+    for (std::size_t number = 0; number < keys.size(); ++number) {
+        const Pieces& target = targets.emplace_back(into[number], PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
+        wanted.push_back({key_at(keys, number), target.parts(), target.nbytes()});
+    }
+    {
+        const nb::gil_scoped_release release;
+        self.copy_all(wanted, deadline);
+    }
+    const auto error = [](ErrorKind kind, std::string text) {
+        return nb::steal<nb::object>(farpool::to_python({kind, std::move(text), {}, 0, nullptr}));
+    };
+    nb::list outcomes;
+    for (const Wanted& one : wanted) {
+        switch (one.outcome) {
+            case Wanted::Outcome::copied:
+                outcomes.append(one.nbytes);
+                break;
+            case Wanted::Outcome::missing:
+                outcomes.append(nb::none());
+                break;
+            case Wanted::Outcome::too_small:
+                outcomes.append(error(ErrorKind::value, "the object has " + std::to_string(one.nbytes) + " bytes, the buffer " +
+                                                            std::to_string(one.room) + "; give a larger one"));
+                break;
+            case Wanted::Outcome::late:
+                outcomes.append(error(ErrorKind::node_timeout, "the time of this call was over before its turn came"));
+                break;
+        }
+    }
+    return outcomes;
+}
+
 // Returns the size of each key's value, None where it is missing, and the numbers of the missing keys.
 nb::tuple lookup(const ObjectReader& self, const nb::list& keys, bool visit) {
     const bool serves = self.in_service();
@@ -588,6 +632,7 @@ void bind_wire(nb::module_& m) {
              nb::arg("epoch").none() = nb::none())
         .def("get", get, nb::arg("key"))
         .def("get_into", get_into, nb::arg("key"), nb::arg("into"))
+        .def("get_many_into", get_many_into, nb::arg("keys"), nb::arg("into"), nb::arg("deadline"))
         .def("expect_copies", &ObjectReader::expect_copies, nb::arg("copies"))
         .def("lookup", lookup, nb::arg("keys"), nb::kw_only(), nb::arg("visit") = false)
         .def("view", view, nb::arg("offset"), nb::arg("nbytes"));

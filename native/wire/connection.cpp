@@ -197,7 +197,7 @@ Outgoing Connection::begin(const Request& request, PayloadSum* sum) {
     header.payload_nbytes = request.nbytes;
     if (outgoing.by_area) {
         header.flags = checksum_follows | payload_in_area;
-    } else if (request.nbytes >= PayloadSum::worth_it) {
+    } else if (request.nbytes >= Helped::worth_it) {
         header.flags = checksum_follows;
         outgoing.sum = sum;
     } else {

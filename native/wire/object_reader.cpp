@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -15,6 +16,7 @@
 #include "core/clock.hpp"
 #include "core/crc32c.hpp"
 #include "core/error.hpp"
+#include "core/helped.hpp"
 #include "wire/frame.hpp"
 
 namespace farpool {
@@ -236,6 +238,52 @@ bool ObjectReader::copy(const Found& found, Parts into) const {
                                  " is damaged in the node's memory; drop the object and put it anew");
     }
     return true;
+}
+
+void ObjectReader::copy_one(Wanted& wanted, double deadline) const noexcept {
+    if (monotonic_seconds() > deadline) {
+        wanted.outcome = Wanted::Outcome::late;
+        return;
+    }
+    try {
+        const auto found = find(wanted.key);
+        if (!found) {
+            return;
+        }
+        wanted.nbytes = found->nbytes;
+        if (found->nbytes > wanted.room) {
+            wanted.outcome = Wanted::Outcome::too_small;
+        } else if (copy(*found, wanted.into)) {
+            wanted.outcome = Wanted::Outcome::copied;
+        }
+    } catch (
+        const std::exception&) {  // damaged here: another copy may be whole, and the node forgets this one when it is asked
+    }
+}
+
+void ObjectReader::copy_all(std::span<Wanted> wanted, double deadline) const noexcept {
+    struct Work {
+        const ObjectReader& reader;
+        std::span<Wanted> wanted;
+        double deadline;
+        std::atomic<std::size_t> next = 0;
+
+        void go_on() noexcept {
+            for (std::size_t number = next.fetch_add(1); number < wanted.size(); number = next.fetch_add(1)) {
+                reader.copy_one(wanted[number], deadline);
+            }
+        }
+    } work{*this, wanted, deadline};
+    std::size_t nbytes = 0;
+    for (const Wanted& one : wanted) {
+        nbytes += one.room;
+    }
+    Helped help([](void* self) noexcept { static_cast<Work*>(self)->go_on(); }, &work);
+    if (wanted.size() > 1 && nbytes >= Helped::worth_it) {
+        help.offer();
+    }
+    work.go_on();
+    help.end();
 }
 
 const std::byte* ObjectReader::payload(std::uint64_t offset, std::uint64_t nbytes) const {

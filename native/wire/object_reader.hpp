@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -54,12 +55,26 @@ public:
     // Copies an object's payload and verifies its checksum. False, with an invalid copy, if the object was removed meanwhile.
     bool copy(const Found& found, Parts into) const;
 
+    // An object to be copied into a place, and what became of it.
+    struct Wanted {
+        enum class Outcome { missing, copied, too_small, late };
+        std::string_view key;
+        Parts into;
+        std::size_t room;        // bytes of `into`
+        std::size_t nbytes = 0;  // of the object, if it was copied or the place is too small
+        Outcome outcome = Outcome::missing;
+    };
+    // Copies and verifies objects, with the help of a second thread where that pays. The node has to be asked for those that
+    // are missing, a damaged one among them. None is begun after the deadline. Throws nothing.
+    void copy_all(std::span<Wanted> wanted, double deadline) const noexcept;
+
     // Address of a range of the data file, at an offset that counts the header; throws where the range lies outside.
     const std::byte* payload(std::uint64_t offset, std::uint64_t nbytes) const;
 
     const Mapping& data() const noexcept { return data_; }
 
 private:
+    void copy_one(Wanted& wanted, double deadline) const noexcept;
     bool surprises(std::uint8_t copies) const noexcept;
     bool stands(const IndexSlot& slot, std::uint64_t serial) const noexcept;
     // Finds an object without checking the node; throws where the index is damaged.

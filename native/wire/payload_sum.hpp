@@ -5,21 +5,17 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/helped.hpp"
 #include "wire/parts.hpp"
 
 namespace farpool {
 
-class Summer;
-
 // The memory must not change or go away while one of these lives.
 class PayloadSum {
 public:
-    // Below this, waking a thread costs about as much as it saves.
-    static constexpr std::size_t worth_it = std::size_t{256} << 10;
-
     // `parts` follow each other. Several pieces, and a payload that is not to be `helped`, are summed up by the caller alone.
     PayloadSum(Parts parts, std::size_t nbytes, bool helped = true) noexcept;
-    ~PayloadSum();
+    ~PayloadSum() { part(); }
     PayloadSum(const PayloadSum&) = delete;
     PayloadSum& operator=(const PayloadSum&) = delete;
 
@@ -29,7 +25,6 @@ public:
     std::uint32_t finish() noexcept;
 
 private:
-    friend class Summer;
     void work() noexcept;
     void part() noexcept;
 
@@ -38,9 +33,9 @@ private:
     const std::size_t nbytes_;
     std::size_t done_ = 0;  // like crc_, written by the other thread from when it takes the payload until it has left
     std::uint32_t crc_ = 0;
-    Summer* summer_ = nullptr;  // the thread that may have taken the payload
     std::atomic<bool> enough_ = false;
-    std::atomic<bool> left_ = false;
+    bool is_offered_ = false;
+    Helped help_{[](void* self) noexcept { static_cast<PayloadSum*>(self)->work(); }, this};
 };
 
 }  // namespace farpool

@@ -340,6 +340,10 @@ class ObjectReader:
     def get_into(self, key: bytes, into: object) -> tuple[int, int] | None:
         """Read an object; its bytes and serial. ValueError if the buffer is too small; None as with `get`, and then the
         buffer's contents are unspecified."""
+    def get_many_into(self, keys: list[bytes], into: list[Any], deadline: float) -> list[int | Exception | None]:
+        """Read many objects into buffers, with a second thread where that pays: bytes of each; None where the node has to be
+        asked (also for damaged ones), ValueError if its buffer is too small, NodeTimeoutError if its turn did not come before
+        the deadline, by the monotonic clock. The contents of buffers of the others are unspecified."""
     def expect_copies(self, copies: int) -> None:
         """Leave the first object met that was put with another number of copies to the node, whose reply says so."""
     def lookup(self, keys: list[bytes], *, visit: bool = False) -> tuple[list[int | None], list[int]]:

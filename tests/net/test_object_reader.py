@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from farpool._native import Connection, NodeServer, ObjectReader
-from farpool.errors import ChecksumError, NodeError, ProtocolError
+from farpool.errors import ChecksumError, NodeError, NodeTimeoutError, ProtocolError
 from farpool.net.frames import Op
 from tests.net.live_node import (
     MIB,
@@ -121,6 +121,33 @@ def test_a_buffer_that_is_too_small_is_refused_and_untouched(server: NodeServer,
     assert buffer == b"untouched"
     with pytest.raises(BufferError):
         reader.get_into(b"key", bytes(100))
+
+
+@pytest.mark.parametrize("nbytes", [100, 64 << 10], ids=["alone", "with the second thread"])
+def test_many_objects_are_read_at_once(server: NodeServer, publisher: Connection, nbytes: int) -> None:
+    reader = read_objects(server)
+    keys = [b"key %d" % number for number in range(40)]
+    for key in keys:
+        put(publisher, key, content(nbytes, key))
+    memory = map_file(server.objects_paths(0)[1])
+    memory[memory.find(content(nbytes, keys[30])) + nbytes // 2] ^= 1
+    drop(publisher, keys[10])
+    for _ in range(20):
+        rooms = [nbytes + number % 2 - (number == 20) for number in range(len(keys))]
+        buffers = [bytearray(room) for room in rooms]
+        split = [(memoryview(one)[:70], memoryview(one)[70:]) for one in buffers]
+        outcomes = reader.get_many_into(keys, list(split), soon())
+        assert isinstance(too_small := outcomes[20], ValueError)
+        assert str(too_small).startswith(f"the object has {nbytes} bytes, the buffer {nbytes - 1}")
+        missing = {10, 30}  # dropped; damaged
+        for number, (key, outcome, buffer) in enumerate(zip(keys, outcomes, buffers, strict=True)):
+            assert number == 20 or outcome == (None if number in missing else nbytes)
+            if number not in {20, *missing}:
+                assert buffer == content(nbytes, key) + bytes(number % 2)
+    late = reader.get_many_into(keys, [bytearray(nbytes) for _ in keys], time.monotonic() - 1)
+    assert [type(outcome) for outcome in late] == [NodeTimeoutError] * len(keys)
+    with pytest.raises(ValueError, match="40 keys and 39 buffers"):
+        reader.get_many_into(keys, [bytearray(nbytes)] * 39, soon())
 
 
 def test_reading_marks_the_object_as_visited(server: NodeServer, publisher: Connection) -> None:

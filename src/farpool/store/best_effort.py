@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from farpool.errors import FarpoolError, NodeError, NodeTimeoutError
+from farpool.errors import FarpoolError, NodeError
 from farpool.net.frames import HEAD, PLACE, TTL, UNPIN, Op, Status
 from farpool.net.refusals import refusal
 from farpool.store.messages import Ask, Demotion
-from farpool.store.reading import fetch, look_up, read_memory
+from farpool.store.reading import fetch, look_up, read_many
 from farpool.store.writing import put
 
 if TYPE_CHECKING:
@@ -135,50 +135,25 @@ class BestEffort:
         if (dark := _dark(cluster)) is not None:
             return [dark] * len(pairs)
         deadline = time.monotonic() + timeout
-        values: list[int | Exception | None] = [None] * len(pairs)
+        keys, targets = [key for key, _ in pairs], [into for _, into in pairs]
         try:
-            left = self._read_mapped(cluster, pairs, values, deadline)
+            found, readers = read_many(cluster, keys, targets, deadline)
+            values = cast("list[int | Exception | None]", found)
+            for node, numbers in readers.items():
+                self._note(node, keys, numbers)
+            left = [number for number, value in enumerate(values) if value is None]
             if left:
-                keys, targets = zip(*(pairs[number] for number in left), strict=True)
-                for number, answer in zip(left, fetch(cluster, keys, targets, deadline, patient=False), strict=True):
+                answers = fetch(cluster, [keys[n] for n in left], [targets[n] for n in left], deadline, patient=False)
+                for number, answer in zip(left, answers, strict=True):
                     if answer is None or isinstance(answer, Exception):
                         values[number] = answer
                     else:
                         node, reply = answer
                         values[number] = reply.nbytes
-                        self._note(pairs[number][0], node)
+                        self._note(node, keys, [number])
         except (FarpoolError, OSError) as error:
             return [error] * len(pairs)
         return values
-
-    def _read_mapped(
-        self,
-        cluster: Cluster,
-        pairs: Sequence[tuple[bytes, Payload]],
-        values: list[int | Exception | None],
-        deadline: float,
-    ) -> list[int]:
-        """Read what lies in the mapped memory of its first rank; return the numbers of the pairs that are left."""
-        channels = [member.channel for member in cluster.members]
-        if not cluster.strangers and all(one.reader is None and one.one_sided is None for one in channels):
-            return list(range(len(pairs)))
-        left: list[int] = []
-        for number, (key, into) in enumerate(pairs):
-            if time.monotonic() > deadline:
-                values[number] = NodeTimeoutError("the time of this call was over before its turn came")
-                continue
-            node = cluster.order(key, deadline)[0]
-            try:
-                found = read_memory(channels[node], key, into, deadline)
-            except ValueError as error:
-                values[number] = error
-                continue
-            if not isinstance(found, int):
-                left.append(number)
-            else:
-                values[number] = found
-                self._note(key, node)
-        return left
 
     def put_many(
         self, items: Sequence[tuple[bytes, Payload]], timeout: float, about: About
@@ -331,9 +306,11 @@ class BestEffort:
             return [error] * len(keys)
         return [min(own, key=_rank_of_demotion, default=None) for own in demoted]
 
-    def _note(self, key: bytes, node: int) -> None:
+    def _note(self, node: int, keys: Sequence[bytes], numbers: Sequence[int]) -> None:
+        """Tell the upkeep which of the keys a node was read for."""
         if self._upkeep is not None:
-            self._upkeep.note(key, node)
+            for number in numbers:
+                self._upkeep.note(keys[number], node)
 
 
 def _dark(cluster: Cluster) -> Exception | None:

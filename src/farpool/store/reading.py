@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from farpool.net.channel import Channel
     from farpool.store.cluster import Cluster
 
-__all__ = ["fetch", "listing", "look_up", "probe", "read_memory"]
+__all__ = ["fetch", "listing", "look_up", "probe", "read_many", "read_memory"]
 
 
 @dataclass(slots=True, eq=False)
@@ -371,3 +371,45 @@ def read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: fl
     except (ChecksumError, NodeError):  # another copy may be whole, another way may work
         return None
     return None
+
+
+def read_many(
+    cluster: Cluster, keys: Sequence[bytes], targets: Sequence[Payload | None], deadline: float
+) -> tuple[list[bytes | int | Exception | None], dict[int, list[int]]]:
+    """Read what lies in the mapped memory of the keys' first ranks.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    keys : sequence of bytes
+        The keys.
+    targets : sequence of memoryview, tuple of them, or None
+        Places for the values; None for new bytes.
+    deadline : float
+        By the monotonic clock.
+
+    Returns
+    -------
+    list of bytes, int, Exception or None
+        Each value, or its bytes once they are in its target; why it could not be read; None where the nodes have to be
+        asked.
+    dict of int to list of int
+        By node, the numbers of the values that were read there.
+    """
+    values: list[bytes | int | Exception | None] = [None] * len(keys)
+    readers: dict[int, list[int]] = {}
+    for node, numbers in cluster.by_first(list(keys), deadline).items():
+        channel = cluster.members[node].channel
+        if channel.reader is None and channel.one_sided is None:
+            continue
+        own, places = [keys[n] for n in numbers], [targets[n] for n in numbers]
+        found: Sequence[bytes | int | Exception | None]
+        if (reader := channel.reader) is not None and None not in places:
+            found = reader.get_many_into(own, places, deadline)
+        else:
+            found = [read_memory(channel, key, into, deadline) for key, into in zip(own, places, strict=True)]
+        for number, one in zip(numbers, found, strict=True):
+            values[number] = one
+        readers[node] = [n for n in numbers if values[n] is not None and not isinstance(values[n], Exception)]
+    return values, readers

@@ -26,7 +26,7 @@ from farpool.store.cluster import Cluster, share_of
 from farpool.store.messages import Ask, Lookup, ObjectInfo, PutOutcome, Touched, object_head, results, seconds_left
 from farpool.store.names import Names
 from farpool.store.pin import Pin, Pins, pin_all
-from farpool.store.reading import fetch, listing, look_up, read_memory
+from farpool.store.reading import fetch, listing, look_up, read_many, read_memory
 from farpool.store.repair import Repaired, repair
 from farpool.store.rotation import Rotation, rotate
 from farpool.store.upkeep import Upkeep
@@ -301,17 +301,13 @@ class Store:
         """Read many values: for each key its bytes, or their number once they are in its target; None for no value."""
         cluster = self._open()
         deadline = cluster.deadline()
-        values: list[bytes | int | None] = [None] * len(keys)
-        left: list[int] = []
-        for number, (key, into) in enumerate(zip(keys, targets, strict=True)):
-            node = cluster.order(key, deadline)[0]
-            found = read_memory(cluster.members[node].channel, key, into, deadline)
-            if found is None:
-                left.append(number)
-                continue
-            values[number] = found
-            if self._upkeep is not None:
-                self._upkeep.note(key, node)
+        found, readers = read_many(cluster, keys, targets, deadline)
+        values = results(found)
+        if self._upkeep is not None:
+            for node, numbers in readers.items():
+                for number in numbers:
+                    self._upkeep.note(keys[number], node)
+        left = [number for number, value in enumerate(values) if value is None]
         if left:
             answers = fetch(cluster, [keys[n] for n in left], [targets[n] for n in left], deadline)
             for number, answer in zip(left, results(answers, len(keys) - len(left)), strict=True):
