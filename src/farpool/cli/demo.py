@@ -71,9 +71,9 @@ def demo(
 
     With --kv a small language model, built from a configuration, answers questions over one long context in two
     processes: the second one's first token comes from KV that the first has saved on a node. Both must give the same
-    tokens.
+    tokens, and the second must have loaded all whole blocks of the context.
 
-    Exit code 0: equal. 1: not equal. 2: an error.
+    Exit code 0: equal. 1: not equal, or not loaded. 2: an error.
     """
     if kv:
         _shared_context(context, json=json)
@@ -114,5 +114,5 @@ def _shared_context(tokens: int, *, json: bool) -> None:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     else:
         Console().print(report(outcome))
-    if not outcome.equal:
+    if not outcome.passed:
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from farpool.demo.shared_context import Answer, ContextReply, ContextRequest
+from farpool.demo.shared_context import BLOCK_TOKENS, Answer, ContextReply, ContextRequest
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
 
@@ -45,6 +45,7 @@ class _Answerer:
             weights_id="seed 0",
             dtype="float32",
             layout="heads-first",
+            block=BLOCK_TOKENS,
             hold_out=False,
             timeout=60,
         )
@@ -71,12 +72,14 @@ class _Answerer:
     def answer(self, context: list[int], question: list[int], new_tokens: int, *, load: bool) -> Answer:
         """Answer a question over a context; with `load`, begin with the KV that is there."""
         began = time.monotonic()
-        past, there, loading = DynamicCache(config=self.config), 0, 0.0
+        past, there, loading, missed = DynamicCache(config=self.config), 0, 0.0, ""
         if load:
             match = self.cache.lookup(context, leave=0, request="demo")
             pairs = self.room(match.tokens)
-            there = self.cache.load(match, TensorMemory(pairs))
+            there = self.cache.load(match, TensorMemory(pairs)) if match.tokens else 0
             loading = time.monotonic() - began
+            if there < len(context) // BLOCK_TOKENS * BLOCK_TOKENS:
+                missed = str(match.reason or "blocks that were found did not load")
             for number, (keys, values) in enumerate(pairs if there else ()):
                 past.update(keys[..., :there, :], values[..., :there, :], number)
         # The context is always computed by itself, so that the question is computed alike behind KV that was loaded.
@@ -88,7 +91,7 @@ class _Answerer:
             answer.append(int(logits[0, -1].argmax()))
             first_seconds = first_seconds or time.monotonic() - began
             step = answer[-1:]
-        return Answer(answer, first_seconds, there, loading)
+        return Answer(answer, first_seconds, there, loading, missed)
 
 
 def main() -> None:

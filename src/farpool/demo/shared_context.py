@@ -21,8 +21,10 @@ from farpool.demo.corpus import library_passages, pick
 from farpool.demo.nodes import lending
 from farpool.errors import FarpoolError
 
-__all__ = ["Answer", "ContextOutcome", "ContextReply", "ContextRequest", "report", "run"]
+__all__ = ["BLOCK_TOKENS", "Answer", "ContextOutcome", "ContextReply", "ContextRequest", "report", "run"]
 
+BLOCK_TOKENS = 16
+"""Tokens whose KV is saved and loaded together."""
 _PATIENCE = 600.0
 """Seconds that one process may take."""
 _NODE_BYTES = 1 << 30
@@ -71,12 +73,15 @@ class Answer(msgspec.Struct, frozen=True):
         Tokens whose KV was loaded.
     loading_seconds : float
         Time of lookup and load, which is part of `first_seconds`.
+    missed : str
+        Reason why no more was loaded, as of ``farpool why``; empty if all whole blocks were, or nothing was to be.
     """
 
     tokens: list[int]
     first_seconds: float
     loaded_tokens: int
     loading_seconds: float
+    missed: str = ""
 
 
 class ContextReply(msgspec.Struct, frozen=True):
@@ -97,8 +102,12 @@ class ContextOutcome:
         True if both processes gave the same tokens, with and without KV that was there.
     context_tokens : int
         Length of the context.
+    whole_tokens : int
+        Tokens of it that make whole blocks, which are all that can be loaded.
     loaded_tokens : int
-        Tokens of it whose KV the second process loaded for each question.
+        Tokens of it whose KV the second process loaded for each question, the fewest.
+    missed : str
+        Reason why it did not load all of `whole_tokens`; empty if it did.
     nbytes : int
         Bytes of the context's KV.
     questions : list of str
@@ -115,13 +124,20 @@ class ContextOutcome:
 
     equal: bool
     context_tokens: int
+    whole_tokens: int
     loaded_tokens: int
+    missed: str
     nbytes: int
     questions: list[str]
     computed: list[float]
     loaded: list[float]
     loading: list[float]
     speedup: float
+
+    @property
+    def passed(self) -> bool:
+        """True if the tokens are equal and the second process has loaded all whole blocks of the context."""
+        return self.equal and self.loaded_tokens >= self.whole_tokens
 
 
 def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int], None]) -> ContextOutcome:
@@ -152,11 +168,15 @@ def run(context_tokens: int, new_tokens: int, progress: Callable[[str, int, int]
         progress("processes", 2, 2)
     first, second = replies
     expected = [answer.tokens for answer in first.computed]
+    fewest = min(second.loaded, key=lambda answer: answer.loaded_tokens)
+    whole_tokens = len(context) // BLOCK_TOKENS * BLOCK_TOKENS
     computed, loaded = ([one.first_seconds for one in answers] for answers in (second.computed, second.loaded))
     return ContextOutcome(
         equal=all([one.tokens for one in answers] == expected for answers in (second.computed, second.loaded)),
         context_tokens=len(context),
-        loaded_tokens=min(answer.loaded_tokens for answer in second.loaded),
+        whole_tokens=whole_tokens,
+        loaded_tokens=fewest.loaded_tokens,
+        missed=fewest.missed if fewest.loaded_tokens < whole_tokens else "",
         nbytes=first.nbytes,
         questions=list(_QUESTIONS),
         computed=computed,
@@ -200,5 +220,8 @@ def report(outcome: ContextOutcome) -> RenderableType:
     reused = (
         f"[bold]reused[/]  {outcome.loaded_tokens} of {outcome.context_tokens} tokens of context, "
         f"{outcome.nbytes / 1e6:.1f} MB of KV that the first process has saved on a node"
+        if outcome.loaded_tokens >= outcome.whole_tokens
+        else f"[bold red]NOT REUSED[/]  {outcome.loaded_tokens} of {outcome.context_tokens} tokens of context were "
+        f"loaded, expected {outcome.whole_tokens}; the others were computed: {outcome.missed}"
     )
     return Group(Panel(f"{verdict}\n{reused}", expand=True), table)
