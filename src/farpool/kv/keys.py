@@ -87,11 +87,15 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
         wide = array("Q", tokens[:whole])
     except (OverflowError, TypeError, ValueError) as error:
         raise ConfigError(f"tokens: {error}; expected whole numbers from 0 to 2**64 - 1", setting="tokens") from None
+    # Little-endian, as all platforms are that the native core is built for.
+    if max(wide, default=0) <= _LARGEST_U32:
+        data, size = array("I", wide).tobytes(), 4 * page
+        pages = [data[start : start + size] for start in range(0, len(data), size)]
+    else:
+        parts = [wide[start : start + page] for start in range(0, whole, page)]
+        pages = [array("I", own).tobytes() if max(own) <= _LARGEST_U32 else b"\xff" + own.tobytes() for own in parts]
     hashes: list[bytes] = []
-    for start in range(0, whole, page):
-        own = wide[start : start + page]
-        # Little-endian, as all platforms are that the native core is built for.
-        data = array("I", own).tobytes() if max(own) <= _LARGEST_U32 else b"\xff" + own.tobytes()
-        prior = hashlib.sha256(prior + data).digest()
+    for tokens_of_page in pages:
+        prior = hashlib.sha256(prior + tokens_of_page).digest()
         hashes.append(prior)
     return hashes
