@@ -407,10 +407,10 @@ def test_other_weights_dtypes_and_configurations_find_nothing(
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, "rope_theta": 5e5}
     others = [
-        prefix_blocks(model.config, settings | {"weights_id": "another"}, tokens_per_block=STEP),
-        prefix_blocks(model.config, settings | {"tenant": "another"}, tokens_per_block=STEP),
+        prefix_blocks(model.config, settings | {"weights_id": "another"}, dtype=model.dtype, tokens_per_block=STEP),
+        prefix_blocks(model.config, settings | {"tenant": "another"}, dtype=model.dtype, tokens_per_block=STEP),
         prefix_blocks(model.config, settings, dtype=torch.float16, tokens_per_block=STEP),
-        prefix_blocks(config, settings, tokens_per_block=STEP),
+        prefix_blocks(config, settings, dtype=model.dtype, tokens_per_block=STEP),
     ]
     for blocks in others:
         with blocks:

@@ -9,6 +9,12 @@ sliding window forgets what lies before its window, so it can only go on from a 
 the cache keeps its latest state at the end of a block, and `load` goes as far as such a state exists. Whatever goes
 wrong with nodes or bytes makes the loaded prefix shorter, and the rest is computed.
 
+*What a prefix is found by.* The tokens from the first on, at positions 0, 1, 2 and so on, of one sequence without
+padding; whatever else its keys and values depend on, such as images, has to be told as a salt. Models for which that
+cannot be enough are refused (`farpool.kv.transformers_config`). A cache never sees masks and positions, so of what
+contradicts this it notices what it can: padding at the beginning, several sequences, tokens or a salt other than those
+with which the prefix was loaded.
+
 *Load or compute.* The cache sees when a pass of the model comes to its first layer and when to its last, and so how
 long computing takes; loads it times itself. With both, the `Judge` of the blocks decides, as for `PrefixCache`. A
 device runs behind the program, so on one nothing is timed and everything is loaded.
@@ -29,9 +35,11 @@ import torch
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from farpool.errors import ConfigError, UnsupportedError
+from farpool.kv.journal import record
 from farpool.kv.keys import token_chain
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.settings import CacheSettings
+from farpool.kv.transformers_config import check_prefixes, config_of, dtype_of, inputs_beside_tokens, left_padding
 from farpool.kv.transformers_layer import OperandMemory, PagedLayer
 from farpool.pool.pool import blocks_of
 from farpool.tensors.arena import device_of
@@ -46,13 +54,16 @@ _FULL, _SLIDING = 0, 1
 """Numbers of the groups of layers in keys of blocks."""
 _BATCH_BYTES = 16 << 20
 """Bytes of blocks that are in host memory at once on their way between a pool and nodes."""
+_ENGINE = "transformers"
 _LAYOUT = "layer, key or value, head, token, element"
+_SALT = b"farpool.kv.transformers salt"
+"""Hashed before a salt, so that no tokens give the same hash."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Settings in a model's configuration that leave its keys and values as they are."""
 
 
 def prefix_blocks(
-    config: Any,
+    model: Any,
     settings: CacheSettings | Mapping[str, Any],
     *,
     dtype: torch.dtype | None = None,
@@ -62,25 +73,33 @@ def prefix_blocks(
 
     Parameters
     ----------
-    config : PreTrainedConfig
-        Of the model.
+    model : PreTrainedModel or PreTrainedConfig
+        The model, or its configuration.
     settings : CacheSettings or mapping
-        Nodes, and the name of exactly the weights that the model has (``weights_id``).
+        Nodes, and the name of exactly the weights that the model has (``weights_id``), adapters included.
     dtype : torch.dtype, optional
-        Of the keys and values, ``model.dtype``; torch's default dtype if left out.
+        Of the keys and values; that of the model if left out, or the one in its configuration.
     tokens_per_block : int
         Prefixes are stored and found in multiples of this.
 
     Raises
     ------
     ConfigError
-        A setting is wrong.
+        A setting is wrong, or nothing tells the dtype.
     UnsupportedError
-        The model has layers whose state cannot be stored, such as recurrent ones.
+        The model has layers whose state cannot be stored, such as recurrent ones, or its keys and values depend on what
+        comes after them, as with rotary embeddings of the types ``longrope`` and ``dynamic``.
     """
     if not isinstance(settings, CacheSettings):
         settings = CacheSettings.of(settings, "prefix_blocks")
-    dtype = dtype or torch.get_default_dtype()
+    config, dtype = config_of(model), dtype or dtype_of(model)
+    if dtype is None:
+        raise ConfigError(
+            "prefix_blocks: the configuration does not say the dtype of keys and values: give the model itself, or "
+            "dtype=model.dtype",
+            setting="dtype",
+        )
+    check_prefixes(config)
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -106,10 +125,10 @@ def prefix_blocks(
     described = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     namespace = Namespace(
-        engine="transformers",
+        engine=_ENGINE,
         model=config.model_type,
         weights=settings.weights_id,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name_of(dtype),
         layout=_LAYOUT,
         tokens_per_block=tokens_per_block,
         groups=tuple(groups),
@@ -144,8 +163,9 @@ class FarpoolCache(Cache):
 
     Parameters
     ----------
-    config : PreTrainedConfig
-        Of the model, as for ``DynamicCache(config=...)``.
+    config : PreTrainedConfig or PreTrainedModel
+        Configuration of the model, as for ``DynamicCache(config=...)``, or the model itself. The whole one: the text
+        part of a model that sees images does not say so.
     pool : Pool
         Where the bytes live; on the device that the model computes on.
     tokens_per_block : int, optional
@@ -178,14 +198,23 @@ class FarpoolCache(Cache):
                 f"tokens_per_block is {tokens_per_block!r}, expected a positive number of tokens, for example 64",
                 setting="tokens_per_block",
             )
-        if prefixes is not None and prefixes.namespace.layout != _LAYOUT:
+        found = None if prefixes is None else (prefixes.namespace.engine, prefixes.namespace.layout)
+        if found not in (None, (_ENGINE, _LAYOUT)):
             raise ConfigError(
-                f"prefixes: blocks of layout {prefixes.namespace.layout!r}; make them with "
-                "farpool.kv.transformers.prefix_blocks(model.config, ...)",
+                f"prefixes: blocks of engine and layout {found}; make them with "
+                "farpool.kv.transformers.prefix_blocks(model, ...)",
                 setting="prefixes",
             )
         self._pool = blocks_of(pool)
         self._prefixes = prefixes
+        self._model_dtype = dtype_of(config)
+        config = config_of(config)
+        self._beside_tokens = inputs_beside_tokens(config)
+        self._padding = left_padding(config)
+        self._chain: list[bytes] = []
+        """Hashes of the blocks of tokens that `load` and `save` were told, as far as the cache still holds them."""
+        self._several = False
+        """True once there were several sequences, which have padding and masks."""
         self._states: dict[int, _State] = {}
         """The latest state of each layer with a sliding window at the end of a block of a prefix, by its number."""
         memory = self._operand_memory()
@@ -235,6 +264,7 @@ class FarpoolCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add keys and values to a layer, and return all that attention needs; see `PagedLayer.update`."""
+        self._several = self._several or key_states.shape[0] > 1
         if self._timed and layer_idx == self._ends[0]:
             first: Any = self.layers[layer_idx]
             self._pass = _Pass(time.monotonic(), first.get_seq_length())
@@ -270,6 +300,7 @@ class FarpoolCache(Cache):
     def reset(self) -> None:
         """Forget all tokens."""
         self._states.clear()
+        self._chain, self._several = [], False
         super().reset()  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -277,6 +308,8 @@ class FarpoolCache(Cache):
         super().crop(tokens_to_remove)
         tokens = self.get_seq_length()
         self._states = {number: state for number, state in self._states.items() if state.tokens <= tokens}
+        if self._chain:
+            self._chain = self._chain[: tokens // self._block_tokens]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let each sequence of the batch go on with the tokens of another one, as beam search does."""
@@ -295,7 +328,7 @@ class FarpoolCache(Cache):
 
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
-    def save(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "") -> int:
+    def save(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "", salt: bytes | str = "") -> int:
         """Store the prefix that the cache holds, in whole blocks, for this and other processes.
 
         Parameters
@@ -304,6 +337,9 @@ class FarpoolCache(Cache):
             The tokens from the first one on, of one sequence.
         request : str
             Name of the request, for ``farpool why``.
+        salt : bytes or str
+            Whatever the keys and values depend on beside these tokens, for example a digest of all images; a prefix is
+            found with the same one only. Models that see more than tokens need one, also for prompts of text alone.
 
         Returns
         -------
@@ -313,15 +349,24 @@ class FarpoolCache(Cache):
         Raises
         ------
         ConfigError
-            The cache has no `prefixes`, more than one sequence, or keys and values of another dtype or shape than
-            `prefix_blocks` was told.
+            The cache has no `prefixes`, or keys and values of another dtype or shape than `prefix_blocks` was told; it
+            has had more than one sequence; the tokens begin with padding; the salt is missing; tokens or salt are not
+            those of the prefix that was loaded.
         """
         blocks, step = self._blocks, self._block_tokens
-        count = min(len(ids := _token_ids(tokens)), self.get_seq_length()) // step
+        ids = self._checked(tokens, salt)
+        count = min(len(ids), self.get_seq_length()) // step
         if count == 0:
             return 0
         self._check_layers()
-        chain = token_chain(ids[: count * step], step, blocks.digest)
+        chain = self._hashed(ids[: count * step], salt)
+        known = min(len(chain), len(self._chain))
+        if chain[:known] != self._chain[:known]:
+            raise ConfigError(
+                "save: the tokens, or the salt, are not those with which the prefix was loaded, or saved before; "
+                "give the whole sequence from its first token on, and the same salt"
+            )
+        self._chain = max(chain, self._chain, key=len)
         stored = count
         full = self._of_type(PagedLayer)
         if full:
@@ -345,7 +390,14 @@ class FarpoolCache(Cache):
             stored = 0 if outcome is not None else end
         return stored * step
 
-    def load(self, tokens: Sequence[int] | torch.Tensor, *, request: str = "", judged: bool = True) -> int:
+    def load(
+        self,
+        tokens: Sequence[int] | torch.Tensor,
+        *,
+        request: str = "",
+        salt: bytes | str = "",
+        judged: bool = True,
+    ) -> int:
         """Bring back the longest prefix that is stored, into an empty cache, if that pays.
 
         At least one token is left to compute, as its logits are needed. Once computing and loading have been measured,
@@ -358,6 +410,8 @@ class FarpoolCache(Cache):
             The prompt, of one sequence.
         request : str
             Name of the request, for ``farpool why``.
+        salt : bytes or str
+            As of `save`.
         judged : bool
             False to load what is there however long it takes.
 
@@ -365,12 +419,13 @@ class FarpoolCache(Cache):
         -------
         int
             Number of leading tokens that the cache holds now; 0 where nothing was found in time, or computing takes
-            less time.
+            less time, or the model has another dtype than the prefixes.
 
         Raises
         ------
         ConfigError
-            The cache has no `prefixes`, or holds tokens already.
+            The cache has no `prefixes`, or holds tokens already; the tokens are of several sequences, or begin with
+            padding; the salt is missing.
         BudgetError, PoolFullError, TierError
             The pool cannot take them; the cache is empty then.
         """
@@ -378,11 +433,19 @@ class FarpoolCache(Cache):
         if self.get_seq_length():
             raise ConfigError(f"load: the cache holds {self.get_seq_length()} tokens; use a new one, or reset it")
         self._held_out = None
-        count = (len(ids := _token_ids(tokens)) - 1) // step
+        ids = self._checked(tokens, salt)
+        count = (len(ids) - 1) // step
         if count <= 0:
             return 0
+        if self._model_dtype is not None and self._model_dtype != self._dtype:
+            why = (
+                f"the prefixes are of {blocks.namespace.dtype} and the model is of {_name_of(self._model_dtype)}: give "
+                "the model itself to prefix_blocks and to FarpoolCache"
+            )
+            record(request, "load", count, 0, {"other_dtype": count}, 0.0, why)
+            return 0
         began = time.monotonic()
-        chain = token_chain(ids[: count * step], step, blocks.digest)
+        chain = self._hashed(ids[: count * step], salt)
         full = self._of_type(PagedLayer)
         keys = [blocks.key(link, _FULL) for link in chain]
         if full:
@@ -422,7 +485,36 @@ class FarpoolCache(Cache):
             blocks.judge.gained(there * step, loaded * step, ended - began)
         if not loaded:
             self.reset()
+        self._chain = chain[:loaded]
         return loaded * step
+
+    def _checked(self, tokens: Sequence[int] | torch.Tensor, salt: bytes | str) -> list[int]:
+        """Return token ids as a list if they, with the salt, may name a prefix.
+
+        Raises
+        ------
+        ConfigError
+        """
+        ids = _token_ids(tokens)
+        if self._beside_tokens and not salt:
+            raise ConfigError(
+                f"keys and values of this model depend on more than tokens ({self._beside_tokens}): give save and load "
+                "a salt=, such as a digest of all images and sounds of the prompt; any other text if it has none",
+                setting="salt",
+            )
+        if ids and ids[0] == self._padding:
+            raise ConfigError(
+                f"the tokens begin with padding ({ids[0]}); prefixes are of one sequence whose first token is at "
+                "position 0: compute, load and save it without padding"
+            )
+        return ids
+
+    def _hashed(self, ids: Sequence[int], salt: bytes | str) -> list[bytes]:
+        """Return the hashes of blocks of tokens, which depend on the namespace and the salt, too."""
+        salt = salt.encode() if isinstance(salt, str) else salt
+        digest = self._blocks.digest
+        prior = hashlib.sha256(_SALT + digest + salt).digest() if salt else digest
+        return token_chain(ids, self._block_tokens, prior)
 
     @property
     def _blocks(self) -> BlockCache:
@@ -460,6 +552,11 @@ class FarpoolCache(Cache):
         ------
         ConfigError
         """
+        if self._several:
+            raise ConfigError(
+                "the cache has held several sequences at once, whose padding and masks it does not know; prefixes are "
+                "of one sequence: compute it by itself to save it"
+            )
         shape = self._shape(0)
         for number, layer in (*self._of_type(PagedLayer), *self._of_type(DynamicSlidingWindowLayer)):
             if type(layer) is PagedLayer:
@@ -549,6 +646,10 @@ class FarpoolCache(Cache):
             parts.append((keys, values))
             start += elements
         return memoryview(memory), parts
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _token_ids(tokens: Sequence[int] | torch.Tensor) -> list[int]:

@@ -1,0 +1,101 @@
+"""Checks of a transformers model: if its keys and values depend on more than the tokens before them.
+
+A prefix is found again by its tokens alone. That is right only if the same tokens always give the same keys and values.
+They do not where a model sees images or sounds, too (their contents have to be told, see `inputs_beside_tokens`), or
+where the frequencies of its rotary embedding depend on the length of the whole prompt, tokens see later ones, or
+positions follow the shape of images (`check_prefixes`). What is not known to be safe is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from farpool.errors import UnsupportedError
+
+__all__ = ["check_prefixes", "config_of", "dtype_of", "inputs_beside_tokens", "left_padding"]
+
+_ROTARY = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
+"""Types of rotary embedding whose frequencies are the same for prompts of all lengths."""
+_SENSES = ("audio", "image", "speech", "video", "vision", "visual")
+"""Parts of the names of settings that only models have which get more than tokens."""
+_WITHOUT_INPUTS = frozenset({"attn_config", "ffn_config"})
+"""Configurations within a configuration that describe layers."""
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration of a model; a configuration as it is."""
+    return model.config if isinstance(model, torch.nn.Module) else model
+
+
+def dtype_of(model: Any) -> torch.dtype | None:
+    """Return the data type that a model, or a configuration, says its keys and values have; None if it says none."""
+    found = model.dtype if isinstance(model, torch.nn.Module) else model.get_text_config(decoder=True).dtype
+    return found if isinstance(found, torch.dtype) else None
+
+
+def left_padding(config: Any) -> int | None:
+    """Return the token that no prompt begins with unless it was padded; None if there is no such token."""
+    text = config.get_text_config(decoder=True)
+    padding, first, ends = (getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
+    others = (first, *ends) if isinstance(ends, list) else (first, ends)
+    return None if padding in others else padding
+
+
+def inputs_beside_tokens(config: Any) -> str:
+    """Name the settings which say that keys and values depend on more than tokens; empty if there are none."""
+    described = config.to_dict()
+    names = [name for name in config.sub_configs if name not in _WITHOUT_INPUTS]
+    names += [name for name in described if any(sense in name for sense in _SENSES)]
+    names += [name for name in ("is_encoder_decoder", "add_cross_attention") if described.get(name)]
+    return ", ".join(dict.fromkeys(names))
+
+
+def check_prefixes(config: Any) -> None:
+    """Check that the keys and values of a prefix depend on nothing that comes after it.
+
+    Raises
+    ------
+    UnsupportedError
+        They do, or may.
+    """
+    described = config.to_dict()
+    text = config.get_text_config(decoder=True).to_dict()
+    lengthwise = sorted(set(_rotary_types(text)) - _ROTARY)
+    both_ways = [name for name in ("prefix_lm", "use_bidirectional_attention") if text.get(name) in (True, "all")]
+    both_ways += [name for name in ("causal", "is_causal") if text.get(name) is False]
+    nested = dict(_settings(value for value in described.values() if isinstance(value, Mapping)))
+    spatial = sorted({"mrope_section", "spatial_merge_size"} & nested.keys())
+    reason = ""
+    if lengthwise:
+        reason = f"its rotary embedding is of type {lengthwise[0]!r}, whose frequencies depend on the whole prompt"
+    elif both_ways or described["model_type"] == "paligemma":
+        reason = f"its tokens see those after them ({', '.join(both_ways) or 'paligemma'})"
+    elif spatial:
+        reason = f"positions follow the shapes of images ({spatial[0]}), which the model itself keeps"
+    if reason:
+        raise UnsupportedError(
+            f"prefixes of {described['model_type']!r} cannot be stored: {reason}, so that equal tokens have different "
+            "keys and values; use FarpoolCache without prefixes"
+        )
+
+
+def _settings(found: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of all settings in mappings, at any depth."""
+    for one in found:
+        if isinstance(one, Mapping):
+            yield from one.items()
+            yield from _settings(iter(one.values()))
+
+
+def _rotary_types(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of all rotary embeddings; layers may have different ones, and older settings other names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            if name.startswith("rope_") and "type" in value:
+                yield value["type"]
+            yield from _rotary_types(value)
+        elif name == "rope_type":
+            yield value
