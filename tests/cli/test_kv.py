@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from farpool import Store
 from farpool.kv import BlockCache
+from farpool.kv.blocks import namespaces
 from farpool.kv.journal import journal_folder
+from farpool.kv.keys import namespace_key
 from farpool.node.process import RunningNode, running_node
 from tests.cli.here import command
 from tests.kv.test_blocks import blocks
@@ -57,6 +60,41 @@ def test_kv_is_listed_and_purged_by_weights_tenant_and_namespace(node: RunningNo
         assert listed(node, tmp_path) == left
     again = command("kv", "purge", "--weights", "two", "--node", node.address, cwd=tmp_path)
     assert (again.returncode, again.stderr) == (1, "0 blocks removed\n")
+
+
+def test_blocks_whose_description_is_lost_are_told_and_removed_by_their_namespace(
+    node: RunningNode, tmp_path: Path
+) -> None:
+    known = save(node, 2, weights="lost", tenant="alice").hex()
+    lost = save(node, 3, weights="lost", tenant="bob")
+    left = f"3 blocks of unknown namespace {lost.hex()}: farpool kv purge --namespace {lost.hex()}\n"
+    with Store(node.address, timeout=PATIENCE) as store:
+        assert store.drop(namespace_key(lost))
+    shown = command("kv", "ls", "--node", node.address, cwd=tmp_path)
+    assert shown.stderr == left
+    assert listed(node, tmp_path) == {known: 2, lost.hex(): 3}
+    # They may be of these weights, so it is no success.
+    done = command("kv", "purge", "--weights", "lost", "--node", node.address, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, f"2 blocks removed\n{left}")
+    done = command("kv", "purge", "--namespace", lost.hex(), "--node", node.address, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "3 blocks removed\n")
+    assert listed(node, tmp_path) == {}
+
+
+@pytest.mark.parametrize("ttl", [None, 600.0])
+def test_a_description_outlives_the_blocks_that_came_after_it(ttl: float | None) -> None:
+    with running_node("4MiB") as small, Store(small.address, timeout=PATIENCE) as store:
+        with BlockCache([small.address], NAMESPACE, timeout=PATIENCE, ttl=ttl) as cache:
+            first, values = blocks(cache, 1)
+            assert cache.save(first, values) == [None]
+            told = store.stat(namespace_key(cache.digest))
+            for number in range(16):  # four times as much as there is room for
+                store.put(f"other {number}", bytes(1 << 20))
+            assert cache.lookup(first).leading == 0
+        assert list(namespaces(store)) == [NAMESPACE.digest]
+    assert told is not None
+    assert told.kept
+    assert told.ttl is None if ttl is None else told.ttl is not None and 610 < told.ttl < 721
 
 
 @pytest.mark.parametrize(

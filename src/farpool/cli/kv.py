@@ -84,7 +84,10 @@ def why(
 
 @app.command("ls")
 def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout = 10.0, json: Json = False) -> None:
-    """List models, weights and tenants that have KV on the nodes, with the room that it takes."""
+    """List models, weights and tenants that have KV on the nodes, with the room that it takes.
+
+    A namespace with question marks has blocks, and its description is lost: "farpool kv purge --namespace" removes it.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -118,6 +121,9 @@ def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout 
         named = ("?",) * 5 if about is None else (about.engine, about.model, about.weights, about.dtype, about.tenant)
         table.add_row(digest.hex(), *named, str(counts[digest]), format_size(nbytes[digest]))
     Console().print(table)
+    for digest, about in rows:
+        if about is None:
+            typer.echo(_left_over(digest, counts[digest]), err=True)
 
 
 @app.command("purge")
@@ -131,27 +137,39 @@ def purge(
 ) -> None:
     """Remove the KV of some weights, a tenant or a namespace from all nodes.
 
-    With several options only what fits all of them goes. Exit code 1: there was none.
+    With several options only what fits all of them goes. Exit code 1: there was none, or there are blocks of which
+    nobody can tell whose they are, as their namespace's description is lost.
     """
     if weights is None and tenant is None and namespace is None:
         raise ConfigError("nothing is named; expected --weights, --tenant or --namespace", setting="weights")
-    blocks = _module("blocks")
+    wanted = None if namespace is None else _digest(namespace)
+    blocks, keys = _module("blocks"), _module("keys")
     gone = 0
     with open_store(node, replicas, timeout) as store:
-        found = {digest.hex(): about for digest, about in blocks.namespaces(store).items()}
-        if namespace is not None and namespace not in found and weights is None and tenant is None:
-            found[namespace] = None  # its description may be lost
-        for digest, about in found.items():
-            if namespace is not None and digest != namespace:
-                continue
-            if weights is not None and about.weights != weights:
-                continue
-            if tenant is not None and about.tenant != tenant:
-                continue
-            gone += blocks.purge(store, _digest(digest))
+        unknown: Counter[bytes] = Counter()
+        if weights is None and tenant is None:
+            chosen = [wanted]
+        else:
+            described = blocks.namespaces(store)
+            chosen = [
+                digest
+                for digest, about in described.items()
+                if wanted in (None, digest) and weights in (None, about.weights) and tenant in (None, about.tenant)
+            ]
+            there = (key[4:20] for key in store.keys(keys.KEY_MAGIC))
+            unknown.update(one for one in there if one not in described and wanted in (None, one))
+        for digest in chosen:
+            gone += blocks.purge(store, digest)
     typer.echo(f"{gone} blocks removed", err=True)
-    if not gone:
+    for digest, count in unknown.items():
+        typer.echo(_left_over(digest, count), err=True)
+    if not gone or unknown:
         raise typer.Exit(1)
+
+
+def _left_over(digest: bytes, count: int) -> str:
+    """Tell of blocks that no description names."""
+    return f"{count} blocks of unknown namespace {digest.hex()}: farpool kv purge --namespace {digest.hex()}"
 
 
 def _digest(text: str) -> bytes:

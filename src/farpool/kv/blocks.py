@@ -58,7 +58,7 @@ _AT_ONCE = 4096
 _MOST_DESCRIBED = 4096
 """Namespaces of which a cache remembers when it has described them."""
 _DESCRIBED_SECONDS = 60.0
-"""Seconds after which a namespace's description is stored anew: it may have been evicted, purged, or lost."""
+"""Seconds after which a namespace's description is stored anew: it may have been purged or lost."""
 _LONGEST_COST = 1e6
 _FEWEST_HOLDS = 1024
 """Number of holds below which those whose time is over are not looked for."""
@@ -617,7 +617,10 @@ class BlockCache:
         now, digest = time.monotonic(), namespace.digest
         if now >= self._described_at.get(digest, -math.inf) + _DESCRIBED_SECONDS:
             item = (namespace_key(digest), as_payload(namespace.encoded))
-            (outcome,) = self._calls().put_many([item], left, About(kind=_KIND, tenant=namespace.tenant))
+            # It outlives the blocks that come until it is stored anew: without it nobody finds them by weights or tenant.
+            ttl_ms = self._ttl_ms + 2000 * int(_DESCRIBED_SECONDS) if self._ttl_ms else 0
+            about = About(ttl_ms=ttl_ms, kind=_KIND, tenant=namespace.tenant, keep=True)
+            (outcome,) = self._calls().put_many([item], left, about)
             if not isinstance(outcome, Exception):
                 if len(self._described_at) >= _MOST_DESCRIBED:
                     self._described_at.clear()

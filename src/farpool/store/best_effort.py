@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from farpool.errors import FarpoolError, NodeError
-from farpool.net.frames import HEAD, PLACE, TTL, UNPIN, Op, Status
+from farpool.net.frames import HEAD, PLACE, TOUCH, TTL, UNPIN, Op, Status
 from farpool.net.refusals import refusal
 from farpool.store.messages import Ask, Demotion
 from farpool.store.reading import fetch, look_up, read_many
@@ -49,6 +49,8 @@ class About:
         Whose they are. Nodes know that from the access key, and are not told.
     parents : mapping of bytes to bytes
         By key, that of the value without which one is of no use; for nodes it is of no use itself.
+    keep : bool
+        True if nodes shall never evict them, for small values alone. A pool evicts them as others.
     """
 
     ttl_ms: int = 0
@@ -57,6 +59,7 @@ class About:
     namespace: int = 0
     tenant: str = ""
     parents: Mapping[bytes, bytes] = field(default_factory=dict)
+    keep: bool = False
 
 
 class BestEffort:
@@ -185,7 +188,14 @@ class BestEffort:
         cost_us = min(about.cost_us, 0xFFFFFFFF)
         head = HEAD.pack(about.ttl_ms, cluster.copies, about.kind, 1, cost_us, about.namespace, 0)
         try:
-            return put(cluster, items, head, time.monotonic() + timeout, patient=False)
+            deadline = time.monotonic() + timeout
+            outcomes = put(cluster, items, head, deadline, patient=False)
+            if about.keep:
+                # Only where they lie; a node that may not keep them for this tenant has them all the same.
+                touch = TOUCH.pack(about.ttl_ms, 1)
+                nodes = cluster.reachable(deadline)
+                cluster.ask([Ask(node, Op.TOUCH, touch + key) for key, _ in items for node in nodes], deadline)
+            return outcomes
         except (FarpoolError, OSError) as error:
             return [error] * len(items)
 
