@@ -35,7 +35,7 @@ class Contender(NamedTuple):
     find: Callable[[], float] | None
     """Seconds for a call that looks up all keys of the ring."""
     fetch: Callable[[], float] | None
-    """Seconds for one call that looks up all keys and one that gets all objects, without any before."""
+    """Seconds until all objects are looked up and got, without any call before; see `User.fetch_seconds`."""
     reason: str
 
     @classmethod

@@ -34,6 +34,8 @@ def _open(master: str, lent: int) -> Any:
 class _MooncakeUser(User):
     """A client of Mooncake. No key can be put again, so that each pass has keys of its own."""
 
+    gets_what_is_there = True
+
     def __init__(self, store: Any, ring: Ring) -> None:
         super().__init__("Mooncake", ring)
         self._store = store

@@ -121,6 +121,8 @@ class RedisPeer:
 class RedisUser(User):
     """A user of Redis that moves many objects with MSET and MGET, and copies what it gets to the ring's buffers."""
 
+    gets_what_is_there = True
+
     def __init__(self, client: Redis, ring: Ring) -> None:
         super().__init__("Redis", ring)
         self._client = client

@@ -154,7 +154,7 @@ class StorePeer:
         return self._ask("find", nbytes, count, count, seconds)
 
     def fetch_seconds(self, nbytes: int, count: int) -> float:
-        """Seconds of one call that looks up `count` keys and one that gets their objects, which must have been put.
+        """Seconds until the objects of `count` keys, which must have been put, are looked up and got; see `User`.
 
         Raises
         ------
