@@ -50,12 +50,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FarpoolCache", "prefix_blocks"]
 
-_FULL, _SLIDING = 0, 1
-"""Numbers of the groups of layers in keys of blocks."""
+_FULL, _SLIDING = "full", "sliding"
+"""Kinds of groups of layers; a model has one of either at most."""
 _BATCH_BYTES = 16 << 20
 """Bytes of blocks that are in host memory at once on their way between a pool and nodes."""
 _ENGINE = "transformers"
-_LAYOUT = "layer, key or value, head, token, element"
+_LAYOUT = "lshtd"
+"""Axes of payloads: layers, keys and values, heads, tokens, elements. States of layers with sliding windows are cut
+into pieces of as many tokens as a block has, which lie like layers."""
 _SALT = b"farpool.kv.transformers salt"
 """Hashed before a salt, so that no tokens give the same hash."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
@@ -104,12 +106,14 @@ def prefix_blocks(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     full, sliding, windows = [], [], []
+    pieces = 0
     for number, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
             full.append(str(number))
         elif type(layer) is DynamicSlidingWindowLayer:
             sliding.append(str(number))
             windows.append(layer.sliding_window)
+            pieces += _pieces(layer, tokens_per_block)
         elif type(layer) is not DummyLayer:
             raise UnsupportedError(
                 f"layer {number}: the state of a {type(layer).__name__} cannot be stored as part of a prefix; use "
@@ -120,8 +124,7 @@ def prefix_blocks(
     if full:
         groups.append(Group(tuple(full), len(full) * tokens_per_block * token_bytes))
     if sliding:
-        kept = sum(window - 1 for window in windows)
-        groups.append(Group(tuple(sliding), kept * token_bytes, "sliding", max(windows)))
+        groups.append(Group(tuple(sliding), pieces * tokens_per_block * token_bytes, "sliding", max(windows)))
     described = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     namespace = Namespace(
@@ -159,7 +162,8 @@ class _Pass(NamedTuple):
 class FarpoolCache(Cache):
     """A cache for transformers with the keys and values of full attention in a pool.
 
-    Tokens, scores and logits are those of a ``DynamicCache``, to the last bit.
+    Tokens, scores and logits are those of a ``DynamicCache``, to the last bit, unless the prefixes that it loads have a
+    lossy codec.
 
     Parameters
     ----------
@@ -370,7 +374,7 @@ class FarpoolCache(Cache):
         stored = count
         full = self._of_type(PagedLayer)
         if full:
-            keys = [blocks.key(link, _FULL) for link in chain]
+            keys = self._keys(chain, _FULL)
             parents = dict(zip(keys[1:], keys, strict=False))
             present = blocks.lookup(keys, request=request).found
             for batch in _batches([number for number in range(count) if not present[number]], self._bytes(_FULL)):
@@ -384,9 +388,9 @@ class FarpoolCache(Cache):
             ends = {self._states[number].tokens for number, _ in sliding if number in self._states}
             if len(ends) != 1 or len(self._states) < len(sliding) or (end := ends.pop() // step) > stored:
                 return 0
-            key, payload = blocks.key(chain[end - 1], _SLIDING), self._sliding_payload()
-            before = {key: blocks.key(chain[end - 1], _FULL)} if full else {}
-            (outcome,) = blocks.save([key], [payload], request=request, parents=before)
+            (key,) = self._keys(chain[end - 1 : end], _SLIDING)
+            before = {key: keys[end - 1]} if full else {}
+            (outcome,) = blocks.save([key], [self._sliding_payload()], request=request, parents=before)
             stored = 0 if outcome is not None else end
         return stored * step
 
@@ -447,13 +451,13 @@ class FarpoolCache(Cache):
         began = time.monotonic()
         chain = self._hashed(ids[: count * step], salt)
         full = self._of_type(PagedLayer)
-        keys = [blocks.key(link, _FULL) for link in chain]
+        keys = self._keys(chain, _FULL) if full else []
         if full:
             count = blocks.lookup(keys, request=request).leading
         ends = [count]
         sliding = self._of_type(DynamicSlidingWindowLayer)
         if sliding:
-            states = [blocks.key(link, _SLIDING) for link in chain[:count]]
+            states = self._keys(chain[:count], _SLIDING)
             found = blocks.lookup(states, request=request).found
             ends = [number + 1 for number in reversed(range(count)) if found[number]]
         if not ends or not (there := ends[0]):
@@ -472,7 +476,8 @@ class FarpoolCache(Cache):
             with blocks.judge.loading(nbytes) as under_way:
                 loaded = self._load_full(full, keys[:there], request, until) if full else there
                 if sliding:
-                    loaded = next((end for end in ends if end <= loaded and self._load_sliding(states, end, until)), 0)
+                    came = (end for end in ends if end <= loaded and self._load_sliding(states, end, request, until))
+                    loaded = next(came, 0)
             for _, layer in full:
                 layer.crop(loaded * step - layer.get_seq_length())
         except BaseException:
@@ -532,9 +537,18 @@ class FarpoolCache(Cache):
         """Layers of one type, with their numbers."""
         return [(number, layer) for number, layer in enumerate(self.layers) if type(layer) is kind]
 
-    def _bytes(self, group: int) -> int:
-        kind = ("full", "sliding")[group]
-        return next(found.block_bytes for found in self._blocks.namespace.groups if found.kind == kind)
+    def _group(self, kind: str) -> tuple[int, Group]:
+        """Number and description of the group of layers of one kind."""
+        groups = self._blocks.namespace.groups
+        return next((number, group) for number, group in enumerate(groups) if group.kind == kind)
+
+    def _keys(self, chain: Sequence[bytes], kind: str) -> list[bytes]:
+        """Keys of the blocks of one kind of layers."""
+        number, _ = self._group(kind)
+        return [self._blocks.key(link, number) for link in chain]
+
+    def _bytes(self, kind: str) -> int:
+        return self._group(kind)[1].block_bytes
 
     def _shape(self, tokens: int) -> tuple[int, int, int, int]:
         namespace = self._blocks.namespace
@@ -614,38 +628,50 @@ class FarpoolCache(Cache):
 
     def _sliding_payload(self) -> memoryview:
         """States of all layers with a sliding window; what a short one lacks is zero."""
+        step = self._block_tokens
         memory, parts = self._sliding_memory()
-        for (number, _), pair in zip(self._of_type(DynamicSlidingWindowLayer), parts, strict=True):
-            for part, states in zip(pair, self._states[number][1:], strict=True):
-                part[..., : states.shape[-2], :] = states
+        for (number, _), part in zip(self._of_type(DynamicSlidingWindowLayer), parts, strict=True):
+            states = self._states[number]
+            kept = torch.stack([states.keys[0], states.values[0]])
+            for place, piece in enumerate(part):
+                tokens = kept[..., place * step : (place + 1) * step, :]
+                piece[..., : tokens.shape[-2], :] = tokens
         return memory
 
-    def _load_sliding(self, states: Sequence[bytes], end: int, until: float) -> bool:
+    def _load_sliding(self, states: Sequence[bytes], end: int, request: str, until: float) -> bool:
         """Load the states of all layers with a sliding window at the end of a block; True if they came."""
         memory, parts = self._sliding_memory()
-        (reason,) = self._blocks.load([states[end - 1]], [memory], timeout=_left(until))
+        (reason,) = self._blocks.load([states[end - 1]], [memory], request=request, timeout=_left(until))
         if reason is not None:
             return False
         tokens = end * self._block_tokens
-        for (number, layer), pair in zip(self._of_type(DynamicSlidingWindowLayer), parts, strict=True):
-            keys, values = (part[..., :tokens, :].to(device_of(self._pool)) for part in pair)
+        for (number, layer), part in zip(self._of_type(DynamicSlidingWindowLayer), parts, strict=True):
+            kept = min(tokens, layer.sliding_window - 1)
+            joined = torch.cat(list(part), dim=-2)[..., :kept, :].to(device_of(self._pool))
+            keys, values = joined.unsqueeze(1)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, tokens
             self._states[number] = _State(tokens, keys, values)
         return True
 
-    def _sliding_memory(self) -> tuple[memoryview, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Memory for the states of all layers with a sliding window: its bytes, and the keys and values of each."""
+    def _sliding_memory(self) -> tuple[memoryview, list[torch.Tensor]]:
+        """Memory for the states of all layers with a sliding window: its bytes, and the pieces of each layer.
+
+        Those are tensors ``(pieces, 2, heads, tokens, width)``.
+        """
         memory = bytearray(self._bytes(_SLIDING))
-        whole = torch.frombuffer(memory, dtype=self._dtype)
+        whole = torch.frombuffer(memory, dtype=self._dtype).view(-1, 2, *self._shape(self._block_tokens)[1:])
         parts, start = [], 0
         for _, layer in self._of_type(DynamicSlidingWindowLayer):
-            shape = (2, *self._shape(layer.sliding_window - 1))
-            elements = shape[0] * shape[2] * shape[3] * shape[4]
-            keys, values = whole[start : start + elements].view(shape)
-            parts.append((keys, values))
-            start += elements
+            stop = start + _pieces(layer, self._block_tokens)
+            parts.append(whole[start:stop])
+            start = stop
         return memoryview(memory), parts
+
+
+def _pieces(layer: DynamicSlidingWindowLayer, tokens_per_block: int) -> int:
+    """Return the number of pieces of `tokens_per_block` tokens into which a layer's state is cut."""
+    return -(-(layer.sliding_window - 1) // tokens_per_block)
 
 
 def _name_of(dtype: torch.dtype) -> str:
