@@ -33,7 +33,7 @@ class Compression:
     Attributes
     ----------
     choice : CompressionChoice or None
-        Of the codec ``auto``; None where every block is encoded.
+        Of the codec ``auto``, for each group of layers by itself; None where every block is encoded.
 
     Raises
     ------
@@ -58,13 +58,14 @@ class Compression:
         parts = parts_of(payload)
         if self.choice is None:
             return tuple(memoryview(part) for part in encode(codec, parts))
-        chosen = self.choice.pays()
-        if not chosen and not self.choice.due():
+        group = group_of(key)
+        chosen = self.choice.pays(group)
+        if not chosen and not self.choice.due(group):
             return payload
         nbytes = nbytes_of(payload)
         began = time.perf_counter()
         stored = tuple(memoryview(part) for part in encode(codec, parts))
-        self.choice.encoded(nbytes, nbytes_of(stored), time.perf_counter() - began)
+        self.choice.encoded(nbytes, nbytes_of(stored), time.perf_counter() - began, group)
         if chosen:
             return stored
         self.decode(key, b"".join(stored), memoryview(bytearray(nbytes)))  # only to measure it
@@ -81,7 +82,7 @@ class Compression:
         except CodecError:
             return False
         if self.choice is not None:
-            self.choice.decoded(nbytes_of(target), time.perf_counter() - began)
+            self.choice.decoded(nbytes_of(target), time.perf_counter() - began, group_of(key))
         return True
 
     def decode_within(self, key: bytes, nbytes: int, target: Payload) -> bool:

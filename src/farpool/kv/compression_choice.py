@@ -1,4 +1,4 @@
-"""Decision if compressing the KV of one class pays, from what link and codec were measured to do.
+"""Decision if compressing the KV of each class pays, from what link and codec were measured to do.
 
 It has no clock: callers tell what they measured. Compressing pays if the time that the link saves is more than encoder
 and decoder take, each weighted with the bytes that were saved and loaded. Measurements vary; the decision changes only
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections import deque
+from collections import defaultdict, deque
 
 __all__ = ["CompressionChoice"]
 
@@ -40,8 +40,20 @@ class _Rate:
         return low, high
 
 
+class _Class:
+    """What was measured of the codec on one class of blocks, and the decision about them."""
+
+    def __init__(self) -> None:
+        self.encode, self.decode, self.size = (_Rate() for _ in range(3))
+        self.pays = False
+
+
 class CompressionChoice:
-    """Choice between a payload as it is and its stored form, for one class of blocks. Thread-safe.
+    """Choice between payloads as they are and their stored forms, for each class of blocks of a cache. Thread-safe.
+
+    All classes share the link, which is measured for them together. How much smaller their blocks get, and how long
+    that takes, differs: keys and values, states of sliding windows, recurrent states. So one class may be encoded while
+    another is not.
 
     Parameters
     ----------
@@ -53,10 +65,10 @@ class CompressionChoice:
     def __init__(self, *, pipelined: bool = False) -> None:
         self._pipelined = pipelined
         self._lock = threading.Lock()
-        self._send, self._receive, self._encode, self._decode, self._size = (_Rate() for _ in range(5))
+        self._send, self._receive = _Rate(), _Rate()
+        self._classes: defaultdict[int, _Class] = defaultdict(_Class)
         self._saved = self._loaded = 0
         self._sampled = 0.0
-        self._pays = False
 
     def sent(self, nbytes: int, seconds: float, payload: int) -> None:
         """Take note that `nbytes` of stored form went over the link, which stand for `payload` bytes of blocks."""
@@ -70,30 +82,34 @@ class CompressionChoice:
             self._receive.add(seconds, nbytes)
             self._loaded += payload
 
-    def encoded(self, payload: int, stored: int, seconds: float) -> None:
-        """Take note that `payload` bytes were encoded to `stored` ones."""
+    def encoded(self, payload: int, stored: int, seconds: float, group: int = 0) -> None:
+        """Take note that `payload` bytes of a class, the number of its group of layers, were encoded to `stored`."""
         with self._lock:
-            self._encode.add(seconds, payload)
-            self._size.add(stored, payload)
-            self._sampled += 0 if self._pays else seconds
+            own = self._classes[group]
+            own.encode.add(seconds, payload)
+            own.size.add(stored, payload)
+            self._sampled += 0 if own.pays else seconds
 
-    def decoded(self, payload: int, seconds: float) -> None:
-        """Take note that `payload` bytes were decoded."""
+    def decoded(self, payload: int, seconds: float, group: int = 0) -> None:
+        """Take note that `payload` bytes of a class were decoded."""
         with self._lock:
-            self._decode.add(seconds, payload)
-            self._sampled += 0 if self._pays else seconds
+            own = self._classes[group]
+            own.decode.add(seconds, payload)
+            self._sampled += 0 if own.pays else seconds
 
-    def due(self) -> bool:
+    def due(self, group: int = 0) -> bool:
         """Return True if a block should be encoded and decoded only to measure the codec, which is not in use."""
         with self._lock:
-            return not self._pays and self._sampled <= _SHARE * (self._send.total + self._receive.total)
+            spent = _SHARE * (self._send.total + self._receive.total)
+            return not self._classes[group].pays and self._sampled <= spent
 
-    def pays(self) -> bool:
-        """Return True if blocks should be encoded now."""
+    def pays(self, group: int = 0) -> bool:
+        """Return True if blocks of a class should be encoded now."""
         with self._lock:
+            own = self._classes[group]
             link = self._send.quartiles() or self._receive.quartiles()
             back = self._receive.quartiles() or link
-            encode, decode, size = (rate.quartiles() for rate in (self._encode, self._decode, self._size))
+            encode, decode, size = (rate.quartiles() for rate in (own.encode, own.decode, own.size))
             if link and back and encode and decode and size:
                 # A block that is saved is loaded once, until more is known.
                 loads = max(self._loaded, self._saved)
@@ -103,10 +119,10 @@ class CompressionChoice:
                     for quick, slow in ((0, 1), (1, 0))
                 )
                 if least > 0:
-                    self._pays = True
+                    own.pays = True
                 elif most < 0:
-                    self._pays = False
-            return self._pays
+                    own.pays = False
+            return own.pays
 
     def _gain(self, link: float, codec: float, size: float) -> float:
         """Seconds that a byte of payload takes less when it is compressed."""
