@@ -8,14 +8,16 @@ the front and loading from the back is that of Jin et al., "Compute Or Load KV C
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median
 from typing import Literal
 
 __all__ = ["Arm", "CostModel", "NetGain", "Plan"]
 
-Arm = Literal["load", "hold-out"]
+Arm = Literal["load", "hold-out", "probe"]
 
 _MEMORY = 0.98
 """Weight that a measurement keeps with each one that follows: the last fifty count."""
@@ -23,6 +25,8 @@ _HOLD_OUT = 32
 """One of so many requests that could load computes instead, and one of so many loads while the cache stands aside."""
 _FEW = 8
 """Measurements from which a mean and its error are believed."""
+_LATEST = 5
+"""Measurements whose median tells how much slower or faster than before everything is at the moment."""
 
 
 class _Fit:
@@ -32,10 +36,14 @@ class _Fit:
     ----------
     subsets : sequence of tuple of int
         Features that may be used together; the first of those that fit equally well is taken.
+    latest : int
+        Number of latest times whose median corrects the estimate; 0 for none. A relative fit leans to the shortest
+        times, and takes a hundred longer ones to follow them.
     """
 
-    def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, features: int, subsets: Sequence[tuple[int, ...]], latest: int = 0) -> None:
         self._subsets = subsets
+        self._latest: deque[float] = deque(maxlen=latest)
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features
         self._squares = 0.0
@@ -43,6 +51,8 @@ class _Fit:
 
     def add(self, values: Sequence[float], seconds: float) -> None:
         """Take in one measurement, which must be above 0 seconds."""
+        if fitted := self._fitted(values):
+            self._latest.append(seconds / fitted)
         scaled = [value / seconds for value in values]
         for row, one in zip(self._products, scaled, strict=True):
             for column, other in enumerate(scaled):
@@ -53,6 +63,10 @@ class _Fit:
 
     def seconds(self, values: Sequence[float]) -> float | None:
         """Estimate the time for these features; None before the first measurement."""
+        fitted = self._fitted(values)
+        return fitted if fitted is None or not self._latest else fitted * median(self._latest)
+
+    def _fitted(self, values: Sequence[float]) -> float | None:
         factors = self._factors
         return None if factors is None else sum(map(float.__mul__, factors, map(float, values)))
 
@@ -116,12 +130,18 @@ class CostModel:
     Computing ``n`` tokens behind ``c`` others takes ``a + b n + d n (c + n/2)`` seconds: a fixed part, the linear
     layers, and attention. Loading takes a fixed part, and a part in proportion to the bytes that are under way, those
     of others in this process included.
+
+    Parameters
+    ----------
+    follow : bool
+        Follow what the latest measurements took, where times vary with all else that is going on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, follow: bool = False) -> None:
         orders = [subset for size in (1, 2, 3) for subset in combinations((1, 2, 0), size)]
-        self._prefill = _Fit(3, orders)
-        self._load = _Fit(2, [(1,), (0, 1), (0,)])
+        latest = _LATEST if follow else 0
+        self._prefill = _Fit(3, orders, latest)
+        self._load = _Fit(2, [(1,), (0, 1), (0,)], latest)
 
     def computed(self, tokens: int, context: int, seconds: float) -> None:
         """Take in that computing `tokens` tokens behind `context` others took `seconds`."""
@@ -141,7 +161,9 @@ class CostModel:
         """Estimate the time of loading with `nbytes` bytes under way; None if nothing was measured."""
         return self._load.seconds((1.0, float(nbytes))) if nbytes else 0.0
 
-    def plan(self, tokens: int, nbytes: int, *, step: int, queued: int = 0, split: bool = False) -> Plan:
+    def plan(
+        self, tokens: int, nbytes: int, *, step: int, queued: int = 0, split: bool = False, context: int = 0
+    ) -> Plan:
         """Decide how much of a prefix is loaded.
 
         Parameters
@@ -156,8 +178,10 @@ class CostModel:
             Bytes of other loads that are under way.
         split : bool
             The first tokens may be computed while the others are loaded.
+        context : int
+            Tokens before them, which the engine has already.
         """
-        whole = self.prefill_seconds(tokens)
+        whole = self.prefill_seconds(tokens, context)
         loading = self.load_seconds(nbytes + queued)
         if whole is None or loading is None:
             return Plan(0, loading, whole, "load: not enough has been measured to compare")
@@ -167,7 +191,7 @@ class CostModel:
             return (self.load_seconds(left + queued) or 0.0) if left else 0.0
 
         def compute_of(blocks: int) -> float:
-            return self.prefill_seconds(blocks * step) or 0.0
+            return self.prefill_seconds(blocks * step, context) or 0.0
 
         first = 0
         if split:

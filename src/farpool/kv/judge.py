@@ -10,8 +10,15 @@ from typing import Any
 
 from farpool.kv.cost import Arm, CostModel, NetGain, Plan
 from farpool.kv.journal import record
+from farpool.kv.reasons import Reason
 
 __all__ = ["Judge"]
+
+_PROBES = 32
+"""One of so many requests that a judge with probes would have computed loads all the same."""
+_WORST = 2.0
+"""Times of computing that a load counts at most: one that is given up after the first costs no more. Of a link that
+stood still for a while, a few of others' loads would otherwise outweigh all that come after."""
 
 
 class Judge:
@@ -23,11 +30,16 @@ class Judge:
     ----------
     hold_out : bool
         Compute a few requests that could load, to measure what loading gains, and stand aside while it costs time.
+    probe : bool
+        Follow the latest times, and load a few of the requests that would compute, to see whether a slow link has
+        recovered: for engines that load all of a prefix or nothing, and so would never load again.
     """
 
-    def __init__(self, *, hold_out: bool = True) -> None:
-        self._cost = CostModel()
+    def __init__(self, *, hold_out: bool = True, probe: bool = False) -> None:
+        self._cost = CostModel(follow=probe)
         self._gain = NetGain() if hold_out else None
+        self._probe = probe
+        self._slower = 0
         self._under_way = 0
         self._saved = 0.0
         self._decisions = Counter({"load": 0, "compute": 0, "hold-out": 0})
@@ -39,13 +51,13 @@ class Judge:
         self._under_way = 0
 
     def decide(
-        self, tokens: int, nbytes: int, *, step: int, request: str = "", split: bool = False
+        self, tokens: int, nbytes: int, *, step: int, request: str = "", split: bool = False, context: int = 0
     ) -> tuple[Plan, Arm]:
         """Decide how much of a prefix that is there is loaded, and write that into the journal.
 
         Parameters
         ----------
-        tokens, nbytes, step, split
+        tokens, nbytes, step, split, context
             As of `CostModel.plan`.
         request : str
             Name of the request, for ``farpool why``.
@@ -53,11 +65,12 @@ class Judge:
         Returns
         -------
         tuple of Plan and Arm
-            Nothing is loaded if all tokens are to be computed; of a hold-out, the time of that is to be told.
+            Nothing is loaded if all tokens are to be computed; of a hold-out, the time of that is to be told. What a
+            probe gains is not to be told: it would not have loaded.
         """
         arm: Arm = "load"
         with self._lock:
-            plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split)
+            plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split, context=context)
             if plan.compute < tokens and plan.seconds is not None and self._gain is not None:
                 arm = self._gain.arm()
                 if arm == "hold-out":
@@ -65,10 +78,16 @@ class Judge:
                         "loading has cost time lately" if self._gain.stands_aside else "to measure what loading gains"
                     )
                     plan = Plan(tokens, plan.recompute_seconds, plan.recompute_seconds, f"compute: {aside}")
+            elif plan.compute >= tokens and self._probe:
+                self._slower += 1
+                if self._slower % _PROBES == 0:
+                    arm = "probe"
+                    plan = Plan(0, plan.seconds, plan.recompute_seconds, f"load: to see what it takes now; {plan.why}")
             bypassed = plan.compute >= tokens
             self._decisions["hold-out" if arm == "hold-out" else "compute" if bypassed else "load"] += 1
         blocks = tokens // step
-        record(request, "decision", blocks, 0 if bypassed else blocks, {}, plan.seconds or 0.0, plan.why)
+        reasons = {str(Reason.BYPASSED): blocks} if bypassed else {}
+        record(request, "decision", blocks, blocks - sum(reasons.values()), reasons, plan.seconds or 0.0, plan.why)
         return plan, arm
 
     @contextmanager
@@ -108,7 +127,7 @@ class Judge:
             if expected is not None:
                 self._saved += expected - taken
             if self._gain is not None:
-                self._gain.add("load", taken, expected)
+                self._gain.add("load", taken if expected is None else min(taken, _WORST * expected), expected)
 
     def computed(self, tokens: int, context: int, seconds: float, *, held_out: float | None = None) -> None:
         """Take in that computing `tokens` tokens behind `context` others took `seconds`.
@@ -123,10 +142,10 @@ class Judge:
                 self._gain.add("hold-out", held_out + seconds, self._cost.prefill_seconds(tokens, context))
             self._cost.computed(tokens, context, seconds)
 
-    def prefill_seconds(self, tokens: int) -> float:
-        """Estimate the time of computing the first tokens of a sequence; 0 if nothing was measured."""
+    def prefill_seconds(self, tokens: int, context: int = 0) -> float:
+        """Estimate the time of computing `tokens` tokens behind `context` others; 0 if nothing was measured."""
         with self._lock:
-            return self._cost.prefill_seconds(tokens) or 0.0
+            return self._cost.prefill_seconds(tokens, context) or 0.0
 
     def stats(self) -> dict[str, Any]:
         """Return what loading has gained.

@@ -9,6 +9,7 @@ import msgspec
 
 from farpool.errors import ConfigError
 from farpool.kv.blocks import BlockCache
+from farpool.kv.judge import Judge
 from farpool.kv.namespace import Namespace
 
 __all__ = ["CacheSettings"]
@@ -39,6 +40,9 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Compression; empty for none.
     threads : int
         Threads that move blocks.
+    hold_out : bool
+        Compute what would take longer to load, and a few of all requests to measure that. False to load all that is
+        there, as benchmarks need it whose engine computes nothing.
     """
 
     nodes: list[str]
@@ -51,6 +55,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ttl: float | None = None
     codec: str = ""
     threads: int = 2
+    hold_out: bool = True
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str) -> Self:
@@ -74,8 +79,19 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             known = ", ".join(cls.__struct_fields__)
             raise ConfigError(f"{where}: {error}; farpool's settings there are {known}") from None
 
-    def cache(self, namespace: Namespace) -> BlockCache:
+    def judge(self) -> Judge:
+        """Make a judge for an engine that loads all of a prefix or nothing."""
+        return Judge(hold_out=self.hold_out, probe=self.hold_out)
+
+    def cache(self, namespace: Namespace, judge: Judge | None = None) -> BlockCache:
         """Make the cache of blocks that these settings describe.
+
+        Parameters
+        ----------
+        namespace : Namespace
+            All that readers and writers have to agree on.
+        judge : Judge, optional
+            Measured times that caches of a connector have in common.
 
         Raises
         ------
@@ -91,4 +107,5 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             timeout=self.timeout,
             ttl=self.ttl,
             threads=self.threads,
+            judge=judge or Judge(hold_out=self.hold_out),
         )

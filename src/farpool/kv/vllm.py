@@ -40,6 +40,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from farpool.errors import ConfigError, StoreClosedError
+from farpool.kv.engine_judge import EngineJudge, EngineLoad, Run
 from farpool.kv.journal import record
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.reasons import Reason
@@ -116,13 +117,20 @@ class FarpoolTier(SecondaryTierManager):
         self._cache: BlockCache | None = None
         # Wrong settings are refused now; the cache itself is made at the first request, when vLLM has chosen the seed
         # of its hashes.
-        self._settings.cache(self._namespace()).close()
+        namespace = self._namespace()
+        self._settings.cache(namespace).close()
+        # Of several groups of layers, nobody can tell from outside which blocks a request needs.
+        alike = len(namespace.groups) == 1 and namespace.groups[0].kind == "full"
+        is_on = self._settings.hold_out and alike
+        self._judge = EngineJudge(self._settings.judge(), namespace.tokens_per_block, is_on=is_on)
         # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
         self._memory = primary_kv_view.cast("B")
         self._lookups = _AsyncLookups(self, tier_type)
         self._answers: dict[OffloadKey, bool] = {}  # of this step, from mapped memory
         self._requests: set[str] = set()
         self._failed: dict[OffloadKey, str] = {}  # until the end of this request
+        self._asked: dict[str, float] = {}
+        self._runs: dict[str, Run] = {}
         self._finished: SimpleQueue[tuple[JobResult, TransferJob, Sequence[OffloadKey]]] = SimpleQueue()
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
@@ -166,7 +174,7 @@ class FarpoolTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._cache is None:
-            self._cache = self._settings.cache(self._namespace())
+            self._cache = self._settings.cache(self._namespace(), self._judge.judge)
         self._requests.add(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -174,24 +182,63 @@ class FarpoolTier(SecondaryTierManager):
         self._lookups.cleanup(req_context.req_id)
         self._requests.discard(req_context.req_id)
         self._failed = {key: owner for key, owner in self._failed.items() if owner != req_context.req_id}
+        self._begin_anew(req_context.req_id)
+
+    def _begin_anew(self, request: str) -> None:
+        """Forget when a request was asked for, and what was decided."""
+        self._asked.pop(request, None)
+        if (run := self._runs.pop(request, None)) is not None:
+            self._judge.finished(run)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        cache = self._cache
         # A block whose load has failed would be found again, fail again, and the request would never end.
-        if cache is None or key in self._failed:
+        if self._cache is None or key in self._failed:
             return LookupResult.MISS
-        if key in self._answers:
-            return LookupResult.HIT if self._answers[key] else LookupResult.MISS
-        if cache.is_mapped():
-            # All keys of the request are asked for with the first of them: vLLM comes with them one by one.
-            positions: Iterable[OffloadKey] = getattr(req_context, "_offload_key_positions", ())
-            keys = [key, *(other for other in positions if other != key and other not in self._answers)]
-            self._answers.update(zip(keys, self.find(keys, req_context, _AT_ONCE), strict=True))
-            return LookupResult.HIT if self._answers[key] else LookupResult.MISS
-        found = self._lookups.lookup(key, req_context)
+        request = req_context.req_id
+        self._asked.setdefault(request, self._judge.clock())
+        found = self._is_there(key, req_context)
         if found is None:
             return LookupResult.RETRY
+        if self._judge.is_on:
+            run = self._runs.get(request) or self._weighed(key, req_context)
+            if run is None:
+                return LookupResult.RETRY
+            if run.is_bypassed or not found:
+                self._judge.asked_again(run)
+                return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
+
+    def _is_there(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Tell if the nodes have a block; None while they are being asked."""
+        assert self._cache is not None
+        if key not in self._answers:
+            if not self._cache.is_mapped():
+                found: bool | None = self._lookups.lookup(key, req_context)
+                return found
+            # All keys of the request are asked for with the first of them: vLLM comes with them one by one.
+            keys = [key, *(other for other in _run_of(req_context) if other != key and other not in self._answers)]
+            self._answers.update(zip(keys, self.find(keys, req_context, _AT_ONCE), strict=True))
+        return self._answers[key]
+
+    def _weighed(self, key: OffloadKey, req_context: ReqContext) -> Run | None:
+        """Decide about the blocks of a request from a first one on that vLLM has not; None while nodes are asked."""
+        keys = _run_of(req_context)
+        before = keys.index(key) if key in keys else len(keys)
+        keys = keys[before:]
+        there = 0
+        for other in keys:
+            found = self._is_there(other, req_context)
+            if found is None:
+                return None
+            if not found:
+                break
+            there += 1
+        request = req_context.req_id
+        run = self._judge.looked_up(
+            keys, there, there * self.block_size_bytes, began=self._asked[request], request=request, before=before
+        )
+        self._runs[request] = run
+        return run
 
     def find(self, keys: Sequence[OffloadKey], req_context: ReqContext, timeout: float | None = None) -> list[bool]:
         """Ask the nodes which blocks they have; one whose answer comes too late counts as missing."""
@@ -202,13 +249,18 @@ class FarpoolTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._answers.clear()
         self._lookups.flush()
+        for request in context.preempted_req_ids:
+            self._begin_anew(request)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         with self._changed:
             self._unfinished += 1
-        self._submit(self._load, job_metadata)
+        keys = list(job_metadata.keys)
+        load = self._judge.loading(keys, len(keys) * self.block_size_bytes)
+        self._submit(self._load, job_metadata, load)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        self._judge.saved(job_metadata.keys)
         with self._changed:
             self._unfinished += 1
             self._stores.append(job_metadata)
@@ -226,16 +278,19 @@ class FarpoolTier(SecondaryTierManager):
                 with self._changed:
                     self._storing -= 1
 
-    def _submit(self, move: _Move, job: TransferJob) -> bool:
+    def _submit(self, move: _Move, job: TransferJob, load: EngineLoad | None = None) -> bool:
         assert self._cache is not None
         try:
-            self._cache.submit(self._run, move, job)
+            self._cache.submit(self._run, move, job, load)
         except StoreClosedError:
-            self._finish(job, [Reason.CLOSED] * len(job.keys), 0.0)
+            reasons = [Reason.CLOSED] * len(job.keys)
+            if load is not None:
+                load.ended(reasons)
+            self._finish(job, reasons, 0.0)
             return False
         return True
 
-    def _run(self, move: _Move, job: TransferJob) -> None:
+    def _run(self, move: _Move, job: TransferJob, load: EngineLoad | None) -> None:
         """Move the blocks of a job, on a thread of the cache; whatever happens, the engine is told of the job's end."""
         began = time.monotonic()
         reasons: Sequence[Reason | None] = [Reason.FAILED] * len(job.keys)
@@ -245,6 +300,8 @@ class FarpoolTier(SecondaryTierManager):
             _logger.exception("%d blocks were not moved", len(job.keys))
         finally:
             self._finish(job, reasons, time.monotonic() - began)
+            if load is not None:
+                load.ended(reasons)
         if not job.is_promotion:
             with self._changed:
                 self._storing -= 1
@@ -313,7 +370,7 @@ class FarpoolTier(SecondaryTierManager):
         if self._cache is None:
             return None
         with self._changed:
-            counts = Counter(self._cache.stats()) + self._counts
+            counts = Counter(self._cache.stats()) + self._counts + Counter(self._judge.stats())
         stats = OffloadingConnectorStats()
         for name, number in (counts - self._reported).items():
             step, _, outcome = name.partition(".")
@@ -369,6 +426,11 @@ class _AsyncLookups(AsyncLookupManager):
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
         return self._tier.find(keys, req_context)
+
+
+def _run_of(req_context: ReqContext) -> list[OffloadKey]:
+    """Return the blocks of a request in their order; none before vLLM 0.33, which does not tell."""
+    return list(getattr(req_context, "_offload_key_positions", ()))
 
 
 def _group(group: Any, config: OffloadingConfig, block_bytes: int) -> Group:
