@@ -41,7 +41,7 @@ class _Rate:
 
 
 class _Class:
-    """What was measured of the codec on one class of blocks, and the decision about them."""
+    """Measurements of the codec on one class of blocks, and the decision about them."""
 
     def __init__(self) -> None:
         self.encode, self.decode, self.size = (_Rate() for _ in range(3))

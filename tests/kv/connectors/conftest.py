@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,22 @@ _PROGRAMS = "tests.kv.connectors.programs"
 
 @pytest.fixture(scope="session")
 def engine_python() -> Callable[[str], str]:
-    """The interpreter of an engine's environment, by the engine's name; skips the test where there is none."""
+    """The interpreter of an engine's environment, by the engine's name; skips the test where there is none.
+
+    That of ``transformers`` is the project's own.
+    """
 
     def find(name: str) -> str:
+        if name == "transformers":
+            return sys.executable
         recipe = (ROOT / "scripts/kv_envs" / f"{name}.sh").read_text()
         (version,) = [line.removeprefix("VERSION=") for line in recipe.splitlines() if line.startswith("VERSION=")]
+        option = ""
+        if os.environ.get("FARPOOL_KV_NEWEST"):
+            version, option = "newest", "--newest "
         folder = ROOT / f"build/kv-envs/{name}-{version}"
         if not (folder / ".whole").exists():
-            pytest.skip(f"{name} {version} is not installed (scripts/kv-envs {name})")
+            pytest.skip(f"{name} {version} is not installed (scripts/kv-envs {option}{name})")
         return str(folder / "bin/python")
 
     return find
