@@ -172,6 +172,16 @@ def test_models_whose_keys_depend_on_later_tokens_are_refused(
     FarpoolCache(config, pool=pool)
 
 
+@pytest.mark.parametrize("parameters", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
+def test_without_prefixes_they_compute_the_same_bits(pool: Pool, parameters: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    model, inputs = LlamaForCausalLM(rotary(**parameters)).eval(), zoo.prompt(60)  # and goes on beyond 64
+    found = zoo.generate(model, inputs, FarpoolCache(model, pool=pool))
+    expected = zoo.generate(model, inputs, DynamicCache(config=model.config))
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
