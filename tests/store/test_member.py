@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 
 import pytest
 
@@ -98,4 +100,40 @@ def test_what_fails_for_certain_while_a_late_node_is_asked_again_is_a_failure_at
     assert member.is_failing
     go_on.set()
     eventually(lambda: not member.is_failing)  # by the probe that is under way, or the next one
+    member.close()
+
+
+def test_a_failure_keeps_nothing_alive_that_its_call_was_about() -> None:
+    member = Member(Refusing(NodeError("it is down")), lambda member: None)
+
+    class Target:
+        pass
+
+    def read(target: Target) -> weakref.ref[Target]:
+        with contextlib.suppress(NodeError):
+            member.take(0.0)
+        return weakref.ref(target)
+
+    known = read(Target())
+    assert member.is_failing
+    assert known() is None
+    member.close()
+
+
+def test_a_node_is_asked_again_where_no_thread_can_probe_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Refusing(NodeError("it is down"))
+    member = Member(channel, lambda member: None)
+
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        for _ in range(3):
+            with pytest.raises(NodeError, match=r"^it is down$"):
+                member.take(0.0)
+    assert channel.attempts == 3
+    with pytest.raises(NodeError, match=r"^it is down$"):
+        member.take(0.0)
+    assert member.is_failing
     member.close()

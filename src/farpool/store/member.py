@@ -68,7 +68,8 @@ class Member:
         self.pool = channel.pool
         self.is_failing = False
         self._met = met
-        self._error: Exception | None = None
+        # Kind and text of the error, which itself would keep alive whatever its caller was reading into.
+        self._error: tuple[type[NodeError], str] = (NodeError, "")
         self._since = 0.0
         self._closing = threading.Event()
         self._prober: threading.Thread | None = None
@@ -149,16 +150,19 @@ class Member:
         with self._lock:
             if self._closing.is_set():
                 return
-            if not late:
-                self._mark(error)
+            kinds = (NodeTimeoutError, ProtocolError)
+            known = next((kind for kind in kinds if isinstance(error, kind)), NodeError), str(error)
             if not self._probing:
-                self._probing = True
-                self._prober = threading.Thread(
-                    target=self._probe, args=(error,), name="farpool-store-probe", daemon=True
-                )
-                self._prober.start()
+                prober = threading.Thread(target=self._probe, args=(known,), name="farpool-store-probe", daemon=True)
+                try:
+                    prober.start()
+                except RuntimeError:  # no more threads may be started: the next call asks the node again
+                    return
+                self._prober, self._probing = prober, True
+            if not late:
+                self._mark(known)
 
-    def _mark(self, error: Exception) -> None:
+    def _mark(self, error: tuple[type[NodeError], str]) -> None:
         if not self.is_failing:
             self._since, self._error = time.monotonic(), error
             self.is_failing = True
@@ -166,7 +170,7 @@ class Member:
     def status(self) -> tuple[float, str]:
         """Return for how many seconds the node has been failing (0.0 if it is well), and the error."""
         with self._lock:
-            return time.monotonic() - self._since if self.is_failing else 0.0, str(self._error or "")
+            return time.monotonic() - self._since if self.is_failing else 0.0, self._error[1]
 
     def close(self) -> None:
         """Close all connections, and end the requests that are under way on them."""
@@ -180,15 +184,16 @@ class Member:
         with self._lock:
             if not self.is_failing:
                 return
-            failing, error = time.monotonic() - self._since, self._error
-        kind = next((one for one in (NodeTimeoutError, ProtocolError) if isinstance(error, one)), NodeError)
+            failing, (kind, error) = time.monotonic() - self._since, self._error
         raise kind(
             f"{self.name} is not asked: it has been failing for {failing:.1f} s and is being probed: {error}",
             node=self.name,
         )
 
-    def _probe(self, error: Exception) -> None:
-        if not self.is_failing:  # it was only late
+    def _probe(self, error: tuple[type[NodeError], str]) -> None:
+        with self._lock:  # whoever has started this has marked the node by then
+            late = not self.is_failing
+        if late:
             answers = self._answers()
             with self._lock:
                 if answers and not self.is_failing:
@@ -201,7 +206,7 @@ class Member:
             pause = min(2 * pause, _LONGEST_PAUSE)
             if self._answers():
                 with self._lock:
-                    self.is_failing, self._error = False, None
+                    self.is_failing, self._error = False, (NodeError, "")
                     self._probing = False
                 return
 
