@@ -104,10 +104,14 @@ def test_what_fails_for_certain_while_a_late_node_is_asked_again_is_a_failure_at
 
 
 def test_a_failure_keeps_nothing_alive_that_its_call_was_about() -> None:
-    member = Member(Refusing(NodeError("it is down")), lambda member: None)
+    class Down(Refusing):
+        def take(self, deadline: float, *, fresh: bool = False) -> Connection:
+            raise NodeError("it is down")
 
     class Target:
         pass
+
+    member = Member(Down(), lambda member: None)
 
     def read(target: Target) -> weakref.ref[Target]:
         with contextlib.suppress(NodeError):
