@@ -17,7 +17,7 @@ import cbor2
 try:
     from blake3 import blake3
 except ImportError:
-    blake3 = None
+    blake3 = None  # type: ignore[assignment, misc]
 
 from farpool.kv import Group, Namespace, block_key, token_chain
 

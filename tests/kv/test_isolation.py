@@ -140,9 +140,7 @@ def test_no_key_of_another_tenant_is_looked_for_in_its_index(transport: str) -> 
     with Lab() as lab:
         node = lab.node(64 * MIB, [OWNER, THIEF], metrics=True)
         ours, theirs = (
-            lab.enter(
-                BlockCache([node.url], NAMESPACE, access_key=key.text, transport=transport, timeout=PATIENCE)  # type: ignore[arg-type]
-            )
+            lab.enter(BlockCache([node.url], NAMESPACE, access_key=key.text, transport=transport, timeout=PATIENCE))
             for key in (OWNER, THIEF)
         )
         keys, values = blocks(ours, 20)
