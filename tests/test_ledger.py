@@ -79,3 +79,21 @@ def test_the_total_is_the_sum_and_never_negative(steps: list[tuple[str, str, int
             with pytest.raises(ValueError, match="gives back"):
                 ledger.subtract(tier, owner, reserved=-amount)
     assert ledger.total().reserved == sum(model.values())
+
+
+def test_a_finalizer_may_give_back_in_the_middle_of_a_booking() -> None:
+    ledger = Ledger()
+    ledger.add("host", "operands", reserved=7)
+
+    class Collecting(dict[tuple[str, str], Account]):
+        """Accounts whose change runs a finalizer, as any allocation may by a garbage collection."""
+
+        def __setitem__(self, key: tuple[str, str], account: Account) -> None:
+            if key == ("host", "weights"):
+                ledger.subtract_finally("host", "operands", Account(reserved=7))
+            super().__setitem__(key, account)
+
+    ledger._accounts = Collecting(ledger._accounts)
+    ledger.add("host", "weights", reserved=1)
+    assert ledger.total(owner="weights").reserved == 1
+    assert ledger.total(owner="operands").reserved == 0

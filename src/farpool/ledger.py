@@ -7,6 +7,7 @@ bug of the caller, and raises ValueError at that call.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass, fields
 
 __all__ = ["Account", "Ledger"]
@@ -48,6 +49,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str], Account] = {}
+        self._given_back: deque[tuple[str, str, Account]] = deque()
+        """What finalizers have given back, and is not booked yet."""
         self._lock = threading.Lock()
 
     def add(
@@ -74,9 +77,14 @@ class Ledger:
         """
         self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=True)
 
+    def subtract_finally(self, tier: str, owner: str, amount: Account) -> None:
+        """Book bytes that a finalizer gives back, which may run at any time, also while its thread is in this ledger."""
+        self._given_back.append((tier, owner, amount))
+
     def accounts(self) -> dict[tuple[str, str], Account]:
         """Every account that is not empty, by ``(tier, owner)``, sorted."""
         with self._lock:
+            self._settle()
             return dict(sorted(self._accounts.items()))
 
     def total(self, *, tier: str | None = None, owner: str | None = None) -> Account:
@@ -93,15 +101,23 @@ class Ledger:
             if value < 0:
                 raise ValueError(f"ledger: {field.name} of {owner!r} in {tier!r} is {value}, expected 0 or more")
         with self._lock:
-            before = self._accounts.get((tier, owner), _EMPTY)
-            after = before - amount if take_back else before + amount
-            for field in fields(after):
-                if getattr(after, field.name) < 0:
-                    raise ValueError(
-                        f"ledger: {owner!r} gives back {getattr(amount, field.name)} {field.name} bytes of {tier!r} "
-                        f"but holds {getattr(before, field.name)}"
-                    )
-            if after == _EMPTY:
-                self._accounts.pop((tier, owner), None)
-            else:
-                self._accounts[tier, owner] = after
+            self._settle()
+            self._change(tier, owner, amount, take_back=take_back)
+
+    def _settle(self) -> None:
+        while self._given_back:
+            self._change(*self._given_back.popleft(), take_back=True)
+
+    def _change(self, tier: str, owner: str, amount: Account, *, take_back: bool) -> None:
+        before = self._accounts.get((tier, owner), _EMPTY)
+        after = before - amount if take_back else before + amount
+        for field in fields(after):
+            if getattr(after, field.name) < 0:
+                raise ValueError(
+                    f"ledger: {owner!r} gives back {getattr(amount, field.name)} {field.name} bytes of {tier!r} "
+                    f"but holds {getattr(before, field.name)}"
+                )
+        if after == _EMPTY:
+            self._accounts.pop((tier, owner), None)
+        else:
+            self._accounts[tier, owner] = after

@@ -36,6 +36,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from farpool.errors import UnsupportedError
+from farpool.ledger import Account
 from farpool.pager import Mode
 from farpool.pager.use import Use
 from farpool.tensors.arena import ArenaViews, arena_views, device_of, is_device
@@ -109,9 +110,9 @@ class OperandMemory:
         with torch.inference_mode(False):
             storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
         self._storage, self._held = storage, _references(storage)
-        amounts = {"requested": nbytes, "reserved": nbytes, "touched": nbytes}
-        self._ledger.add("host", "KV operands", **amounts)
-        self._forget = weakref.finalize(self, self._ledger.subtract, "host", "KV operands", **amounts)
+        self._ledger.add("host", "KV operands", requested=nbytes, reserved=nbytes, touched=nbytes)
+        held = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
+        self._forget = weakref.finalize(self, self._ledger.subtract_finally, "host", "KV operands", held)
         return storage
 
 
