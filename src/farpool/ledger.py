@@ -78,7 +78,7 @@ class Ledger:
         self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=True)
 
     def subtract_finally(self, tier: str, owner: str, amount: Account) -> None:
-        """Book bytes that a finalizer gives back, which may run at any time, also while its thread is in this ledger."""
+        """Book bytes that a finalizer gives back, which may run at any time, also while its thread is in here."""
         self._given_back.append((tier, owner, amount))
 
     def accounts(self) -> dict[tuple[str, str], Account]:
