@@ -363,6 +363,20 @@ def test_the_page_of_vllm_quotes_the_run_of_the_whole_engine() -> None:
     assert "(128 of 128 loaded), when all were damaged (0 loaded), when they had been saved anew (128 loaded)" in page
 
 
+def test_the_page_of_lmcache_quotes_its_benchmark() -> None:
+    page, outcome = (ROOT / "docs/kv-lmcache.md").read_text(), result("kv-lmcache-bench")
+    nbytes = outcome["keys"] * outcome["kib"] * 1024
+    assert f"LMCache {outcome['lmcache']} on a CPU" in page
+    assert f"--num-keys {outcome['keys']} --data-size-kb {outcome['kib']} --rounds {outcome['rounds']} " in page
+    assert f"medians of {outcome['passes']} runs in turn" in page
+    for level in outcome["levels"]:
+        name = "LMCache's files (`fs`), in /dev/shm" if level["name"] == "fs" else level["name"]
+        took = {what: statistics.median(samples) for what, samples in level["samples"].items()}
+        store, load = (f"{nbytes / took[what] / 1e6:.2f} GB/s" for what in ("store", "load"))
+        assert f"| {name} | {store} | {took['lookup']:.2f} ms | {load} |" in page, name
+    assert outcome["left_out"] == ["mooncake_store: LMCache from PyPI has no lmcache.lmcache_mooncake"]
+
+
 def test_result_files_say_where_they_come_from() -> None:
     for path in RESULTS.glob("*.json"):
         provenance = json.loads(path.read_text())["provenance"]

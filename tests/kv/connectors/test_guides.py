@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from farpool.node.process import running_node
+from tests.kv.connectors.conftest import ROOT
 from tests.kv.connectors.programs.guides import commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,3 +61,15 @@ def test_lmcaches_check_as_the_guide_runs_it_passes(engine_python: Callable[[str
         )  # fmt: skip
     rates = re.findall(r"\| (?:LOOKUP \(absent\)|STORE|LOOKUP \(exist\)|LOAD) +\|.*\| +\S+ \| +(\S+) \|", done.stdout)
     assert rates == ["100.0%"] * 4, done.stdout
+
+
+def test_lmcaches_benchmark_compares_levels_and_their_bytes(engine_python: Callable[[str], str]) -> None:
+    engine_python("lmcache")
+    done = subprocess.run(
+        [ROOT / "scripts/kv-results", "lmcache-bench", "--passes", "1"],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHON": sys.executable}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    levels = json.loads(done.stdout)["result"]["levels"]
+    assert [one["name"] for one in levels] == ["farpool, mapped", "farpool, TCP", "fs"]
+    assert all(set(one["milliseconds"]) == {"store", "lookup", "load"} for one in levels)
