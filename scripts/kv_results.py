@@ -40,7 +40,7 @@ def environment(engine: str) -> Path:
     """Folder of an engine's environment."""
     recipe = Path(f"scripts/kv_envs/{engine}.sh").read_text().splitlines()
     (release,) = [line.removeprefix("VERSION=") for line in recipe if line.startswith("VERSION=")]
-    folder = Path(f"build/kv-envs/{engine}-{release}")
+    folder = Path(f"build/kv-envs/{engine}-{'newest' if os.environ.get('FARPOOL_KV_NEWEST') else release}")
     if not (folder / ".whole").exists():
         sys.exit(f"{folder} is not there: scripts/kv-envs {engine}")
     return folder
