@@ -124,7 +124,7 @@ def test_pinned_blocks_outlive_those_that_push_them_out(tmp_path: Path) -> None:
         keys, _ = blocks(cache, 200)
         values = [bytes(1 << 20)] * len(keys)
         assert cache.save(keys[:4], values[:4]) == [None] * 4
-        assert cache.pin([*keys[:2], keys[-1]], ttl=1000) == [True, True, False]
+        assert cache.pin([*keys[:2], keys[-1]], ttl=1000) == [None, None, Reason.ABSENT]
         for start in range(4, 200, 4):
             cache.save(keys[start : start + 4], values[:4])
         assert cache.lookup(keys[:4]).found == [True, True, False, False]
@@ -191,7 +191,7 @@ def test_nothing_waits_for_a_node_that_never_was(tmp_path: Path) -> None:
         assert cache.lookup(keys).reasons == [Reason.NODE_AWAY] * 2
         assert cache.load(keys, targets(2)) == [Reason.NODE_AWAY] * 2
         assert cache.save(keys, values) == [Reason.NODE_AWAY] * 2
-        assert cache.pin(keys, 1) == [False] * 2
+        assert cache.pin(keys, 1) == [Reason.NODE_AWAY] * 2
         assert cache.drop(keys) == 0
 
 

@@ -53,7 +53,7 @@ def test_a_prefix_leaves_memory_and_comes_back_when_it_is_read(node: RunningNode
         assert after["used"] <= before["used"] - nbytes + 6 * 4096
         assert cache.demote(TOKENS[:24]).blocks == 6  # they are there already
         assert stats(node.address)["demotions"] == after["demotions"]
-        assert cache.prefetch_by(TOKENS[:8], PATIENCE).result(PATIENCE) == 2
+        assert cache.prefetch_by(TOKENS[:8], PATIENCE, leave=0).result(PATIENCE) == 2
         into = target(LAYERS, TOKENS)
         assert cache.load(cache.lookup(TOKENS), into) == 24
         check(LAYERS, TOKENS, into, 24)

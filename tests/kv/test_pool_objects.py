@@ -167,10 +167,10 @@ def test_prefixes_leave_from_their_ends() -> None:
         for newest in prompts:
             cache.save(newest, memory)
             for prompt in prompts:
-                chains = cache._chains(cache._blocks, prompt)
+                keys, _ = cache._sequence(prompt)
+                blocks = len(keys) // 3
                 full, *others = (
-                    cache._blocks.lookup([cache._blocks.key(chain, group) for chain in chains]).found
-                    for group in (1, 0, 2)
+                    cache._blocks.lookup(keys[group * blocks : (group + 1) * blocks]).found for group in (1, 0, 2)
                 )
                 assert full == sorted(full, reverse=True)
                 cut += 2 < sum(full) < len(full)
@@ -313,7 +313,7 @@ def test_a_forked_child_is_told_that_its_objects_are_closed_also_while_a_thread_
             assert cache.lookup(keys).reasons == [Reason.CLOSED] * 2
             assert cache.load(keys, targets(2)) == [Reason.CLOSED] * 2
             assert cache.save(keys, values) == [Reason.CLOSED] * 2
-            assert cache.pin(keys, 1) == [False] * 2
+            assert cache.pin(keys, 1) == [Reason.CLOSED] * 2
 
         with objects._lock:  # as a thread that is just putting something has it
             in_forked_child(child)

@@ -125,6 +125,11 @@ def check(layers: Sequence[Layer], tokens: Sequence[int], into: Made, usable: in
             assert into.memory[layer, token] == into.value(layer, token), (layer, token)
 
 
+def keys_of(cache: PrefixCache, tokens: Sequence[int]) -> list[bytes]:
+    """Keys of all blocks of a sequence."""
+    return cache._sequence(tokens)[0]
+
+
 def save_steps(cache: PrefixCache, layers: Sequence[Layer], tokens: Sequence[int]) -> None:
     """Save as an engine does that computes block by block."""
     for held in range(BLOCK, len(tokens) + 1, BLOCK):
@@ -261,7 +266,7 @@ def test_a_block_that_is_lost_shortens_the_prefix(make: Callable[..., PrefixCach
         save_steps(cache, layers, TOKENS[:16])
         match = cache.lookup(TOKENS)
         assert match.tokens == 16
-        cache._blocks.drop([cache._keys(cache._blocks, TOKENS[:16])[2]])
+        cache._blocks.drop([keys_of(cache, TOKENS[:16])[2]])
         into = target(layers, TOKENS)
         assert cache.load(match, into) == left
         check(layers, TOKENS, into, left)
@@ -304,7 +309,7 @@ def test_who_disagrees_finds_nothing_and_reads_no_note(
     save_steps(writer, [FULL, FULL], TOKENS[:16])
     reader = make(**{"layers": [FULL, FULL], **change})
     assert reader.lookup(TOKENS).reason == Reason.ABSENT
-    taken = reader.take(writer.handoff(TOKENS[:16], 10))
+    taken = reader.take(writer.handoff(TOKENS[:16], 10).note)
     assert (taken.tokens, taken.reason) == (0, Reason.FOREIGN)
 
 
@@ -312,12 +317,12 @@ def test_a_sequence_is_handed_to_another_process(make: Callable[..., PrefixCache
     layers = KINDS["all"]
     prefiller, decoder = make(layers), make(layers)
     save_steps(prefiller, layers, TOKENS[:24])
-    match = decoder.take(prefiller.handoff(TOKENS[:24], 60))
+    match = decoder.take(prefiller.handoff(TOKENS[:24], 60).note)
     into = target(layers, TOKENS)
     assert decoder.load(match, into) == 24
     check(layers, TOKENS, into, 24)
     for wrong in (b"", b"\xc0", b"note"):
-        with pytest.raises(ConfigError, match="not the result of a handoff"):
+        with pytest.raises(ConfigError, match="not the note of a handoff"):
             decoder.take(wrong)
 
 
@@ -343,7 +348,7 @@ def test_what_was_prefetched_needs_no_node(make: Callable[..., PrefixCache], nod
     block_bytes = BLOCK * sum(one.nbytes for one in layers)
     cache = make(layers, near_bytes=4 * block_bytes)
     save_steps(cache, layers, TOKENS[:24])
-    assert cache.prefetch_by(TOKENS[:24], PATIENCE).result(PATIENCE) == 4
+    assert cache.prefetch_by(TOKENS[:24], PATIENCE, leave=0).result(PATIENCE) == 4
     match = cache.lookup(TOKENS[:17])
     into = target(layers, TOKENS)
     before = cache.stats()["load.bytes"]
@@ -351,7 +356,7 @@ def test_what_was_prefetched_needs_no_node(make: Callable[..., PrefixCache], nod
     assert cache.stats()["load.bytes"] == before
     check(layers, TOKENS, into, 16)
     assert cache.prefetch_by(TOKENS, 0.0).result(PATIENCE) == 0
-    assert cache.prefetch_by(TOKENS[:8], PATIENCE).result(PATIENCE) == 0
+    assert cache.prefetch_by(TOKENS[:8], PATIENCE, leave=0).result(PATIENCE) == 2
     assert cache.load(cache.lookup(TOKENS), target(layers, TOKENS)) == 24
 
 
@@ -384,7 +389,7 @@ def test_a_split_loads_the_end_while_the_front_is_computed(make: Callable[..., P
     assert cache.load(match, into) == 24
     check(layers, TOKENS, into, 24, first=12)
     assert not any(any(into.memory[0, token]) for token in range(12))
-    cache._blocks.drop([cache._keys(cache._blocks, TOKENS)[4]])
+    cache._blocks.drop([keys_of(cache, TOKENS)[4]])
     assert cache.load(match, target(layers, TOKENS)) == 16
 
 
@@ -429,7 +434,7 @@ def test_loads_of_layers_one_after_the_other_are_judged_once_by_their_shortest_p
     eventually(lambda: cache.stats()["gain"]["load_requests"] == 1)
     assert cache.stats()["gain"]["load_share"] < 0.5
     assert cache.stats()["saved_seconds"] == pytest.approx(16, rel=0.5)
-    cache._blocks.drop([cache._keys(cache._blocks, TOKENS[:16])[4]])  # of the second part its first block
+    cache._blocks.drop([keys_of(cache, TOKENS[:16])[4]])  # of the second part its first block
     cache.load_layers(match, target(layers, TOKENS))
     eventually(lambda: cache.stats()["gain"]["load_requests"] > 1)
     assert cache.stats()["gain"]["load_share"] > 0.45  # nothing could be used

@@ -61,10 +61,10 @@ def test_a_block_that_is_pinned_again_after_a_restart_of_the_node_stays_pinned(l
     with store_over([local]) as store, BlockCache(store, NAMESPACE) as cache:
         keys, values = some_blocks(cache, 1)
         assert cache.save(keys, values) == [None]
-        assert cache.pin(keys, ttl=1000) == [True]
+        assert cache.pin(keys, ttl=1000) == [None]
         local.kill()
         local.restart()
-        eventually(lambda: cache.pin(keys, ttl=1000) == [True])
+        eventually(lambda: cache.pin(keys, ttl=1000) == [None])
         info = store.stat(keys[0])
         assert info is not None
         assert info.pins == 1
@@ -81,7 +81,7 @@ def test_pins_whose_time_is_over_are_forgotten(local: LocalNode, monkeypatch: py
         keys, values = some_blocks(cache, 40)
         assert cache.save(keys, values) == [None] * 40
         for key in keys:
-            assert cache.pin([key], ttl=0.001) == [True]
+            assert cache.pin([key], ttl=0.001) == [None]
             time.sleep(0.002)
         assert len(cache._holds) < 10
 
@@ -91,10 +91,10 @@ def test_unpinning_in_a_store_that_was_closed_is_no_error(node: RunningNode) -> 
     cache = BlockCache(store, NAMESPACE)
     keys, values = some_blocks(cache, 1)
     assert cache.save(keys, values) == [None]
-    assert cache.pin(keys, 10) == [True]
+    assert cache.pin(keys, 10) == [None]
     store.close()
     cache.unpin(keys)
-    assert cache.pin(keys, 10) == [False]
+    assert cache.pin(keys, 10) == [Reason.CLOSED]
 
 
 def test_a_namespace_that_was_purged_is_described_again(node: RunningNode) -> None:

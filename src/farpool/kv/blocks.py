@@ -26,7 +26,7 @@ from farpool.kv.compressed import Compression
 from farpool.kv.header import HEADER_BYTES, check_header, pack_header
 from farpool.kv.journal import record
 from farpool.kv.judge import Judge
-from farpool.kv.keys import KEY_MAGIC, NAMESPACE_MAGIC, block_key, namespace_key
+from farpool.kv.keys import KEY_BYTES, KEY_MAGIC, NAMESPACE_MAGIC, block_key, group_of, namespace_key
 from farpool.kv.namespace import Namespace
 from farpool.kv.reasons import Reason, reason_of
 from farpool.store import Demotion, Store
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from farpool.store.best_effort import Hold
 
     Target = Buffer | tuple[Buffer | Slices, ...]
+    Requests = str | Sequence[str]
+    """The engine's name of the request that blocks are of, or one name for each block."""
 
 __all__ = ["BlockCache", "Found", "namespaces", "purge"]
 
@@ -61,7 +63,9 @@ _DESCRIBED_SECONDS = 60.0
 """Seconds after which a namespace's description is stored anew: it may have been purged or lost."""
 _LONGEST_COST = 1e6
 _FEWEST_HOLDS = 1024
-"""Number of holds below which those whose time is over are not looked for."""
+"""Number of held blocks below which those whose time is over are not looked for."""
+_USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_VERSION})
+"""Reasons for which no reader can use a block. It is dropped: as long as it is there, nobody can save it anew."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ class BlockCache:
             connect().close()  # refuses wrong settings now, and asks no node
         self._closed = False
         self._described_at: dict[bytes, float] = {}
-        self._holds: dict[bytes, tuple[Hold, float]] = {}
+        self._holds: dict[bytes, dict[bytes, tuple[Hold, float]]] = {}  # by key and owner
         self._many_holds = _FEWEST_HOLDS
         self._counts: Counter[str] = Counter()
         self._begin()
@@ -235,15 +239,25 @@ class BlockCache:
         except FarpoolError:
             return False
 
-    def lookup(self, keys: Sequence[bytes], *, request: str = "", timeout: float | None = None) -> Found:
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        stored: Sequence[int] | None = None,
+        request: Requests = "",
+        timeout: float | None = None,
+    ) -> Found:
         """Find out which blocks are there.
 
         Parameters
         ----------
         keys : sequence of bytes
             Keys of 64 bytes.
-        request : str
-            The engine's name of the request, for ``farpool why``.
+        stored : sequence of int, optional
+            Bytes that each object has to have, header included, or at most has if the cache compresses. What has
+            another size is a miss, and is dropped, as nobody could use it.
+        request : str or sequence of str
+            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that it may take; None for the cache's own.
 
@@ -258,12 +272,17 @@ class BlockCache:
             sizes = self._calls().lookup(keys, self._timeout if timeout is None else timeout)
         except FarpoolError as error:
             sizes = [error] * len(keys)
+        if stored is not None and sizes != stored and (misfits := self._misfits(keys, sizes, stored)):
+            sizes = list(sizes)
+            for number in misfits:
+                sizes[number] = ValueError(f"an object of {sizes[number]} bytes, expected {stored[number]}")
+            self._forget([keys[number] for number in misfits], began, timeout)
         found = Found(sizes)
         self._note("lookup", request, len(keys), () if found.is_whole else found.reasons, began, 0)
         return found
 
     def load(
-        self, keys: Sequence[bytes], targets: Sequence[Target], *, request: str = "", timeout: float | None = None
+        self, keys: Sequence[bytes], targets: Sequence[Target], *, request: Requests = "", timeout: float | None = None
     ) -> list[Reason | None]:
         """Read blocks into buffers.
 
@@ -274,8 +293,8 @@ class BlockCache:
         targets : sequence of buffer or tuple of buffers
             For each key, writable contiguous memory that has exactly the bytes of its payload, all buffers of a tuple
             together.
-        request : str
-            The engine's name of the request, for ``farpool why``.
+        request : str or sequence of str
+            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that all of it may take; None for the cache's own time for each 64 MiB.
 
@@ -283,7 +302,7 @@ class BlockCache:
         -------
         list of Reason or None
             For each block None if it is in its target, whole and verified, or else why not; the target's bytes are then
-            unspecified.
+            unspecified. What nobody could use is dropped.
 
         Raises
         ------
@@ -320,9 +339,14 @@ class BlockCache:
                 payload = sum(nbytes_of(target) for target, reason in loaded if reason is None)
                 self._compression.choice.received(came, seconds, payload)
             moved += came
-        self._forget(
-            [key for key, reason in zip(keys, outcomes, strict=True) if reason is Reason.CORRUPT], began, timeout
-        )
+        if any(outcomes):
+            useless = [
+                key
+                for key, target, reason in zip(keys, checked, outcomes, strict=True)
+                # A reader that asks for another size than its namespace says is wrong itself.
+                if reason in _USELESS or (reason is Reason.WRONG_SIZE and nbytes_of(target) == self._block_bytes(key))
+            ]
+            self._forget(useless, began, timeout)
         self._note("load", request, len(keys), outcomes, began, moved)
         return outcomes
 
@@ -331,7 +355,7 @@ class BlockCache:
         keys: Sequence[bytes],
         values: Sequence[Target],
         *,
-        request: str = "",
+        request: Requests = "",
         timeout: float | None = None,
         cost: float = 0.0,
         parents: Mapping[bytes, bytes] | None = None,
@@ -345,8 +369,8 @@ class BlockCache:
             Keys of 64 bytes.
         values : sequence of buffer or tuple of buffers
             Payload of each block, which must not change during the call.
-        request : str
-            The engine's name of the request, for ``farpool why``.
+        request : str or sequence of str
+            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that all of it may take; None for the cache's own time for each 64 MiB.
         cost : float
@@ -385,7 +409,9 @@ class BlockCache:
         moved = 0
         try:
             there = self._calls().lookup(keys, self._timeout if timeout is None else timeout)
-            missing = [number for number, size in enumerate(there) if not isinstance(size, int)]
+            misfits = self._misfits(keys, there, [HEADER_BYTES + nbytes_of(payload) for _, payload in pairs])
+            self._forget([keys[number] for number in misfits], began, timeout)
+            missing = sorted({*misfits, *(number for number, size in enumerate(there) if not isinstance(size, int))})
             if missing:
                 self._describe(namespace, self._left(None if timeout is None else began + timeout))
             done = 0
@@ -410,8 +436,16 @@ class BlockCache:
         self._note("save", request, len(keys), outcomes, began, moved)
         return outcomes
 
-    def pin(self, keys: Sequence[bytes], ttl: float, *, timeout: float | None = None) -> list[bool]:
-        """Keep blocks from being evicted for a limited time, where they lie.
+    def pin(
+        self,
+        keys: Sequence[bytes],
+        ttl: float,
+        *,
+        owner: bytes = b"",
+        request: Requests = "",
+        timeout: float | None = None,
+    ) -> list[Reason | None]:
+        """Keep blocks from being evicted for a limited time; those in a node's file come back to its memory.
 
         Parameters
         ----------
@@ -419,44 +453,72 @@ class BlockCache:
             Keys of 64 bytes.
         ttl : float
             Seconds after which they may be evicted again, also if nobody unpins them.
+        owner : bytes
+            Who keeps them, such as a sequence. A block stays as long as one of its owners keeps it; one who pins it
+            again begins anew with the new time.
+        request : str or sequence of str
+            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that the call may take; None for the cache's own.
 
         Returns
         -------
-        list of bool
-            True for each block that is there and stays. A node that is restarted forgets its pins.
+        list of Reason or None
+            For each block None if it is there and stays, or else why not. Nodes let pins go before their time when they
+            are restarted, and when this process has been gone for longer than their grace.
 
         Raises
         ------
         ConfigError
             `ttl` is not a number of seconds above 0, or a key is empty or longer than 256 bytes.
         """
+        began = time.monotonic()
         keys, ttl_ms = as_keys(keys), ttl_of(ttl)
         try:
             held = self._calls().hold_many(keys, ttl_ms, self._timeout if timeout is None else timeout)
-        except FarpoolError:
-            return [False] * len(keys)
+        except FarpoolError as error:
+            held = [error] * len(keys)
         replaced: list[Hold] = []
         now = time.monotonic()
         with self._lock:
-            if len(self._holds) > self._many_holds:
-                self._holds = {key: one for key, one in self._holds.items() if one[1] > now}
-                self._many_holds = max(_FEWEST_HOLDS, 2 * len(self._holds))
+            self._forget_holds(now)
             for key, hold in zip(keys, held, strict=True):
                 if isinstance(hold, tuple):
-                    before, _ = self._holds.get(key, (hold, 0.0))
-                    if before != hold:  # a node that was restarted counts its pins from 1 again
+                    owners = self._holds.setdefault(key, {})
+                    before, _ = owners.get(owner, (hold, 0.0))
+                    owners[owner] = hold, now + ttl
+                    if before not in [other for other, _ in owners.values()]:
                         replaced.append(before)
-                    self._holds[key] = hold, now + ttl
         self._release(replaced)
-        return [isinstance(hold, tuple) for hold in held]
+        outcomes = [
+            None if isinstance(one, tuple) else Reason.ABSENT if one is None else reason_of(one) for one in held
+        ]
+        self._note("pin", request, len(keys), outcomes, began, 0)
+        return outcomes
 
-    def unpin(self, keys: Sequence[bytes]) -> None:
-        """Let pinned blocks be evicted again; those that are not pinned are left alone."""
+    def unpin(self, keys: Sequence[bytes], *, owner: bytes = b"") -> None:
+        """Let blocks be evicted again that `owner` has pinned; those of other owners are left alone."""
+        ended: list[Hold] = []
         with self._lock:
-            held = [held[0] for key in keys if (held := self._holds.pop(key, None)) is not None]
-        self._release(held)
+            for key in keys:
+                owners = self._holds.get(key, {})
+                mine = owners.pop(owner, None)
+                # In a pool all owners have one hold; nodes count each.
+                if mine is not None and mine[0] not in [hold for hold, _ in owners.values()]:
+                    ended.append(mine[0])
+                if not owners:
+                    self._holds.pop(key, None)
+        self._release(ended)
+
+    def _forget_holds(self, now: float) -> None:
+        """Forget holds whose time is over, if there are many; called with the lock."""
+        if len(self._holds) > self._many_holds:
+            left = {
+                key: {owner: one for owner, one in owners.items() if one[1] > now}
+                for key, owners in self._holds.items()
+            }
+            self._holds = {key: owners for key, owners in left.items() if owners}
+            self._many_holds = max(_FEWEST_HOLDS, 2 * len(self._holds))
 
     def _release(self, holds: Sequence[Hold]) -> None:
         """Tell nodes that holds have ended; where that fails, they end with their time."""
@@ -473,15 +535,17 @@ class BlockCache:
             return 0
         return sum(isinstance(copies, int) and copies > 0 for copies in went)
 
-    def demote(self, keys: Sequence[bytes], *, request: str = "", timeout: float | None = None) -> list[Reason | None]:
+    def demote(
+        self, keys: Sequence[bytes], *, request: Requests = "", timeout: float | None = None
+    ) -> list[Reason | None]:
         """Move blocks out of memory into the tier below, so that others have room; they are found as before.
 
         Parameters
         ----------
         keys : sequence of bytes
             Keys of 64 bytes.
-        request : str
-            The engine's name of the request, for ``farpool why``.
+        request : str or sequence of str
+            The engine's name of the request, for ``farpool why``, or one name for each key.
         timeout : float or None
             Seconds that it may take; None for the cache's own.
 
@@ -508,20 +572,30 @@ class BlockCache:
         self._note("demote", request, len(keys), outcomes, began, 0)
         return outcomes
 
-    def purge(self) -> int:
-        """Remove all blocks of this namespace; return how many there were.
+    def purge(self, namespace: Namespace | None = None) -> int:
+        """Remove all blocks of a namespace, by default the cache's own; return how many there were.
 
         Raises
         ------
         NodeError
             Nodes that may have some cannot be asked.
         """
+        digest = (namespace or self.namespace).digest
+        gone = purge(self._objects(), digest)
+        self._described_at.pop(digest, None)
+        return gone
+
+    def namespaces(self) -> Mapping[bytes, Namespace]:
+        """Return all namespaces that have blocks where this cache keeps its own; see `namespaces`."""
+        return namespaces(self._objects())
+
+    def _objects(self) -> Objects:
+        """Return the store or pool behind this cache; raises `StoreClosedError` if the cache is closed."""
         self._calls()
         link = self._link
-        assert link is not None
-        gone = purge(link.objects, self.digest)
-        self._described_at.pop(self.digest, None)
-        return gone
+        if link is None:  # closed in between
+            raise StoreClosedError("this cache of KV blocks was closed; make a new one")
+        return link.objects
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function on this cache's own threads.
@@ -609,6 +683,10 @@ class BlockCache:
         if piece:
             yield piece, self._left(until)
 
+    def time_for(self, nbytes: int) -> float:
+        """Return the seconds that moving so many bytes may take where nothing else is said."""
+        return self._timeout * max(1, -(-nbytes // _PIECE_BYTES))
+
     def _left(self, until: float | None) -> float:
         return self._timeout if until is None else max(0.0, until - time.monotonic())
 
@@ -617,7 +695,8 @@ class BlockCache:
         now, digest = time.monotonic(), namespace.digest
         if now >= self._described_at.get(digest, -math.inf) + _DESCRIBED_SECONDS:
             item = (namespace_key(digest), as_payload(namespace.encoded))
-            # It outlives the blocks that come until it is stored anew: without it nobody finds them by weights or tenant.
+            # It outlives the blocks that come until it is stored anew: without it nobody finds them by weights or
+            # tenant.
             ttl_ms = self._ttl_ms + 2000 * int(_DESCRIBED_SECONDS) if self._ttl_ms else 0
             about = About(ttl_ms=ttl_ms, kind=_KIND, tenant=namespace.tenant, keep=True)
             (outcome,) = self._calls().put_many([item], left, about)
@@ -627,23 +706,58 @@ class BlockCache:
                 self._described_at[digest] = now
 
     def _forget(self, keys: Sequence[bytes], began: float, timeout: float | None) -> None:
-        """Drop damaged blocks while there is time: as long as they are there, nobody can save them anew."""
+        """Drop blocks that nobody can use, while there is time: as long as they are there, none can be saved anew."""
         left = self._left(None if timeout is None else began + timeout)
         if keys and left > 0:
             self.drop(keys, timeout=left)
 
+    def _misfits(
+        self, keys: Sequence[bytes], there: Sequence[int | Exception | None], stored: Sequence[int]
+    ) -> list[int]:
+        """Return the numbers of objects that cannot be the blocks of their keys, as they have another size."""
+        least = HEADER_BYTES if self._compression is not None else None
+        return [
+            number
+            for number, (size, most) in enumerate(zip(there, stored, strict=True))
+            if isinstance(size, int)
+            and size != most
+            and not (least is not None and least <= size < most)
+            # One who expects another size than its namespace says is wrong itself.
+            and most - HEADER_BYTES == self._block_bytes(keys[number])
+        ]
+
+    def _block_bytes(self, key: bytes) -> int | None:
+        """Return the bytes that the payload of a key has by the namespace; None for keys of another form."""
+        groups = self.namespace.groups
+        group = group_of(key) if len(key) == KEY_BYTES else len(groups)
+        return groups[group].block_bytes if group < len(groups) else None
+
+    def missed(self, step: str, request: str, blocks: int, reason: Reason, note: str) -> None:
+        """Count blocks, and write them into the journal, that nobody was asked for as they are of no use."""
+        with self._lock:
+            self._counts[f"{step}.{reason}"] += blocks
+        record(request, step, blocks, 0, {str(reason): blocks}, 0.0, note)
+
     def _note(
-        self, step: str, request: str, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
+        self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
     ) -> None:
+        """Count blocks, and write them into the journal; `reasons` is as long as there are blocks, or empty."""
         failures = [str(reason) for reason in reasons if reason is not None]
         failed: Mapping[str, int] = Counter(failures) if failures else {}
-        done = blocks - len(failures)
         with self._lock:
-            self._counts[f"{step}.done"] += done
+            self._counts[f"{step}.done"] += blocks - len(failures)
             self._counts[f"{step}.bytes"] += moved
             for reason, number in failed.items():
                 self._counts[f"{step}.{reason}"] += number
-        record(request, step, blocks, done, failed, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if isinstance(request, str):
+            record(request, step, blocks, blocks - len(failures), failed, seconds)
+            return
+        counts = Counter(request)
+        missed = Counter(zip(request, reasons, strict=bool(reasons)))
+        for name, number in counts.items():
+            own = {str(reason): count for (of, reason), count in missed.items() if of == name and reason is not None}
+            record(name, step, number, number - sum(own.values()), own, seconds)
 
 
 def _as_many(keys: Sequence[bytes], others: Sequence[object], what: str) -> list[bytes]:

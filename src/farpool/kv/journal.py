@@ -1,7 +1,7 @@
 """The journal of a process: what became of the latest requests' KV, for ``farpool why``.
 
 It is bounded, one a process, and written by every cache in it. Others of the same user read it over a Unix socket: one
-request in text (a part of a request's name, empty for all), one reply in JSON.
+request in text (a request's name or a part of it, empty for all), one reply in JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     request : str
         The engine's name of the request; empty if it gave none.
     step : str
-        ``lookup``, ``load``, ``save``, ``demote``, or ``decision``.
+        ``lookup``, ``load``, ``save``, ``demote``, ``pin``, ``decision``, or ``compare``: why nothing was found.
     blocks : int
         Number of blocks that it was about.
     done : int
@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     seconds : float
         Time that it took.
     note : str
-        Explanation of a decision.
+        Explanation in words.
     """
 
     when: float
@@ -116,7 +116,7 @@ class _Journal:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_PATIENCE)
             asked = connection.recv(_LONGEST_QUERY).decode(errors="replace").strip()
-            connection.sendall(msgspec.json.encode([one for one in self.entries.copy() if asked in one.request]))
+            connection.sendall(msgspec.json.encode(_of_request(self.entries.copy(), asked)))
 
     def leave_to_parent(self) -> None:
         """Close a child's copy of its parent's socket, which would seem alive after the parent's end."""
@@ -162,25 +162,40 @@ def _name(request: str) -> str:
     return kept if kept.isascii() else kept.encode(errors="replace").decode()
 
 
+def _of_request(entries: Sequence[Entry], request: str) -> list[Entry]:
+    """Return the entries of the request of this name, or if there are none, of those that have it in their names."""
+    exact = [entry for entry in entries if entry.request == request] if request else []
+    return exact or [entry for entry in entries if request in entry.request]
+
+
 def recorded(request: str = "") -> list[Entry]:
-    """Return this process's entries of requests whose names contain a text, the oldest first."""
-    request = _name(request)
-    return [entry for entry in _journal.entries.copy() if request in entry.request]
+    """Return this process's entries of a request, or of those whose names contain a text, the oldest first."""
+    return _of_request(_journal.entries.copy(), _name(request))
 
 
-def runs(request: str = "") -> Iterator[tuple[int, list[Entry]]]:
+def runs(request: str = "") -> list[tuple[int, list[Entry]]]:
     """Ask all processes of this user that have a journal.
+
+    Sockets of processes that have ended are removed.
 
     Parameters
     ----------
     request : str
-        Part of the request's name; empty for all requests.
+        Name of the request, or if none has just this one, a part of its name; empty for all requests.
 
-    Yields
-    ------
-    tuple of int and list of Entry
-        Number of the process, and its entries, the oldest first. Sockets of processes that have ended are removed.
+    Returns
+    -------
+    list of tuple of int and list of Entry
+        Number of each process, and its entries, the oldest first.
     """
+    asked = list(_asked(_name(request)))
+    exact = _of_request([entry for _, entries in asked for entry in entries], _name(request))
+    names = {entry.request for entry in exact}
+    return [(process, [entry for entry in entries if entry.request in names]) for process, entries in asked]
+
+
+def _asked(request: str) -> Iterator[tuple[int, list[Entry]]]:
+    """Yield the number of each process that has a journal, and the entries that it has of a request."""
     folder = journal_folder()
     if not folder.exists() or not _is_own(folder):
         return
@@ -196,7 +211,7 @@ def runs(request: str = "") -> Iterator[tuple[int, list[Entry]]]:
                 continue
             pieces: list[bytes] = []
             try:
-                connection.sendall(_name(request).encode() or b"\n")
+                connection.sendall(request.encode() or b"\n")
                 while piece := connection.recv(1 << 16):
                     pieces.append(piece)
                 entries = msgspec.json.decode(b"".join(pieces), type=list[Entry])

@@ -261,7 +261,8 @@ class PoolObjects:
                     if value.number not in self._held:
                         self._held[value.number] = value
                         self._eviction.pin(key)
-                    value.held_until = now + ttl_ms / 1000
+                        value.held_until = now
+                    value.held_until = max(value.held_until, now + ttl_ms / 1000)  # others may hold it for longer
                 held.append(None if found is None else (0, found[0].number, 0, 0))
         return held
 

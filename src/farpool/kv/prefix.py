@@ -3,30 +3,43 @@
 A block's key says all tokens up to its end, so sequences that begin alike share blocks, also between processes, hosts
 and engines. A prefix can be used up to a block boundary at which every layer has what it needs: layers with full
 attention all blocks, those with a sliding window the last ones, and recurrent layers the state at the boundary.
+
+Weights may change at any time. Each call takes the namespace that is in use when it begins, and keeps to it: what was
+begun before a change is saved, or found, as KV of the old weights, and is never loaded for the new ones.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
 
 from farpool.errors import ConfigError
+from farpool.kv.background import Background
 from farpool.kv.blocks import BlockCache, Found
 from farpool.kv.cost import Arm, Plan
+from farpool.kv.disagreement import Disagreements
+from farpool.kv.header import HEADER_BYTES
+from farpool.kv.journal import record
 from farpool.kv.judge import Judge
-from farpool.kv.keys import token_chain
+from farpool.kv.keys import block_key, token_chain
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, layer_groups
 from farpool.kv.namespace import Namespace
+from farpool.kv.near import NearMemory
 from farpool.kv.reasons import Reason
-from farpool.store.arguments import as_payload, nbytes_of, parts_of
+from farpool.store.arguments import as_payload, nbytes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -35,7 +48,23 @@ if TYPE_CHECKING:
     from farpool.kv.objects import Objects
     from farpool.store.arguments import Payload
 
-__all__ = ["Demoted", "LayerLoad", "Match", "PrefixCache"]
+__all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Blocks of a sequence that are looked for, one group of layers after the other."""
+
+    namespace: Namespace
+    keys: Sequence[bytes]
+    blocks: int
+    tokens: int
+    request: str
+
+    def key(self, group: int, block: int) -> bytes:
+        return self.keys[group * self.blocks + block]
 
 
 @dataclass(frozen=True)
@@ -58,6 +87,8 @@ class Match:
         The decision, with the times that it rests on.
     request : str
         The engine's name of the request.
+    weights_id : str
+        Name of the weights that the KV is of. Once others are in use, a load gives nothing.
     """
 
     tokens: int
@@ -66,10 +97,11 @@ class Match:
     reason: Reason | None
     plan: Plan
     request: str
+    weights_id: str
     arm: Arm
     seconds: float
-    _blocks: BlockCache
-    _keys: Sequence[Sequence[bytes]]
+    _wanted: _Wanted
+    _far_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +137,33 @@ class Demoted:
     reasons: Mapping[Reason, int]
 
 
-class _Handoff(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Result of keeping a sequence's KV for another process.
+
+    Attributes
+    ----------
+    note : bytes
+        Argument for the other process's `take`.
+    blocks : int
+        Blocks that are kept for it.
+    reasons : mapping of Reason to int
+        How many of the others there were for each reason; they may be gone, or go, before it takes them.
+    """
+
+    note: bytes
+    blocks: int
+    reasons: Mapping[Reason, int]
+
+
+class _Note(msgspec.Struct, frozen=True):
     """Names of the blocks that one process hands to another."""
 
     namespace: bytes
     chains: list[bytes]
+    owner: bytes
+    ttl: Annotated[float, msgspec.Meta(gt=0)]
+    kept: int
 
 
 class PrefixCache:
@@ -118,12 +172,16 @@ class PrefixCache:
     Whatever goes wrong is a miss: the engine computes. Which of both is faster is measured all the time: tell it how
     long computing takes (`computed`), and it loads only what comes sooner than it could be computed.
 
+    Futures are those of `concurrent.futures`: use ``await asyncio.wrap_future(...)`` in a coroutine. The time of a call
+    that returns one runs from the call on, also while it waits for a thread. Closing the cache makes those that have
+    not begun misses.
+
     Parameters
     ----------
     nodes : sequence of str, Store or PoolObjects
         Addresses of the nodes, or a store or objects in a pool, which stay the caller's.
     layers : sequence of Layer
-        Layers whose KV is kept.
+        Layers whose KV is kept: all of the model, or those of this rank.
     model : str
         Name of the model.
     weights_id : str
@@ -136,12 +194,19 @@ class PrefixCache:
         Tokens of a block.
     heads, head_dim : int
         KV heads of a layer, and channels of a head; the codecs ``int8`` and ``int4`` need them.
+    parallel : mapping of str to int, optional
+        Sizes of the groups of processes that the KV is divided among, such as ``{"tp": 2}``; left out if each has all.
+    rank : int
+        Number of this process's part among all that `parallel` makes, 0 to their product less 1. Each part is stored by
+        itself, and is never loaded for another one.
+    extra : mapping of str to (str or int), optional
+        Whatever else makes bytes differ.
     tenant : str
         Users who share nothing with others.
     codec : str
         Compression of the blocks (docs/kv-compression.md); empty for none.
     pieces : int
-        Number of parts that the layers are stored in, for `load_layers`.
+        Number of parts that the layers are stored in, for `load_layers` and `save_layers`.
     near_bytes : int
         Memory of this process for blocks that `prefetch_by` brings.
     hold_out : bool
@@ -172,6 +237,9 @@ class PrefixCache:
         block: int = 16,
         heads: int = 0,
         head_dim: int = 0,
+        parallel: Mapping[str, int] | None = None,
+        rank: int = 0,
+        extra: Mapping[str, str | int] | None = None,
         tenant: str = "",
         codec: str = "",
         pieces: int = 1,
@@ -179,9 +247,17 @@ class PrefixCache:
         hold_out: bool = True,
         **settings: Any,
     ) -> None:
+        sizes = dict(parallel or {})
+        if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+            raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")
+        if not 0 <= rank < math.prod(sizes.values()):
+            raise ConfigError(f"rank is {rank!r}, expected 0 to {math.prod(sizes.values()) - 1}", setting="rank")
         self._groups = layer_groups(layers, block, pieces)
         self._full = next((number for number, one in enumerate(self._groups) if _needs_all(one)), None)
-        namespace = Namespace(
+        self._order = sorted(range(len(self._groups)), key=lambda number: self._groups[number].layers)
+        self._rank, self._block = rank, block
+        # Replaced as a whole when the weights change, so that each call sees one or the other.
+        self._namespace = Namespace(
             engine="farpool",
             model=model,
             weights=weights_id,
@@ -191,31 +267,46 @@ class PrefixCache:
             groups=tuple(one.group for one in self._groups),
             heads=heads,
             head_dim=head_dim,
+            parallel=tuple(sorted(sizes.items())),
             tenant=tenant,
             codec=codec,
+            extra=tuple(sorted((extra or {}).items())),
         )
-        self._nodes, self._settings = nodes, settings
         self.judge = Judge(hold_out=hold_out)
-        self._blocks = BlockCache(nodes, namespace, judge=self.judge, **settings)
-        self._block = block
-        self._near: OrderedDict[bytes, bytearray] = OrderedDict()
-        self._near_left = near_bytes
-        self._lock = threading.Lock()
+        self._blocks = BlockCache(nodes, self._namespace, judge=self.judge, **settings)
+        self._background = Background(self._blocks.submit)
+        self._near = NearMemory(near_bytes)
+        self._disagreements = Disagreements(self._blocks.namespaces)
+        _CACHES.add(self)
 
     @property
     def weights_id(self) -> str:
-        """Name of the weights whose KV is looked up and saved from now on; setting it hides all KV of other weights."""
-        return self._blocks.namespace.weights
+        """Name of the weights whose KV is looked up and saved from now on; setting it hides all KV of other weights.
+
+        What was begun before goes on under the old name. Tell `save` which weights have computed its KV if that may
+        have been others than those in use when it is called.
+        """
+        return self._namespace.weights
 
     @weights_id.setter
     def weights_id(self, weights_id: str) -> None:
-        before = self._blocks
-        # What is under way goes on under the old name, so that it is not saved or found as KV of the new weights.
-        namespace = replace(before.namespace, weights=weights_id)
-        self._blocks = BlockCache(self._nodes, namespace, judge=self.judge, **self._settings)
-        before.close()
+        self._namespace = replace(self._namespace, weights=weights_id)
+        self._near.clear()
 
-    def lookup(self, tokens: Sequence[int], *, request: str = "", split: bool = False, leave: int = 1) -> Match:
+    @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """Layers that are stored together, in the order in which `load_layers` brings them."""
+        return [self._groups[number].layers for number in self._order]
+
+    def lookup(
+        self,
+        tokens: Sequence[int],
+        *,
+        request: str = "",
+        split: bool = False,
+        leave: int = 1,
+        timeout: float | None = None,
+    ) -> Match:
         """Find out how much of a prompt can be loaded, and decide whether it should be.
 
         Parameters
@@ -228,38 +319,131 @@ class PrefixCache:
             The engine can compute the first tokens while the others are loaded.
         leave : int
             Tokens at the end that are never loaded, as an engine has to compute at least one to go on.
+        timeout : float or None
+            Seconds that it may take; None for the cache's own time.
         """
-        blocks = self._blocks
-        return self._match(
-            blocks, self._chains(blocks, tokens[: max(0, len(tokens) - leave)]), len(tokens), request, split
+        return self.lookup_many([tokens], requests=[request], split=split, leave=leave, timeout=timeout)[0]
+
+    def lookup_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        requests: Sequence[str] = (),
+        split: bool = False,
+        leave: int = 1,
+        timeout: float | None = None,
+    ) -> list[Match]:
+        """Look up several prompts with one request to the nodes.
+
+        Parameters
+        ----------
+        prompts : sequence of sequence of int
+            The prompts.
+        requests : sequence of str
+            Name of the request of each; left out for none.
+        split, leave, timeout
+            As of `lookup`.
+        """
+        namespace = self._namespace
+        wanted = [
+            self._wanted(namespace, tokens, leave, request)
+            for tokens, request in zip(prompts, _each(requests, prompts, ""), strict=True)
+        ]
+        return self._match(wanted, split, timeout)
+
+    def lookup_async(
+        self,
+        tokens: Sequence[int],
+        *,
+        request: str = "",
+        split: bool = False,
+        leave: int = 1,
+        timeout: float | None = None,
+    ) -> Future[Match]:
+        """Begin a `lookup` on a thread of this cache; its result is that of `lookup`."""
+        namespace, tokens, until = self._namespace, list(tokens), self._until(timeout, 0)
+        return self._background.begin(
+            lambda: self._match([self._wanted(namespace, tokens, leave, request)], split, _seconds_to(until))[0], until
         )
 
-    def _chains(self, blocks: BlockCache, tokens: Sequence[int]) -> list[bytes]:
-        return token_chain(tokens, self._block, blocks.digest)
+    def _chains(self, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
+        return token_chain(tokens, self._block, namespace.digest)
 
-    def _match(self, blocks: BlockCache, chains: list[bytes], total: int, request: str, split: bool) -> Match:
+    def _keys(self, namespace: Namespace, chains: Sequence[bytes]) -> list[bytes]:
+        """Compose the keys of all blocks of a sequence, one group of layers after the other."""
+        digest, rank = namespace.digest, self._rank
+        return [block_key(digest, chain, number, rank) for number in range(len(self._groups)) for chain in chains]
+
+    def _wanted(self, namespace: Namespace, tokens: Sequence[int], leave: int, request: str) -> _Wanted:
+        chains = self._chains(namespace, tokens[: max(0, len(tokens) - leave)])
+        return _Wanted(namespace, self._keys(namespace, chains), len(chains), len(tokens), request)
+
+    def _match(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
+        """Look up sequences together, and decide about each."""
         began = time.monotonic()
-        keys = [blocks.key(chain, number) for number in range(len(self._groups)) for chain in chains]
-        found = blocks.lookup(keys, request=request)
-        usable, reason = self._usable(found, len(chains))
+        found, near = self._look_up(wanted, timeout)
+        seconds = (time.monotonic() - began) / max(1, len(wanted))
+        return [self._decided(one, own, near, split, seconds) for one, own in zip(wanted, found, strict=True)]
+
+    def _look_up(self, wanted: Sequence[_Wanted], timeout: float | None) -> tuple[list[Found], set[bytes]]:
+        """Find out which blocks are there, and which of them are in this process's memory."""
+        keys = [key for one in wanted for key in one.keys]
+        stored: list[int] = []
+        for one in wanted:
+            for group in self._groups:
+                stored += [HEADER_BYTES + group.group.block_bytes] * one.blocks
+        names = wanted[0].request if len(wanted) == 1 else [one.request for one in wanted for _ in one.keys]
+        near = self._near.held(keys)
+        if not near:
+            answers = self._blocks.lookup(keys, stored=stored, request=names, timeout=timeout).answers
+        else:
+            answers = [*stored]
+            far = [number for number, key in enumerate(keys) if key not in near]
+            found = self._blocks.lookup(
+                _take(keys, far),
+                stored=_take(stored, far),
+                request=names if isinstance(names, str) else _take(names, far),
+                timeout=timeout,
+            )
+            for number, answer in zip(far, found.answers, strict=True):
+                answers[number] = answer
+        ends = [*itertools.accumulate(len(one.keys) for one in wanted)]
+        return [Found(answers[end - len(one.keys) : end]) for one, end in zip(wanted, ends, strict=True)], near
+
+    def _decided(self, wanted: _Wanted, found: Found, near: set[bytes], split: bool, seconds: float) -> Match:
+        """Decide what is best done with what was found of a sequence."""
+        usable, reason = self._usable(found, wanted.blocks)
+        if reason is Reason.ABSENT and not any(found.found):
+            reason = self._disagreements.reason(wanted.namespace, wanted.request, len(wanted.keys)) or reason
         there = usable * self._block
-        nbytes = sum(one.group.block_bytes * (usable - one.first_block(usable, self._block)) for one in self._groups)
+        nbytes = self._nbytes(usable)
+        if near:
+            nbytes = sum(
+                self._groups[number].group.block_bytes
+                for number, block in self._needed(usable)
+                if wanted.key(number, block) not in near
+            )
         plan = Plan(0, None, None, "nothing is there")
         arm: Arm = "load"
-        if there:
-            plan, arm = self.judge.decide(there, nbytes, step=self._block, request=request, split=split)
+        if nbytes:
+            plan, arm = self.judge.decide(there, nbytes, step=self._block, request=wanted.request, split=split)
+        elif there:
+            plan = Plan(0, 0.0, None, "load: all of it is in the memory of this process")
+            record(wanted.request, "decision", usable, usable, {}, 0.0, plan.why)
         bypassed = plan.compute >= there
+        whole = wanted.tokens - wanted.tokens % self._block
         return Match(
             tokens=0 if bypassed else there,
             compute=0 if bypassed else plan.compute,
             found=there,
-            reason=Reason.BYPASSED if there and bypassed else reason if there < total - total % self._block else None,
+            reason=Reason.BYPASSED if there and bypassed else reason if there < whole else None,
             plan=plan,
-            request=request,
+            request=wanted.request,
+            weights_id=wanted.namespace.weights,
             arm=arm,
-            seconds=time.monotonic() - began,
-            _blocks=blocks,
-            _keys=[keys[start : start + usable] for start in range(0, len(keys), max(1, len(chains)))],
+            seconds=seconds,
+            _wanted=wanted,
+            _far_bytes=nbytes,
         )
 
     def _usable(self, found: Found, blocks: int) -> tuple[int, Reason | None]:
@@ -270,7 +454,7 @@ class PrefixCache:
         rows = [there[number * blocks : (number + 1) * blocks] for number in range(len(self._groups))]
         most = blocks
         for one, row in zip(self._groups, rows, strict=True):
-            if one.group.kind in ("full", "mla") and not all(row[:most]):
+            if _needs_all(one) and not all(row[:most]):
                 most = row.index(False)
         for usable in range(most, 0, -1):
             if all(
@@ -282,6 +466,19 @@ class PrefixCache:
             usable = 0
         reasons = (found.reasons[number * blocks + usable] for number in range(len(self._groups)) if usable < blocks)
         return usable, next((reason for reason in reasons if reason is not None), None)
+
+    def _needed(self, usable: int, first: int = 0, groups: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the group and number of each block from `first` on that is needed to go on behind `usable` blocks."""
+        for number in range(len(self._groups)) if groups is None else groups:
+            for block in range(max(first, self._groups[number].first_block(usable, self._block)), usable):
+                yield number, block
+
+    def _nbytes(self, usable: int, first: int = 0) -> int:
+        """Return the bytes of all blocks that `_needed` yields."""
+        return sum(
+            one.group.block_bytes * max(0, usable - max(first, one.first_block(usable, self._block)))
+            for one in self._groups
+        )
 
     def load(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> int:
         """Load what a lookup has found into the engine's memory.
@@ -295,26 +492,45 @@ class PrefixCache:
             returns.
         timeout : float or None
             Seconds that it may take; None for as long as computing the same is expected to take, or the cache's own
-            time.
+            time for each 64 MiB.
 
         Returns
         -------
         int
-            Tokens, from the first on, whose KV is in place once the engine has computed the first `match.compute` ones.
+            Tokens, from the first on, whose KV is in place once the engine has computed the first `match.compute` ones;
+            0 if other weights are in use by now.
 
         Raises
         ------
         ConfigError
             The memory lacks a place for a layer.
         """
-        began = time.monotonic()
-        usable = self._load(match, memory, range(len(self._groups)), timeout)
-        self._judged(match, usable, time.monotonic() - began)
-        return usable
+        return self.load_many([match], [memory], timeout=timeout)[0]
+
+    def load_many(
+        self, matches: Sequence[Match], memories: Sequence[KVMemory], *, timeout: float | None = None
+    ) -> list[int]:
+        """Load several prompts at the same time.
+
+        Parameters
+        ----------
+        matches, memories
+            For each prompt, arguments of `load`.
+        timeout : float or None
+            Seconds that all of it may take; None for as long as computing all of it is expected to take, or the cache's
+            own time for each 64 MiB.
+
+        Returns
+        -------
+        list of int
+            Result of `load` for each.
+        """
+        return self._load_judged(matches, memories, time.monotonic(), self._load_until(matches, timeout))
 
     def load_async(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> Future[int]:
         """Begin a `load` on a thread of this cache; its result is that of `load`."""
-        return match._blocks.submit(self.load, match, memory, timeout=timeout)
+        began, until = time.monotonic(), self._load_until([match], timeout)
+        return self._background.begin(lambda: self._load_judged([match], [memory], began, until)[0], until)
 
     def load_layers(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> list[LayerLoad]:
         """Begin to load, the first layers first, so that they can compute while the others are loaded.
@@ -331,16 +547,17 @@ class PrefixCache:
             of all parts, so a part that comes short makes earlier layers compute again. What the load gains is judged
             by the time until the last part is there, as if nothing had been computed meanwhile.
         """
-        began = time.monotonic()
-        loads = [
-            LayerLoad(one.layers, match._blocks.submit(self._load, match, memory, [number], timeout))
-            for number, one in sorted(enumerate(self._groups), key=lambda pair: pair[1].layers)
-        ]
-        waiting = len(loads)
+        began, until = time.monotonic(), self._load_until([match], timeout)
+
+        def begin(number: int) -> Future[int]:
+            return self._background.begin(lambda: self._load([match], [memory], [number], until)[0], until)
+
+        loads = [LayerLoad(self._groups[number].layers, begin(number)) for number in self._order]
+        lock, waiting = threading.Lock(), len(loads)
 
         def ended(_: Future[int]) -> None:
             nonlocal waiting
-            with self._lock:
+            with lock:
                 waiting -= 1
                 left = waiting
             parts = [load.tokens for load in loads]
@@ -351,75 +568,122 @@ class PrefixCache:
             load.tokens.add_done_callback(ended)
         return loads
 
-    def _load(self, match: Match, memory: KVMemory, groups: Sequence[int], timeout: float | None) -> int:
-        """Load some groups of layers; return how many tokens they have then."""
-        usable, first = match.tokens // self._block, match.compute // self._block
-        if not usable:
-            return 0
+    def _load_until(self, matches: Sequence[Match], timeout: float | None) -> float:
+        """Return the time until which a load that begins now may take."""
+        if timeout is None:
+            # What comes later than it could be computed is of no use.
+            computing = [match.plan.recompute_seconds for match in matches if match.tokens]
+            known = [seconds for seconds in computing if seconds is not None]
+            timeout = sum(known) if known and len(known) == len(computing) else None
+        return self._until(timeout, sum(self._nbytes(match.tokens // self._block) for match in matches))
+
+    def _load_judged(
+        self, matches: Sequence[Match], memories: Sequence[KVMemory], began: float, until: float
+    ) -> list[int]:
+        """Load prompts whole, and compare the time with that of computing them."""
+        usable = self._load(matches, memories, range(len(self._groups)), until)
+        seconds, total = time.monotonic() - began, sum(match.tokens for match in matches)
+        for match, tokens in zip(matches, usable, strict=True):
+            self._judged(match, tokens, seconds * match.tokens / max(1, total))
+        return usable
+
+    def _load(
+        self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
+    ) -> list[int]:
+        """Load some groups of layers of prompts; return how many tokens of each they have then."""
         keys: list[bytes] = []
         targets: list[Payload] = []
-        places: list[tuple[int, int]] = []
-        for number in groups:
-            one = self._groups[number]
-            for block in range(max(first, one.first_block(usable, self._block)), usable):
-                keys.append(match._keys[number][block])
-                targets.append(self._parts(one, memory, block))
-                places.append((number, block))
-        if timeout is None and match.plan.recompute_seconds is not None:
-            # What comes later than it could be computed is of no use.
-            timeout = match.plan.recompute_seconds
-        nbytes = sum(self._groups[number].group.block_bytes for number, _ in places)
-        began = time.monotonic()
-        with self.judge.loading(nbytes) as under_way:
-            outcomes = self._load_blocks(match, keys, targets, timeout)
-        if all(outcome is None for outcome in outcomes):
-            self.judge.loaded(under_way, time.monotonic() - began)
-            return match.tokens
-        for (_, block), outcome in zip(places, outcomes, strict=True):
-            if outcome is not None:
-                # Only layers with full attention can do with fewer blocks; others have just those of the end.
-                whole = all(one.group.kind in ("full", "mla") for one in self._groups)
-                usable = min(usable, block) if whole else first
-        return usable * self._block
+        sizes: list[int] = []
+        places: list[list[tuple[int, int]]] = []
+        for match, memory in zip(matches, memories, strict=True):
+            own = list(self._needed(match.tokens // self._block, match.compute // self._block, groups))
+            if self._is_outdated(match):
+                own = []
+            for number, block in own:
+                keys.append(match._wanted.key(number, block))
+                targets.append(self._target(number, memory, block))
+                sizes.append(self._groups[number].group.block_bytes)
+            places.append(own)
+        names = (
+            matches[0].request
+            if len(matches) == 1
+            else [match.request for match, own in zip(matches, places, strict=True) for _ in own]
+        )
+        outcomes = iter(self._fetch(keys, targets, sizes, names, until))
+        return [
+            self._came(match, own, list(itertools.islice(outcomes, len(own))))
+            for match, own in zip(matches, places, strict=True)
+        ]
 
-    def _load_blocks(
-        self, match: Match, keys: list[bytes], targets: list[Payload], timeout: float | None
+    def _is_outdated(self, match: Match) -> bool:
+        """Tell if other weights are in use than those of a lookup."""
+        return match._wanted.namespace.digest != self._namespace.digest
+
+    def _came(self, match: Match, places: Sequence[tuple[int, int]], outcomes: Sequence[Reason | None]) -> int:
+        """Return how many tokens of a prompt can be used, by what became of its blocks."""
+        if match.tokens and self._is_outdated(match):  # perhaps since the load began
+            said = f"it is of weights {match.weights_id!r}, and {self.weights_id!r} are in use"
+            self._blocks.missed("load", match.request, match.tokens // self._block, Reason.OTHER_WEIGHTS, said)
+            return 0
+        lost = [block for (_, block), outcome in zip(places, outcomes, strict=True) if outcome is not None]
+        if not lost:
+            return match.tokens
+        # Only layers with full attention can do with fewer blocks; others have just those of the end.
+        return min(lost) * self._block if all(map(_needs_all, self._groups)) else match.compute
+
+    def _fetch(
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[Payload],
+        sizes: Sequence[int],
+        request: str | Sequence[str],
+        until: float,
     ) -> list[Reason | None]:
-        """Load blocks from this process's memory, where `prefetch_by` has brought them, or else from the nodes."""
+        """Copy blocks that are in this process's memory, and load the others, of which the time is measured."""
         outcomes: list[Reason | None] = [None] * len(keys)
-        far: list[int] = []
-        for number, (key, parts) in enumerate(zip(keys, targets, strict=True)):
-            with self._lock:
-                near = self._near.get(key)
-            if near is None:
-                far.append(number)
-                continue
-            at, source = 0, memoryview(near)
-            for part in parts_of(parts):
-                view = part.cast("B")
-                view[:] = source[at : at + view.nbytes]
-                at += view.nbytes
-        if far:
-            loaded = match._blocks.load(
-                [keys[n] for n in far], [targets[n] for n in far], request=match.request, timeout=timeout
-            )
-            for number, outcome in zip(far, loaded, strict=True):
-                outcomes[number] = outcome
+        far = self._near.copy(keys, targets)
+        if not far:
+            return outcomes
+        if len(far) < len(keys):
+            keys, targets, sizes = _take(keys, far), _take(targets, far), _take(sizes, far)
+            request = request if isinstance(request, str) else _take(request, far)
+        began = time.monotonic()
+        with self.judge.loading(sum(sizes)) as under_way:
+            loaded = self._blocks.load(keys, targets, request=request, timeout=_seconds_to(until))
+        if not any(loaded):
+            self.judge.loaded(under_way, time.monotonic() - began)
+        for number, outcome in zip(far, loaded, strict=True):
+            outcomes[number] = outcome
         return outcomes
 
-    def _parts(self, one: LayerGroup, memory: KVMemory, block: int) -> Payload:
-        """Return the memory of one block of a group of layers.
+    def _target(self, number: int, memory: KVMemory, block: int) -> Payload:
+        """Return the memory into which a block is loaded.
 
         Raises
         ------
         ConfigError
             The memory has no place for a layer, or one of another size.
         """
+        payload = self._payload(number, memory, block)
+        if payload is None:
+            layers = self._groups[number].layers
+            raise ConfigError(f"the memory has no place for block {block} of one of the layers {layers}")
+        return payload
+
+    def _payload(self, number: int, memory: KVMemory, block: int) -> Payload | None:
+        """Return the memory of one block of a group of layers, or None if the engine does not have all of it.
+
+        Raises
+        ------
+        ConfigError
+            It has another size.
+        """
+        one = self._groups[number]
         parts: list[Buffer | Slices] = []
         for layer in one.layers:
             own = memory.parts(layer, block * self._block, (block + 1) * self._block)
             if own is None:
-                raise ConfigError(f"the memory has no place for layer {layer}, block {block}, which is to be loaded")
+                return None
             parts += own
         payload = as_payload(tuple(parts))
         nbytes = nbytes_of(payload)
@@ -431,7 +695,8 @@ class PrefixCache:
         return payload
 
     def _judged(self, match: Match, usable: int, seconds: float) -> None:
-        if match.tokens:
+        # What is near has taken no time of the link's, and says nothing about loading.
+        if match.tokens and match._far_bytes:
             self.judge.gained(match.tokens, usable, match.seconds + seconds, compute=match.compute)
 
     def computed(self, tokens: int, seconds: float, *, context: int = 0, match: Match | None = None) -> None:
@@ -458,6 +723,7 @@ class PrefixCache:
         *,
         start: int = 0,
         request: str = "",
+        weights_id: str | None = None,
         timeout: float | None = None,
     ) -> int:
         """Save the KV of a sequence, except for blocks that are there already.
@@ -473,6 +739,9 @@ class PrefixCache:
             Tokens at the front that need not be looked at.
         request : str
             Name of the request, for ``farpool why``.
+        weights_id : str or None
+            Name of the weights that have computed it, such as `Match.weights_id`; None for those in use when this is
+            called. Name them wherever weights may change between computing and saving.
         timeout : float or None
             Seconds that it may take; None for the cache's own time for each 64 MiB.
 
@@ -481,30 +750,50 @@ class PrefixCache:
         int
             Number of blocks that are there now, of all groups of layers.
         """
-        blocks = self._blocks
-        keys: list[bytes] = []
-        values: list[Payload] = []
-        parents: dict[bytes, bytes] = {}
-        chains = self._chains(blocks, tokens)
-        # Those that others need go first.
-        for number, one in sorted(enumerate(self._groups), key=lambda numbered: not _needs_all(numbered[1])):
-            for block in range(start // self._block, len(chains)):
-                span = (block * self._block, (block + 1) * self._block)
-                own = [memory.parts(layer, *span) for layer in one.layers]
-                if all(parts is not None for parts in own):
-                    keys.append(blocks.key(chains[block], number))
-                    values.append(self._parts(one, memory, block))
-                    if (parent := self._parent(blocks, chains, number, block)) is not None:
-                        parents[keys[-1]] = parent
-        share = self.judge.prefill_seconds(len(tokens)) / len(keys) if keys else 0.0
-        return blocks.save(keys, values, request=request, timeout=timeout, cost=share, parents=parents).count(None)
+        return self.save_many(
+            [tokens], [memory], starts=[start], requests=[request], weights_id=weights_id, timeout=timeout
+        )[0]
 
-    def _parent(self, blocks: BlockCache, chains: Sequence[bytes], group: int, block: int) -> bytes | None:
-        """Return the key of the block without which one is of no use; None where there is none."""
-        if _needs_all(self._groups[group]):
-            return blocks.key(chains[block - 1], group) if block else None
-        # A window or a state is of use with all that layers with full attention have before it.
-        return None if self._full is None else blocks.key(chains[block], self._full)
+    def save_many(
+        self,
+        sequences: Sequence[Sequence[int]],
+        memories: Sequence[KVMemory],
+        *,
+        starts: Sequence[int] = (),
+        requests: Sequence[str] = (),
+        weights_id: str | None = None,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """Save several sequences at the same time; blocks that they share are sent once.
+
+        Parameters
+        ----------
+        sequences, memories
+            For each sequence, arguments of `save`.
+        starts : sequence of int
+            Tokens at the front of each that need not be looked at; left out for none.
+        requests : sequence of str
+            Name of the request of each; left out for none.
+        weights_id : str or None
+            As of `save`.
+        timeout : float or None
+            Seconds that all of it may take; None for the cache's own time for each 64 MiB.
+
+        Returns
+        -------
+        list of int
+            Result of `save` for each.
+        """
+        until = self._save_until(sequences, timeout)
+        return self._save(
+            self._of(weights_id),
+            sequences,
+            memories,
+            _each(starts, sequences, 0),
+            _each(requests, sequences, ""),
+            range(len(self._groups)),
+            until,
+        )
 
     def save_async(
         self,
@@ -513,20 +802,149 @@ class PrefixCache:
         *,
         start: int = 0,
         request: str = "",
+        weights_id: str | None = None,
         timeout: float | None = None,
     ) -> Future[int]:
         """Begin a `save` on a thread of this cache; its result is that of `save`."""
-        return self._blocks.submit(self.save, tokens, memory, start=start, request=request, timeout=timeout)
+        groups = range(len(self._groups))
+        return self._begin_save(tokens, memory, groups, start, request, weights_id, timeout)
 
-    def pin(self, tokens: Sequence[int], ttl: float) -> int:
-        """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay."""
-        blocks = self._blocks
-        return sum(blocks.pin(self._keys(blocks, tokens), ttl))
+    def save_layers(
+        self,
+        tokens: Sequence[int],
+        memory: KVMemory,
+        layers: Collection[int],
+        *,
+        start: int = 0,
+        request: str = "",
+        weights_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Future[int]:
+        """Begin to save some layers, while the others are still being computed.
+
+        Parameters
+        ----------
+        tokens, memory, start, request, weights_id, timeout
+            As of `save`.
+        layers : collection of int
+            Numbers of the layers: one or more of `parts`.
+
+        Returns
+        -------
+        Future of int
+            Number of blocks of these layers that are there once it is done.
+
+        Raises
+        ------
+        ConfigError
+            The layers are no whole parts.
+        """
+        groups = [number for number in self._order if set(self._groups[number].layers) <= set(layers)]
+        if {layer for number in groups for layer in self._groups[number].layers} != set(layers):
+            raise ConfigError(f"layers {sorted(layers)} are not stored by themselves, expected some of {self.parts}")
+        return self._begin_save(tokens, memory, groups, start, request, weights_id, timeout)
+
+    def _begin_save(
+        self,
+        tokens: Sequence[int],
+        memory: KVMemory,
+        groups: Sequence[int],
+        start: int,
+        request: str,
+        weights_id: str | None,
+        timeout: float | None,
+    ) -> Future[int]:
+        # All that the save rests on is taken now: by the time it begins, other weights may be in use.
+        namespace, tokens, until = self._of(weights_id), list(tokens), self._save_until([tokens], timeout)
+        return self._background.begin(
+            lambda: self._save(namespace, [tokens], [memory], [start], [request], groups, until)[0], until
+        )
+
+    def _of(self, weights_id: str | None) -> Namespace:
+        """Return the namespace of some weights, or of those in use."""
+        namespace = self._namespace
+        return namespace if weights_id is None else replace(namespace, weights=weights_id)
+
+    def _save_until(self, sequences: Sequence[Sequence[int]], timeout: float | None) -> float:
+        """Return the time until which a save that begins now may take."""
+        nbytes = sum(one.group.block_bytes for one in self._groups)
+        return self._until(timeout, sum(len(tokens) // self._block for tokens in sequences) * nbytes)
+
+    def _save(
+        self,
+        namespace: Namespace,
+        sequences: Sequence[Sequence[int]],
+        memories: Sequence[KVMemory],
+        starts: Sequence[int],
+        requests: Sequence[str],
+        groups: Sequence[int],
+        until: float,
+    ) -> list[int]:
+        """Save some groups of layers of sequences; return for each how many of its blocks are there."""
+        values: dict[bytes, Payload] = {}
+        parents: dict[bytes, bytes] = {}
+        names: list[str] = []
+        saved: list[list[bytes]] = []
+        for tokens, memory, start, request in zip(sequences, memories, starts, requests, strict=True):
+            chains = self._chains(namespace, tokens)
+            own: list[bytes] = []
+            # Those that others need go first.
+            for number in sorted(groups, key=lambda number: not _needs_all(self._groups[number])):
+                for block in range(start // self._block, len(chains)):
+                    key = block_key(namespace.digest, chains[block], number, self._rank)
+                    if key not in values:
+                        payload = self._payload(number, memory, block)
+                        if payload is None:
+                            continue
+                        values[key] = payload
+                        names.append(request)
+                        if (parent := self._parent(namespace, chains, number, block)) is not None:
+                            parents[key] = parent
+                    own.append(key)
+            saved.append(own)
+        computing = sum(self.judge.prefill_seconds(len(tokens)) for tokens in sequences)
+        outcomes = self._blocks.save(
+            list(values),
+            list(values.values()),
+            request=requests[0] if len(requests) == 1 else names,
+            timeout=_seconds_to(until),
+            cost=computing / max(1, len(values)),
+            parents=parents,
+            namespace=namespace,
+        )
+        there = {key for key, outcome in zip(values, outcomes, strict=True) if outcome is None}
+        return [sum(key in there for key in own) for own in saved]
+
+    def _parent(self, namespace: Namespace, chains: Sequence[bytes], group: int, block: int) -> bytes | None:
+        """Return the key of the block without which one is of no use; None where there is none."""
+        if _needs_all(self._groups[group]):
+            return block_key(namespace.digest, chains[block - 1], group, self._rank) if block else None
+        # A window or a state is of use with all that layers with full attention have before it.
+        return None if self._full is None else block_key(namespace.digest, chains[block], self._full, self._rank)
+
+    def pin(self, tokens: Sequence[int], ttl: float, *, request: str = "") -> int:
+        """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay.
+
+        Each sequence has pins of its own: what it shares with another one stays until both are unpinned. Nodes let
+        pins go before their time when this process has ended for longer than their grace, or when they are restarted.
+        """
+        keys, owner = self._sequence(tokens)
+        return self._blocks.pin(keys, ttl, owner=owner, request=request).count(None)
 
     def unpin(self, tokens: Sequence[int]) -> None:
-        """Let the KV of a sequence be evicted again."""
-        blocks = self._blocks
-        blocks.unpin(self._keys(blocks, tokens))
+        """Let the KV of a sequence be evicted again; that of weights which are no longer in use goes by its time."""
+        keys, owner = self._sequence(tokens)
+        self._blocks.unpin(keys, owner=owner)
+
+    def _sequence(self, tokens: Sequence[int]) -> tuple[list[bytes], bytes]:
+        """Return the keys of a sequence's blocks, and a name that stands for all of its tokens."""
+        namespace = self._namespace
+        chains = self._chains(namespace, tokens)
+        return self._keys(namespace, chains), self._owner(chains, tokens)
+
+    def _owner(self, chains: Sequence[bytes], tokens: Sequence[int]) -> bytes:
+        """Return a name that stands for all tokens of a sequence, those of a last block that is not full too."""
+        return b"".join(chains[-1:]) + array("Q", tokens[len(chains) * self._block :]).tobytes()
 
     def supersede(self, old: Sequence[int], new: Sequence[int]) -> int:
         """Drop the KV of a sequence that another one replaces, except for what both share.
@@ -541,9 +959,11 @@ class PrefixCache:
         int
             Number of blocks that went. Other sequences that go on from the old one are computed again.
         """
-        blocks = self._blocks
-        kept = set(self._keys(blocks, new))
-        return blocks.drop([key for key in self._keys(blocks, old) if key not in kept])
+        namespace = self._namespace
+        kept = set(self._keys(namespace, self._chains(namespace, new)))
+        return self._blocks.drop(
+            [key for key in self._keys(namespace, self._chains(namespace, old)) if key not in kept]
+        )
 
     def demote(self, tokens: Sequence[int], *, request: str = "", timeout: float | None = None) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that others have room.
@@ -565,43 +985,53 @@ class PrefixCache:
         Demoted
             How many blocks went, and why the others did not: without a lower tier all of them stay.
         """
-        blocks = self._blocks
-        outcomes = blocks.demote(self._keys(blocks, tokens), request=request, timeout=timeout)
-        return Demoted(outcomes.count(None), Counter(reason for reason in outcomes if reason is not None))
+        keys, _ = self._sequence(tokens)
+        outcomes = self._blocks.demote(keys, request=request, timeout=timeout)
+        return Demoted(outcomes.count(None), _counted(outcomes))
 
-    def handoff(self, tokens: Sequence[int], ttl: float) -> bytes:
-        """Keep the KV of a sequence for another process, and return a note for it.
+    def handoff(self, tokens: Sequence[int], ttl: float, *, request: str = "") -> Handoff:
+        """Keep the KV of a sequence for another process, and make a note for it.
 
         Parameters
         ----------
         tokens : sequence of int
             The sequence.
         ttl : float
-            Seconds for which it is kept.
-
-        Returns
-        -------
-        bytes
-            Argument for the other process's `take`.
-        """
-        blocks = self._blocks
-        self.pin(tokens, ttl)
-        return msgspec.msgpack.encode(_Handoff(blocks.digest, self._chains(blocks, tokens)))
-
-    def take(self, note: bytes, *, request: str = "") -> Match:
-        """Look up what another process has handed off, without its tokens.
-
-        Parameters
-        ----------
-        note : bytes
-            Result of its `handoff`.
+            Seconds for which it is kept, here until the other process takes it, and as long again there. A node ends
+            what is kept for this process when it has been gone for longer than the node's grace.
         request : str
             Name of the request, for ``farpool why``.
 
         Returns
         -------
+        Handoff
+            The note, and how many blocks are kept. If none is, the note is of no use.
+        """
+        namespace = self._namespace
+        chains = self._chains(namespace, tokens)
+        owner = self._owner(chains, tokens)
+        outcomes = self._blocks.pin(self._keys(namespace, chains), ttl, owner=owner, request=request)
+        kept = outcomes.count(None)
+        note = msgspec.msgpack.encode(_Note(namespace.digest, chains, owner, ttl, kept))
+        return Handoff(note, kept, _counted(outcomes))
+
+    def take(self, note: bytes, *, request: str = "", timeout: float | None = None) -> Match:
+        """Look up what another process has handed off, without its tokens, and keep it for this one.
+
+        Parameters
+        ----------
+        note : bytes
+            `Handoff.note` of the other process.
+        request : str
+            Name of the request, for ``farpool why``.
+        timeout : float or None
+            Seconds that the lookup may take; None for the cache's own time.
+
+        Returns
+        -------
         Match
-            Nothing is found if the other process has other weights, layers or settings.
+            Nothing is found if the other process has other weights, layers or settings. What is found is kept for as
+            long as the handoff says, or until `unpin`.
 
         Raises
         ------
@@ -609,16 +1039,28 @@ class PrefixCache:
             The bytes are no such note.
         """
         try:
-            handed = msgspec.msgpack.decode(note, type=_Handoff)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{len(note)} bytes are not the result of a handoff: {error}") from None
-        blocks = self._blocks
-        chains = handed.chains if handed.namespace == blocks.digest else []
-        match = self._match(blocks, chains, len(handed.chains) * self._block, request, split=False)
-        return match if chains or not handed.chains else replace(match, reason=Reason.FOREIGN)
+            handed = msgspec.msgpack.decode(note, type=_Note)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
+        namespace = self._namespace
+        is_ours = handed.namespace == namespace.digest
+        chains = handed.chains if is_ours else []
+        keys = self._keys(namespace, chains)
+        wanted = _Wanted(namespace, keys, len(chains), len(handed.chains) * self._block, request)
+        if not is_ours:
+            said = "the note is of other weights, layers or settings"
+            self._blocks.missed("lookup", request, len(handed.chains), Reason.FOREIGN, said)
+            return replace(self._decided(wanted, Found([]), set(), False, 0.0), reason=Reason.FOREIGN)
+        (match,) = self._match([wanted], False, timeout)
+        if match.found and handed.kept:
+            # By this process's own session, as the giver's may end.
+            self._background.begin(
+                lambda: self._blocks.pin(keys, handed.ttl, owner=handed.owner, request=request), self._until(None, 0)
+            )
+        return match
 
-    def prefetch_by(self, tokens: Sequence[int], deadline: float) -> Future[int]:
-        """Bring the KV of a sequence into this process's memory, for a request that will come.
+    def prefetch_by(self, tokens: Sequence[int], deadline: float, *, request: str = "", leave: int = 1) -> Future[int]:
+        """Bring the KV of a sequence near, for a request that will come: what a `lookup` of it would load.
 
         Parameters
         ----------
@@ -626,50 +1068,52 @@ class PrefixCache:
             The sequence.
         deadline : float
             Seconds from now after which it is of no use.
+        request : str
+            Name of the request, for ``farpool why``.
+        leave : int
+            As of `lookup`.
 
         Returns
         -------
         Future of int
-            Number of blocks that are near once it is done; as many of the first as `near_bytes` has room for.
+            Number of blocks that are near once it is done: with `near_bytes` in this process's memory, as many of the
+            first as it has room for; without it in that of the nodes, where they come back from the nodes' files, and
+            stay until the deadline.
         """
-        blocks = self._blocks
-        return blocks.submit(self._prefetch, blocks, list(tokens), time.monotonic() + deadline)
+        namespace, tokens, until = self._namespace, list(tokens), time.monotonic() + deadline
+        return self._background.begin(
+            lambda: self._prefetch(self._wanted(namespace, tokens, leave, request), until), until
+        )
 
-    def _prefetch(self, blocks: BlockCache, tokens: Sequence[int], deadline: float) -> int:
-        chains = self._chains(blocks, tokens)
-        wanted: list[tuple[bytes, bytearray]] = []
-        if time.monotonic() > deadline:
+    def _prefetch(self, wanted: _Wanted, until: float) -> int:
+        if not wanted.blocks or time.monotonic() >= until:
             return 0
-        for chain in chains:
-            for number, one in enumerate(self._groups):
-                key = blocks.key(chain, number)
-                if key not in self._near and self._room(one.group.block_bytes):
-                    wanted.append((key, bytearray(one.group.block_bytes)))
-        keys, places = [key for key, _ in wanted], [place for _, place in wanted]
-        outcomes = blocks.load(keys, places, timeout=max(0.0, deadline - time.monotonic()))
-        came = 0
-        with self._lock:
-            for (key, place), outcome in zip(wanted, outcomes, strict=True):
-                if outcome is None and key not in self._near:
-                    self._near[key] = place
-                    came += 1
-                else:
-                    self._near_left += len(place)
-        return came
-
-    def _room(self, nbytes: int) -> bool:
-        """Take memory for a block that comes near; those that came first have to go if there is none left."""
-        with self._lock:
-            while self._near_left < nbytes and self._near:
-                self._near_left += len(self._near.popitem(last=False)[1])
-            if self._near_left < nbytes:
-                return False
-            self._near_left -= nbytes
-            return True
-
-    def _keys(self, blocks: BlockCache, tokens: Sequence[int]) -> list[bytes]:
-        chains = self._chains(blocks, tokens)
-        return [blocks.key(chain, number) for number in range(len(self._groups)) for chain in chains]
+        (found,), _ = self._look_up([wanted], _seconds_to(until))
+        usable, _ = self._usable(found, wanted.blocks)
+        needed = [
+            (wanted.key(number, block), self._groups[number].group.block_bytes)
+            for number, block in self._needed(usable)
+        ]
+        keys, left = [key for key, _ in needed], _seconds_to(until)
+        if not needed or not left:
+            return 0
+        if not self._near.nbytes:
+            # A node that is to keep a block in memory reads it from its file first.
+            return self._blocks.pin(keys, left, owner=b"prefetch", request=wanted.request, timeout=left).count(None)
+        places = self._near.reserve(needed)
+        came = self._fetch(
+            list(places),
+            [memoryview(place) for place in places.values()],
+            [len(place) for place in places.values()],
+            wanted.request,
+            until,
+        )
+        for (key, place), outcome in zip(places.items(), came, strict=True):
+            if outcome is None:
+                self._near.keep(key, place)
+            else:
+                self._near.give_back(place)
+        return len(self._near.held(keys))
 
     def purge(self) -> int:
         """Remove all KV of these weights and settings from the nodes; return how many blocks there were.
@@ -679,11 +1123,16 @@ class PrefixCache:
         NodeError
             Nodes that may have some cannot be asked.
         """
-        return self._blocks.purge()
+        self._near.clear()
+        return self._blocks.purge(self._namespace)
 
     def stats(self) -> dict[str, Any]:
         """Return counters of blocks (see `BlockCache.stats`), and what loading gains (see `Judge.stats`)."""
         return {**self._blocks.stats(), **self.judge.stats()}
+
+    def _until(self, timeout: float | None, nbytes: int) -> float:
+        """Return the end of the time of a call that begins now, by default that for so many bytes."""
+        return time.monotonic() + (self._blocks.time_for(nbytes) if timeout is None else timeout)
 
     def drain(self, timeout: float) -> bool:
         """Wait until all that was begun has ended; return False if it has not within `timeout` seconds."""
@@ -692,6 +1141,7 @@ class PrefixCache:
     def close(self) -> None:
         """Drop what has not begun, wait for what has, and close the connections. Idempotent."""
         self._blocks.close()
+        self._disagreements.join(self._blocks.time_for(0))
 
     def __enter__(self) -> Self:
         return self
@@ -705,3 +1155,36 @@ class PrefixCache:
 def _needs_all(one: LayerGroup) -> bool:
     """Tell if these layers need all blocks from the first on."""
     return one.group.kind in ("full", "mla")
+
+
+def _take(values: Sequence[T], numbers: Sequence[int]) -> list[T]:
+    """Return the values that have these numbers."""
+    return [values[number] for number in numbers]
+
+
+def _each(given: Sequence[T], others: Sequence[object], default: T) -> Sequence[T]:
+    """Return one value for each of some others: those that were given, if any were."""
+    return given or [default] * len(others)
+
+
+def _seconds_to(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
+def _counted(outcomes: Sequence[Reason | None]) -> Mapping[Reason, int]:
+    """Return how many of some blocks there were for each reason."""
+    return Counter(reason for reason in outcomes if reason is not None)
+
+
+_CACHES: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Renew the locks of caches in the child of a fork: threads of the parent may hold them."""
+    for cache in _CACHES:
+        cache._near.begin()
+        cache._background.leave_to_parent()
+        cache._disagreements.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_forked)

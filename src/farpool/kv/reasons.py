@@ -48,6 +48,12 @@ class Reason(StrEnum):
         It stays in memory, as somebody holds or reads it.
     NO_LOWER_TIER
         It stays in memory, as nothing lies below.
+    OTHER_WEIGHTS
+        It is of other weights than those in use.
+    OTHER_DTYPE
+        There is KV of this model, of another data type.
+    OTHER_LAYOUT
+        There is KV of this model and data type, of another layout, block size, or set of layers or ranks.
     BYPASSED
         Computing it was expected to take less time.
     CLOSED
@@ -67,6 +73,9 @@ class Reason(StrEnum):
     REFUSED = "refused"
     PINNED = "pinned"
     NO_LOWER_TIER = "no_lower_tier"
+    OTHER_WEIGHTS = "other_weights"
+    OTHER_DTYPE = "other_dtype"
+    OTHER_LAYOUT = "other_layout"
     BYPASSED = "bypassed"
     CLOSED = "closed"
     FAILED = "failed"

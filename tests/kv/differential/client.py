@@ -180,7 +180,7 @@ class Client:
         what = rng.random()
         if what < 0.05:
             pinned = self._timed(lambda: cache.pin(some, 0.2), None, 2)
-            self.seen.outcomes["pin.done"] += sum(pinned or [])
+            self._count("pin", pinned or [])
         elif what < 0.08:
             self._timed(lambda: cache.unpin(some), None)
         elif what < 0.11:

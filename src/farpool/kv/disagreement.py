@@ -1,0 +1,120 @@
+"""Reasons for which a reader finds nothing although there is KV of its model: other weights, types or layouts.
+
+Keys of other namespaces cannot be compared with one's own, but each namespace is described where its blocks lie. So it
+is known that there is KV of the model under other settings, and not that it is of the same tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+
+from farpool.errors import FarpoolError
+from farpool.kv.journal import record
+from farpool.kv.namespace import Namespace
+from farpool.kv.reasons import Reason
+
+__all__ = ["Disagreements", "differing_fields"]
+
+_EVERY_SECONDS = 60.0
+"""Seconds after which the nodes are asked for their namespaces again."""
+_MOST_WAITING = 64
+_COMMON = ("engine", "model", "tenant")
+"""Fields in which namespaces of one model agree; tenants share nothing, and are told nothing of each other."""
+
+
+class Disagreements:
+    """Namespaces that nodes have, compared with a reader's own. Thread-safe.
+
+    The nodes are asked by a thread, at most once a minute, so nobody waits: lookups are told what is known, and the
+    journal says it later of those that came before the answer.
+
+    Parameters
+    ----------
+    namespaces : callable
+        Returns all namespaces that have blocks, by their digests.
+    """
+
+    def __init__(self, namespaces: Callable[[], Mapping[bytes, Namespace]]) -> None:
+        self._namespaces = namespaces
+        self._known: Mapping[bytes, Namespace] = {}
+        self._asked_at = float("-inf")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
+        self._waiting: deque[tuple[Namespace, str, int]] = deque(maxlen=_MOST_WAITING)
+
+    def leave_to_parent(self) -> None:
+        """Begin anew in the child of a fork, which has no thread that asks."""
+        self._begin()
+
+    def reason(self, ours: Namespace, request: str, blocks: int) -> Reason | None:
+        """Return why nothing was found, as far as that is known, and write it into the journal.
+
+        Parameters
+        ----------
+        ours : Namespace
+            The reader's namespace.
+        request : str
+            Name of the request.
+        blocks : int
+            Number of blocks that were looked for.
+        """
+        reason = _told(self._known.values(), ours, request, blocks)
+        with self._lock:
+            now = time.monotonic()
+            if self._asking is None and now >= self._asked_at + _EVERY_SECONDS:
+                self._asked_at = now
+                asking = threading.Thread(target=self._ask, name="farpool-kv-namespaces", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads: another time
+                    asking.start()
+                    self._asking = asking
+            if self._asking is not None and reason is None:
+                self._waiting.append((ours, request, blocks))
+        return reason
+
+    def _ask(self) -> None:
+        """Ask the nodes, and tell the journal about those that have waited for the answer."""
+        known: Mapping[bytes, Namespace] = {}
+        with contextlib.suppress(FarpoolError, OSError):
+            known = self._namespaces()
+        with self._lock:
+            self._known, self._asking = known, None
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for ours, request, blocks in waiting:
+            _told(known.values(), ours, request, blocks)
+
+    def join(self, timeout: float) -> None:
+        """Wait until nobody is being asked, but not for longer than `timeout` seconds."""
+        asking = self._asking
+        if asking is not None:
+            asking.join(timeout)
+
+
+def _told(known: Iterable[Namespace], ours: Namespace, request: str, blocks: int) -> Reason | None:
+    """Write into the journal how the most similar namespace differs, and return the reason that stands for it."""
+    others = [one for one in known if all(getattr(one, name) == getattr(ours, name) for name in _COMMON)]
+    if not others or ours in others:  # in its own namespace a block is just absent
+        return None
+    nearest = min(others, key=lambda other: len(differing_fields(ours, other)))
+    names = differing_fields(ours, nearest)
+    reason = next((reason for name, reason in _REASONS.items() if name in names), Reason.OTHER_LAYOUT)
+    said = ", ".join(f"{name} {getattr(nearest, name)!r} instead of {getattr(ours, name)!r}" for name in names)
+    record(request, "compare", blocks, 0, {str(reason): blocks}, 0.0, f"there is KV of this model with {said}")
+    return reason
+
+
+def differing_fields(one: Namespace, other: Namespace) -> list[str]:
+    """Return the names of the fields in which two namespaces differ."""
+    return [field.name for field in fields(Namespace) if getattr(one, field.name) != getattr(other, field.name)]
+
+
+_REASONS = {"weights": Reason.OTHER_WEIGHTS, "dtype": Reason.OTHER_DTYPE}
+"""Reasons by the field that differs, the first of which counts; all other fields are a matter of layout."""

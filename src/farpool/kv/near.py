@@ -1,0 +1,108 @@
+"""Blocks in the memory of this process, brought ahead of the requests that need them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from farpool.store.arguments import parts_of
+
+if TYPE_CHECKING:
+    from farpool.store.arguments import Payload
+
+__all__ = ["NearMemory"]
+
+
+class NearMemory:
+    """Blocks by their keys, up to a number of bytes; those that were used longest ago leave first. Thread-safe.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes that all blocks may have together; 0 for no such memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with no blocks, as in the child of a fork: a thread of the parent may have been changing them."""
+        self._left = self.nbytes
+        self._blocks: OrderedDict[bytes, bytearray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Return those of the keys whose blocks are here."""
+        if not self._blocks:
+            return set()
+        with self._lock:
+            here = self._blocks.keys() & set(keys)
+            for key in here:
+                self._blocks.move_to_end(key)
+            return here
+
+    def copy(self, keys: Sequence[bytes], targets: Sequence[Payload]) -> list[int]:
+        """Copy the blocks that are here into their targets; return the numbers of the others."""
+        if not self._blocks:
+            return list(range(len(keys)))
+        far: list[int] = []
+        for number, (key, target) in enumerate(zip(keys, targets, strict=True)):
+            block = self._blocks.get(key)  # nobody writes into it any more
+            if block is None:
+                far.append(number)
+                continue
+            at, source = 0, memoryview(block)
+            for part in parts_of(target):
+                view = part.cast("B")
+                view[:] = source[at : at + view.nbytes]
+                at += view.nbytes
+        return far
+
+    def reserve(self, wanted: Sequence[tuple[bytes, int]]) -> dict[bytes, bytearray]:
+        """Make room for the first of some blocks, and return memory for those of them that are not here yet.
+
+        Parameters
+        ----------
+        wanted : sequence of tuple of bytes and int
+            Key and bytes of each block.
+
+        Returns
+        -------
+        dict
+            Memory by key, each of which has to be given to `keep` or `give_back`.
+        """
+        here = self.held(key for key, _ in wanted)
+        places: dict[bytes, bytearray] = {}
+        with self._lock:
+            for key, nbytes in wanted:
+                if key in self._blocks or key in places:
+                    continue
+                while self._left < nbytes and self._blocks and next(iter(self._blocks)) not in here:
+                    self._left += len(self._blocks.popitem(last=False)[1])
+                if self._left < nbytes:
+                    break
+                self._left -= nbytes
+                places[key] = bytearray(nbytes)
+        return places
+
+    def keep(self, key: bytes, place: bytearray) -> None:
+        """Keep a block that has come into memory from `reserve`."""
+        with self._lock:
+            if key not in self._blocks:
+                self._blocks[key] = place
+                return
+        self.give_back(place)
+
+    def give_back(self, place: bytearray) -> None:
+        """Free memory from `reserve` into which nothing has come."""
+        with self._lock:
+            self._left += len(place)
+
+    def clear(self) -> None:
+        """Let all blocks go."""
+        with self._lock:
+            self._left += sum(map(len, self._blocks.values()))
+            self._blocks.clear()
