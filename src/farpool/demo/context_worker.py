@@ -47,7 +47,7 @@ class _Answerer:
             layout="heads-first",
             block=BLOCK_TOKENS,
             hold_out=False,
-            timeout=60,
+            timeout=10,
         )
 
     def room(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
