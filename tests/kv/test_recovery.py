@@ -195,6 +195,29 @@ def test_a_request_may_have_any_name(name: str) -> None:
     eventually(lambda: any(one.note == note for pid, own in runs(name) if pid == os.getpid() for one in own))
 
 
+def test_of_several_processes_one_that_knows_the_whole_name_answers_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    program = (
+        "import sys\n"
+        "from farpool.kv.journal import record\n"
+        "record(sys.argv[1], 'load', 1, 1, {}, 0.0)\n"
+        "print('recorded', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with contextlib.ExitStack() as stack:
+        for name in ("chat-17", "chat-1", "chat-12"):
+            command = [sys.executable, "-c", program, name]
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline() == "recorded\n"
+        for asked, names in (("chat-1", ["chat-1"]), ("chat", ["chat-1", "chat-12", "chat-17"])):
+            assert sorted(one.request for _, entries in runs(asked) for one in entries) == names
+
+
 def test_one_who_asks_a_journal_nothing_keeps_nobody_waiting() -> None:
     record("asked for", "load", 1, 1, {}, 0.0)
     path = journal_folder() / f"kv-{os.getpid()}.sock"
