@@ -21,7 +21,7 @@ from tests.kv.differential.truth import PAGE, VARIANTS, is_right, namespace, pay
 if TYPE_CHECKING:
     from farpool.kv import PoolObjects
 
-__all__ = ["TIMEOUT", "Caches", "Client", "Seen", "run_clients"]
+__all__ = ["TIMEOUT", "Caches", "Caller", "Client", "Seen", "run_clients"]
 
 TIMEOUT = 0.3
 _MARK = 0xA5
@@ -90,13 +90,11 @@ class Caches:
             cache.close()
 
 
-class Client:
-    """One thread of an engine.
+class Caller:
+    """A thread that makes calls, looks at what comes, and notes whatever must never be.
 
     Parameters
     ----------
-    caches : Caches
-        Of its program.
     seed : str
         Decides what it does.
     requests : int
@@ -105,8 +103,7 @@ class Client:
         Number of sets of weights, one after the other.
     """
 
-    def __init__(self, caches: Caches, seed: str, requests: int, steps: int) -> None:
-        self._caches = caches
+    def __init__(self, seed: str, requests: int, steps: int) -> None:
         self._random = random.Random(seed)
         self._requests = requests
         self._steps = steps
@@ -121,6 +118,58 @@ class Client:
             self.seen.requests += 1
         while self._watched:
             self._look_again()
+
+    def _serve(self, step: int, request: str) -> None:
+        raise NotImplementedError
+
+    def _reuse(self, buffer: bytearray) -> None:
+        """Use the memory for something else at once, as an engine does, and look at it again later."""
+        buffer[:] = self._random.randbytes(len(buffer))
+        self._watched.append((bytes(buffer), buffer))
+        while len(self._watched) > _KEPT:
+            self._look_again()
+
+    def _timed(self, call: Callable[[], Any], timeout: float | None, waits: int = 1) -> Any:
+        """What a call returns, which may take its timeout, or the cache's own so many times."""
+        self.seen.calls += 1
+        began = time.monotonic()
+        try:
+            return call()
+        except BaseException as error:
+            self._tell(f"{self._name}: a call raised {error!r}")
+            return None
+        finally:
+            allowed = waits * TIMEOUT if timeout is None else timeout
+            self.seen.beyond = max(self.seen.beyond, time.monotonic() - began - allowed)
+
+    def _count(self, step: str, reasons: Sequence[object]) -> None:
+        for reason in reasons:
+            if reason is not None and not isinstance(reason, Reason):
+                self._tell(f"{self._name}: the reason of a {step} is {reason!r}")
+            self.seen.outcomes[f"{step}.{reason or 'done'}"] += 1
+
+    def _look_again(self) -> None:
+        left, buffer = self._watched.popleft()
+        if left != buffer:
+            self._tell(f"{self._name}: a buffer was written after its load had returned")
+
+    def _tell(self, wrong: str) -> None:
+        if len(self.seen.wrong) < _MOST_TOLD:
+            self.seen.wrong.append(wrong)
+
+
+class Client(Caller):
+    """A thread of an engine that handles blocks itself; for the other arguments see `Caller`.
+
+    Parameters
+    ----------
+    caches : Caches
+        Of its program.
+    """
+
+    def __init__(self, caches: Caches, seed: str, requests: int, steps: int) -> None:
+        super().__init__(seed, requests, steps)
+        self._caches = caches
 
     def _serve(self, step: int, request: str) -> None:
         rng = self._random
@@ -157,11 +206,7 @@ class Client:
                 self._tell(f"{request}: block {end // PAGE} of group {group} was loaded with other bytes")
             if outcome is None and number == odd:
                 self._tell(f"{request}: a block was loaded into {sizes[number]} bytes")
-            # The engine uses the memory for something else at once.
-            buffer[:] = rng.randbytes(len(buffer))
-            self._watched.append((bytes(buffer), buffer))
-        while len(self._watched) > _KEPT:
-            self._look_again()
+            self._reuse(buffer)
 
         lacking = [number for number, outcome in enumerate(outcomes) if outcome is not None]
         if lacking:
@@ -194,36 +239,8 @@ class Client:
         view = memoryview(buffer)
         return tuple(view[start:end] for start, end in zip([0, *cuts], [*cuts, len(buffer)], strict=True))
 
-    def _timed(self, call: Callable[[], Any], timeout: float | None, waits: int = 1) -> Any:
-        """What a call returns, which may take its timeout, or the cache's own so many times."""
-        self.seen.calls += 1
-        began = time.monotonic()
-        try:
-            return call()
-        except BaseException as error:
-            self._tell(f"{self._name}: a call raised {error!r}")
-            return None
-        finally:
-            allowed = waits * TIMEOUT if timeout is None else timeout
-            self.seen.beyond = max(self.seen.beyond, time.monotonic() - began - allowed)
 
-    def _count(self, step: str, reasons: Sequence[object]) -> None:
-        for reason in reasons:
-            if reason is not None and not isinstance(reason, Reason):
-                self._tell(f"{self._name}: the reason of a {step} is {reason!r}")
-            self.seen.outcomes[f"{step}.{reason or 'done'}"] += 1
-
-    def _look_again(self) -> None:
-        left, buffer = self._watched.popleft()
-        if left != buffer:
-            self._tell(f"{self._name}: a buffer was written after its load had returned")
-
-    def _tell(self, wrong: str) -> None:
-        if len(self.seen.wrong) < _MOST_TOLD:
-            self.seen.wrong.append(wrong)
-
-
-def run_clients(clients: Sequence[Client]) -> Seen:
+def run_clients(clients: Sequence[Caller]) -> Seen:
     """Run clients, each in a thread of its own, and put together what they saw."""
     seen = Seen()
     threads = [threading.Thread(target=client.run, name=f"client {number}") for number, client in enumerate(clients)]

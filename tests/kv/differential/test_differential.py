@@ -23,9 +23,11 @@ import pytest
 import farpool
 from farpool.kv import BlockCache, PoolObjects, Reason, token_chain
 from farpool.kv.keys import block_key
+from farpool.kv.prefix import PrefixCache
 from tests.faults.forge import PATIENCE, Forge, ForgedNode
 from tests.faults.proxy import FlippingProxy
 from tests.kv.differential.client import Caches, Client, Seen, run_clients
+from tests.kv.differential.engine import RANKS, Engine, Program
 from tests.kv.differential.trouble import Trouble
 from tests.kv.differential.truth import PAGE, VARIANTS, is_right, namespace, payload, prompt
 from tests.nodes import eventually
@@ -89,6 +91,83 @@ def test_threads_that_share_prefixes_in_a_pool_get_right_bytes_or_a_reason() -> 
     assert seen.beyond < SLACK, told
     assert seen.outcomes["load.done"] > 60, told
     assert seen.outcomes["load.absent"] > 60, told
+
+
+def engines(programs: list[Program], seed: str, count: int, requests: int) -> list[Engine]:
+    return [
+        Engine(programs[number % len(programs)], programs, f"{seed} engine {number}", requests, STEPS)
+        for number in range(count)
+    ]
+
+
+def test_engines_whose_weights_change_get_their_own_kv_or_nothing_whatever_happens_to_nodes(tmp_path: Path) -> None:
+    with grounds(tmp_path, "engines") as given:
+        programs = [
+            Program(given.addresses(number), number % RANKS, transport=given.transport(number)) for number in range(3)
+        ]
+        clients = engines(programs, "engines", 6, 60)
+        seen, trouble = under_trouble(given, "engines", lambda: run_clients(clients))
+        judge_engines(programs, seen, 360)
+        assert trouble.did
+        eventually(functools.partial(goes_on, programs[0]))
+        for program in programs:
+            program.cache.close()
+
+
+def test_engines_whose_weights_change_get_their_own_kv_or_nothing_of_a_pool() -> None:
+    with farpool.Pool(fast="512KiB", dram="1MiB", nvme="16MiB") as pool:
+        objects = PoolObjects(pool, CAPACITY)
+        programs = [Program(objects, number) for number in range(RANKS)]
+        seen = run_clients(engines(programs, "pool", 4, 60))
+        judge_engines(programs, seen, 240)
+        for program in programs:
+            program.cache.close()
+        objects.close()
+
+
+def judge_engines(programs: list[Program], seen: Seen, requests: int) -> None:
+    told = f"{seen.requests} requests, {seen.calls} calls, {dict(seen.outcomes)}"
+    print(told, f"the slowest call ended {seen.beyond:.2f} s after its deadline")
+    assert seen.wrong == [], told
+    assert seen.requests == requests, told
+    assert seen.beyond < SLACK, told
+    # Else nothing was shown: prefixes were reused, and some loads began after their weights had gone.
+    assert seen.outcomes["load.tokens"] > PAGE * requests // 3, told
+    assert seen.outcomes["load.outdated"] > 0, told
+    assert sum(program.cache.stats().get("load.other_weights", 0) for program in programs) > 0
+
+
+def goes_on(program: Program) -> bool:
+    """Serve a prompt twice; return True if the second one is loaded."""
+    clients = engines([program], f"afterwards {random.random()}", 1, 20)
+    seen = run_clients(clients)
+    assert seen.wrong == []
+    return seen.outcomes["load.tokens"] > 0
+
+
+class LateNamer(PrefixCache):
+    """A cache that saves under the weights that are in use, whoever has computed the KV."""
+
+    def _of(self, weights_id: str | None) -> Any:
+        return super()._of(None)
+
+
+class AnyRank(PrefixCache):
+    """A cache whose keys do not say whose part it is."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{**settings, "rank": 0})
+
+
+@pytest.mark.parametrize("wrong", [LateNamer, AnyRank])
+def test_a_prefix_cache_that_is_wrong_is_found_out(wrong: type[PrefixCache]) -> None:
+    with Forge() as forge:
+        node = forge.node(64 << 20)
+        programs = [Program([node.address], number, wrong) for number in range(RANKS)]
+        seen = run_clients(engines(programs, "control", 4, 40))
+        for program in programs:
+            program.cache.close()
+        assert any("other bytes" in one for one in seen.wrong), seen
 
 
 @pytest.mark.slow
