@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Blocks of a sequence that are looked for, one group of layers after the other."""
+    """Blocks of a sequence by their keys, one group of layers after the other."""
 
     namespace: Namespace
     keys: Sequence[bytes]
@@ -886,19 +886,19 @@ class PrefixCache:
         names: list[str] = []
         saved: list[list[bytes]] = []
         for tokens, memory, start, request in zip(sequences, memories, starts, requests, strict=True):
-            chains = self._chains(namespace, tokens)
+            wanted = self._wanted(namespace, tokens, 0, request)
             own: list[bytes] = []
             # Those that others need go first.
             for number in sorted(groups, key=lambda number: not _needs_all(self._groups[number])):
-                for block in range(start // self._block, len(chains)):
-                    key = block_key(namespace.digest, chains[block], number, self._rank)
+                for block in range(start // self._block, wanted.blocks):
+                    key = wanted.key(number, block)
                     if key not in values:
                         payload = self._payload(number, memory, block)
                         if payload is None:
                             continue
                         values[key] = payload
                         names.append(request)
-                        if (parent := self._parent(namespace, chains, number, block)) is not None:
+                        if (parent := self._parent(wanted, number, block)) is not None:
                             parents[key] = parent
                     own.append(key)
             saved.append(own)
@@ -915,12 +915,12 @@ class PrefixCache:
         there = {key for key, outcome in zip(values, outcomes, strict=True) if outcome is None}
         return [sum(key in there for key in own) for own in saved]
 
-    def _parent(self, namespace: Namespace, chains: Sequence[bytes], group: int, block: int) -> bytes | None:
+    def _parent(self, wanted: _Wanted, group: int, block: int) -> bytes | None:
         """Return the key of the block without which one is of no use; None where there is none."""
         if _needs_all(self._groups[group]):
-            return block_key(namespace.digest, chains[block - 1], group, self._rank) if block else None
+            return wanted.key(group, block - 1) if block else None
         # A window or a state is of use with all that layers with full attention have before it.
-        return None if self._full is None else block_key(namespace.digest, chains[block], self._full, self._rank)
+        return None if self._full is None else wanted.key(self._full, block)
 
     def pin(self, tokens: Sequence[int], ttl: float, *, request: str = "") -> int:
         """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay.
