@@ -189,7 +189,7 @@ def _own(
         def fetch(cache: PrefixCache = cache, memory: TensorMemory = memory) -> float:
             model.kv[..., :tokens, :].zero_()
             start = time.perf_counter()
-            loaded = cache.load(cache.lookup(prompt), memory)
+            loaded = cache.fetch(prompt, memory).tokens
             taken = time.perf_counter() - start
             if loaded != tokens:
                 raise FarpoolError(f"farpool: {loaded} of {tokens} tokens were loaded")

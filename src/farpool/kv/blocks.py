@@ -74,11 +74,12 @@ class Found:
 
     Attributes
     ----------
-    answers : sequence of int, None or Exception
-        Bytes of each stored object, header included, in the order of the keys; None or an error where there is none.
+    answers : sequence of int, None, Exception or Reason
+        Bytes of each stored object, header included, in the order of the keys; None, an error, or the reason for it,
+        where there is none.
     """
 
-    answers: Sequence[int | Exception | None]
+    answers: Sequence[int | Exception | Reason | None]
 
     # Derived when they are asked for: most lookups find all blocks, and are asked for little.
 
@@ -91,7 +92,14 @@ class Found:
     def reasons(self) -> Sequence[Reason | None]:
         """Why each of the others cannot be loaded; None for those that can."""
         return [
-            None if isinstance(one, int) else Reason.ABSENT if one is None else reason_of(one) for one in self.answers
+            None
+            if isinstance(one, int)
+            else Reason.ABSENT
+            if one is None
+            else one
+            if isinstance(one, Reason)
+            else reason_of(one)
+            for one in self.answers
         ]
 
     @cached_property

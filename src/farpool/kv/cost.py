@@ -267,8 +267,14 @@ class NetGain:
 
     def arm(self) -> Arm:
         """Assign the next request, which could load, to one of the two arms."""
+        arm = self.next_arm
         self._requests += 1
-        chosen = self._requests % _HOLD_OUT == 0
+        return arm
+
+    @property
+    def next_arm(self) -> Arm:
+        """The arm of the next request."""
+        chosen = (self._requests + 1) % _HOLD_OUT == 0
         return "load" if chosen == self.stands_aside else "hold-out"
 
     def add(self, arm: Arm, seconds: float, expected: float | None) -> None:

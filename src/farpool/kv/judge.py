@@ -90,6 +90,12 @@ class Judge:
         record(request, "decision", blocks, blocks - sum(reasons.values()), reasons, plan.seconds or 0.0, plan.why)
         return plan, arm
 
+    def would_load(self, tokens: int, nbytes: int, *, step: int) -> bool:
+        """Tell if the next request would load so much, if it were there; decides nothing."""
+        with self._lock:
+            plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way)
+            return plan.compute < tokens and (self._gain is None or self._gain.next_arm == "load")
+
     @contextmanager
     def loading(self, nbytes: int) -> Iterator[int]:
         """Count bytes as under way while a load goes on; the value is that of all loads together."""

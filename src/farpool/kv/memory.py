@@ -126,7 +126,8 @@ class TensorMemory:
     def __init__(
         self, layers: Sequence[tuple[torch.Tensor, ...]], token_dim: int = -2, first: Sequence[int] | None = None
     ) -> None:
-        self._layers: list[Rows] = []
+        self._layers: list[tuple[list[Buffer], list[int]]] = []
+        self._together: dict[tuple[int, ...], Rows] = {}
         self._first = list(first) if first is not None else [0] * len(layers)
         for tensors in layers:
             chunks: list[Buffer] = []
@@ -145,10 +146,22 @@ class TensorMemory:
                         )
                     chunks.append(cast("Buffer", chunk.view(-1).view(torch.uint8).numpy()))
                     token_bytes.append(chunk[:1].numel() * chunk.element_size())
-            self._layers.append(Rows(chunks, token_bytes))
+            self._layers.append((chunks, token_bytes))
 
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
         """Return the memory of one layer's tokens, head by head; None if it is not whole in its tensors."""
-        low, high = start - self._first[layer], stop - self._first[layer]
-        rows = self._layers[layer]
+        return self.of_layers((layer,), start, stop)
+
+    def of_layers(self, layers: tuple[int, ...], start: int, stop: int) -> tuple[Slices, ...] | None:
+        """Return the memory of several layers' tokens, one layer after the other; None if one of them lacks some."""
+        first = self._first[layers[0]]
+        if any(self._first[layer] != first for layer in layers):
+            each = [self.of_layers((layer,), start, stop) for layer in layers]
+            return None if None in each else tuple(itertools.chain.from_iterable(filter(None, each)))
+        rows = self._together.get(layers)
+        if rows is None:  # one object for all of them, as a call for each layer takes longer than the copy of a block
+            chunks = [chunk for layer in layers for chunk in self._layers[layer][0]]
+            token_bytes = [nbytes for layer in layers for nbytes in self._layers[layer][1]]
+            rows = self._together[layers] = Rows(chunks, token_bytes)
+        low, high = start - first, stop - first
         return None if low < 0 or high > len(rows) else (rows.slices(low, high),)

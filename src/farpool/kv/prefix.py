@@ -35,7 +35,7 @@ from farpool.kv.header import HEADER_BYTES
 from farpool.kv.journal import record
 from farpool.kv.judge import Judge
 from farpool.kv.keys import block_key, token_chain
-from farpool.kv.memory import KVMemory, Layer, LayerGroup, layer_groups
+from farpool.kv.memory import KVMemory, Layer, LayerGroup, TensorMemory, layer_groups
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
 from farpool.kv.reasons import Reason
@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
 
 T = TypeVar("T")
+
+_FEW_BLOCKS = 32
+"""Blocks that `PrefixCache.fetch` asks for without a lookup: if none is there, so many requests that find nothing take
+about as long as the other trip to the node would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,6 +531,59 @@ class PrefixCache:
         """
         return self._load_judged(matches, memories, time.monotonic(), self._load_until(matches, timeout))
 
+    def fetch(
+        self,
+        tokens: Sequence[int],
+        memory: KVMemory,
+        *,
+        request: str = "",
+        leave: int = 1,
+        timeout: float | None = None,
+    ) -> Match:
+        """Look up a prompt and load what is there, if that pays: `lookup` and `load` in one step.
+
+        A prompt of few blocks is asked for at once, with one request instead of two.
+
+        Parameters
+        ----------
+        tokens, request, leave
+            As of `lookup`.
+        memory, timeout
+            As of `load`.
+
+        Returns
+        -------
+        Match
+            The first `Match.tokens` tokens are in place.
+
+        Raises
+        ------
+        ConfigError
+            The memory lacks a place for a layer.
+        """
+        wanted = self._wanted(self._namespace, tokens, leave, request)
+        there, nbytes = wanted.blocks * self._block, self._nbytes(wanted.blocks)
+        if (
+            not 0 < len(wanted.keys) <= _FEW_BLOCKS
+            or not all(map(_needs_all, self._groups))
+            or not self.judge.would_load(there, nbytes, step=self._block)
+        ):
+            (match,) = self._match([wanted], False, timeout)
+            return replace(match, tokens=self.load(match, memory, timeout=timeout))
+        began = time.monotonic()
+        until = self._until(timeout or self.judge.prefill_seconds(there) or None, nbytes)
+        places = list(self._needed(wanted.blocks))
+        sizes = [self._groups[number].group.block_bytes for number, _ in places]
+        targets = [self._target(number, memory, block) for number, block in places]
+        near = self._near.held(wanted.keys)
+        outcomes = self._fetch(wanted.keys, targets, sizes, request, until)
+        answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
+        match = self._decided(wanted, Found(answers), near, False, time.monotonic() - began)
+        if match.tokens and self._is_outdated(match):
+            return replace(match, tokens=self._came(match, (), ()))
+        self._judged(match, match.tokens, 0.0)
+        return match
+
     def load_async(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> Future[int]:
         """Begin a `load` on a thread of this cache; its result is that of `load`."""
         began, until = time.monotonic(), self._load_until([match], timeout)
@@ -679,13 +736,19 @@ class PrefixCache:
             It has another size.
         """
         one = self._groups[number]
-        parts: list[Buffer | Slices] = []
-        for layer in one.layers:
-            own = memory.parts(layer, block * self._block, (block + 1) * self._block)
-            if own is None:
+        span = block * self._block, (block + 1) * self._block
+        if isinstance(memory, TensorMemory):
+            payload: Payload | None = memory.of_layers(one.layers, *span)
+            if payload is None:
                 return None
-            parts += own
-        payload = as_payload(tuple(parts))
+        else:
+            parts: list[Buffer | Slices] = []
+            for layer in one.layers:
+                own = memory.parts(layer, *span)
+                if own is None:
+                    return None
+                parts += own
+            payload = as_payload(tuple(parts))
         nbytes = nbytes_of(payload)
         if nbytes != one.group.block_bytes:
             raise ConfigError(

@@ -1,0 +1,128 @@
+"""A lookup and a load in one step: the same KV as in two, the same decisions, and one request where that is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from farpool.errors import ConfigError
+from farpool.kv import Reason
+from farpool.kv.memory import Layer, TensorMemory
+from farpool.kv.prefix import PrefixCache
+from tests.kv.test_prefix import BLOCK, FULL, KINDS, TOKENS, Short, check, make, node, save_steps, target
+
+__all__ = ["make", "node"]
+
+LONG = list(range(1000, 1000 + 40 * BLOCK + 1))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize("tokens", [TOKENS, LONG], ids=["in one request", "after a lookup"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_gives_what_a_lookup_and_a_load_give(
+    make: Callable[..., PrefixCache], kind: str, tokens: list[int], transport: str
+) -> None:
+    layers = KINDS[kind]
+    save_steps(make(layers), layers, tokens[: len(tokens) // 2])
+    there = len(tokens) // 2 // BLOCK * BLOCK
+    cache = make(layers, transport=transport)
+    into = target(layers, tokens)
+    match = cache.fetch(tokens, into)
+    assert (match.tokens, match.found, match.reason) == (there, there, Reason.ABSENT)
+    check(layers, tokens, into, there)
+    assert cache.load(cache.lookup(tokens), target(layers, tokens)) == there
+
+
+def test_few_blocks_are_got_without_a_lookup(make: Callable[..., PrefixCache]) -> None:
+    save_steps(make([FULL]), [FULL], TOKENS)
+    cache = make([FULL])
+    assert cache.fetch(TOKENS, target([FULL], TOKENS)).tokens == 28
+    assert not any(name.startswith("lookup") for name in cache.stats())
+    cache.fetch(LONG, target([FULL], LONG))
+    assert cache.stats()["lookup.absent"] == 40
+
+
+def test_whatever_is_not_there_is_a_miss_with_its_reason(make: Callable[..., PrefixCache]) -> None:
+    cache = make([FULL])
+    match = cache.fetch(TOKENS, target([FULL], TOKENS))
+    assert (match.tokens, match.found, match.reason) == (0, 0, Reason.ABSENT)
+    assert cache.fetch([], target([FULL], [])).tokens == 0
+    save_steps(cache, [FULL], TOKENS)
+    gone = cache._blocks.drop([cache._sequence(TOKENS)[0][2]])
+    match = cache.fetch(TOKENS, target([FULL], TOKENS))
+    assert (gone, match.tokens, match.reason) == (1, 2 * BLOCK, Reason.ABSENT)
+    with pytest.raises(ConfigError, match="no place"):
+        cache.fetch(TOKENS, Short([FULL], TOKENS))
+
+
+def test_what_computing_makes_sooner_is_not_asked_for(make: Callable[..., PrefixCache]) -> None:
+    cache = make([FULL])
+    save_steps(cache, [FULL], TOKENS)
+    for _ in range(3):
+        cache.fetch(TOKENS, target([FULL], TOKENS))
+    for _ in range(20):
+        cache.computed(28, 1e-9)
+    into = target([FULL], TOKENS)
+    before = cache.stats()["load.done"]
+    match = cache.fetch(TOKENS, into)
+    assert (match.tokens, match.found, match.reason) == (0, 28, Reason.BYPASSED)
+    assert into.memory == target([FULL], TOKENS).memory
+    assert cache.stats()["load.done"] == before
+
+
+def test_one_of_32_computes_so_that_what_loading_gains_is_known(make: Callable[..., PrefixCache]) -> None:
+    cache = make([FULL])
+    save_steps(cache, [FULL], TOKENS)
+    cache.fetch(TOKENS, target([FULL], TOKENS))
+    cache.computed(28, 10.0)
+    arms = [cache.fetch(TOKENS, target([FULL], TOKENS)) for _ in range(64)]
+    held_out = [match for match in arms if match.arm == "hold-out"]
+    assert [match.tokens for match in held_out] == [0, 0]
+    assert sum(match.tokens == 28 for match in arms) == 62
+
+
+def test_kv_of_old_weights_is_not_used_for_new_ones(
+    make: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make([FULL])
+    save_steps(cache, [FULL], TOKENS)
+    load = cache._blocks.load
+
+    def change_and_load(*given: object, **named: object) -> object:
+        cache.weights_id = "2"
+        return load(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache._blocks, "load", change_and_load)
+    assert cache.fetch(TOKENS, target([FULL], TOKENS)).tokens == 0
+    assert cache.stats()["load.other_weights"] == 7
+
+
+def test_layers_of_tensors_are_viewed_together() -> None:
+    layers = [(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4)) for _ in range(3)]
+    memory = TensorMemory(layers, first=[0, 0, 4])
+    together = memory.of_layers((0, 1), 2, 4)
+    assert together is not None
+    for view in together[0].views():
+        view[:] = b"\xff" * len(view)
+    assert all(bool((tensor[:, :, 2:4] != 0).all()) for pair in layers[:2] for tensor in pair)
+    assert sum(bool(tensor.any()) for tensor in layers[2]) == 0
+    # Each begins with a token of its own.
+    mixed = memory.of_layers((1, 2), 4, 8)
+    assert mixed is not None
+    assert [len(one.views()) for one in mixed] == [4, 4]
+    assert memory.of_layers((1, 2), 3, 4) is None
+    assert memory.of_layers((1, 2), 8, 9) is None
+
+
+def test_saved_and_fetched_tensors_are_equal(make: Callable[..., PrefixCache]) -> None:
+    layers = [Layer(2 * 2 * 8 * 4)] * 3
+    computed = [(torch.randn(1, 2, 24, 8), torch.randn(1, 2, 24, 8)) for _ in layers]
+    loaded = [(torch.zeros(1, 2, 24, 8), torch.zeros(1, 2, 24, 8)) for _ in layers]
+    cache = make(layers, dtype="float32", pieces=2)
+    cache.save(TOKENS[:24], TensorMemory(computed))
+    assert cache.fetch(TOKENS[:25], TensorMemory(loaded)).tokens == 24
+    assert all(
+        torch.equal(a, b) for old, new in zip(computed, loaded, strict=True) for a, b in zip(old, new, strict=True)
+    )
