@@ -29,7 +29,7 @@ class Engine:
     def __init__(self, per_token: float, per_byte: float, *, is_on: bool = True) -> None:
         self.now = 0.0
         self.per_token, self.per_byte = per_token, per_byte
-        self.judge = EngineJudge(Judge(probe=True), STEP, is_on=is_on, clock=lambda: self.now)
+        self.judge = EngineJudge(Judge(), STEP, is_on=is_on, clock=lambda: self.now)
         self.there: set[Hashable] = set()
         self.loads: list[bool] = []  # of requests that could load
 
@@ -302,7 +302,7 @@ def test_turned_off_it_loads_all_that_is_there() -> None:
 
 def test_it_follows_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_judge, "_MOST_KEYS", 1000)
-    judge = EngineJudge(Judge(probe=True), STEP)
+    judge = EngineJudge(Judge(), STEP)
     for number in range(500):
         judge.looked_up(blocks(number, 7 + number % 300), 0, 0)
         assert len(judge._pending) <= judge._followed <= 1000
@@ -328,7 +328,7 @@ def test_a_forked_child_begins_anew_with_what_was_measured() -> None:
 
 
 def test_threads_may_use_it_at_the_same_time() -> None:
-    judge = EngineJudge(Judge(probe=True), STEP)
+    judge = EngineJudge(Judge(), STEP)
 
     def use(number: int) -> None:
         for turn in range(50):
@@ -355,7 +355,7 @@ class Calls(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.judge = EngineJudge(Judge(probe=True), STEP, clock=lambda: self.now)
+        self.judge = EngineJudge(Judge(), STEP, clock=lambda: self.now)
         self.runs: list[Run] = []
         self.loads = 0
 

@@ -23,6 +23,8 @@ _MEMORY = 0.98
 """Weight that a measurement keeps with each one that follows: the last fifty count."""
 _HOLD_OUT = 32
 """One of so many requests that could load computes instead, and one of so many loads while the cache stands aside."""
+_NEGLIGIBLE = 0.02
+"""Share of the computing time that may be lost before it stands aside, as by lookups of a cache that is empty yet."""
 _FEW = 8
 """Measurements from which a mean and its error are believed."""
 _LATEST = 5
@@ -32,18 +34,18 @@ _LATEST = 5
 class _Fit:
     """A sum of features with non-negative factors, fitted to recent times by relative least squares.
 
+    The median of the latest times corrects the estimate: a relative fit leans to the shortest times, and takes a
+    hundred longer ones to follow them.
+
     Parameters
     ----------
     subsets : sequence of tuple of int
         Features that may be used together; the first of those that fit equally well is taken.
-    latest : int
-        Number of latest times whose median corrects the estimate; 0 for none. A relative fit leans to the shortest
-        times, and takes a hundred longer ones to follow them.
     """
 
-    def __init__(self, features: int, subsets: Sequence[tuple[int, ...]], latest: int = 0) -> None:
+    def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
         self._subsets = subsets
-        self._latest: deque[float] = deque(maxlen=latest)
+        self._latest: deque[float] = deque(maxlen=_LATEST)
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features
         self._squares = 0.0
@@ -130,18 +132,12 @@ class CostModel:
     Computing ``n`` tokens behind ``c`` others takes ``a + b n + d n (c + n/2)`` seconds: a fixed part, the linear
     layers, and attention. Loading takes a fixed part, and a part in proportion to the bytes that are under way, those
     of others in this process included.
-
-    Parameters
-    ----------
-    follow : bool
-        Follow what the latest measurements took, where times vary with all else that is going on.
     """
 
-    def __init__(self, *, follow: bool = False) -> None:
+    def __init__(self) -> None:
         orders = [subset for size in (1, 2, 3) for subset in combinations((1, 2, 0), size)]
-        latest = _LATEST if follow else 0
-        self._prefill = _Fit(3, orders, latest)
-        self._load = _Fit(2, [(1,), (0, 1), (0,)], latest)
+        self._prefill = _Fit(3, orders)
+        self._load = _Fit(2, [(1,), (0, 1), (0,)])
 
     def computed(self, tokens: int, context: int, seconds: float) -> None:
         """Take in that computing `tokens` tokens behind `context` others took `seconds`."""
@@ -283,9 +279,9 @@ class NetGain:
             return
         self._shares[arm].add(seconds / expected)
         error = math.hypot(self._shares["load"].error, self._computing[1])
-        if self.gain + error < 0:
+        if self.gain + error < -_NEGLIGIBLE:
             self.stands_aside = True
-        elif self.gain - error > 0:
+        elif self.gain - error > -_NEGLIGIBLE:
             self.stands_aside = False
 
     @property

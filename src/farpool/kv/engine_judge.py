@@ -53,7 +53,7 @@ class Run:
     """When computing can have begun."""
     is_bypassed: bool = False
     is_weighed: bool = False
-    held_out: float | None = None
+    is_held_out: bool = False
     computed: int = 0
     first: int = 0
     """Place of the first block that was computed."""
@@ -74,7 +74,7 @@ class _Sample:
     tokens: int
     context: int
     seconds: float
-    held_out: float | None
+    held_out: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class EngineJudge:
     Parameters
     ----------
     judge : Judge
-        Measured times and decisions, which should probe.
+        Measured times and decisions.
     step : int
         Tokens of a block.
     is_on : bool
@@ -176,8 +176,7 @@ class EngineJudge:
                 run.is_bypassed = plan.compute > 0
                 run.is_weighed = arm == "load" and not run.is_bypassed
                 self._bypassed += there if run.is_bypassed else 0
-                if arm == "hold-out":
-                    run.held_out = now - began
+                run.is_held_out = arm == "hold-out"
             self._follow(run)
         return run
 
@@ -233,9 +232,8 @@ class EngineJudge:
                 if not 0 < now - since <= _LONGEST:
                     continue
                 # All of it since the lookup, and not the last part since the save before: two may come at once.
-                held_out = run.held_out if run.computed >= run.there else None
-                if held_out is not None:
-                    run.held_out = None
+                held_out = run.is_held_out and run.computed >= run.there
+                run.is_held_out = run.is_held_out and not held_out
                 context = (run.before + run.first) * self._step
                 self._computed(_Sample(run.computed * self._step, context, now - since, held_out))
 

@@ -15,7 +15,8 @@ from farpool.kv.reasons import Reason
 __all__ = ["Judge"]
 
 _PROBES = 32
-"""One of so many requests that a judge with probes would have computed loads all the same."""
+"""One of so many requests for which computing seems to take less time loads all the same."""
+_ASIDE = "loading has cost time lately"
 _WORST = 2.0
 """Times of computing that a load counts at most: one that is given up after the first costs no more. Of a link that
 stood still for a while, a few of others' loads would otherwise outweigh all that come after."""
@@ -30,15 +31,11 @@ class Judge:
     ----------
     hold_out : bool
         Compute a few requests that could load, to measure what loading gains, and stand aside while it costs time.
-    probe : bool
-        Follow the latest times, and load a few of the requests that would compute, to see whether a slow link has
-        recovered: for engines that load all of a prefix or nothing, and so would never load again.
     """
 
-    def __init__(self, *, hold_out: bool = True, probe: bool = False) -> None:
-        self._cost = CostModel(follow=probe)
+    def __init__(self, *, hold_out: bool = True) -> None:
+        self._cost = CostModel()
         self._gain = NetGain() if hold_out else None
-        self._probe = probe
         self._slower = 0
         self._under_way = 0
         self._saved = 0.0
@@ -74,11 +71,10 @@ class Judge:
             if plan.compute < tokens and plan.seconds is not None and self._gain is not None:
                 arm = self._gain.arm()
                 if arm == "hold-out":
-                    aside = (
-                        "loading has cost time lately" if self._gain.stands_aside else "to measure what loading gains"
-                    )
+                    aside = _ASIDE if self._gain.stands_aside else "to measure what loading gains"
                     plan = Plan(tokens, plan.recompute_seconds, plan.recompute_seconds, f"compute: {aside}")
-            elif plan.compute >= tokens and self._probe:
+            elif plan.compute >= tokens:
+                # Else nobody would see that a slow link has recovered.
                 self._slower += 1
                 if self._slower % _PROBES == 0:
                     arm = "probe"
@@ -135,17 +131,45 @@ class Judge:
             if self._gain is not None:
                 self._gain.add("load", taken if expected is None else min(taken, _WORST * expected), expected)
 
-    def computed(self, tokens: int, context: int, seconds: float, *, held_out: float | None = None) -> None:
-        """Take in that computing `tokens` tokens behind `context` others took `seconds`.
+    def missed(self, tokens: int, seconds: float) -> None:
+        """Take in that a lookup which found nothing took `seconds`: so much longer than without a cache."""
+        with self._lock:
+            self._saved -= seconds
+            expected = self._cost.prefill_seconds(tokens)
+            if self._gain is not None and expected is not None:
+                if self._gain.stands_aside:  # this was the one that looks if that has changed
+                    self._gain.arm()
+                self._gain.add("load", expected + min(seconds, expected), expected)
+
+    def passes_over(self, tokens: int, step: int, request: str = "") -> bool:
+        """Tell if a request is not even to be looked up, as loading costs time; it counts as one of the hold-out.
 
         Parameters
         ----------
-        held_out : float, optional
-            For a hold-out: seconds that its lookup took.
+        tokens : int
+            Tokens that would be looked up.
+        step : int
+            Tokens of a block.
+        request : str
+            Name of the request, for ``farpool why``.
         """
         with self._lock:
-            if self._gain is not None and held_out is not None:
-                self._gain.add("hold-out", held_out + seconds, self._cost.prefill_seconds(tokens, context))
+            if self._gain is None or not self._gain.stands_aside or self._gain.next_arm == "load":
+                return False
+            self._gain.arm()
+            self._decisions["hold-out"] += 1
+        blocks = tokens // step
+        record(request, "decision", blocks, 0, {str(Reason.BYPASSED): blocks}, 0.0, f"compute: {_ASIDE}")
+        return True
+
+    def computed(self, tokens: int, context: int, seconds: float, *, held_out: bool = False) -> None:
+        """Take in that computing `tokens` tokens behind `context` others took `seconds`; `held_out` for a hold-out.
+
+        The lookup of a hold-out does not count: without a cache there would be none.
+        """
+        with self._lock:
+            if self._gain is not None and held_out:
+                self._gain.add("hold-out", seconds, self._cost.prefill_seconds(tokens, context))
             self._cost.computed(tokens, context, seconds)
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float:

@@ -52,6 +52,8 @@ __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
 
 T = TypeVar("T")
 
+_SHORTEST = 0.01
+"""Seconds that a lookup may take at least: a thread that has to wait for a processor would seem late before."""
 _FEW_BLOCKS = 32
 """Blocks that `PrefixCache.fetch` asks for without a lookup: if none is there, so many requests that find nothing take
 about as long as the other trip to the node would."""
@@ -384,7 +386,21 @@ class PrefixCache:
 
     def _match(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
         """Look up sequences together, and decide about each."""
+        step = self._block
+        passed = [bool(one.blocks) and self.judge.passes_over(one.blocks * step, step, one.request) for one in wanted]
+        if any(passed):
+            asked = iter(
+                self._match_all([one for one, over in zip(wanted, passed, strict=True) if not over], split, timeout)
+            )
+            return [_passed_over(one) if over else next(asked) for one, over in zip(wanted, passed, strict=True)]
+        return self._match_all(wanted, split, timeout)
+
+    def _match_all(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
         began = time.monotonic()
+        if timeout is None:
+            # An answer that takes longer than computing is of no use.
+            computing = sum(self.judge.prefill_seconds(one.blocks * self._block) for one in wanted)
+            timeout = min(max(computing, _SHORTEST) if computing else math.inf, self._blocks.time_for(0))
         found, near = self._look_up(wanted, timeout)
         seconds = (time.monotonic() - began) / max(1, len(wanted))
         return [self._decided(one, own, near, split, seconds) for one, own in zip(wanted, found, strict=True)]
@@ -434,6 +450,8 @@ class PrefixCache:
         elif there:
             plan = Plan(0, 0.0, None, "load: all of it is in the memory of this process")
             record(wanted.request, "decision", usable, usable, {}, 0.0, plan.why)
+        elif wanted.blocks:
+            self.judge.missed(wanted.blocks * self._block, seconds)
         bypassed = plan.compute >= there
         whole = wanted.tokens - wanted.tokens % self._block
         return Match(
@@ -707,7 +725,7 @@ class PrefixCache:
         began = time.monotonic()
         with self.judge.loading(sum(sizes)) as under_way:
             loaded = self._blocks.load(keys, targets, request=request, timeout=_seconds_to(until))
-        if not any(loaded):
+        if not any(loaded) or Reason.LATE in loaded:  # what was late has taken so long at least
             self.judge.loaded(under_way, time.monotonic() - began)
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
@@ -776,8 +794,7 @@ class PrefixCache:
         match : Match, optional
             Lookup of the request, if it said that its prefix should be computed.
         """
-        held_out = match.seconds if match is not None and match.arm == "hold-out" else None
-        self.judge.computed(tokens, context, seconds, held_out=held_out)
+        self.judge.computed(tokens, context, seconds, held_out=match is not None and match.arm == "hold-out")
 
     def save(
         self,
@@ -1213,6 +1230,13 @@ class PrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _passed_over(wanted: _Wanted) -> Match:
+    """Return what is known of a sequence that was not looked up."""
+    plan = Plan(wanted.tokens, None, None, "compute: loading has cost time lately")
+    weights = wanted.namespace.weights
+    return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, "hold-out", 0.0, wanted, 0)
 
 
 def _needs_all(one: LayerGroup) -> bool:

@@ -81,7 +81,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def judge(self) -> Judge:
         """Make a judge for an engine that loads all of a prefix or nothing."""
-        return Judge(hold_out=self.hold_out, probe=self.hold_out)
+        return Judge(hold_out=self.hold_out)
 
     def cache(self, namespace: Namespace, judge: Judge | None = None) -> BlockCache:
         """Make the cache of blocks that these settings describe.

@@ -234,8 +234,8 @@ class FarpoolCache(Cache):
         """Numbers of the first and the last layer that a pass comes to."""
         self._timed = prefixes is not None and kept[1:] != [] and device_of(self._pool).type == "cpu"
         self._pass: _Pass | None = None
-        self._held_out: float | None = None
-        """Seconds of the lookup of a prefix that is computed to measure what loading gains."""
+        self._held_out = False
+        """True while a prefix is computed to measure what loading gains."""
 
     def _operand_memory(self) -> tuple[OperandMemory, OperandMemory]:
         return OperandMemory(self._pool.ledger), OperandMemory(self._pool.ledger)
@@ -244,7 +244,7 @@ class FarpoolCache(Cache):
         """A copy that goes on by itself; what both have in common is stored once."""
         other = copy.copy(self)
         other._states = dict(self._states)
-        other._held_out = None
+        other._held_out = False
         memory = self._operand_memory()
         other.layers = [
             layer.twin(memory) if type(layer) is PagedLayer else copy.deepcopy(layer, memo) for layer in self.layers
@@ -286,7 +286,7 @@ class FarpoolCache(Cache):
         if found is None or sequences != 1 or tokens < self._block_tokens:
             return
         seconds = (time.monotonic() - found.began) * len(self.layers) / (self._ends[1] - self._ends[0])
-        held_out, self._held_out = self._held_out, None
+        held_out, self._held_out = self._held_out, False
         self._blocks.judge.computed(tokens, found.context, seconds, held_out=held_out)
 
     def _note_state(self, number: int, new: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -436,7 +436,7 @@ class FarpoolCache(Cache):
         blocks, step = self._blocks, self._block_tokens
         if self.get_seq_length():
             raise ConfigError(f"load: the cache holds {self.get_seq_length()} tokens; use a new one, or reset it")
-        self._held_out = None
+        self._held_out = False
         ids = self._checked(tokens, salt)
         count = (len(ids) - 1) // step
         if count <= 0:
@@ -449,6 +449,9 @@ class FarpoolCache(Cache):
             record(request, "load", count, 0, {"other_dtype": count}, 0.0, why)
             return 0
         began = time.monotonic()
+        if judged and blocks.judge.passes_over(count * step, step, request):
+            self._held_out = True
+            return 0
         chain = self._hashed(ids[: count * step], salt)
         full = self._of_type(PagedLayer)
         keys = self._keys(chain, _FULL) if full else []
@@ -461,13 +464,15 @@ class FarpoolCache(Cache):
             found = blocks.lookup(states, request=request).found
             ends = [number + 1 for number in reversed(range(count)) if found[number]]
         if not ends or not (there := ends[0]):
+            if judged:
+                blocks.judge.missed((len(ids) - 1) // step * step, time.monotonic() - began)
             return 0
         nbytes = (there * self._bytes(_FULL) if full else 0) + (self._bytes(_SLIDING) if sliding else 0)
         until = math.inf
         if judged:
             plan, arm = blocks.judge.decide(there * step, nbytes, step=step, request=request)
             if plan.compute:
-                self._held_out = time.monotonic() - began if arm == "hold-out" else None
+                self._held_out = arm == "hold-out"
                 return 0
             if plan.seconds is not None and plan.recompute_seconds is not None:
                 until = began + plan.recompute_seconds  # what comes later could have been computed

@@ -1,0 +1,111 @@
+"""The judge of a cache on links and engines that are formulas: what it learns, and that it never stays wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from farpool.kv.judge import Judge
+
+STEP, TOKENS, NBYTES = 16, 160, 1 << 20
+COMPUTING = 0.1
+
+
+class Program:
+    """Requests of one length, each looked up, loaded or computed as the judge says; counts the time of each kind."""
+
+    def __init__(self, judge: Judge, loading: float, looking: float = 0.0, there: bool = True) -> None:
+        self.judge, self.loading, self.looking, self.there = judge, loading, looking, there
+        self.lookups = self.loads = 0
+
+    def run(self, requests: int) -> float:
+        """Seconds of so many requests beyond those of computing all of them."""
+        taken = 0.0
+        for _ in range(requests):
+            if self.judge.passes_over(TOKENS, STEP):
+                taken += COMPUTING
+                self.judge.computed(TOKENS, 0, COMPUTING, held_out=True)
+                continue
+            self.lookups += 1
+            taken += self.looking
+            if not self.there:
+                self.judge.missed(TOKENS, self.looking)
+                taken += COMPUTING
+                self.judge.computed(TOKENS, 0, COMPUTING)
+                continue
+            plan, arm = self.judge.decide(TOKENS, NBYTES, step=STEP)
+            if plan.compute:
+                taken += COMPUTING
+                self.judge.computed(TOKENS, 0, COMPUTING, held_out=arm == "hold-out")
+                continue
+            self.loads += 1
+            taken += self.loading
+            self.judge.loaded(NBYTES, self.loading)
+            self.judge.gained(TOKENS, TOKENS, self.looking + self.loading)
+        return taken - requests * COMPUTING
+
+
+def trained() -> Judge:
+    judge = Judge()
+    for _ in range(10):
+        judge.computed(TOKENS, 0, COMPUTING)
+    return judge
+
+
+def test_one_slow_load_does_not_end_all_loading() -> None:
+    judge = trained()
+    judge.loaded(NBYTES, 100.0)
+    program = Program(judge, loading=0.01)
+    program.run(320)
+    before = program.loads
+    program.run(320)
+    assert program.loads - before >= 300
+
+
+def test_a_link_that_became_slow_costs_no_more_than_the_few_that_try_it() -> None:
+    judge = trained()
+    Program(judge, loading=0.01).run(200)
+    slow = Program(judge, loading=0.5)
+    slow.run(50)
+    tried = slow.loads
+    lost = slow.run(3200)
+    assert slow.loads - tried <= 3200 // 32 + 1
+    assert lost <= (slow.loads - tried) * (0.5 - COMPUTING) + 1e-6
+
+
+@pytest.mark.parametrize("looking", [0.02, 0.05])
+def test_lookups_that_find_nothing_end_where_they_cost_time(looking: float) -> None:
+    judge = trained()
+    program = Program(judge, loading=0.01, looking=looking, there=False)
+    program.run(200)
+    assert judge.stats()["gain"]["stands_aside"]
+    before = program.lookups
+    lost = program.run(3200)
+    assert program.lookups - before == 100
+    assert lost == pytest.approx(100 * looking)
+    program.there = True
+    program.run(6400)
+    assert not judge.stats()["gain"]["stands_aside"]
+    assert program.run(320) < -0.8 * 310 * (COMPUTING - 0.01 - looking)
+
+
+def test_quick_lookups_go_on_whatever_they_find() -> None:
+    judge = trained()
+    program = Program(judge, loading=0.01, looking=1e-4, there=False)
+    for _ in range(20):
+        program.there = False
+        program.run(10)
+        program.there = True
+        program.run(10)
+    assert program.lookups == 400
+    assert not judge.stats()["gain"]["stands_aside"]
+    assert judge.stats()["saved_seconds"] > 0
+
+
+def test_the_lookup_counts_where_it_is_loaded_and_not_where_it_is_computed() -> None:
+    judge = trained()
+    program = Program(judge, loading=0.01, looking=0.2)
+    program.run(400)
+    gain = judge.stats()["gain"]
+    assert gain["load_share"] == pytest.approx(2.0)
+    assert gain["hold_out_share"] == pytest.approx(1.0)
+    assert gain["stands_aside"]
