@@ -46,14 +46,16 @@ def test_time_runs_from_the_call_on_also_while_no_thread_is_free(make: Make, cal
         "lookup_async": lambda: cache.lookup_async(TOKENS, request="late", timeout=0.05),
         "prefetch_by": lambda: cache.prefetch_by(TOKENS, 0.05),
     }[call]()
-    found = result.result(PATIENCE)  # the thread is busy for longer
+    try:
+        found = result.result(PATIENCE)  # the thread is busy for longer
+    finally:
+        over.set()
     if call == "lookup_async":
         assert (found.tokens, found.reason) == (0, Reason.LATE)
         assert recorded("late")[0].reasons == {Reason.LATE: 7}
     else:
         assert found == 0
     assert not any(any(one) for one in into.memory.values())
-    over.set()
     assert cache.drain(PATIENCE)
 
 

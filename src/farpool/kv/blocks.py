@@ -21,7 +21,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
-from farpool.errors import ConfigError, FarpoolError, StoreClosedError
+from farpool.errors import ConfigError, FarpoolError, NodeTimeoutError, StoreClosedError
 from farpool.kv.compressed import Compression
 from farpool.kv.header import HEADER_BYTES, check_header, pack_header
 from farpool.kv.journal import record
@@ -217,14 +217,18 @@ class BlockCache:
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: set[Future[Any]] = set()
 
-    def _calls(self) -> ObjectCalls:
+    def _calls(self, seconds: float = math.inf) -> ObjectCalls:
         """Return the calls of the store, which is opened by the first that needs it in this process.
 
         Raises
         ------
+        NodeTimeoutError
+            No time is left for a call: nobody is asked, although a fast node might answer.
         StoreClosedError
             The cache is closed.
         """
+        if seconds <= 0:
+            raise NodeTimeoutError("the time of this call was over before it was made")
         link = self._link
         if link is not None and not self._closed:
             return link.calls
@@ -276,8 +280,9 @@ class BlockCache:
         """
         began = time.monotonic()
         keys = as_keys(keys)
+        seconds = self._timeout if timeout is None else timeout
         try:
-            sizes = self._calls().lookup(keys, self._timeout if timeout is None else timeout)
+            sizes = self._calls(seconds).lookup(keys, seconds)
         except FarpoolError as error:
             sizes = [error] * len(keys)
         if stored is not None and sizes != stored and (misfits := self._misfits(keys, sizes, stored)):
@@ -330,7 +335,7 @@ class BlockCache:
         for piece, left in self._pieces(pairs, began, timeout):
             start = time.monotonic()
             try:
-                answers = self._calls().get_into_many(piece, left)
+                answers = self._calls(left).get_into_many(piece, left)
             except FarpoolError as error:
                 answers = [error] * len(piece)
             seconds = time.monotonic() - start
@@ -416,7 +421,8 @@ class BlockCache:
         outcomes: list[Reason | None] = [None] * len(pairs)
         moved = 0
         try:
-            there = self._calls().lookup(keys, self._timeout if timeout is None else timeout)
+            seconds = self._timeout if timeout is None else timeout
+            there = self._calls(seconds).lookup(keys, seconds)
             misfits = self._misfits(keys, there, [HEADER_BYTES + nbytes_of(payload) for _, payload in pairs])
             self._forget([keys[number] for number in misfits], began, timeout)
             missing = sorted({*misfits, *(number for number, size in enumerate(there) if not isinstance(size, int))})
@@ -482,8 +488,9 @@ class BlockCache:
         """
         began = time.monotonic()
         keys, ttl_ms = as_keys(keys), ttl_of(ttl)
+        seconds = self._timeout if timeout is None else timeout
         try:
-            held = self._calls().hold_many(keys, ttl_ms, self._timeout if timeout is None else timeout)
+            held = self._calls(seconds).hold_many(keys, ttl_ms, seconds)
         except FarpoolError as error:
             held = [error] * len(keys)
         replaced: list[Hold] = []
@@ -569,8 +576,9 @@ class BlockCache:
         """
         began = time.monotonic()
         keys = as_keys(keys)
+        seconds = self._timeout if timeout is None else timeout
         try:
-            demoted = self._calls().demote_many(keys, self._timeout if timeout is None else timeout)
+            demoted = self._calls(seconds).demote_many(keys, seconds)
         except FarpoolError as error:
             demoted = [error] * len(keys)
         outcomes = [
