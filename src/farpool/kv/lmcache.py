@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -31,6 +31,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from farpool.errors import ConfigError, StoreClosedError
 from farpool.kv.blocks import BlockCache
+from farpool.kv.engine_judge import EngineJudge
 from farpool.kv.keys import block_key
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.reasons import Reason
@@ -191,9 +192,11 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         groups = tuple(Group((f"object group {group}",), 0) for group in range(_CODED_GROUPS))
         own = replace(self._namespace("any", "", 0, 0, "any"), groups=groups)
         # Threads and connections for each kind of task: lookups never wait behind loads, nor loads behind stores.
-        self._lookups = msgspec.structs.replace(settings, threads=1).cache(own)
-        self._loads = settings.cache(own)
-        self._stores = msgspec.structs.replace(settings, threads=1).cache(own)
+        self._judge = EngineJudge(settings.judge(), settings.chunk_size, is_on=settings.hold_out)
+        one_thread = msgspec.structs.replace(settings, threads=1)
+        self._lookups = one_thread.cache(own, self._judge.judge)
+        self._loads = settings.cache(own, self._judge.judge)
+        self._stores = one_thread.cache(own, self._judge.judge)
         self._tasks = count()
         self._found: _Results[Bitmap] = _Results()
         self._loaded: _Results[Bitmap] = _Results()
@@ -214,6 +217,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return self._loaded.fileno()
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        self._judge.saved(_chunks(keys))
         return self._start(self._stores, self._stored, L2StoreResult(False, 0), self._store, keys, objects)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -234,7 +238,21 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             self._lookups.submit(self._lookups.unpin, own)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        return self._start(self._loads, self._loaded, Bitmap(len(keys)), self._load, keys, objects)
+        load = self._judge.loading(_chunks(keys), sum(one.get_size() for one in objects))
+        outcomes: list[Reason | None] = [Reason.LATE] * len(keys)
+
+        def work(keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+            outcomes[:] = self._load(keys, objects)
+            bitmap = Bitmap(len(keys))
+            for number, reason in enumerate(outcomes):
+                if reason is None:
+                    bitmap.set(number)
+            return bitmap
+
+        def ended() -> None:
+            load.ended(_outcomes_of_chunks(keys, outcomes))
+
+        return self._start(self._loads, self._loaded, Bitmap(len(keys)), work, keys, objects, ended)
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loaded.take(task_id)
@@ -249,7 +267,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
 
         Nodes that are away do not make it unhealthy, as LMCache goes on without them.
         """
-        counters: Counter[str] = Counter()
+        counters: Counter[str] = Counter(self._judge.stats())
         for cache in (self._lookups, self._loads, self._stores):
             counters.update(cache.stats())
         return {
@@ -281,6 +299,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         work: Callable[[list[ObjectKey], Any], T],
         keys: list[ObjectKey],
         argument: Any,
+        ended: Callable[[], None] = lambda: None,
     ) -> int:
         """Begin a task; its result comes for certain, and is `nothing` if it fails or begins too late."""
         task = next(self._tasks)
@@ -298,11 +317,13 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
                 _LOG.exception("a task of %d keys failed", len(keys))
             finally:
                 results.put(task, result)
+                ended()
 
         try:
             cache.submit(run)
         except StoreClosedError:
             results.put(task, nothing)
+            ended()
         return task
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
@@ -346,33 +367,47 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
                 continue
             asked.append(number)
             own.append(_key(self._space(key, layout), key))
+        began = self._judge.clock()
         looked = self._lookups.lookup(own)
         there = [place for place, found in enumerate(looked.found) if found]
+        nbytes = {asked[place]: looked.sizes[place] or 0 for place in there}
+        if self._bypasses(keys, nbytes, began):
+            there = []
         held = self._lookups.pin([own[place] for place in there], self._settings.lock_ttl) if there else []
-        for place, is_held in zip(there, held, strict=True):
-            if is_held:
+        for place, reason in zip(there, held, strict=True):
+            if reason is None:
                 bitmap.set(asked[place])
         gone = [keys[n] for n, reason in zip(asked, looked.reasons, strict=True) if reason is Reason.ABSENT]
         self._forget(gone)
         return bitmap
 
-    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
-        bitmap = Bitmap(len(keys))
+    def _bypasses(self, keys: list[ObjectKey], nbytes: Mapping[int, int], began: float) -> bool:
+        """Decide about objects that are there, by their places among the keys; True if they are better computed."""
+        if len({key.object_group_id for key in keys}) != 1:
+            return False  # of several groups of layers, nobody can tell from here which objects a request needs
+        chunks = _chunks(keys)
+        missing = {_chunk(key) for number, key in enumerate(keys) if number not in nbytes}
+        there = next((number for number, chunk in enumerate(chunks) if chunk in missing), len(chunks))
+        # What is there behind a gap comes to use if another level, or another request, has what is missing.
+        if any(chunk not in missing for chunk in chunks[there:]):
+            there = 0
+        request = keys[0].chunk_hash.hex()
+        run = self._judge.looked_up(chunks, there, sum(nbytes.values()), began=began, request=request)
+        return run.is_bypassed
+
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[Reason | None]:
         own = [
             _key(self._space(key, self._layout_of(_meta_shapes(one), key)), key)
             for key, one in zip(keys, objects, strict=True)
         ]
         outcomes = self._loads.load(own, [_bytes_of(one) for one in objects])
-        for number, reason in enumerate(outcomes):
-            if reason is None:
-                bitmap.set(number)
         loaded = [key for key, reason in zip(keys, outcomes, strict=True) if reason is None]
         if loaded:
             self._notify_keys_accessed(loaded)
         if len(loaded) < len(keys):
             failed = Counter(reason for reason in outcomes if reason is not None)
             _LOG.warning("%d of %d objects were not loaded: %s", failed.total(), len(keys), _listed(failed))
-        return bitmap
+        return outcomes
 
     def _layout_of(self, pairs: Iterable[tuple[Sequence[int], object]], key: ObjectKey) -> str:
         """Name the layout of an object, and remember it for calls that do not say."""
@@ -449,6 +484,23 @@ def _meta_shapes(one: MemoryObj) -> list[tuple[Sequence[int], object]]:
 
 def _bytes_of(one: MemoryObj) -> memoryview:
     return memoryview(one.byte_array).cast("B")
+
+
+def _chunk(key: ObjectKey) -> Hashable:
+    """Name a chunk of tokens, of which each rank has an object."""
+    return key.model_name, key.cache_salt, key.chunk_hash
+
+
+def _chunks(keys: Iterable[ObjectKey]) -> list[Hashable]:
+    return list(dict.fromkeys(map(_chunk, keys)))
+
+
+def _outcomes_of_chunks(keys: Iterable[ObjectKey], outcomes: Iterable[Reason | None]) -> list[Reason | None]:
+    """Fold what became of objects into one outcome for each chunk."""
+    folded: dict[Hashable, Reason | None] = {}
+    for key, reason in zip(keys, outcomes, strict=True):
+        folded[_chunk(key)] = folded.get(_chunk(key)) or reason
+    return list(folded.values())
 
 
 def _key(space: Namespace, key: ObjectKey) -> bytes:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,8 +31,10 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from farpool.errors import ConfigError
 from farpool.kv.blocks import BlockCache
+from farpool.kv.engine_judge import EngineJudge
 from farpool.kv.keys import block_key
 from farpool.kv.namespace import Group, Namespace
+from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
 __all__ = ["FarpoolHiCache"]
@@ -167,6 +169,11 @@ class _Pages:
         """Fold the answers for keys into answers for pages: a page is there if all its parts are."""
         return [all(answers[at : at + self._split]) for at in range(0, len(answers), self._split)]
 
+    def reasons_of_pages(self, reasons: Sequence[Reason | None]) -> list[Reason | None]:
+        """Fold the reasons for keys into one for each page: the first of its parts'."""
+        parts = [reasons[at : at + self._split] for at in range(0, len(reasons), self._split)]
+        return [next((reason for reason in own if reason is not None), None) for own in parts]
+
     def _firsts(self, indices: torch.Tensor) -> list[int]:
         return [int(index) for index in indices[:: self.page_size].tolist()]
 
@@ -210,6 +217,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         self._config = storage_config
         self._pools: dict[str, _Pages] = {}
         self._cache: BlockCache | None = None
+        self._engine: EngineJudge | None = None
         self._metrics = StorageMetrics() if storage_config.enable_storage_metrics else None
         if self._copied:
             _log.warning('pages are copied once more; set "interface_v1": 1 in %s', _WHERE)
@@ -220,7 +228,11 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         pages = self._pages(mem_pool_host, _KV)
         self.close()
         self._pools[_KV] = pages
-        self._cache = self._settings.cache(pages.namespace)
+        # All ranks load what the least of them has found, so one decides for all.
+        config = self._config
+        is_on = self._settings.hold_out and not (config.tp_rank or config.pp_rank or config.attn_cp_rank)
+        self._engine = EngineJudge(self._settings.judge(), pages.page_size, is_on=is_on)
+        self._cache = self._settings.cache(pages.namespace, self._engine.judge)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName | str) -> None:
         """Take a further pool, such as that of a sliding window, of recurrent states or of a draft model."""
@@ -230,12 +242,14 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
             self._pools[name] = self._pages(host_pool, name)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages, from the first on, are there without a gap."""
+        """Return how many pages, from the first on, are there without a gap; 0 if they are better computed."""
         kv = self._pools[_KV]
         if kv.is_logical or not keys:
             return 0
+        began = self._judge.clock()
         found = self._blocks.lookup(kv.keys(self._blocks, keys), request=_request(keys, extra_info)).found
-        return _leading(kv.of_pages(found))
+        there = _leading(kv.of_pages(found))
+        return 0 if self._bypasses(keys, there, there * kv.nbytes, began, extra_info) else there
 
     def batch_exists_v2(
         self,
@@ -257,8 +271,10 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         Returns
         -------
         PoolTransferResult
-            Longest prefix in pages, that of each pool alone, and all lengths that can be restored.
+            Longest prefix in pages, that of each pool alone, and all lengths that can be restored; nothing if it is
+            better computed.
         """
+        began = self._judge.clock()
         transfers = pool_transfers or []
         asked: list[tuple[_Pages, Sequence[str]]] = [(self._pools[_KV], keys)]
         asked += [
@@ -285,7 +301,12 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
                     usable = set()
             pool_pages[one.name] = max(usable, default=0)
             restorable &= usable
-        return PoolTransferResult(max(restorable, default=0), pool_pages, sorted(restorable))
+        best = max(restorable, default=0)
+        whole = [str(one.name) for one in transfers if one.hit_policy != PoolHitPolicy.TRAILING_PAGES]
+        nbytes = best * sum(self._pools[name].nbytes for name in {_KV, *whole} if name in self._pools)
+        if self._bypasses(keys, best, nbytes, began, extra_info):
+            return PoolTransferResult(0, dict.fromkeys(pool_pages, 0), [])
+        return PoolTransferResult(best, pool_pages, sorted(restorable))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -323,8 +344,8 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         if not kv.is_copied:
             return [None] * len(keys)
         tensors = target_locations or [kv.pool.get_dummy_flat_data_page() for _ in keys]
-        targets = [_bytes_of(tensor) for tensor in tensors]
-        reasons = self._blocks.load(kv.keys(self._blocks, keys), targets, request=_request(keys))
+        targets = [(_bytes_of(tensor),) for tensor in tensors]
+        reasons = self._load(kv, keys, kv.keys(self._blocks, keys), targets, len(keys) * kv.nbytes, _request(keys))
         return [tensor if reason is None else None for tensor, reason in zip(tensors, reasons, strict=True)]
 
     def batch_set(
@@ -338,6 +359,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         kv = self._pools[_KV]
         if not kv.is_copied or values is None:
             return False
+        self._judge.saved(keys)
         saved = self._blocks.save(
             kv.keys(self._blocks, keys), [_bytes_of(value) for value in values], request=_request(keys)
         )
@@ -391,6 +413,38 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
             raise ConfigError("the pool of KV was not registered; SGLang does so when it attaches the backend")
         return self._cache
 
+    @property
+    def _judge(self) -> EngineJudge:
+        if self._engine is None:
+            raise ConfigError("the pool of KV was not registered; SGLang does so when it attaches the backend")
+        return self._engine
+
+    def _bypasses(
+        self, keys: list[str], there: int, nbytes: int, began: float, extra_info: HiCacheStorageExtraInfo | None
+    ) -> bool:
+        """Decide about pages that a lookup has found; True if they are better computed."""
+        before = len(extra_info.prefix_keys or ()) if extra_info else 0
+        request = _request(keys, extra_info)
+        return self._judge.looked_up(keys, there, nbytes, began=began, request=request, before=before).is_bypassed
+
+    def _load(
+        self,
+        pages: _Pages,
+        hashes: Sequence[str],
+        keys: Sequence[bytes],
+        parts: Sequence[Parts],
+        nbytes: int,
+        request: str,
+    ) -> list[Reason | None]:
+        """Load pages, and others behind them, and have it measured by what becomes of the first ones."""
+        load = self._judge.loading(hashes, nbytes)
+        reasons: list[Reason | None] = [Reason.FAILED] * len(keys)
+        try:
+            reasons = self._blocks.load(keys, parts, request=request)
+        finally:
+            load.ended(pages.reasons_of_pages(reasons)[: len(hashes)])
+        return reasons
+
     def _pages(self, pool: Any, name: str) -> _Pages:
         copied = self._copied and name == _KV
         return _Pages(pool, name, self._config, self._settings, copied=copied)
@@ -422,8 +476,15 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         batches = [self._batch(name, hashes, indices, saving) for name, hashes, indices in wanted]
         keys = [key for batch in batches for key in batch.keys]
         parts = [part for batch in batches for part in batch.parts]
-        move = self._blocks.save if saving else self._blocks.load
-        reasons = iter(move(keys, parts, request=_request(wanted[0][1], extra_info)) if keys else ())
+        request = _request(wanted[0][1], extra_info)
+        reasons: Iterator[Reason | None] = iter(())
+        if saving:
+            self._judge.saved([one for _, hashes, _ in wanted for one in hashes])
+            reasons = iter(self._blocks.save(keys, parts, request=request) if keys else ())
+        elif keys:
+            first = next(batch for batch in batches if batch.keys)
+            total = sum(len(batch.done) * batch.pages.nbytes for batch in batches if batch.keys)
+            reasons = iter(self._load(first.pages, first.hashes, keys, parts, total, request))
         count = nbytes = 0
         for batch in batches:
             if batch.keys:
@@ -449,7 +510,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
             _log.error("pool %s: %d indices for %d pages of %d", name, count, len(hashes), pages.page_size)
         elif hashes:
             parts = pages.values(indices) if saving else pages.targets(indices)
-            return _Batch([], pages.keys(self._blocks, hashes), parts, pages, indices)
+            return _Batch([False] * len(hashes), pages.keys(self._blocks, hashes), parts, pages, indices, hashes)
         return _Batch([False] * len(hashes))
 
 
@@ -462,6 +523,7 @@ class _Batch:
     parts: Sequence[Parts] = ()
     pages: _Pages = None  # type: ignore[assignment] # there are pages and indices where there are keys
     indices: torch.Tensor = None  # type: ignore[assignment]
+    hashes: Sequence[str] = ()
 
 
 def _logical_dtype(dtype: torch.dtype | None, setting: str) -> str:

@@ -54,3 +54,13 @@ CASES: dict[str, dict[str, Any]] = {
     # for a fixed namespace) and "vectors" (the engine's own hashes of the published tokens in hex).
     "hash_seeds": {},
 }
+
+OF_ENGINES: dict[str, dict[str, Any]] = {
+    # 8 requests compute 16 blocks each, and load them when they come again, which takes ten times as long, by a clock
+    # that only computing and loading move. Then 4 of them come once more: `bypassed` of their blocks are there and not
+    # loaded, as the journal says of `told` of these requests; the engine computes them, and offers them again.
+    "slow_link_is_bypassed": {"loaded": 128, "bypassed": 64, "told": 4, "wrong": 0, "completed": True},
+    # The same with `hold_out` turned off.
+    "hold_out_off": {"loaded": 192, "bypassed": 0, "told": 0, "wrong": 0, "completed": True},
+}
+"""Cases of engines that tell a connector nothing of how long they compute."""

@@ -23,7 +23,7 @@ from farpool.errors import FarpoolError
 from farpool.kv import Group, Namespace, block_key
 from farpool.kv.blocks import namespaces
 from farpool.node.process import RunningNode, running_node
-from tests.kv.connectors.cases import CASES
+from tests.kv.connectors.cases import CASES, OF_ENGINES
 from tests.nodes import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -57,7 +57,7 @@ def facts(run_program: Callable[..., dict[str, Any]]) -> Callable[[str], dict[st
 
     def of(case: str) -> dict[str, Any]:
         if case not in found:
-            together = _OWN if case in _OWN else [name for name in CASES if name != "hash_seeds"]
+            together = _OWN if case in _OWN else [name for name in (*CASES, *OF_ENGINES) if name != "hash_seeds"]
             found.update(run_program("lmcache", "lmcache_l2", *together, timeout=280.0))
         own = found[case]
         assert "error" not in own, own["error"]
@@ -66,10 +66,10 @@ def facts(run_program: Callable[..., dict[str, Any]]) -> Callable[[str], dict[st
     return of
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "hash_seeds"])
+@pytest.mark.parametrize("case", [name for name in (*CASES, *OF_ENGINES) if name != "hash_seeds"])
 def test_the_contract_holds(facts: Callable[[str], dict[str, Any]], case: str) -> None:
-    found = facts(case)
-    assert {name: found.get(name) for name in CASES[case]} == CASES[case]
+    found, expected = facts(case), {**CASES, **OF_ENGINES}[case]
+    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_blocks_come_back_over_tcp(facts: Callable[[str], dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from farpool.kv.keys import token_chain
-from tests.kv.connectors.cases import CASES
+from tests.kv.connectors.cases import CASES, OF_ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
@@ -48,10 +48,10 @@ def _told(found: Facts, name: str) -> Facts:
     return told
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *OF_ENGINES])
 def test_the_contract_of_connectors_holds(contract: Facts, case: str) -> None:
-    told = _told(contract, case)
-    assert {name: told[name] for name in CASES[case]} == CASES[case]
+    told, expected = _told(contract, case), {**CASES, **OF_ENGINES}[case]
+    assert {name: told[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("case", _OF_THE_TREE)

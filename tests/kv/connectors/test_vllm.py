@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kv.connectors.cases import CASES
+from tests.kv.connectors.cases import CASES, OF_ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,10 +28,10 @@ def found(request: pytest.FixtureRequest, run_program: Callable[..., dict[str, A
     return request.param, run_program("vllm", "vllm_tier", request.param, timeout=500)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "hash_seeds"])
+@pytest.mark.parametrize("case", [case for case in (*CASES, *OF_ENGINES) if case != "hash_seeds"])
 def test_the_tier_keeps_the_contract(found: tuple[str, dict[str, Any]], case: str) -> None:
     transport, facts = found
-    expected = dict(CASES[case])
+    expected = {**CASES, **OF_ENGINES}[case].copy()
     if (transport, case) == ("mapped", "deadline_passed"):
         expected["loaded"] = 16  # memory of a node on this host is read without it
     assert "error" not in facts[case], facts[case]["error"]

@@ -38,6 +38,7 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from farpool import Store
 from farpool.kv.header import pack_header
+from farpool.kv.journal import recorded
 from farpool.kv.keys import KEY_MAGIC
 from farpool.kv.lmcache import FarpoolL2
 from farpool.node.process import RunningNode, running_node
@@ -409,6 +410,39 @@ def offered_again() -> dict[str, Any]:
         requests = stats(node.address)["bytes_in"] - before
         assert requests < NBYTES  # lookups, not one payload
         return {"saved": len(objects_on(node)), "bytes_again": again}
+
+
+def slow_link_is_bypassed(**params: Any) -> dict[str, Any]:
+    with running_node("256MiB") as node, engine(node, **params) as one:
+        now = 0.0
+        one.adapter._judge.clock = lambda: now
+        fetch = one.adapter._loads.load
+
+        def load(keys: Any, *arguments: Any, **named: Any) -> Any:
+            nonlocal now
+            now += 10 * len(keys)
+            return fetch(keys, *arguments, **named)
+
+        one.adapter._loads.load = load
+        facts: dict[str, Any] = {"loaded": 0, "told": 0, "wrong": 0, "completed": True}
+        for sequence in [*(turn // 2 for turn in range(16)), *range(4)]:
+            keys = object_keys(first=sequence * 10_000)
+            before = len(recorded(keys[0].chunk_hash.hex()))
+            loaded, wrong, completed = one.load(keys)
+            steps = recorded(keys[0].chunk_hash.hex())[before:]
+            if loaded < BLOCKS:
+                now += BLOCKS
+                one.save(keys)
+            facts["loaded"] += loaded
+            facts["wrong"] += wrong
+            facts["told"] += any(entry.reasons == {"bypassed": BLOCKS} for entry in steps)
+            facts["completed"] &= completed
+        eventually(lambda: not one.adapter._lookups._holds)  # nothing stays locked
+        return {**facts, "bypassed": one.adapter.report_status().get("load.bypassed", 0)}
+
+
+def hold_out_off() -> dict[str, Any]:
+    return slow_link_is_bypassed(hold_out=False)
 
 
 def own_threads() -> list[str]:

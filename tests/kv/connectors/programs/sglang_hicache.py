@@ -19,9 +19,10 @@ import torch
 
 from farpool.kv.blocks import BlockCache
 from farpool.kv.header import HEADER_BYTES
+from farpool.kv.journal import recorded
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
-from tests.kv.connectors.cases import BLOCKS, CASES
+from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES
 from tests.kv.connectors.programs.sglang_engine import (
     PAGE,
     PATIENCE,
@@ -206,6 +207,43 @@ def concurrent_threads(node: RunningNode) -> Facts:
     return facts
 
 
+def slow_link_is_bypassed(node: RunningNode, **changes: Any) -> Facts:
+    with engine(settings(node.address, **changes)) as one:
+        now = 0.0
+        storage = one.storage
+        storage._engine.clock = lambda: now
+        fetch = storage._cache.load
+
+        def load(keys: Any, *arguments: Any, **named: Any) -> Any:
+            nonlocal now
+            now += 10 * len(keys)
+            return fetch(keys, *arguments, **named)
+
+        storage._cache.load = load
+        facts: Facts = {"loaded": 0, "bypassed": 0, "told": 0, "wrong": 0, "completed": True}
+        turns = [*((turn, sequence) for sequence in range(8) for turn in range(2)), *((2, n) for n in range(4))]
+        for turn, sequence in turns:
+            tokens = range(sequence * 1000, sequence * 1000 + BLOCKS * PAGE)
+            fill(one.pool, torch.arange(BLOCKS * PAGE), sequence)
+            before = len(recorded(hashes(tokens)[0]))
+            found = one.load(tokens, pages_of(one.pool, torch.arange(BLOCKS * PAGE)))
+            steps = recorded(hashes(tokens)[0])[before:]
+            facts["told"] += any(entry.reasons == {"bypassed": BLOCKS} for entry in steps)
+            if found["loaded"] < BLOCKS:
+                now += BLOCKS
+                one.save(tokens, sequence)
+                facts["completed"] &= one.acked == BLOCKS
+            facts["loaded"] += found["loaded"]
+            facts["wrong"] += found["wrong"]
+            facts["bypassed"] += BLOCKS - found["found"] if turn else 0
+            assert facts["bypassed"] == storage._engine.stats().get("load.bypassed", 0)
+        return facts
+
+
+def hold_out_off(node: RunningNode) -> Facts:
+    return slow_link_is_bypassed(node, hold_out=False)
+
+
 def hash_seeds(node: RunningNode) -> Facts:
     _, pool = mha()
     with backend(pool, settings(node.address)) as storage:
@@ -221,7 +259,7 @@ def _keys(storage: Any) -> list[bytes]:
 def main() -> None:
     begin()
     facts: dict[str, Facts] = {}
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or (*CASES, *OF_ENGINES):
         case: Callable[[RunningNode], Facts] = globals()[name]
         with running_node() as node:
             try:

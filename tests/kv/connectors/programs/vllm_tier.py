@@ -35,9 +35,10 @@ from farpool import Store
 from farpool.errors import ConfigError
 from farpool.kv import block_key
 from farpool.kv.header import pack_header
+from farpool.kv.journal import recorded
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
-from tests.kv.connectors.cases import BLOCKS, CASES
+from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES
 from tests.nodes import eventually, stats
 
 PATIENCE = 20.0
@@ -124,6 +125,10 @@ class Engine:
     def compute(self, keys: Sequence[Any], bytes_of: np.ndarray) -> None:
         """Do as if the model had computed blocks, and offload them."""
         request = self.begin(keys)
+        self.offer(keys, bytes_of, request)
+        self.end(request)
+
+    def offer(self, keys: Sequence[Any], bytes_of: np.ndarray, request: ReqContext) -> None:
         with self.lock:
             offered = self.manager.prepare_store(keys, request)
             assert offered is not None
@@ -131,7 +136,6 @@ class Engine:
                 self.memory[row] = bytes_of[list(keys).index(key)]
             if offered.keys_to_store:
                 self.manager.complete_store(offered.keys_to_store, request)
-        self.end(request)
 
     def save(self, keys: Sequence[Any], bytes_of: np.ndarray) -> None:
         self.compute(keys, bytes_of)
@@ -144,12 +148,20 @@ class Engine:
             self.manager.on_reset_flushed()
         self.memory[:] = 0xEE
 
-    def ask(self, keys: Sequence[Any], bytes_of: np.ndarray, meanwhile: Callable[[], None] = lambda: None) -> Facts:
+    def ask(
+        self,
+        keys: Sequence[Any],
+        bytes_of: np.ndarray,
+        meanwhile: Callable[[], None] = lambda: None,
+        computing: Callable[[int], None] | None = None,
+        name: str = "",
+    ) -> Facts:
         """Run a request as the scheduler does: look its prefix up until nothing is pending, then load what is there.
 
-        `meanwhile` runs once, after the lookup that has found something and before the load begins.
+        `meanwhile` runs once, after the lookup that has found something and before the load begins; `computing`, if it
+        is given, with the number of blocks that are missing, which are offered then.
         """
-        request = self.begin(keys)
+        request = self.begin(keys, name)
         deadline = time.monotonic() + PATIENCE
         found, retries, completed = 0, 0, False
         while not completed and time.monotonic() < deadline:
@@ -175,9 +187,29 @@ class Engine:
                 rows = self.manager.prepare_load(keys[:loaded], request).block_ids
                 wrong = sum(not np.array_equal(self.memory[row], bytes_of[n]) for n, row in enumerate(rows))
                 self.manager.complete_load(keys[:loaded], request)
+        if computing is not None and loaded < len(keys):
+            computing(len(keys) - loaded)
+            self.offer(keys[loaded:], bytes_of[loaded:], request)
         self.end(request)
         self.step()
         return {"found": found, "loaded": loaded, "wrong": wrong, "completed": completed, "retries": retries}
+
+
+class Clock:
+    """The clock of a tier's judge, which only computing and loading move: a load takes ten times as long."""
+
+    def __init__(self, tier: Any) -> None:
+        self.now = 0.0
+        self._tier = tier
+        tier._judge.clock = lambda: self.now
+        self._load, tier._load = tier._load, self.load
+
+    def compute(self, number: int) -> None:
+        self.now += number
+
+    def load(self, job: Any) -> Any:
+        self.now += 10 * len(job.keys)
+        return self._load(job)
 
 
 @contextlib.contextmanager
@@ -399,6 +431,30 @@ def concurrent_threads(transport: str) -> Facts:
         return {"saved": saved(node), **{name: sum(one[name] for one in found) for name in ("loaded", "wrong")}}
 
 
+def slow_link_is_bypassed(transport: str, **settings: Any) -> Facts:
+    with running_node() as node, running(transport, [node], **settings) as engine:
+        clock = Clock(engine.tier)
+        facts: Facts = {"loaded": 0, "wrong": 0, "told": 0, "completed": True}
+        for turn, seed in [
+            *((turn, seed) for seed in range(8) for turn in range(2)),
+            *((2, seed) for seed in range(4)),
+        ]:
+            name = f"slow link {uuid.uuid4().hex}"
+            told = engine.ask(hashed(seed), values(seed), computing=clock.compute, name=name)
+            engine.settle()
+            engine.forget()
+            facts["loaded"] += told["loaded"]
+            facts["wrong"] += told["wrong"]
+            facts["completed"] &= told["completed"] and (turn > 0 or not told["found"])
+            facts["told"] += any(entry.reasons == {"bypassed": BLOCKS} for entry in recorded(name))
+        counted = engine.tier.get_stats().reduce()
+        return {**facts, "bypassed": counted.get("vllm:kv_offload_farpool_blocks:('load', 'bypassed')", 0)}
+
+
+def hold_out_off(transport: str) -> Facts:
+    return slow_link_is_bypassed(transport, hold_out=False)
+
+
 def hash_seeds(transport: str) -> Facts:
     """Hashes and keys, most of which must not depend on PYTHONHASHSEED."""
     tokens = list(range(1000, 1000 + TOKENS))
@@ -445,7 +501,7 @@ def settings(transport: str) -> Facts:
 def main(transport: str, *cases: str) -> None:
     kv_cache_utils.init_none_hash(sha256)
     found: dict[str, Any] = {}
-    for name in cases or (*(name for name in CASES if name != "hash_seeds"), "compressed", "settings"):
+    for name in cases or (*(name for name in (*CASES, *OF_ENGINES) if name != "hash_seeds"), "compressed", "settings"):
         began = time.monotonic()
         try:
             found[name] = globals()[name](transport)
