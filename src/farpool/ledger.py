@@ -50,7 +50,7 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str], Account] = {}
         self._given_back: deque[tuple[str, str, Account]] = deque()
-        """What finalizers have given back, and is not booked yet."""
+        """Amounts that finalizers have given back, and that are not booked yet."""
         self._lock = threading.Lock()
 
     def add(

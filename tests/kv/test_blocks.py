@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
-from farpool.errors import ConfigError
+from farpool.errors import ConfigError, NodeTimeoutError
 from farpool.kv import BlockCache, Reason, token_chain
 from farpool.kv.blocks import namespaces, purge
 from farpool.kv.header import HEADER_BYTES, pack_header
@@ -279,3 +279,36 @@ def test_the_journal_says_what_became_of_a_request_also_to_other_processes(cache
 def test_a_wrong_setting_is_refused_at_once(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
         BlockCache(["tcp://127.0.0.1:1"], NAMESPACE, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slow", ["get_into_many", "put_many"])
+def test_a_batch_of_many_pieces_ends_with_the_first_that_is_late(
+    cache: BlockCache, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    keys, values = blocks(cache, 8)
+    if slow == "get_into_many":
+        cache.save(keys, values)
+    monkeypatch.setattr("farpool.kv.blocks._PIECE_BYTES", 2 * (BLOCK + HEADER_BYTES))
+    calls = cache._calls()
+    moved = getattr(calls, slow)
+    asked: list[int] = []
+
+    def second_is_late(items: list[tuple[bytes, object]], *given: object) -> object:
+        if any(len(key) == 64 for key, _ in items):  # not the namespace's description
+            asked.append(len(items))
+            if len(asked) == 2:
+                return [NodeTimeoutError("too late")] * len(items)
+        return moved(items, *given)
+
+    monkeypatch.setattr(calls, slow, second_is_late)
+    late = [None] * 2 + [Reason.LATE] * 6
+    assert (cache.load(keys, targets(8)) if slow == "get_into_many" else cache.save(keys, values)) == late
+    assert asked == [2, 2]
+
+
+def test_a_block_of_another_version_is_left_to_programs_of_that_version(cache: BlockCache, node: RunningNode) -> None:
+    (key,), _ = blocks(cache, 1)
+    with Store(node.address) as store:
+        store.put_parts(key, [pack_header(key, BLOCK, BLOCK, layout_version=2), bytes(BLOCK)])
+    assert cache.load([key], targets(1)) == [Reason.WRONG_VERSION]
+    assert cache.lookup([key]).leading == 1

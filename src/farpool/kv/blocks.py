@@ -64,8 +64,9 @@ _DESCRIBED_SECONDS = 60.0
 _LONGEST_COST = 1e6
 _FEWEST_HOLDS = 1024
 """Number of held blocks below which those whose time is over are not looked for."""
-_USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_VERSION})
-"""Reasons for which no reader can use a block. It is dropped: as long as it is there, nobody can save it anew."""
+_USELESS = frozenset({Reason.CORRUPT, Reason.FOREIGN})
+"""Reasons for which no reader can use a block. It is dropped: as long as it is there, nobody can save it anew. One of
+another version is left to programs of that version, which may run beside this one during an upgrade."""
 
 
 @dataclass(frozen=True)
@@ -352,6 +353,9 @@ class BlockCache:
                 payload = sum(nbytes_of(target) for target, reason in loaded if reason is None)
                 self._compression.choice.received(came, seconds, payload)
             moved += came
+            if Reason.LATE in outcomes[first:]:  # the others would take as long, each piece again
+                outcomes += [Reason.LATE] * (len(keys) - len(outcomes))
+                break
         if any(outcomes):
             useless = [
                 key
@@ -444,7 +448,11 @@ class BlockCache:
                 if self._compression is not None and self._compression.choice is not None:
                     self._compression.choice.sent(went, seconds, payload)
                 moved += went
-                done += len(piece)
+                own, done = missing[done : done + len(piece)], done + len(piece)
+                if any(outcomes[number] is Reason.LATE for number in own):
+                    for number in missing[done:]:
+                        outcomes[number] = Reason.LATE
+                    break
         except FarpoolError as error:
             outcomes = [reason_of(error)] * len(pairs)
         self._note("save", request, len(keys), outcomes, began, moved)
