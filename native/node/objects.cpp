@@ -464,10 +464,10 @@ void Objects::list(std::uint64_t& place, std::string_view after, std::string_vie
 }
 
 std::uint64_t Objects::overhead() const noexcept {
-    // The mark of a visit, the links of the queue, and what is known of the header.
-    const std::uint64_t beside_slot = 1 + 8 + sizeof(Shape) + (shelf_ == nullptr ? 0 : 1);
+    // The mark of a visit, and what is known of the header.
+    const std::uint64_t beside_slot = 1 + sizeof(Shape) + (shelf_ == nullptr ? 0 : 1);
     return index_->slots_used() * (sizeof(IndexSlot) + beside_slot) + index_->buckets() * sizeof(std::uint32_t) +
-           header_bytes_ + sieve_->credits_nbytes() + lower_->credits_nbytes();
+           header_bytes_ + upper_->nbytes() + lower_->nbytes();
 }
 
 }  // namespace farpool

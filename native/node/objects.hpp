@@ -20,7 +20,7 @@
 #include "node/index.hpp"
 #include "node/shelf.hpp"
 #include "node/visits.hpp"
-#include "policy/sieve.hpp"
+#include "policy/marked_reuse.hpp"
 #include "wire/frame.hpp"
 
 namespace farpool {
@@ -265,7 +265,7 @@ private:
     // The live slot of a held object; `none` where the object has gone.
     std::uint32_t held_slot(std::uint64_t offset) const;
     std::uint32_t enter(const ObjectHeader& settings, std::string_view key, const Index::Entry& entry);
-    policy::Sieve& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *sieve_ : *lower_; }
+    policy::MarkedReuse& queue_of(const Index::Entry& entry) { return entry.blocks == 0 ? *upper_ : *lower_; }
     void enqueue(std::uint32_t slot, const Index::Entry& entry);
     void unqueue(std::uint32_t slot, const Index::Entry& entry, policy::Leaving why);
     auto in_use() const {
@@ -295,8 +295,8 @@ private:
     std::unique_ptr<Visits> visits_;
     Shelf* shelf_;
     policy::Marks marks_;                                      // of visits
-    std::unique_ptr<policy::Sieve> sieve_;                     // of what lies in memory and is not kept or leaving
-    std::unique_ptr<policy::Sieve> lower_;                     // of what lies in the file and is not kept
+    std::unique_ptr<policy::MarkedReuse> upper_;               // of what lies in memory and is not kept or leaving
+    std::unique_ptr<policy::MarkedReuse> lower_;               // of what lies in the file and is not kept
     std::unordered_map<std::uint64_t, Leaving> leaving_;       // by offset of the extent, until that is free
     std::unordered_map<std::uint64_t, std::uint64_t> writes_;  // offsets of the extents, which are held meanwhile, by job
     std::unique_ptr<FreeSpace> space_;

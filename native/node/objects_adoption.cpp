@@ -1,4 +1,5 @@
 // Adoption of a tenant's files from an earlier start, with the objects in them that are intact; new files where there are none.
+#include <algorithm>
 #include <charconv>
 #include <new>
 #include <stdexcept>
@@ -21,8 +22,10 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     first_serial_ = index_->first_serial();
     visits_ = std::make_unique<Visits>(index_->segment().header(), budget_.limit);  // those of an earlier start are not missed
     marks_ = visits_->marks();
-    sieve_ = std::make_unique<policy::Sieve>(marks_, policy::Sieve::By::costs);
-    lower_ = std::make_unique<policy::Sieve>(marks_, policy::Sieve::By::costs);
+    // One for each 8 KiB, so that what is remembered takes a hundredth of what is lent.
+    const std::size_t remembered = std::clamp<std::size_t>(budget_.limit / 8192, 1024, policy::MarkedReuse::most_remembered);
+    upper_ = std::make_unique<policy::MarkedReuse>(marks_, remembered);
+    lower_ = std::make_unique<policy::MarkedReuse>(marks_, remembered);
     space_ = std::make_unique<FreeSpace>(static_cast<std::int64_t>(room() / unit_nbytes));
     do {
         if (!visits_->back(visits_->backed())) {

@@ -131,7 +131,7 @@ void Objects::charge_tables() {
 }
 
 bool Objects::evict_one() {
-    if (const policy::Slot victim = sieve_->victim({}, in_use()); victim != policy::no_slot) {
+    if (const policy::Slot victim = upper_->victim({}, in_use()); victim != policy::no_slot) {
         if (!demote(victim)) {
             evict(victim);
         }
@@ -158,11 +158,10 @@ bool Objects::evict_from_bucket(std::uint64_t hash) {
 }
 
 // Evicts one and then its neighbours above, until they leave a hole of so many units or one of them is in use. Without this a
-// large object would wait until chance had emptied one place. A neighbour that was used lately, or is costly, stays: its turn
-// comes when the hand of SIEVE has been there. None of them goes to the file: a place is not empty before the file has its
-// object.
+// large object would wait until chance had emptied one place. A neighbour that was used lately, or is worth more than most,
+// stays. None of them goes to the file: a place is not empty before the file has its object.
 void Objects::evict_around(std::uint32_t units) {
-    policy::Slot slot = sieve_->victim({}, in_use());
+    policy::Slot slot = upper_->victim({}, in_use());
     if (slot == policy::no_slot) {
         slot = lower_->victim({}, in_use());
     }
@@ -181,7 +180,7 @@ void Objects::evict_around(std::uint32_t units) {
         }
         slot = header_at(next).slot;  // a hint: whoever may write the data segment may have changed it
         if (!index_->is_live(slot) || index_->at(slot).offset != next || is_fixed(index_->at(slot)) ||
-            queue_of(index_->at(slot)).would_pass(slot) || (index_->at(slot).blocks != 0 && sieve_->size() > 0)) {
+            queue_of(index_->at(slot)).would_pass(slot) || (index_->at(slot).blocks != 0 && upper_->size() > 0)) {
             return;
         }
     }

@@ -52,6 +52,7 @@ public:
         return true;
     }
     std::size_t size() const noexcept { return size_; }
+    std::uint64_t nbytes() const noexcept { return cells_.size() * sizeof(Cell); }
 
 private:
     struct Cell {

@@ -27,6 +27,8 @@ public:
     Marks(std::uint8_t* outside, const std::vector<Area>* areas) : bytes_(outside), areas_(areas) {}
 
     bool outside() const noexcept { return areas_ != nullptr; }
+    // Number of areas that other processes write.
+    std::size_t areas() const noexcept { return outside() ? areas_->size() : 0; }
     // Clears the mark of an object that comes in. Marks in areas stay: they may be another object's; if not, the new object
     // stays a turn longer.
     void clear(Slot slot) {

@@ -9,6 +9,7 @@
 #include "policy/gdsf.hpp"
 #include "policy/lirs.hpp"
 #include "policy/lru.hpp"
+#include "policy/marked_reuse.hpp"
 #include "policy/s3_fifo.hpp"
 #include "policy/sieve.hpp"
 #include "policy/w_tiny_lfu.hpp"
@@ -41,6 +42,9 @@ constexpr std::array<Make, 9> makers = {
 std::span<const std::string_view> names() { return all_names; }
 
 std::unique_ptr<Policy> make(std::string_view name, std::uint64_t capacity) {
+    if (name == of_nodes) {
+        return std::make_unique<MarkedReuse>();
+    }
     const auto found = std::ranges::find(all_names, name);
     if (found == all_names.end()) {
         fail_value("policy '" + std::string(name) + "' is not known");

@@ -12,7 +12,10 @@ namespace farpool::policy {
 
 // Names of all policies, in the order in which tables show them.
 std::span<const std::string_view> names();
-// Makes a policy. `capacity`: of the cache, in the unit of the sizes. Throws where there is no such policy.
+// Name of the policy by which nodes evict, which is not among them: it is made for marks, and no other library has it.
+constexpr std::string_view of_nodes = "node";
+// Makes a policy, of `names` or that of nodes. `capacity`: of the cache, in the unit of the sizes. Throws where there is no
+// such policy.
 std::unique_ptr<Policy> make(std::string_view name, std::uint64_t capacity);
 
 }  // namespace farpool::policy

@@ -34,7 +34,7 @@ struct Item {
     std::uint64_t key = 0;          // of the object, the same whenever it comes
     std::uint64_t size = 1;         // in the unit of the capacity: bytes, or 1 where all objects are alike
     std::int64_t next_use = never;  // position in time of its next use; only Belady asks
-    double cost = 1.0;              // of fetching it again; only GDSF and SIEVE by costs ask
+    double cost = 1.0;              // of fetching it again; only GDSF and the nodes' policy ask
 };
 
 enum class Leaving {

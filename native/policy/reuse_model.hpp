@@ -29,10 +29,14 @@ public:
     void remember(std::size_t most) { most_ = most; }
     // Notes a use; returns how many uses of the block were known before.
     std::uint32_t use(std::uint64_t id);
+    // Lets time pass by one use of a block that is not to be remembered.
+    void pass() { ++clock_; }
     // Expected uses per unit of time that the block takes up room, if it goes on to be kept for as long as that pays.
     double worth(std::uint32_t uses, std::uint64_t used) const { return worth_[class_of(uses)][age_of(clock_ - used)]; }
     // Number of uses so far, which is the time.
     std::uint64_t now() const noexcept { return clock_; }
+    // Bytes for the blocks that are remembered.
+    std::uint64_t nbytes() const noexcept { return known_.size() * (sizeof(Known) + sizeof(Link)) + numbers_.nbytes(); }
 
 private:
     static constexpr std::size_t classes = 5;

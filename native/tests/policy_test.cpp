@@ -8,6 +8,7 @@
 
 #include "core/error.hpp"
 #include "policy/clock.hpp"
+#include "policy/marked_reuse.hpp"
 #include "policy/policies.hpp"
 #include "policy/s3_fifo.hpp"
 #include "policy/sieve.hpp"
@@ -69,6 +70,12 @@ private:
 
 std::string evictions(std::string_view name, std::uint64_t capacity, std::string_view letters) {
     return Cache(name, capacity).request(letters);
+}
+
+std::vector<std::string_view> all_names() {
+    std::vector<std::string_view> all(names().begin(), names().end());
+    all.push_back(of_nodes);
+    return all;
 }
 
 // A queue with marks, as the papers describe CLOCK and SIEVE, and the order of use for LRU: newest in front.
@@ -293,7 +300,7 @@ TEST("LRU, CLOCK and SIEVE do what plain models do, with objects dropped at any 
 }
 
 TEST("calls that contradict what is in are refused, and change nothing") {
-    for (const std::string_view name : names()) {
+    for (const std::string_view name : all_names()) {
         const std::unique_ptr<Policy> policy = make(name, 100);
         CHECK_EQUAL(policy->victim({1}), no_slot);
         CHECK_THROWS(PortFailure, policy->touch(0));
@@ -309,7 +316,7 @@ TEST("calls that contradict what is in are refused, and change nothing") {
 }
 
 TEST("no policy evicts what is held or not there, whatever comes, goes and changes its size") {
-    for (const std::string_view name : names()) {
+    for (const std::string_view name : all_names()) {
         std::mt19937 random(5);
         const std::unique_ptr<Policy> policy = make(name, 2000);
         std::map<Slot, std::pair<std::uint64_t, std::uint64_t>> inside;  // key and size
@@ -368,6 +375,7 @@ TEST("marks from outside count as uses") {
     policies.push_back(std::make_unique<Clock>(Marks(memory.data(), &nobody)));
     policies.push_back(std::make_unique<Sieve>(Marks(memory.data(), &nobody)));
     policies.push_back(std::make_unique<S3Fifo>(10, Marks(memory.data(), &nobody)));
+    policies.push_back(std::make_unique<MarkedReuse>(Marks(memory.data(), &nobody)));
     for (const std::unique_ptr<Policy>& policy : policies) {
         for (Slot slot = 0; slot < 10; ++slot) {
             policy->insert(slot, {slot});
@@ -380,73 +388,78 @@ TEST("marks from outside count as uses") {
     }
 }
 
-TEST("SIEVE by costs is SIEVE where each byte costs the same, or no cost is known") {
-    for (unsigned seed = 0; seed < 20; ++seed) {
-        std::mt19937 random(seed);
-        const double each = seed % 2 == 0 ? 0.0 : 3.5;
-        Sieve plain;
-        Sieve by_costs(Marks{}, Sieve::By::costs);
-        std::map<Slot, std::uint64_t> inside;
-        for (int step = 0; step < 3000; ++step) {
-            const Slot slot = random() % 60;
-            const Item item{slot, 1 + slot % 7, never, static_cast<double>(1 + slot % 7) * each};
-            if (inside.contains(slot)) {
-                plain.touch(slot);
-                by_costs.touch(slot);
-                continue;
-            }
-            if (inside.size() == 30) {
-                const auto held = [](Slot other) { return other % 5 == 0; };
-                const Slot victim = plain.victim(item, held);
-                CHECK_EQUAL(by_costs.victim(item, held), victim);
-                plain.remove(victim, Leaving::evicted);
-                by_costs.remove(victim, Leaving::evicted);
-                inside.erase(victim);
-            }
-            plain.insert(slot, item);
-            by_costs.insert(slot, item);
-            inside[slot] = slot;
-        }
-    }
+TEST("the policy of nodes evicts what was used least recently while it has learnt nothing") {
+    CHECK_EQUAL(evictions("node", 3, "abcadeb"), "bca");
+    CHECK_EQUAL(evictions("node", 2, "aabbccdd"), "ab");
 }
 
-TEST("SIEVE by costs passes what is costly more often, and in the end not any more") {
-    Sieve policy(Marks{}, Sieve::By::costs);
-    for (Slot slot = 10; slot-- > 0;) {
-        policy.insert(slot, {slot, 1, never, slot == 0 ? 400.0 : 100.0});
+TEST("the policy of nodes keeps what costs more, for each unit of size, and forgets it in the end") {
+    MarkedReuse policy;
+    for (Slot slot = 0; slot < 60; ++slot) {
+        policy.insert(slot, {slot, slot == 1 ? 64u : 1u, never, slot < 2 ? 1600.0 : 100.0});
     }
-    CHECK(policy.would_pass(0) && !policy.would_pass(1));
+    CHECK_EQUAL(policy.victim({999}), 1u);  // as large as it is, it costs least
     int turns = 0;
     for (Slot victim = no_slot; victim != 0; ++turns) {  // what comes anew is used once each time
-        CHECK(turns < 100);
-        victim = policy.victim({99});
+        CHECK(turns < 9000);
+        victim = policy.victim({999});
         policy.remove(victim, Leaving::evicted);
-        policy.insert(victim, {victim, 1, never, 100.0});
-        for (Slot slot = 1; slot < 10; ++slot) {
-            policy.touch(slot);
-        }
+        policy.insert(victim, {1000u + static_cast<unsigned>(turns), 1, never, 100.0});
+        policy.touch(victim);
     }
-    CHECK(turns > 3 && turns < 30);
+    CHECK(turns > 300);  // others stay for about 60
 }
 
-TEST("SIEVE by costs weighs sizes, and finds a victim in two turns whatever was used") {
-    Sieve policy(Marks{}, Sieve::By::costs);
-    for (Slot slot = 0; slot < 8; ++slot) {
-        policy.insert(slot, {slot, slot == 5 ? 1u : 64u, never, 1000.0});
-    }
-    for (int use = 0; use < 8; ++use) {
-        for (Slot slot = 0; slot < 8; ++slot) {
-            policy.touch(slot);
+TEST("the policy of nodes gives up what came in together from its end") {
+    // Conversations of 20 blocks each, of which every other one is used again soon, and then never more.
+    MarkedReuse policy;
+    std::map<Slot, std::uint64_t> inside;
+    std::vector<Slot> unused;
+    std::uint64_t in_order = 0;
+    std::uint64_t evicted = 0;
+    std::uint64_t before = 0;
+    for (std::uint64_t conversation = 0; conversation < 400; ++conversation) {
+        for (std::uint64_t block = 0; block < 20; ++block) {
+            const std::uint64_t key = conversation * 20 + block;
+            if (inside.size() == 1000) {
+                const Slot victim = policy.victim({key});
+                const std::uint64_t gone = inside.at(victim);
+                in_order += gone + 1 == before || gone / 20 != before / 20 ? 1 : 0;
+                ++evicted;
+                before = gone;
+                policy.remove(victim, Leaving::evicted);
+                inside.erase(victim);
+                unused.push_back(victim);
+            }
+            Slot slot = static_cast<Slot>(inside.size());
+            if (!unused.empty()) {
+                slot = unused.back();
+                unused.pop_back();
+            }
+            policy.insert(slot, {key});
+            inside[slot] = key;
         }
-        std::size_t looks = 0;
-        const Slot victim = policy.victim({99}, [&](Slot) { return ++looks > 1000; });
-        CHECK(victim != 5 && looks <= 3 * 8);
-        policy.remove(victim, Leaving::evicted);
-        policy.insert(victim, {victim, 64, never, 1000.0});
+        for (const auto& [slot, key] : inside) {
+            if (conversation % 2 == 0 && key / 20 + 10 == conversation) {
+                policy.touch(slot);
+            }
+        }
     }
-    policy.remove(5, Leaving::deleted);
-    policy.insert(5, {5, 1, never, 0.0});
-    CHECK(!policy.would_pass(5));
+    CHECK_EQUAL(evicted, 7000u);  // in the order of arrival one in twenty would be
+    CHECK(in_order > 5500);
+}
+
+TEST("the policy of nodes remembers a sample of many objects, and counts its bytes") {
+    MarkedReuse policy;
+    for (Slot slot = 0; slot < 100'000; ++slot) {
+        policy.insert(slot, {slot});
+        policy.touch(slot / 2);
+    }
+    CHECK(policy.nbytes() > 100'000 * 36 && policy.nbytes() < 100'000 * 80 + (16u << 20));
+    for (int count = 0; count < 1000; ++count) {
+        policy.remove(policy.victim({1}), Leaving::evicted);
+    }
+    CHECK_EQUAL(policy.size(), 99'000u);
 }
 
 TEST("marks that several have set count as one use, and slots that end alike share one of an area") {

@@ -1078,11 +1078,11 @@ class Policy:
     """
 
     def __init__(self, name: str, capacity: int) -> None:
-        """Make the policy with this name, one of `policy_names`, for a cache of that capacity."""
+        """Make the policy with this name, one of `policy_names` or ``node``, that of nodes, for a cache of that capacity."""
     def touch(self, slot: int, next_use: int = ...) -> None:
         """Note that the object is used again; `next_use` is the time of its next use, for ``belady``."""
     def insert(self, slot: int, key: int, size: int = 1, next_use: int = ..., cost: float = 1.0) -> None:
-        """Note that the object has come in; `cost` is that of fetching it, for ``gdsf``."""
+        """Note that the object has come in; `cost` is that of fetching it, for ``gdsf`` and ``node``."""
     def victim(self, key: int, size: int = 1, held: builtins.set[int] = ...) -> int:
         """Return the slot to evict next so that `key` can come in, none of `held`; it stays in. IndexError if none may go."""
     def remove(self, slot: int, *, evicted: bool) -> None:

@@ -1,0 +1,73 @@
+// Expected reuse from marks: the policy of a node, whose readers leave nothing but a mark.
+//
+// Evicted is what saves least for each unit of size and time, as learnt from the objects themselves (reuse_model.hpp), among
+// some that are drawn at random (as in "Hyperbolic caching", Blankstein et al., ATC 2017). Uses are noticed in sweeps over all
+// marks, so often that a sweep finds what few requests have used, and all of it then has one time of use.
+//
+// A node is not told which block of a prefix another one needs, but blocks of a prefix come in one after the other. So with the
+// object that is chosen leave those that came in next and are worth no more, the last one first: a prefix is given up from its
+// end. While nothing is learnt those leave that cost least for each unit of size and of time since their last use.
+#pragma once
+
+#include "policy/marks.hpp"
+#include "policy/reuse_model.hpp"
+#include "policy/slot_list.hpp"
+
+namespace farpool::policy {
+
+class MarkedReuse final : public Policy {
+public:
+    // Objects that are remembered, at about 80 bytes each; of more a sample is.
+    static constexpr std::size_t most_remembered = 131072;
+    explicit MarkedReuse(Marks marks = {}, std::size_t remembered = most_remembered)
+        : marks_(std::move(marks)), most_remembered_(remembered) {}
+
+    // True if the object was used lately or is worth more than most.
+    bool would_pass(Slot slot) const { return marks_.get(slot) != 0 || worth(objects_[slot]) > usual_; }
+    // Bytes for objects and for what is remembered of them.
+    std::uint64_t nbytes() const noexcept;
+
+private:
+    struct Object {
+        std::uint32_t key = 0;         // for the model, which two objects in billions may share
+        std::uint32_t used = 0;        // time of the last use that was noticed, without its upper half
+        std::uint32_t place = 0;       // among all slots
+        std::uint8_t level = 0;        // logarithm of the cost of a unit of size; 0 where that is not known
+        std::uint8_t uses : 7 = 0;     // before the last one, as far as known; more than a few are alike
+        std::uint8_t leaving : 1 = 0;  // 1 in `run_`
+    };
+
+    void on_touch(Slot slot, std::int64_t) override { marks_.set(slot); }
+    void on_insert(Slot slot, const Item& item) override;
+    Slot on_victim(const Item& incoming, const Held& held) override;
+    void on_remove(Slot slot, Leaving why) override;
+
+    // Time since the last use.
+    std::uint32_t age(const Object& object) const { return static_cast<std::uint32_t>(model_.now()) - object.used; }
+    double learnt(const Object& object) const { return model_.worth(object.uses, model_.now() - age(object)); }
+    double worth(const Object& object) const;
+    bool in_sample(std::uint32_t key) const;
+    std::uint32_t use(const Object& object, std::uint32_t before);
+    bool look(Slot slot, std::uint64_t when);
+    void sweep();
+    Slot least_worth(const Held& held);
+    void follow(Slot slot, const Held& held);
+
+    Marks marks_;
+    std::size_t most_remembered_;
+    ReuseModel model_;
+    std::vector<Object> objects_;  // by slot
+    std::vector<Slot> slots_;      // of all that are in
+    Links links_;
+    SlotList arrivals_{links_};
+    std::vector<Slot> run_;          // what leaves next, the last one first
+    std::uint64_t sample_mask_ = 0;  // of a key's hash: the model remembers those where these bits are 0
+    std::uint64_t stamp_ = 0;        // time of the last sweep
+    std::uint64_t inserted_ = 0;     // since then
+    std::uint64_t dice_ = 0;
+    double usual_ = 0.0;        // mean worth of what was drawn last
+    std::uint64_t levels_ = 0;  // sum
+    std::uint64_t valued_ = 0;  // objects with a level
+};
+
+}  // namespace farpool::policy
