@@ -429,7 +429,7 @@ class _AsyncLookups(AsyncLookupManager):
 
 
 def _run_of(req_context: ReqContext) -> list[OffloadKey]:
-    """Return the blocks of a request in their order; none before vLLM 0.33, which does not tell."""
+    """Return the blocks of a request in their order; none where vLLM does not tell."""
     return list(getattr(req_context, "_offload_key_positions", ()))
 
 
