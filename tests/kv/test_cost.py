@@ -108,3 +108,13 @@ def test_times_that_cannot_be_compared_are_left_out() -> None:
         gain.add("load", 5.0, 0.0)
     assert not gain.stands_aside
     assert gain.stats()["load_requests"] == 0
+
+
+@pytest.mark.parametrize("rhythm", [2, 8, 16, 31, 32, 64])
+def test_the_hold_out_meets_all_requests_of_a_program_with_a_rhythm(rhythm: int) -> None:
+    gain, requests = NetGain(), 32 * 200
+    held_out = [number % rhythm for number in range(requests) if gain.arm() == "hold-out"]
+    assert len(held_out) == 200
+    expected = 200 / rhythm
+    for place in range(rhythm):
+        assert abs(held_out.count(place) - expected) <= 5 * expected**0.5

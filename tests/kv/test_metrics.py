@@ -43,8 +43,10 @@ def test_counters_are_scraped_by_cache_step_and_reason() -> None:
         save_steps(cache, layers, TOKENS[:24])
         teach(cache, linear=100.0, seconds_a_byte=1e-9)
         matches = [cache.lookup(TOKENS) for _ in range(32)]
-        assert cache.load(matches[0], target(layers, TOKENS)) == 24
-        cache.computed(24, 2400.0, match=matches[-1])
+        (held_out,) = [match for match in matches if match.arm == "hold-out"]
+        loading = next(match for match in matches if match.arm == "load")
+        assert cache.load(loading, target(layers, TOKENS)) == 24
+        cache.computed(24, 2400.0, match=held_out)
         teach(cache, linear=1e-9, seconds_a_byte=100.0)
         for _ in range(3):
             teach(cache, linear=1e-9, seconds_a_byte=100.0)

@@ -8,6 +8,7 @@ the front and loading from the back is that of Jin et al., "Compute Or Load KV C
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -259,18 +260,23 @@ class NetGain:
     def __init__(self) -> None:
         self.stands_aside = False
         self._requests = 0
+        # Requests may come in a rhythm of their own: which one of each 32 it is must not follow a rhythm, too.
+        self._chance = random.Random(0)
+        self._place = self._chance.randrange(_HOLD_OUT)
         self._shares: dict[Arm, _Mean] = {"load": _Mean(), "hold-out": _Mean()}
 
     def arm(self) -> Arm:
         """Assign the next request, which could load, to one of the two arms."""
         arm = self.next_arm
         self._requests += 1
+        if self._requests % _HOLD_OUT == 0:
+            self._place = self._chance.randrange(_HOLD_OUT)
         return arm
 
     @property
     def next_arm(self) -> Arm:
         """The arm of the next request."""
-        chosen = (self._requests + 1) % _HOLD_OUT == 0
+        chosen = self._requests % _HOLD_OUT == self._place
         return "load" if chosen == self.stands_aside else "hold-out"
 
     def add(self, arm: Arm, seconds: float, expected: float | None) -> None:

@@ -68,7 +68,9 @@ class Judge:
         arm: Arm = "load"
         with self._lock:
             plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split, context=context)
-            if plan.compute < tokens and plan.seconds is not None and self._gain is not None:
+            # Of an engine that never tells how long it computes, a hold-out would say nothing.
+            known = plan.seconds is not None and plan.recompute_seconds is not None
+            if plan.compute < tokens and known and self._gain is not None:
                 arm = self._gain.arm()
                 if arm == "hold-out":
                     aside = _ASIDE if self._gain.stands_aside else "to measure what loading gains"
