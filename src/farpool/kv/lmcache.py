@@ -49,6 +49,10 @@ _CODED_GROUPS = 64
 """Object groups of a model that a codec is used for; objects of further ones are stored as they are."""
 _ACCOUNTED = 1 << 20
 """Keys in LMCache's account of this tier. Of more, the oldest are no longer counted."""
+_UNKNOWN_TYPE = (
+    "LMCache's objects are plain bytes, which do not tell fp8_e4m3 from fp8_e5m2, so that none is stored or found; "
+    'state the type in adapter_params, such as "kv_dtype": "fp8_e4m3"'
+)
 
 T = TypeVar("T")
 
@@ -60,7 +64,7 @@ class L2Settings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields
     ----------
     kv_dtype : str
         Logical data type of the KV, such as ``fp8_e4m3``; empty for that of LMCache's objects. To be stated where
-        engines keep a type in bytes of another, as vLLM does with fp8, and with a codec.
+        objects are plain bytes, as of vLLM with fp8, which else are neither stored nor found; and with a codec.
     layout : str
         Name of the order of bytes in an object; empty for shapes and data types of LMCache's objects. To be stated,
         with `kv_dtype`, for an adapter with ``serde``, whose objects are bytes without a shape.
@@ -204,7 +208,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._layouts: dict[tuple[str, int], tuple[str, ...]] = {}  # by model and group, the latest last
         self._accounted: OrderedDict[ObjectKey, int] = OrderedDict()
-        self._warned: set[str] = set()
+        self._has_warned = False
         self._closed = False
 
     def get_store_event_fd(self) -> int:
@@ -328,17 +332,17 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
         """Store what is not there; the task has failed if any of it could not be stored."""
-        spaces = [
-            self._space(key, self._layout_of(_meta_shapes(one), key)) for key, one in zip(keys, objects, strict=True)
-        ]
+        layouts = [self._layout_of(_meta_shapes(one), key) for key, one in zip(keys, objects, strict=True)]
+        told = self._of_known_type("save", self._stores, layouts)
+        spaces = [self._space(key, layout) for key, layout in zip(keys, layouts, strict=True)]
         own = [_key(space, key) for space, key in zip(spaces, keys, strict=True)]
-        there = self._stores.lookup(own).found
+        there = self._stores.lookup([own[number] for number in told]).found
         by_space: dict[bytes, list[int]] = {}
-        for number, space in enumerate(spaces):
-            if not there[number]:
-                by_space.setdefault(space.digest, []).append(number)
+        for number, is_there in zip(told, there, strict=True):
+            if not is_there:
+                by_space.setdefault(spaces[number].digest, []).append(number)
         stored: list[int] = []
-        failed: Counter[Reason] = Counter()
+        failed: Counter[Reason] = Counter([Reason.FAILED] * (len(keys) - len(told)))
         for numbers in by_space.values():
             outcomes = self._stores.save(
                 [own[number] for number in numbers],
@@ -355,18 +359,17 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
 
     def _look_up(self, keys: list[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]) -> Bitmap:
         bitmap = Bitmap(len(keys))
-        asked: list[int] = []
-        own: list[bytes] = []
+        by_number: dict[int, str] = {}
         for number, key in enumerate(keys):
             described = layouts.get(key.object_group_id)
             if described is not None and described.shapes:
-                layout = self._layout_of(zip(described.shapes, described.dtypes, strict=True), key)
+                by_number[number] = self._layout_of(zip(described.shapes, described.dtypes, strict=True), key)
             elif known := self._known_layouts(key):
-                layout = known[-1]  # LMCache's tools describe nothing: they look for what they have just stored
-            else:
-                continue
-            asked.append(number)
-            own.append(_key(self._space(key, layout), key))
+                # LMCache's tools describe nothing: they look for what they have just stored.
+                by_number[number] = known[-1]
+        numbers = list(by_number)
+        asked = [numbers[place] for place in self._of_known_type("lookup", self._lookups, list(by_number.values()))]
+        own = [_key(self._space(keys[number], by_number[number]), keys[number]) for number in asked]
         began = self._judge.clock()
         looked = self._lookups.lookup(own)
         there = [place for place, found in enumerate(looked.found) if found]
@@ -396,11 +399,12 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         return run.is_bypassed
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[Reason | None]:
-        own = [
-            _key(self._space(key, self._layout_of(_meta_shapes(one), key)), key)
-            for key, one in zip(keys, objects, strict=True)
-        ]
-        outcomes = self._loads.load(own, [_bytes_of(one) for one in objects])
+        layouts = [self._layout_of(_meta_shapes(one), key) for key, one in zip(keys, objects, strict=True)]
+        told = self._of_known_type("load", self._loads, layouts)
+        own = [_key(self._space(keys[number], layouts[number]), keys[number]) for number in told]
+        outcomes: list[Reason | None] = [Reason.FAILED] * len(keys)
+        for number, reason in zip(told, self._loads.load(own, [_bytes_of(objects[n]) for n in told]), strict=True):
+            outcomes[number] = reason
         loaded = [key for key, reason in zip(keys, outcomes, strict=True) if reason is None]
         if loaded:
             self._notify_keys_accessed(loaded)
@@ -420,6 +424,21 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
                 self._layouts[key.model_name, key.object_group_id] = (*others, layout)
         return layout
 
+    def _of_known_type(self, step: str, cache: BlockCache, layouts: Sequence[str]) -> list[int]:
+        """Return the numbers of the objects whose data type is known; tell of the others, which nobody is asked for.
+
+        Plain bytes may be fp8_e4m3 as well as fp8_e5m2: an engine with one must not get KV of another one.
+        """
+        if self._settings.kv_dtype:
+            return list(range(len(layouts)))
+        told = [number for number, layout in enumerate(layouts) if "uint8" not in _dtypes_of(layout)]
+        if len(told) < len(layouts):
+            if not self._has_warned:
+                self._has_warned = True
+                _LOG.error("%s", _UNKNOWN_TYPE)
+            cache.missed(step, "", len(layouts) - len(told), Reason.FAILED, _UNKNOWN_TYPE)
+        return told
+
     def _known_layouts(self, key: ObjectKey) -> tuple[str, ...]:
         return self._layouts.get((key.model_name, key.object_group_id), ())
 
@@ -432,19 +451,11 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
 
     def _make_namespace(self, model: str, salt: str, world: int, group: int, layout: str) -> Namespace:
         settings = self._settings
-        dtypes = sorted({part.rpartition(" ")[2] for part in layout.split(", ")})
-        if not settings.kv_dtype and "uint8" in dtypes and "uint8" not in self._warned:
-            self._warned.add("uint8")
-            _LOG.warning(
-                "LMCache's objects are bytes (%s), which may be any type of 8 bits: state kv_dtype in adapter_params, "
-                "such as fp8_e4m3, where engines with different ones share nodes",
-                layout,
-            )
         return Namespace(
             engine="lmcache",
             model=model,
             weights=settings.weights_id,
-            dtype=settings.kv_dtype or "+".join(dtypes),
+            dtype=settings.kv_dtype or "+".join(sorted(_dtypes_of(layout))),
             layout=f"lmcache {layout}",
             tokens_per_block=settings.chunk_size,
             # The number of bytes follows from the layout, and is compared when an object is loaded.
@@ -480,6 +491,10 @@ def _meta_shapes(one: MemoryObj) -> list[tuple[Sequence[int], object]]:
     if meta.shapes and meta.dtypes:
         return list(zip(meta.shapes, meta.dtypes, strict=True))
     return [(meta.shape, meta.dtype)]
+
+
+def _dtypes_of(layout: str) -> set[str]:
+    return {part.rpartition(" ")[2] for part in layout.split(", ")}
 
 
 def _bytes_of(one: MemoryObj) -> memoryview:

@@ -39,6 +39,7 @@ _OWN = [
     "without_nodes",
     "serde",
     "compressed",
+    "plain_bytes",
     "settings",
 ]
 _PUBLISHED = [
@@ -119,6 +120,18 @@ def test_lmcaches_own_conversion_works_where_the_layout_is_named(facts: Callable
 
 def test_a_lossless_codec_stores_fewer_bytes_and_gives_the_same_back(facts: Callable[[str], dict[str, Any]]) -> None:
     assert facts("compressed") == {"smaller": 4, "found": 4, "loaded": 4, "equal": 4, "without": 0}
+
+
+def test_plain_bytes_move_only_with_a_stated_type(facts: Callable[[str], dict[str, Any]]) -> None:
+    assert facts("plain_bytes") == {
+        "saved": [False, 0],
+        "found": 0,
+        "counted": {"save.failed": 2, "lookup.failed": 2},
+        "told": [["save", {"failed": 2}], ["lookup", {"failed": 2}]],
+        "mixed": [False, 1, [1]],
+        "own": 2,
+        "others": [0, 0],
+    }
 
 
 def test_wrong_settings_are_refused_by_name(facts: Callable[[str], dict[str, Any]]) -> None:

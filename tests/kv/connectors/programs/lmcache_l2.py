@@ -198,7 +198,7 @@ class Adapter:
     ) -> list[TensorMemoryObj]:
         made = [memory_object(dtype) for _ in keys]
         for key, one in zip(keys, made, strict=True):
-            written(one, content(key) if filled else bytes(NBYTES))
+            written(one, content(key, one.get_size()) if filled else bytes(one.get_size()))
         return made
 
     def store(self, keys: list[ObjectKey], objects: list[Any] | None = None) -> Any:
@@ -738,6 +738,29 @@ def compressed() -> dict[str, Any]:
             "equal": equal,
             "without": without,
         }
+
+
+def plain_bytes() -> dict[str, Any]:
+    """Objects in plain bytes: without a stated type none moves; of two types none is found as the other one."""
+    keys = object_keys(2)
+    # As objects of two groups may be, of which only one is in bytes.
+    mixed = [memory_object(torch.uint8), memory_object()]
+    both = [*object_keys(1), *object_keys(1, object_group_id=1)]
+    with running_node("256MiB") as node, adapter(node) as one:
+        saved = one.store(keys, one.objects(keys, filled=True, dtype=torch.uint8)).is_successful()
+        facts = {"saved": [saved, len(objects_on(node))], "found": one.lookup(keys, layout(torch.uint8))}
+        counted = {name: one.l2.report_status()[name] for name in ("save.failed", "lookup.failed")}
+        told = [(entry.step, dict(entry.reasons)) for entry in recorded("") if '"kv_dtype": "fp8_e4m3"' in entry.note]
+        mixed_saved = one.store(both, mixed).is_successful()
+        task = one.l2.submit_load_task(both, mixed)
+        bitmap = awaited(lambda: one.l2.query_load_result(task))
+        facts["mixed"] = [mixed_saved, len(objects_on(node)), bitmap.get_indices_list()]
+    with running_node("256MiB") as node, adapter(node, kv_dtype="fp8_e4m3") as e4m3:
+        assert e4m3.store(keys, e4m3.objects(keys, filled=True, dtype=torch.uint8)).is_successful()
+        facts["own"] = e4m3.lookup(keys, layout(torch.uint8))
+        with adapter(node, kv_dtype="fp8_e5m2") as e5m2, adapter(node) as untold:
+            facts["others"] = [own.lookup(keys, layout(torch.uint8)) for own in (e5m2, untold)]
+    return {**facts, "counted": counted, "told": told}
 
 
 def settings() -> dict[str, Any]:
