@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -169,6 +169,45 @@ class _Results(Generic[T]):
             self._event.close()
 
 
+class _Locks:
+    """Locks that have not ended: each lookup locks an object once more, and each unlock ends one lock. Not thread-safe.
+
+    A node has one pin for all locks of an object, which begins anew with each of them.
+
+    Parameters
+    ----------
+    ttl : float
+        Seconds after which a lock ends by itself.
+    """
+
+    def __init__(self, ttl: float) -> None:
+        self._ttl = ttl
+        self._ends: OrderedDict[bytes, deque[float]] = OrderedDict()  # by key, that which was locked last at the end
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._ends
+
+    def add(self, key: bytes, now: float) -> None:
+        """Take in a lock that begins, and forget those whose time is over."""
+        ends = self._ends.setdefault(key, deque())
+        ends.append(now + self._ttl)
+        self._ends.move_to_end(key)
+        while ends[0] <= now:  # never empty, as `ttl` is above 0
+            ends.popleft()
+        while self._ends[first := next(iter(self._ends))][-1] <= now:
+            del self._ends[first]
+
+    def remove(self, key: bytes, now: float) -> bool:
+        """End a lock; return True if the object has no other one."""
+        ends = self._ends[key]
+        ends.popleft()  # the oldest, also if its time is over: this may be the unlock of it
+        while ends and ends[0] <= now:
+            ends.popleft()
+        if not ends:
+            del self._ends[key]
+        return not ends
+
+
 class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     """L2 adapter of LMCache over nodes; whatever goes wrong there is "not found". Thread-safe.
 
@@ -208,6 +247,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._layouts: dict[tuple[str, int], tuple[str, ...]] = {}  # by model and group, the latest last
         self._accounted: OrderedDict[ObjectKey, int] = OrderedDict()
+        self._locks = _Locks(settings.lock_ttl)  # of the only thread of `_lookups`
         self._has_warned = False
         self._closed = False
 
@@ -237,9 +277,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         # Nobody repeats it. A node that cannot be told lets go by itself when `lock_ttl` has passed.
-        own = [data for key in keys for data in self._known_keys(key)]
         with contextlib.suppress(StoreClosedError):  # with its connections all locks have gone
-            self._lookups.submit(self._lookups.unpin, own)
+            self._lookups.submit(self._unlock, keys)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         load = self._judge.loading(_chunks(keys), sum(one.get_size() for one in objects))
@@ -376,13 +415,20 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         nbytes = {asked[place]: looked.sizes[place] or 0 for place in there}
         if self._bypasses(keys, nbytes, began):
             there = []
+        now = time.monotonic()
         held = self._lookups.pin([own[place] for place in there], self._settings.lock_ttl) if there else []
         for place, reason in zip(there, held, strict=True):
             if reason is None:
                 bitmap.set(asked[place])
+                self._locks.add(own[place], now)
         gone = [keys[n] for n, reason in zip(asked, looked.reasons, strict=True) if reason is Reason.ABSENT]
         self._forget(gone)
         return bitmap
+
+    def _unlock(self, keys: list[ObjectKey]) -> None:
+        now = time.monotonic()
+        own = [next((data for data in self._known_keys(key) if data in self._locks), None) for key in keys]
+        self._lookups.unpin([data for data in own if data is not None and self._locks.remove(data, now)])
 
     def _bypasses(self, keys: list[ObjectKey], nbytes: Mapping[int, int], began: float) -> bool:
         """Decide about objects that are there, by their places among the keys; True if they are better computed."""

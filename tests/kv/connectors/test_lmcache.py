@@ -91,8 +91,8 @@ def test_results_come_once_and_events_are_three(facts: Callable[[str], dict[str,
     assert found["without_hint"] == 2
 
 
-def test_locks_are_pins_that_end_by_unlock_or_by_themselves(facts: Callable[[str], dict[str, Any]]) -> None:
-    assert facts("locks") == {"locked": 1, "at_once": True}
+def test_locks_are_pins_that_end_with_as_many_unlocks_or_by_themselves(facts: Callable[[str], dict[str, Any]]) -> None:
+    assert facts("locks") == {"locked": 1, "still": 1, "remembered": 1, "at_once": True}
 
 
 def test_quotas_are_told_what_is_stored_and_what_went(facts: Callable[[str], dict[str, Any]]) -> None:

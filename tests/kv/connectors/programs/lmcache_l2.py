@@ -589,7 +589,7 @@ def results_and_events() -> dict[str, Any]:
 
 
 def locks() -> dict[str, Any]:
-    """Pins of the first object on the node: after a lookup, after the unlock, when the time is over; and who waits."""
+    """Pins of an object on the node: after lookups, after unlocks, when the time is over; and who waits."""
 
     def pins() -> int:
         with Store(node.address, timeout=PATIENCE) as store:
@@ -602,16 +602,24 @@ def locks() -> dict[str, Any]:
         assert one.store(keys).is_successful()
         assert one.lookup(keys) == 1
         locked = pins()
+        assert one.lookup(keys) == 1  # of a second request, which the first one's unlock leaves locked
+        one.l2.submit_unlock(keys)
+        assert one.l2._lookups.drain(PATIENCE)
+        still = pins()
         one.l2.submit_unlock(keys)
         eventually(lambda: pins() == 0)
         assert short.lookup(keys) == 1
         eventually(lambda: pins() == 0)
+        other = object_keys(1, first=7)
+        assert short.store(other).is_successful()
+        assert short.lookup(other) == 1
+        remembered = len(short.l2._locks._ends)  # without the one that has ended by itself
         one.l2.submit_unlock(object_keys(3))  # of which none is locked
         with node.suspended():
             began = time.monotonic()
             one.l2.submit_unlock(keys)
             at_once = time.monotonic() - began < LONG / 2
-        return {"locked": locked, "at_once": at_once}
+        return {"locked": locked, "still": still, "remembered": remembered, "at_once": at_once}
 
 
 class Told(L2AdapterListener):  # type: ignore[misc]
