@@ -49,6 +49,8 @@ _CODED_GROUPS = 64
 """Object groups of a model that a codec is used for; objects of further ones are stored as they are."""
 _ACCOUNTED = 1 << 20
 """Keys in LMCache's account of this tier. Of more, the oldest are no longer counted."""
+_PLACED = 1 << 16
+"""Chunks whose place in a sequence is remembered until they are stored. Of more, the oldest count as first ones."""
 _UNKNOWN_TYPE = (
     "LMCache's objects are plain bytes, which do not tell fp8_e4m3 from fp8_e5m2, so that none is stored or found; "
     'state the type in adapter_params, such as "kv_dtype": "fp8_e4m3"'
@@ -247,6 +249,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._layouts: dict[tuple[str, int], tuple[str, ...]] = {}  # by model and group, the latest last
         self._accounted: OrderedDict[ObjectKey, int] = OrderedDict()
+        self._places: OrderedDict[Hashable, int] = OrderedDict()  # of chunks, as they were looked up
         self._locks = _Locks(settings.lock_ttl)  # of the only thread of `_lookups`
         self._has_warned = False
         self._closed = False
@@ -380,12 +383,14 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         for number, is_there in zip(told, there, strict=True):
             if not is_there:
                 by_space.setdefault(spaces[number].digest, []).append(number)
+        cost = self._seconds_of(_chunks(keys)) / len(keys)
         stored: list[int] = []
         failed: Counter[Reason] = Counter([Reason.FAILED] * (len(keys) - len(told)))
         for numbers in by_space.values():
             outcomes = self._stores.save(
                 [own[number] for number in numbers],
                 [_bytes_of(objects[number]) for number in numbers],
+                cost=cost,
                 namespace=spaces[numbers[0]],
             )
             stored += [number for number, reason in zip(numbers, outcomes, strict=True) if reason is None]
@@ -396,8 +401,19 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             _LOG.warning("%d of %d objects were not stored: %s", failed.total(), len(keys), _listed(failed))
         return L2StoreResult(not failed, sum(sizes))
 
+    def _seconds_of(self, chunks: Sequence[Hashable]) -> float:
+        """Return the time that computing these chunks again takes, behind those before them; 0 if it is not known."""
+        with self._lock:
+            before = min(self._places.pop(chunk, 0) for chunk in chunks)
+        tokens = self._settings.chunk_size
+        return self._judge.judge.prefill_seconds(len(chunks) * tokens, before * tokens)
+
     def _look_up(self, keys: list[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]) -> Bitmap:
         bitmap = Bitmap(len(keys))
+        with self._lock:
+            self._places.update((chunk, place) for place, chunk in enumerate(_chunks(keys)))
+            while len(self._places) > _PLACED:
+                self._places.popitem(last=False)
         by_number: dict[int, str] = {}
         for number, key in enumerate(keys):
             described = layouts.get(key.object_group_id)

@@ -360,9 +360,9 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         if not kv.is_copied or values is None:
             return False
         self._judge.saved(keys)
-        saved = self._blocks.save(
-            kv.keys(self._blocks, keys), [_bytes_of(value) for value in values], request=_request(keys)
-        )
+        own = kv.keys(self._blocks, keys)
+        cost = self._seconds_of(keys) / max(1, len(own))
+        saved = self._blocks.save(own, [_bytes_of(value) for value in values], request=_request(keys), cost=cost)
         return not any(saved)
 
     def get(
@@ -423,9 +423,13 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         self, keys: list[str], there: int, nbytes: int, began: float, extra_info: HiCacheStorageExtraInfo | None
     ) -> bool:
         """Decide about pages that a lookup has found; True if they are better computed."""
-        before = len(extra_info.prefix_keys or ()) if extra_info else 0
-        request = _request(keys, extra_info)
+        before, request = _before(extra_info), _request(keys, extra_info)
         return self._judge.looked_up(keys, there, nbytes, began=began, request=request, before=before).is_bypassed
+
+    def _seconds_of(self, hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> float:
+        """Return the time that computing these pages again takes, behind those before them; 0 if it is not known."""
+        tokens = self._pools[_KV].page_size
+        return self._judge.judge.prefill_seconds(len(hashes) * tokens, _before(extra_info) * tokens)
 
     def _load(
         self,
@@ -480,7 +484,9 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         reasons: Iterator[Reason | None] = iter(())
         if saving:
             self._judge.saved([one for _, hashes, _ in wanted for one in hashes])
-            reasons = iter(self._blocks.save(keys, parts, request=request) if keys else ())
+            if keys:
+                cost = self._seconds_of(max((hashes for _, hashes, _ in wanted), key=len), extra_info) / len(keys)
+                reasons = iter(self._blocks.save(keys, parts, request=request, cost=cost))
         elif keys:
             first = next(batch for batch in batches if batch.keys)
             total = sum(len(batch.done) * batch.pages.nbytes for batch in batches if batch.keys)
@@ -555,6 +561,11 @@ def _request(hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None =
     """Name a request for ``farpool why``: SGLang tells at most the session; the first page's hash is in its log."""
     known = (extra_info.extra_info if extra_info else None) or {}
     return str(known.get("session_id") or (hashes[0] if hashes else ""))
+
+
+def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    """Return the number of pages before those of a call; 0 where SGLang does not tell."""
+    return len(extra_info.prefix_keys or ()) if extra_info else 0
 
 
 def _leading(answers: Sequence[bool]) -> int:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -122,7 +123,8 @@ class FarpoolTier(SecondaryTierManager):
         # Of several groups of layers, nobody can tell from outside which blocks a request needs.
         alike = len(namespace.groups) == 1 and namespace.groups[0].kind == "full"
         is_on = self._settings.hold_out and alike
-        self._judge = EngineJudge(self._settings.judge(), namespace.tokens_per_block, is_on=is_on)
+        self._tokens = namespace.tokens_per_block
+        self._judge = EngineJudge(self._settings.judge(), self._tokens, is_on=is_on)
         # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
         self._memory = primary_kv_view.cast("B")
         self._lookups = _AsyncLookups(self, tier_type)
@@ -135,7 +137,7 @@ class FarpoolTier(SecondaryTierManager):
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         # Stores wait here, so that loads, for which a request waits, always find a thread.
-        self._stores: deque[TransferJob] = deque()
+        self._stores: deque[tuple[TransferJob, float]] = deque()  # with the seconds that computing a block takes
         self._storing = 0
         self._unfinished = 0
         self._changed = threading.Condition()
@@ -260,10 +262,15 @@ class FarpoolTier(SecondaryTierManager):
         self._submit(self._load, job_metadata, load)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._judge.saved(job_metadata.keys)
+        keys = list(job_metadata.keys)
+        self._judge.saved(keys)
+        sequence = _run_of(job_metadata.req_context)
+        before = sequence.index(keys[0]) if keys and keys[0] in sequence else 0
+        step = self._tokens
+        cost = self._judge.judge.prefill_seconds(len(keys) * step, before * step) / max(1, len(keys))
         with self._changed:
             self._unfinished += 1
-            self._stores.append(job_metadata)
+            self._stores.append((job_metadata, cost))
         self._begin_stores()
 
     def _begin_stores(self) -> None:
@@ -273,8 +280,8 @@ class FarpoolTier(SecondaryTierManager):
                 if not self._stores or self._storing >= max(1, self._settings.threads - 1):
                     return
                 self._storing += 1
-                job = self._stores.popleft()
-            if not self._submit(self._store, job):
+                job, cost = self._stores.popleft()
+            if not self._submit(partial(self._store, cost), job):
                 with self._changed:
                     self._storing -= 1
 
@@ -324,9 +331,9 @@ class FarpoolTier(SecondaryTierManager):
             self._cache.drop(useless)
         return reasons
 
-    def _store(self, job: TransferJob) -> Sequence[Reason | None]:
+    def _store(self, cost: float, job: TransferJob) -> Sequence[Reason | None]:
         assert self._cache is not None
-        return self._cache.save(self._keys(job.keys), self._rows(job), request=job.req_context.req_id)
+        return self._cache.save(self._keys(job.keys), self._rows(job), request=job.req_context.req_id, cost=cost)
 
     def _finish(self, job: TransferJob, reasons: Sequence[Reason | None], seconds: float) -> None:
         done = [key for key, reason in zip(job.keys, reasons, strict=True) if reason is None]
@@ -359,7 +366,7 @@ class FarpoolTier(SecondaryTierManager):
         with self._changed:
             waiting = list(self._stores)
             self._stores.clear()
-        for job in waiting:
+        for job, _ in waiting:
             self._finish(job, [Reason.BYPASSED] * len(job.keys), 0.0)
         with self._changed:
             while not self._changed.wait_for(lambda: not self._unfinished, _PATIENCE):

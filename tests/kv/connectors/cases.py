@@ -62,5 +62,8 @@ OF_ENGINES: dict[str, dict[str, Any]] = {
     "slow_link_is_bypassed": {"loaded": 128, "bypassed": 64, "told": 4, "wrong": 0, "completed": True},
     # The same with `hold_out` turned off.
     "hold_out_off": {"loaded": 192, "bypassed": 0, "told": 0, "wrong": 0, "completed": True},
+    # 9 requests compute 16 blocks each, a second for each block by that clock. Nodes are told so of the last one's; of
+    # the first one's nothing, as nothing was measured.
+    "nodes_are_told_the_cost": {"first": [0.0], "last": [1.0]},
 }
 """Cases of engines that tell a connector nothing of how long they compute."""

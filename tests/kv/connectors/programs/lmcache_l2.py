@@ -44,6 +44,7 @@ from farpool.kv.lmcache import FarpoolL2
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS
+from tests.kv.connectors.programs.costs import costs
 from tests.nodes import PATIENCE, eventually, stats
 
 CHUNK = 256
@@ -439,6 +440,21 @@ def slow_link_is_bypassed(**params: Any) -> dict[str, Any]:
             facts["completed"] &= completed
         eventually(lambda: not one.adapter._lookups._holds)  # nothing stays locked
         return {**facts, "bypassed": one.adapter.report_status().get("load.bypassed", 0)}
+
+
+def nodes_are_told_the_cost() -> dict[str, Any]:
+    with running_node("256MiB") as node, engine(node) as one:
+        now, told = 0.0, []
+        one.adapter._judge.clock = lambda: now
+        for sequence in range(9):
+            before = costs(node)
+            keys = object_keys(first=sequence * 10_000)
+            assert one.load(keys) == (0, 0, True)
+            now += BLOCKS
+            one.save(keys)
+            told.append(sorted({round(cost, 3) for key, cost in costs(node).items() if key not in before}))
+        assert not one.adapter._places
+        return {"first": told[0], "last": told[-1]}
 
 
 def hold_out_off() -> dict[str, Any]:

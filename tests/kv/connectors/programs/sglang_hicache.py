@@ -23,6 +23,7 @@ from farpool.kv.journal import recorded
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES
+from tests.kv.connectors.programs.costs import costs
 from tests.kv.connectors.programs.sglang_engine import (
     PAGE,
     PATIENCE,
@@ -238,6 +239,19 @@ def slow_link_is_bypassed(node: RunningNode, **changes: Any) -> Facts:
             facts["bypassed"] += BLOCKS - found["found"] if turn else 0
             assert facts["bypassed"] == storage._engine.stats().get("load.bypassed", 0)
         return facts
+
+
+def nodes_are_told_the_cost(node: RunningNode) -> Facts:
+    with engine(settings(node.address)) as one:
+        now, told = 0.0, []
+        one.storage._engine.clock = lambda: now
+        for sequence in range(9):
+            tokens, before = range(sequence * 1000, sequence * 1000 + BLOCKS * PAGE), costs(node)
+            assert one.load(tokens, [])["found"] == 0
+            now += BLOCKS
+            one.save(tokens, sequence)
+            told.append(sorted({round(cost, 3) for key, cost in costs(node).items() if key not in before}))
+        return {"first": told[0], "last": told[-1]}
 
 
 def hold_out_off(node: RunningNode) -> Facts:

@@ -39,6 +39,7 @@ from farpool.kv.journal import recorded
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES
+from tests.kv.connectors.programs.costs import costs
 from tests.nodes import eventually, stats
 
 PATIENCE = 20.0
@@ -449,6 +450,18 @@ def slow_link_is_bypassed(transport: str, **settings: Any) -> Facts:
             facts["told"] += any(entry.reasons == {"bypassed": BLOCKS} for entry in recorded(name))
         counted = engine.tier.get_stats().reduce()
         return {**facts, "bypassed": counted.get("vllm:kv_offload_farpool_blocks:('load', 'bypassed')", 0)}
+
+
+def nodes_are_told_the_cost(transport: str) -> Facts:
+    with running_node() as node, running(transport, [node]) as engine:
+        clock, told = Clock(engine.tier), []
+        for seed in range(9):
+            before = costs(node)
+            engine.ask(hashed(seed), values(seed), computing=clock.compute)
+            engine.settle()
+            engine.forget()
+            told.append(sorted({round(cost, 3) for key, cost in costs(node).items() if key not in before}))
+        return {"first": told[0], "last": told[-1]}
 
 
 def hold_out_off(transport: str) -> Facts:

@@ -1,0 +1,21 @@
+"""What nodes know of the time that computing a block again takes."""
+
+from __future__ import annotations
+
+from farpool import Store
+from farpool.kv.keys import KEY_MAGIC
+from farpool.net.frames import HEAD, STATED, Op
+from farpool.node.process import RunningNode
+from farpool.store.messages import results
+from farpool.store.reading import fetch
+from tests.nodes import PATIENCE
+
+
+def costs(node: RunningNode) -> dict[bytes, float]:
+    """Seconds by key, of all blocks on a node."""
+    with Store(node.address, timeout=PATIENCE) as store:
+        keys = list(store.keys(KEY_MAGIC))
+        cluster = store._open()
+        found = results(fetch(cluster, keys, [None] * len(keys), cluster.deadline(), Op.STAT))
+    heads = [HEAD.unpack_from(one[1].meta, STATED.size) for one in found if one is not None]
+    return {key: head[4] / 1e6 for key, head in zip(keys, heads, strict=True)}
