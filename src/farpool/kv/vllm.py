@@ -39,6 +39,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from farpool.errors import ConfigError, StoreClosedError
 from farpool.kv.engine_judge import EngineJudge, EngineLoad, Run
@@ -85,7 +86,7 @@ class FarpoolTier(SecondaryTierManager):
     backpressure_detector : BackpressureDetector or None
         vLLM's own way to stop offering blocks to a slow tier.
     locality : {"LOCAL", "REMOTE"} or None
-        Label for vLLM's tier filters and events.
+        Label for vLLM's tier filters, events and counts of hits; None to count hits of mapped nodes as local.
     prefix_caching_hash_algo : str
         Value of vLLM's option of this name, on which the engine's hashes depend.
     **settings
@@ -141,6 +142,14 @@ class FarpoolTier(SecondaryTierManager):
         self._storing = 0
         self._unfinished = 0
         self._changed = threading.Condition()
+
+    @property
+    def cache_hit_source(self) -> CacheHitSource:
+        """What vLLM counts hits as: those of the host's memory if all nodes are there, else those of a remote store."""
+        is_here = self._cache is not None and self._cache.is_mapped()
+        if self.locality is not None:
+            is_here = self.locality is Locality.LOCAL
+        return CacheHitSource.HOST if is_here else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def _namespace(self) -> Namespace:
         """Name all that makes the bytes in a row differ."""

@@ -43,6 +43,13 @@ def test_a_mapped_node_answers_in_the_step_that_asks(found: tuple[str, dict[str,
     assert facts["round_trip"]["retries"] == (0 if transport == "mapped" else 16)
 
 
+def test_hits_count_as_the_hosts_only_where_nodes_are_on_it(found: tuple[str, dict[str, Any]]) -> None:
+    transport, facts = found
+    assert facts["round_trip"]["sources"] == (["host"] if transport == "mapped" else ["external_unspecified"])
+    told = {name: facts["stated_localities"][name] for name in ("LOCAL", "REMOTE")}
+    assert told == {"LOCAL": ["host"], "REMOTE": ["external_unspecified"]}
+
+
 def test_blocks_that_nobody_can_use_are_replaced(found: tuple[str, dict[str, Any]]) -> None:
     _, facts = found
     assert facts["all_loads_fail"]["damaged"] == facts["all_loads_fail"]["mended"] == 16

@@ -182,9 +182,11 @@ class Engine:
                 self.step([request.req_id])
                 time.sleep(0.001)
         loaded = wrong = 0
+        sources: set[str] = set()
         if completed:
             loaded = sum(answer is LookupResult.HIT for answer in answers)
             with self.lock:
+                sources = {self.manager.get_load_source(key, request).value for key in keys[:loaded]}
                 rows = self.manager.prepare_load(keys[:loaded], request).block_ids
                 wrong = sum(not np.array_equal(self.memory[row], bytes_of[n]) for n, row in enumerate(rows))
                 self.manager.complete_load(keys[:loaded], request)
@@ -193,7 +195,14 @@ class Engine:
             self.offer(keys[loaded:], bytes_of[loaded:], request)
         self.end(request)
         self.step()
-        return {"found": found, "loaded": loaded, "wrong": wrong, "completed": completed, "retries": retries}
+        return {
+            "found": found,
+            "loaded": loaded,
+            "wrong": wrong,
+            "completed": completed,
+            "retries": retries,
+            "sources": sorted(sources),
+        }
 
 
 class Clock:
@@ -238,6 +247,18 @@ def round_trip(transport: str) -> Facts:
         defined = engine.tier.build_metric_definitions({})
         undefined = [name for name in counted.metric_sections()[1] if name not in defined]
         return {"saved": saved(node), "counters": counted.reduce(), "undefined": undefined, **facts}
+
+
+def stated_localities(transport: str) -> Facts:
+    """What vLLM counts hits as, where the user says how far away the nodes are."""
+    told = {}
+    with running_node() as node:
+        for locality in ("LOCAL", "REMOTE"):
+            with running(transport, [node], locality=locality) as engine:
+                engine.save(hashed(1), values(1))
+                engine.forget()
+                told[locality] = engine.ask(hashed(1), values(1))["sources"]
+    return told
 
 
 def compressed(transport: str) -> Facts:
@@ -514,7 +535,12 @@ def settings(transport: str) -> Facts:
 def main(transport: str, *cases: str) -> None:
     kv_cache_utils.init_none_hash(sha256)
     found: dict[str, Any] = {}
-    for name in cases or (*(name for name in (*CASES, *OF_ENGINES) if name != "hash_seeds"), "compressed", "settings"):
+    for name in cases or (
+        *(name for name in (*CASES, *OF_ENGINES) if name != "hash_seeds"),
+        "compressed",
+        "stated_localities",
+        "settings",
+    ):
         began = time.monotonic()
         try:
             found[name] = globals()[name](transport)
