@@ -51,6 +51,9 @@ _GEOMETRY = (
 )
 """Attributes of host pools that say how a page's bytes are cut into values, beside the number of heads; no pool has
 all."""
+_AXES = {"layer_first": "lsthd", "page_first": "stlhd", "page_first_direct": "slthd", "page_head": "shtld"}
+"""Axes of a page of keys and values of heads by layout, as letters of `farpool.kv.quantization.Axes`, which the lossy
+codecs need. SGLang's own flat copy of ``layer_first`` has keys and values apart, as ``page_first_direct``."""
 _READ_WRITE = 0x200
 _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
@@ -103,6 +106,10 @@ class _Pages:
             sizes = [flat.numel() * flat.element_size()]
         self.nbytes = sum(sizes)
         order = "flat" if self.is_copied else "+".join(map(str, sizes[: len(sizes) // self._split]))
+        layout = f"{pool.layout}:{order}"
+        if settings.codec.startswith("int") and type(pool) is MHATokenToKVPoolHost:
+            flat = self.is_copied and pool.layout == "layer_first"
+            layout = _AXES.get("page_first_direct" if flat else pool.layout, layout)
         geometry: dict[str, str | int] = {
             name: value for name in _GEOMETRY if isinstance(value := getattr(pool, name, None), str | int)
         }
@@ -112,7 +119,7 @@ class _Pages:
             model=config.model_name or settings.weights_id,
             weights=settings.weights_id,
             dtype=_logical_dtype(getattr(pool, "dtype", None), settings.kv_dtype),
-            layout=f"{pool.layout}:{order}",
+            layout=layout,
             tokens_per_block=self.page_size,
             groups=(
                 Group(

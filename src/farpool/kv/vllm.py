@@ -145,7 +145,7 @@ class FarpoolTier(SecondaryTierManager):
 
     @property
     def cache_hit_source(self) -> CacheHitSource:
-        """What vLLM counts hits as: those of the host's memory if all nodes are there, else those of a remote store."""
+        """Return as what vLLM counts hits: of the host's memory if all nodes are there, else of a remote store."""
         is_here = self._cache is not None and self._cache.is_mapped()
         if self.locality is not None:
             is_here = self.locality is Locality.LOCAL

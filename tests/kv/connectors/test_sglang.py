@@ -20,7 +20,7 @@ Run = Callable[..., dict[str, Any]]
 _CHECKS = (
     *("layouts", "hybrid", "hit_policies", "block_groups", "pools_never_meet", "ranks", "shared_by_other_sizes"),
     *("without_addresses", "logical_anchor", "chaos", "refused", "eight_bits", "metrics_and_clear", "vectors"),
-    *("compressed", "documented"),
+    *("compressed", "quantized", "documented"),
 )
 _OF_THE_TREE = ("round_trip", "partial_batch", "unknown_keys", "other_weights", "node_killed_during_load")
 # Importing SGLang takes longer than a check does: all are run by one process.
@@ -195,6 +195,16 @@ def test_8_bit_types_in_the_same_bytes_are_told_apart(checks: Facts) -> None:
 def test_compressed_pages_come_back_as_they_were(checks: Facts) -> None:
     told = _told(checks, "compressed")
     assert told == {"saved": [8, 8], "fewer": True, "loaded": [8, 8], "equal": True, "plain": 0}
+
+
+def test_lossy_codecs_keep_their_bound_in_all_layouts_of_heads(checks: Facts) -> None:
+    told = _told(checks, "quantized")
+    layouts = ("layer_first", "page_first", "page_first_direct", "page_head")
+    ways = ("interface 1, int8", "interface 0, int8", "interface 1, int4")
+    right = {"saved": 8, "loaded": 8, "within": True, "fewer": True}
+    assert told["facts"] == {f"{layout}, {way}": right for layout in layouts for way in ways}
+    assert "need the order of the axes" in told["refused"][0]
+    assert "int8 is for float32, float16, bfloat16, not for 'fp8_e4m3'" in told["refused"][1]
 
 
 def test_metrics_tell_of_each_batch_and_clear_leaves_others_alone(checks: Facts) -> None:

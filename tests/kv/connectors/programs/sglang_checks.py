@@ -434,6 +434,70 @@ def compressed(node: RunningNode) -> Facts:
         return {"saved": saved, "fewer": fewer, "loaded": loaded, "equal": equal, "plain": plain.batch_exists(keys)}
 
 
+def quantized(node: RunningNode) -> Facts:
+    """Pages of keys and values by the lossy codecs: the largest error as a share of what is stated, and who refuses."""
+    keys, indices = hashes(TOKENS), torch.arange(8 * PAGE)
+    # A wrong order of the axes would mix elements of very different sizes in a group.
+    wide = torch.logspace(-3, 3, PAGE).reshape(1, PAGE, 1, 1), torch.logspace(-3, 3, 32)
+    facts: Facts = {}
+    for layout, axes in (
+        *(("layer_first", "slthd"), ("page_first", "stlhd")),
+        *(("page_first_direct", "slthd"), ("page_head", "shtld")),
+    ):
+        for interface, codec, bits in ((1, "int8", 8), (0, "int8", 8), (1, "int4", 4)):
+            _, pool = mha(layout)
+
+            def pages(pool: Any = pool, axes: str = axes) -> list[torch.Tensor]:
+                """Views of the pages, as keys and values, layers, tokens, heads and channels."""
+                own = [pool.get_data_page(first, flat=False) for first in indices[::PAGE].tolist()]
+                own = [page.squeeze(1) if page.dim() == 6 else page for page in own]
+                return [page.permute([axes.index(axis) for axis in "slthd"]) for page in own]
+
+            numbers = torch.Generator().manual_seed(1)
+            for page in pages():
+                values = torch.randn(page.shape, generator=numbers)
+                page.copy_(torch.stack([values[0] * wide[1], values[1] * wide[0]]))
+            kept = [page.float().clone() for page in pages()]
+            with backend(pool, _settings(node, codec=codec, interface_v1=interface, weights_id=codec)) as storage:
+                if interface:
+                    saved = sum(storage.batch_set_v1(keys, indices))
+                    fill(pool, indices, 5)
+                    loaded = sum(storage.batch_get_v1(keys, indices))
+                else:
+                    flat = [pool.get_data_page(first) for first in indices[::PAGE].tolist()]
+                    saved = 8 * storage.batch_set(keys, flat)
+                    fill(pool, indices, 5)
+                    loaded = 0
+                    for first, page in zip(indices[::PAGE].tolist(), storage.batch_get(keys), strict=True):
+                        if page is not None:
+                            pool.set_from_flat_data_page(first, page)
+                            loaded += 1
+                share = storage._cache.stats()["save.bytes"] / (8 * storage._pools["kv"].nbytes)
+            worst = 0.0
+            for page, before in zip(pages(), kept, strict=True):
+                for half, axis in ((0, 1), (1, 3)):  # keys: tokens of a channel, values: channels of a token
+                    was = before[half]
+                    step = (was.amax(axis, keepdim=True) - was.amin(axis, keepdim=True)) / (2**bits - 1)
+                    rounding = was.abs().amax(axis, keepdim=True) * 2**-8
+                    worst = max(worst, float(((page[half].float() - was).abs() / (step / 2 + rounding)).max()))
+            facts[f"{layout}, interface {interface}, {codec}"] = {
+                **{
+                    "saved": saved,
+                    "loaded": loaded,
+                    "within": 0 < worst <= 1,
+                    "fewer": share < (0.75 if bits == 8 else 0.5),
+                }
+            }
+    told = []
+    for pool in (mla()[1], mha(dtype=torch.float8_e4m3fn)[1]):
+        try:
+            with backend(pool, _settings(node, codec="int8", kv_dtype="fp8_e4m3")):
+                told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+    return {"facts": facts, "refused": told}
+
+
 def metrics_and_clear(node: RunningNode) -> Facts:
     """SGLang's storage metrics have pages and speeds of each batch; clear removes this namespace only."""
     _, pool = mha()
