@@ -16,8 +16,11 @@ constexpr std::size_t drawn = 64;
 constexpr std::size_t looks = 256;
 // Objects that leave together, at most.
 constexpr std::size_t longest_run = 256;
-// Objects that the model remembers for each that is in, if it may.
+// Objects that the model remembers for each that is in, if it may. Of what is forgotten the uses are, too: with the oldest
+// objects whole prefixes are forgotten, with those outside of a sample blocks out of their middle. So a sample is taken only
+// where it would remember less than `fewest`.
 constexpr std::size_t remembered = 8;
+constexpr std::size_t fewest = 2;
 constexpr std::uint32_t most_uses = 127;
 // Levels of cost for each doubling: 255 of them reach from 2^-42 to 2^42.
 constexpr double steps = 3.0;
@@ -71,7 +74,7 @@ void MarkedReuse::sweep() {
         look(slot, stamp_);
     }
     model_.remember(std::min(remembered * std::max<std::size_t>(slots_.size(), 1024), most_remembered_));
-    sample_mask_ = std::bit_ceil(std::max<std::size_t>(remembered * slots_.size() / most_remembered_, 1)) - 1;
+    sample_mask_ = std::bit_ceil(std::max<std::size_t>(fewest * slots_.size() / most_remembered_, 1)) - 1;
 }
 
 void MarkedReuse::on_insert(Slot slot, const Item& item) {

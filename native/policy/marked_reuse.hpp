@@ -17,8 +17,8 @@ namespace farpool::policy {
 
 class MarkedReuse final : public Policy {
 public:
-    // Objects that are remembered, at about 80 bytes each; of more a sample is.
-    static constexpr std::size_t most_remembered = 131072;
+    // Objects that are remembered, at about 80 bytes each.
+    static constexpr std::size_t most_remembered = 524288;
     explicit MarkedReuse(Marks marks = {}, std::size_t remembered = most_remembered)
         : marks_(std::move(marks)), most_remembered_(remembered) {}
 
