@@ -27,9 +27,11 @@ _OF_THE_TREE = ("round_trip", "partial_batch", "unknown_keys", "other_weights", 
 _PATIENCE = 600.0
 
 
-@pytest.fixture(scope="module")
-def contract(run_program: Run) -> Facts:
-    return run_program("sglang", "sglang_hicache", timeout=_PATIENCE, PYTHONHASHSEED="1")
+@pytest.fixture(scope="module", params=["mapped", "tcp"])
+def contract(request: pytest.FixtureRequest, run_program: Run) -> tuple[str, Facts]:
+    """Facts of the contract's cases over one transport."""
+    found = run_program("sglang", "sglang_hicache", request.param, timeout=_PATIENCE, PYTHONHASHSEED="1")
+    return request.param, found
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +51,11 @@ def _told(found: Facts, name: str) -> Facts:
 
 
 @pytest.mark.parametrize("case", [*CASES, *OF_ENGINES])
-def test_the_contract_of_connectors_holds(contract: Facts, case: str) -> None:
-    told, expected = _told(contract, case), {**CASES, **OF_ENGINES}[case]
+def test_the_contract_of_connectors_holds(contract: tuple[str, Facts], case: str) -> None:
+    transport, facts = contract
+    told, expected = _told(facts, case), {**CASES, **OF_ENGINES}[case].copy()
+    if (transport, case) == ("mapped", "deadline_passed"):
+        expected["loaded"] = 16  # memory of a node on this host is read without it
     assert {name: told[name] for name in expected} == expected
 
 
@@ -61,12 +66,15 @@ def test_the_unified_radix_cache_keeps_the_contract(on_the_tree: Facts, case: st
     assert {name: told[name] for name in CASES[case]} == CASES[case]
 
 
-def test_processes_with_other_hash_seeds_make_the_same_keys(contract: Facts, run_program: Run) -> None:
-    other = run_program("sglang", "sglang_hicache", "hash_seeds", PYTHONHASHSEED="2")
-    assert _told(other, "hash_seeds") == _told(contract, "hash_seeds")
+def test_processes_with_other_hash_seeds_make_the_same_keys(run_program: Run) -> None:
+    first, second = (
+        _told(run_program("sglang", "sglang_hicache", "auto", "hash_seeds", PYTHONHASHSEED=seed), "hash_seeds")
+        for seed in ("1", "2")
+    )
+    assert first == second
     chain = token_chain(range(1000, 1064), 16)
-    assert _told(contract, "hash_seeds")["vectors"] == [one.hex() for one in chain]
-    assert [key[40:104] for key in _told(contract, "hash_seeds")["keys"]] == [one.hex() for one in chain[:2]]
+    assert first["vectors"] == [one.hex() for one in chain]
+    assert [key[40:104] for key in first["keys"]] == [one.hex() for one in chain[:2]]
 
 
 def test_each_layout_is_read_as_it_was_written_and_by_no_other(checks: Facts) -> None:

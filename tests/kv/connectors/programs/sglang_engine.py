@@ -42,6 +42,8 @@ from sglang.srt.server_args import ServerArgs
 PAGE = 16
 LAYERS = 2
 PATIENCE = 30.0
+SETTINGS: dict[str, Any] = {"weights_id": "first", "timeout": PATIENCE}
+"""Settings of each backend of which a case says nothing else."""
 _TOKENS = 2048
 
 
@@ -142,8 +144,7 @@ def settings(address: str | Sequence[str], **changes: Any) -> dict[str, Any]:
         "class_name": "FarpoolHiCache",
         "interface_v1": 1,
         "nodes": [address] if isinstance(address, str) else list(address),
-        "weights_id": "first",
-        "timeout": PATIENCE,
+        **SETTINGS,
         **changes,
     }
 
@@ -296,6 +297,7 @@ __all__ = [
     "LAYERS",
     "PAGE",
     "PATIENCE",
+    "SETTINGS",
     "Engine",
     "HiCacheFile",
     "HiCacheStorageConfig",

@@ -1,6 +1,6 @@
 """The contract of connectors (cases.py) on SGLang: its real controller, with all of its threads, over real nodes.
 
-``python -m ... sglang_hicache CASE ...`` prints the facts of each case by its name.
+``python -m ... sglang_hicache TRANSPORT CASE ...`` prints the facts of each case by its name.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.kv.connectors.programs.costs import costs
 from tests.kv.connectors.programs.sglang_engine import (
     PAGE,
     PATIENCE,
+    SETTINGS,
     backend,
     begin,
     engine,
@@ -86,7 +87,7 @@ def _read_by_another(node: RunningNode, dtype: torch.dtype = torch.bfloat16, **c
 
 
 def node_killed_during_load(node: RunningNode) -> Facts:
-    with engine(settings(node.address, transport="tcp", timeout=DEADLINE)) as one:
+    with engine(settings(node.address, timeout=DEADLINE)) as one:
         kept = one.save(TOKENS, 1)
         operation = one.query(TOKENS)
         found = operation.storage_hit_count // PAGE
@@ -100,7 +101,7 @@ def node_killed_during_load(node: RunningNode) -> Facts:
 
 
 def deadline_passed(node: RunningNode) -> Facts:
-    with engine(settings(node.address, transport="tcp", timeout=DEADLINE)) as one:
+    with engine(settings(node.address, timeout=DEADLINE)) as one:
         kept = one.save(TOKENS, 1)
         saved = one.acked
         operation = one.query(TOKENS)
@@ -120,7 +121,7 @@ def deadline_passed(node: RunningNode) -> Facts:
 
 
 def all_loads_fail(node: RunningNode) -> Facts:
-    with engine(settings(node.address, transport="tcp")) as one:
+    with engine(settings(node.address)) as one:
         kept = one.save(TOKENS, 1)
         saved = one.acked
         (path,) = node.folder.rglob("objects-*.data")
@@ -134,7 +135,7 @@ def all_loads_fail(node: RunningNode) -> Facts:
 
 
 def offered_again(node: RunningNode) -> Facts:
-    with engine(settings(node.address, transport="tcp")) as one:
+    with engine(settings(node.address)) as one:
         one.save(TOKENS, 1)
         saved, before = one.acked, stats(node.address)
         one.save(TOKENS, 5)
@@ -148,7 +149,7 @@ def offered_again(node: RunningNode) -> Facts:
 
 def shutdown_with_jobs_in_flight(node: RunningNode) -> Facts:
     before = set(threading.enumerate())
-    with engine(settings(node.address, transport="tcp", timeout=DEADLINE)) as one:
+    with engine(settings(node.address, timeout=DEADLINE)) as one:
         one.save(TOKENS, 1)
         operation = one.query(TOKENS)
         with node.suspended():
@@ -270,10 +271,11 @@ def _keys(storage: Any) -> list[bytes]:
     return keys
 
 
-def main() -> None:
+def main(transport: str, *cases: str) -> None:
     begin()
+    SETTINGS["transport"] = transport
     facts: dict[str, Facts] = {}
-    for name in sys.argv[1:] or (*CASES, *OF_ENGINES):
+    for name in cases or (*CASES, *OF_ENGINES):
         case: Callable[[RunningNode], Facts] = globals()[name]
         with running_node() as node:
             try:
@@ -284,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
