@@ -15,6 +15,8 @@ namespace {
 constexpr std::uint64_t shadow_blocks = 2048;
 // Blocks that are remembered to learn times of reuse from, for each that fits into the cache.
 constexpr std::uint64_t remembered = 8;
+// Blocks whose mean size is taken for that of all.
+constexpr std::size_t typical_blocks = 64;
 // Sampled uses after which gains are compared: longer than most prefixes, whose blocks share their fate.
 constexpr std::size_t batch = 64;
 
@@ -39,8 +41,10 @@ bool PrefixEviction::insert(std::uint64_t id, std::uint64_t parent, std::uint64_
         }
         return true;
     }
-    if (!started_) {
-        start(size);
+    // Not by the first block alone: caches of KV begin with a small one that describes the others.
+    if (!started_ &&
+        (blocks_.size() + 1 >= typical_blocks || size > capacity() / 2 || blocks_.used() > capacity() / 2 - size)) {
+        start((blocks_.used() + size) / (blocks_.size() + 1));
     }
     NewBlock block{.id = id, .parent = before, .size = size, .cost = cost, .uses = model_.use(id), .tenant = tenant};
     if (parent != 0) {

@@ -297,3 +297,12 @@ def test_hits_on_a_real_trace_are_those_of_the_best_policy_and_never_fewer_than_
     hits = replay(Eviction(capacity), chains)
     assert hits >= 0.99 * max(plain.values())
     assert hits >= max(plain["lru"], replay(Eviction(capacity, "lru"), chains))
+
+
+def test_a_small_first_block_says_nothing_of_the_size_of_all() -> None:
+    cache: Eviction[int] = Eviction(1000 * 4096)
+    cache.insert(1, 100, 1.0)  # as the description of a namespace
+    for block in range(2, 1002):
+        cache.insert(block, 4096, 1.0)
+    assert cache.stats().sampled == 1  # so few blocks are sampled whole
+    assert len(cache.stats().shadows) == len(POLICIES)
