@@ -556,7 +556,7 @@ def test_a_node_that_stays_silent_is_left_alone_after_short_calls_too(local: Nod
 
 def test_what_one_of_a_batch_cannot_do_leaves_the_others_done(local: Nodes) -> None:
     nodes = local(2)
-    with store_over(nodes, timeout=0.2) as store:
+    with store_over(nodes, timeout=1.0) as store:
         keys = [f"{number}" for number in range(20)]
         store.put("contact", b"")
         order = {key: ranked(store, nodes, key.encode()) for key in keys}
