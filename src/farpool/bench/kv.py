@@ -1,23 +1,22 @@
-"""Prefix hits of KV caches on a trace of requests: what a pool of a given size saves.
+"""Prefix hits of KV caches on a trace of requests: what nodes or a pool of a given size save.
 
 Each request looks its prompt's blocks up; a hit run ends at the first missing block, and the blocks from there on
-are computed and inserted. Metadata only. Replayed are the policy that chooses while it runs, single policies on
-prefixes, and, for comparison, the library's policies on plain blocks without prefixes, whose block hits are at
-least their prefix hits. No cache has more hits than an infinite one, nor than Belady's policy with one block more
-(a cache that may refuse blocks does no better than one that takes each and has one place more). Several nodes share
-the capacity; rendezvous hashing places each block on one of them.
+are computed and inserted. Metadata only. Replayed are the nodes' own policy, that of a pool, which chooses while it
+runs, single policies on prefixes, and, for comparison, the library's policies on plain blocks without prefixes, whose
+block hits are at least their prefix hits. No cache has more hits than an infinite one, nor than Belady's policy with
+one block more (a cache that may refuse blocks does no better than one that takes each and has one place more). Several
+nodes share the capacity; rendezvous hashing places each block on one of them.
 
 The cost model: a prompt token is computed at the rate of prefill; the run of hits crosses the link, or is computed
 where that takes less time; the time to first token is the sum. With a model's geometry attention adds to later
 tokens.
 
-With real bytes, nodes are started and the first requests are moved through `BlockCache`, verified; hits must be
-those of an infinite cache.
+With real bytes, the first requests are also moved through nodes, and through a pool, of each size; their hits stand
+beside those of the metadata.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import statistics
 from dataclasses import dataclass
@@ -29,12 +28,10 @@ from rich.table import Table
 from rich.text import Text
 
 from farpool._native import CacheSimulation, RequestTrace
-from farpool.bench import kv_requests
+from farpool.bench import kv_caches, kv_real, kv_requests
+from farpool.bench.kv_caches import NAMES, NODE, POOL
 from farpool.bench.kv_requests import Requests
 from farpool.errors import ConfigError
-from farpool.kv import BlockCache, Group, Namespace, block_key
-from farpool.kv.eviction import POLICIES, Eviction
-from farpool.node.process import running_node
 from farpool.sizes import format_size, parse_rate, parse_size
 
 if TYPE_CHECKING:
@@ -44,8 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MODELS", "Model", "Outcome", "Plain", "Real", "Run", "Settings", "figures", "run", "table"]
 
-CHOSEN = "chosen"
-_PLAIN = ("lru", "arc", "s3-fifo", "w-tiny-lfu", "gdsf")
+_SPREAD = (NODE, POOL)
+"""Policies that are replayed on every number of nodes; the others on the first number only."""
+_PLAIN = ("lru", "sieve", "arc", "s3-fifo", "w-tiny-lfu", "gdsf")
 _SHARES = (64, 32, 16, 8, 4)
 
 
@@ -84,11 +82,11 @@ class Settings:
     trace : Path or None
         JSON lines, as `kv_requests.read` takes them; None generates conversations.
     dry_run : bool
-        Replay only what would be deployed: the policy that chooses.
+        Leave out the policies on plain blocks.
     sizes : tuple of str
         Sizes of the cache; empty for 1/64 to 1/4 of the bytes of all different blocks.
     policies : tuple of str
-        Single policies on prefixes, beside the one that chooses.
+        Policies on prefixes, of `kv_caches.NAMES`.
     nodes : tuple of int
         Numbers of nodes over which a cache is spread.
     block_tokens : int or None
@@ -102,18 +100,20 @@ class Settings:
     link : str
         Rate at which cached blocks arrive.
     real : int
-        Requests of which real bytes are moved; 0 for none.
+        Requests of which real bytes are moved as well, under the policies ``node`` and ``pool``; 0 for none.
     scale : str
         Real bytes of a block.
     requests : int
         Requests that are generated.
+    label_hash_ids, label_input_length : str
+        Names of the fields in the file.
     """
 
     device: str = "cpu"
     trace: Path | None = None
     dry_run: bool = False
     sizes: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ("lru", "expected-reuse")
+    policies: tuple[str, ...] = (NODE, POOL, "lru", "expected-reuse")
     nodes: tuple[int, ...] = (1, 2, 4, 8)
     block_tokens: int | None = None
     model: str = ""
@@ -121,8 +121,10 @@ class Settings:
     prefill_tokens_per_second: float = 8000.0
     link: str = "10GB/s"
     real: int = 0
-    scale: str = "16KiB"
+    scale: str = "64KiB"
     requests: int = 4000
+    label_hash_ids: str = "hash_ids"
+    label_input_length: str = "input_length"
 
     @classmethod
     def quick(cls) -> Settings:
@@ -177,23 +179,27 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """Counts of requests whose bytes were moved through nodes.
+    """Counts of the first requests, whose bytes were moved through nodes or a pool.
 
     Attributes
     ----------
-    nodes, requests, block_bytes : int
-        How many nodes and requests, and bytes of a block.
-    hits, expected_hits : int
-        Leading blocks that were found, and those of an infinite cache.
+    policy : str
+        ``node`` or ``pool``.
+    nodes, size, requests, block_bytes : int
+        Number of nodes, size of the cache for blocks of full size, number of requests, and real bytes of a block.
+    hits, simulated_hits : int
+        Leading blocks that were found, and those of the same requests in the simulated cache.
     loaded_bytes, stored_bytes : int
         Payload bytes that were loaded and verified, and saved.
     """
 
+    policy: str
     nodes: int
+    size: int
     requests: int
     block_bytes: int
     hits: int
-    expected_hits: int
+    simulated_hits: int
     loaded_bytes: int
     stored_bytes: int
 
@@ -216,6 +222,8 @@ class Outcome:
         Prefix hits of a cache in which everything stays.
     recompute_ttft_mean, recompute_ttft_median : float
         Time to first token without a cache.
+    folded : int
+        Names of blocks that the trace has behind different blocks; behind each they are another block.
     """
 
     trace: str
@@ -233,7 +241,8 @@ class Outcome:
     recompute_ttft_median: float
     runs: tuple[Run, ...]
     plain: tuple[Plain, ...]
-    real: Real | None = None
+    real: tuple[Real, ...] = ()
+    folded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,26 +272,32 @@ def run(settings: Settings, progress: Progress) -> Outcome:
     """
     model, costs = _model(settings)
     for name in settings.policies:
-        if name not in POLICIES:
-            raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(POLICIES)}")
+        if name not in NAMES:
+            raise ConfigError(f"policy {name!r} is not known; expected one of {', '.join(NAMES)}")
     if not settings.nodes or min(settings.nodes) < 1:
         raise ConfigError(f"nodes is {settings.nodes!r}, expected numbers of nodes, at least 1")
     progress("Reading the requests", 0, 1)
     if settings.trace is None:
         requests = kv_requests.generate(settings.requests)
     else:
-        requests = kv_requests.read(settings.trace, settings.block_tokens)
+        requests = kv_requests.read(
+            settings.trace, settings.block_tokens, settings.label_hash_ids, settings.label_input_length
+        )
     progress("Reading the requests", 1, 1)
     block = requests.block_tokens * model.bytes_per_token
     footprint = requests.distinct * block
     sizes = [parse_size(size, "size") for size in settings.sizes] or [footprint // share for share in _SHARES]
     sizes = [max(size, block) for size in sizes]
-    runs, plain = [], []
+    runs, plain, real = [], [], []
+    first = requests.first(settings.real)
     for size in sizes:
         for nodes in settings.nodes:
-            singles = settings.policies if nodes == settings.nodes[0] and not settings.dry_run else ()
-            for policy in (CHOSEN, *singles):
-                runs.append(_replay(requests, costs, policy, size, nodes, progress))
+            for policy in settings.policies:
+                if policy in _SPREAD or nodes == settings.nodes[0]:
+                    runs.append(_replay(requests, costs, policy, size, nodes, progress))
+                # A pool is one process: it has no nodes.
+                if settings.real and (policy == NODE or (policy == POOL and nodes == 1)):
+                    real.append(_move(first, costs, policy, size, nodes, settings, progress))
         if not settings.dry_run:
             plain += _plain(requests, size // block, size)
     alone = [costs.first_token(0, length) for length in requests.tokens]
@@ -302,7 +317,8 @@ def run(settings: Settings, progress: Progress) -> Outcome:
         statistics.median(alone),
         tuple(runs),
         tuple(plain),
-        _move(requests, settings, progress) if settings.real else None,
+        tuple(real),
+        requests.folded,
     )
 
 
@@ -324,9 +340,7 @@ def _model(settings: Settings) -> tuple[Model, _Costs]:
 def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: int, progress: Progress) -> Run:
     page = requests.block_tokens
     block = page * costs.token_bytes
-    caches: list[Eviction[int]] = [
-        Eviction(max(1, size // nodes), "" if policy == CHOSEN else policy) for _ in range(nodes)
-    ]
+    caches = [kv_caches.make(policy, max(1, size // nodes)) for _ in range(nodes)]
     places = _places(requests, nodes)
     hits = hit_tokens = stored = 0
     saved = 0.0
@@ -342,11 +356,13 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         before: list[int | None] = [None] * nodes
         for one in chain[:run]:
             before[places[one]] = one
+        # Who saves blocks to nodes says one cost for all of them.
+        mean = costs.prefill(0, length) / max(1, len(chain))
         for at in range(run, len(chain)):
             one, place = chain[at], places[chain[at]]
             if one not in caches[place]:
-                gone = caches[place].insert(one, block, costs.prefill(at * page, (at + 1) * page), before[place])
-                stored += not (gone and gone[-1] == one)
+                cost = mean if policy == NODE else costs.prefill(at * page, (at + 1) * page)
+                stored += caches[place].insert(one, block, cost, before[place])
             before[place] = one
         hit = min(run * page, length)
         hits += run
@@ -354,8 +370,7 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         saved += costs.prefill(0, hit)
         times.append(costs.first_token(hit, length))
     progress(step, len(requests.chains), len(requests.chains))
-    states = [cache.stats() for cache in caches]
-    used = [state.policy for state in states]
+    used = [cache.used for cache in caches]
     return Run(
         policy,
         nodes,
@@ -368,7 +383,7 @@ def _replay(requests: Requests, costs: _Costs, policy: str, size: int, nodes: in
         statistics.fmean(times),
         statistics.median(times),
         {name: used.count(name) for name in sorted(set(used))},
-        sum(state.switches for state in states),
+        sum(cache.switches for cache in caches),
     )
 
 
@@ -404,44 +419,30 @@ def _plain(requests: Requests, capacity: int, size: int) -> list[Plain]:
     return found
 
 
-def _move(requests: Requests, settings: Settings, progress: Progress) -> Real:
-    """Replay the first requests on nodes of their own, with real bytes."""
-    nbytes = parse_size(settings.scale, "scale")
-    chains = requests.chains[: settings.real]
-    nodes = max(settings.nodes)
-    distinct = len({block for chain in chains for block in chain})
-    # Nothing may have to leave, wherever the blocks lie.
-    dram = (64 << 20) + 2 * distinct * (nbytes + 4096)
-    space = Namespace(
-        engine="farpool",
-        model="replay",
-        weights=requests.name,
-        dtype="uint8",
-        layout="bytes",
-        tokens_per_block=requests.block_tokens,
-        groups=(Group(("0",), nbytes),),
+def _move(
+    requests: Requests,
+    costs: _Costs,
+    policy: str,
+    size: int,
+    nodes: int,
+    settings: Settings,
+    progress: Progress,
+) -> Real:
+    """Replay requests with real bytes, and with metadata only."""
+    blocks, nbytes = size // (requests.block_tokens * costs.token_bytes), parse_size(settings.scale, "scale")
+    simulated = _replay(requests, costs, policy, size, nodes, progress).hits
+    moved = kv_real.move(requests, policy, blocks, nodes, nbytes, costs.prefill, progress)
+    return Real(
+        policy,
+        nodes,
+        size,
+        len(requests.chains),
+        nbytes,
+        moved.hits,
+        simulated,
+        moved.loaded_bytes,
+        moved.stored_bytes,
     )
-    hits = loaded = stored = 0
-    with contextlib.ExitStack() as stack:
-        addresses = [stack.enter_context(running_node(dram)).address for _ in range(nodes)]
-        cache = stack.enter_context(contextlib.closing(BlockCache(addresses, space, timeout=30.0)))
-        for number, chain in enumerate(chains):
-            progress("Moving real bytes", number, len(chains))
-            names = [hashlib.sha256(b"%d" % block).digest() for block in chain]
-            keys = [block_key(space.digest, name) for name in names]
-            values = [(name * (nbytes // len(name) + 1))[:nbytes] for name in names]
-            run = cache.lookup(keys).leading
-            targets = [bytearray(nbytes) for _ in range(run)]
-            reasons = [*cache.load(keys[:run], targets), *cache.save(keys[run:], values[run:])]
-            for reason in filter(None, reasons):
-                raise RuntimeError(f"a block of request {number} was not moved: {reason}")
-            if targets != values[:run]:
-                raise RuntimeError(f"request {number} was given other bytes than were saved")
-            hits += run
-            loaded += run * nbytes
-            stored += (len(chain) - run) * nbytes
-        progress("Moving real bytes", len(chains), len(chains))
-    return Real(nodes, len(chains), nbytes, hits, sum(_infinite(chains)), loaded, stored)
 
 
 def table(outcome: Outcome) -> Lines:
@@ -453,6 +454,10 @@ def table(outcome: Outcome) -> Lines:
         f"{outcome.bytes_per_token:,} bytes a token, prefill {outcome.prefill_tokens_per_second:,.0f} tokens/s, link "
         f"{outcome.link / 1e9:g} GB/s; without a cache {outcome.recompute_ttft_mean:.2f} s to the first token (mean)"
     )
+    if outcome.folded:
+        about.append(
+            f"\n{outcome.folded:,} names of blocks stand behind different blocks; behind each they are another block"
+        )
     made = Table()
     for name in ("cache", "nodes", "policy"):
         made.add_column(name, no_wrap=True)
@@ -476,17 +481,26 @@ def table(outcome: Outcome) -> Lines:
             name = _plain_name(other.policy)
             made.add_row("", "1", name, f"{other.hits:,}", f"{other.hits / max(outcome.infinite_hits, 1):.1%}")
         made.add_section()
-    lines: list[Text | Table] = [about, made]
-    if outcome.real is not None:
-        real = outcome.real
-        lines.append(
-            Text(
-                f"Real bytes: {real.requests:,} requests, {real.nodes} nodes, {format_size(real.block_bytes)} a block: "
-                f"{real.hits:,} hits of {real.expected_hits:,} expected; "
-                f"{format_size(real.loaded_bytes)} loaded and verified, {format_size(real.stored_bytes)} stored"
-            )
+    return Lines(about, made, *([_table_of_real(outcome)] if outcome.real else ()))
+
+
+def _table_of_real(outcome: Outcome) -> Table:
+    made = Table(title=f"Real bytes, each payload verified: the first {outcome.real[0].requests:,} requests")
+    for name in ("cache", "nodes", "policy"):
+        made.add_column(name, no_wrap=True)
+    for name in ("hits", "simulated", "loaded", "stored"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for one in outcome.real:
+        made.add_row(
+            format_size(one.size),
+            str(one.nodes),
+            one.policy,
+            f"{one.hits:,}",
+            f"{one.simulated_hits:,}",
+            format_size(one.loaded_bytes),
+            format_size(one.stored_bytes),
         )
-    return Lines(*lines)
+    return made
 
 
 def _plain_name(policy: str) -> str:
@@ -499,10 +513,10 @@ def figures(outcome: Outcome) -> dict[str, Figure]:
 
     figure, axes = new_figure("size of the cache, GiB", "prefix hits, share of an infinite cache's")
     most = max(outcome.infinite_hits, 1)
-    least = min(one.nodes for one in outcome.runs)
+    least, largest = (pick(one.nodes for one in outcome.runs) for pick in (min, max))
     lines: dict[str, list[tuple[int, int]]] = {}
     for one in outcome.runs:
-        if one.policy == CHOSEN or one.nodes == least:
+        if one.nodes in (least, largest):
             name = one.policy if one.nodes == least else f"{one.policy}, {one.nodes} nodes"
             lines.setdefault(name, []).append((one.size, one.hits))
     for other in outcome.plain:

@@ -135,10 +135,10 @@ def policies(
 def kv(
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON lines: Mooncake's or vLLM's trace, or token ids; default: generated."),
+        typer.Option(metavar="FILE", help="Mooncake's or vLLM's trace, or token ids; default: generated."),
     ] = None,
     dry_run: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same files: only the hits that a pool would have.")
+        Path | None, typer.Option(metavar="FILE", help="The same files: only the hits that nodes would have.")
     ] = None,
     size: Annotated[
         list[str] | None,
@@ -147,7 +147,11 @@ def kv(
         ),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="To use alone, such as lru; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="node, pool, or one to use alone, such as lru; repeatable. Default: node, pool, lru, expected-reuse.",
+        ),
     ] = None,
     nodes: Annotated[
         list[int] | None, typer.Option(metavar="N", min=1, help="Repeatable; default: 1, 2, 4, 8.")
@@ -164,9 +168,15 @@ def kv(
     ] = None,
     link: Annotated[str | None, typer.Option(metavar="RATE", help="To the nodes; default: 10GB/s.")] = None,
     real: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Move the bytes of the first N requests through nodes.")
+        int | None, typer.Option(metavar="N", min=1, help="Move bytes of the first N requests, too.")
     ] = None,
-    scale: Annotated[str | None, typer.Option(metavar="SIZE", help="Real bytes of a block; default: 16KiB.")] = None,
+    scale: Annotated[str | None, typer.Option(metavar="SIZE", help="Real bytes of a block; default: 64KiB.")] = None,
+    label_hash_ids: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Field with a prompt's blocks; default: hash_ids.")
+    ] = None,
+    label_input_length: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Field with a prompt's length; default: input_length.")
+    ] = None,
     quick: Quick = False,
     json: Json = False,
     report: Report = None,
@@ -181,7 +191,7 @@ def kv(
         "trace": trace or dry_run,
         "dry_run": dry_run is not None or None,
         "sizes": tuple(size) if size else None,
-        "policies": tuple(policy) if policy else None,
+        "policies": tuple(policy) if policy else ("node",) if dry_run is not None else None,
         "nodes": tuple(nodes) if nodes else (1,) if dry_run is not None else None,
         "block_tokens": block_tokens,
         "model": model,
@@ -190,6 +200,8 @@ def kv(
         "link": link,
         "real": real,
         "scale": scale,
+        "label_hash_ids": label_hash_ids,
+        "label_input_length": label_input_length,
     }
     _perform("kv", given, "cpu", quick, json, report, picture)
 
