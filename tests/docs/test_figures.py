@@ -338,7 +338,8 @@ def test_the_page_of_kv_traces_quotes_its_result_file() -> None:
             assert hits >= plain["lru"] or policy == "node"
             ttft = runs[1]["ttft_mean"] / outcome["recompute_ttft_mean"]
             row = f"| {size // block:,} | {hits:,} | {hits / most:.1%} | {plain['lru']:,} | {plain['sieve']:,} | "
-            row += f"{plain[best]:,} ({best}) | {hits / plain[best]:.3f} | {bound:,} | {1 - hits / bound:.1%} | {ttft:.2f} |"
+            row += f"{plain[best]:,} ({best}) | {hits / plain[best]:.3f} | {bound:,} | {1 - hits / bound:.1%} | "
+            row += f"{ttft:.2f} |"
             assert row in page, row
             spread.append(" | ".join(format(runs[nodes]["hits"], ",") for nodes in (1, 2, 4, 8)))
         row = f"| {size // block:,} | {' | '.join(spread)} |"
