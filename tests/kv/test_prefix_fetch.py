@@ -53,6 +53,7 @@ def test_whatever_is_not_there_is_a_miss_with_its_reason(make: Callable[..., Pre
     gone = cache._blocks.drop([cache._sequence(TOKENS)[0][2]])
     match = cache.fetch(TOKENS, target([FULL], TOKENS))
     assert (gone, match.tokens, match.reason) == (1, 2 * BLOCK, Reason.ABSENT)
+    assert cache.fetch(TOKENS, target([FULL], TOKENS), timeout=0.0).reason == Reason.LATE
     with pytest.raises(ConfigError, match="no place"):
         cache.fetch(TOKENS, Short([FULL], TOKENS))
 

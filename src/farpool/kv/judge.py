@@ -68,7 +68,7 @@ class Judge:
         arm: Arm = "load"
         with self._lock:
             plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split, context=context)
-            # Of an engine that never tells how long it computes, a hold-out would say nothing.
+            # A hold-out says nothing while the engine has not told how long it computes.
             known = plan.seconds is not None and plan.recompute_seconds is not None
             if plan.compute < tokens and known and self._gain is not None:
                 arm = self._gain.arm()

@@ -589,7 +589,7 @@ class PrefixCache:
             (match,) = self._match([wanted], False, timeout)
             return replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
-        until = self._until(timeout or self.judge.prefill_seconds(there) or None, nbytes)
+        until = self._until(self.judge.prefill_seconds(there) or None if timeout is None else timeout, nbytes)
         places = list(self._needed(wanted.blocks))
         sizes = [self._groups[number].group.block_bytes for number, _ in places]
         targets = [self._target(number, memory, block) for number, block in places]

@@ -121,7 +121,7 @@ class FarpoolTier(SecondaryTierManager):
         # of its hashes.
         namespace = self._namespace()
         self._settings.cache(namespace).close()
-        # Of several groups of layers, nobody can tell from outside which blocks a request needs.
+        # With several groups of layers, nobody can tell from outside which blocks a request needs.
         alike = len(namespace.groups) == 1 and namespace.groups[0].kind == "full"
         is_on = self._settings.hold_out and alike
         self._tokens = namespace.tokens_per_block
