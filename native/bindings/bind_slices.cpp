@@ -52,16 +52,29 @@ nb::list Slices::views() const {
     return views;
 }
 
+namespace {
+
+// Slices of `size` rows that follow each other, None for those of which not all rows exist; `start` may be negative.
+nb::list blocks(const std::shared_ptr<Rows>& self, std::int64_t start, std::int64_t count, std::int64_t size) {
+    const auto rows = static_cast<std::int64_t>(self->rows());
+    nb::list found;
+    for (std::int64_t number = 0; number < count; ++number, start += size) {
+        if (start < 0 || start > rows - size) {
+            found.append(nb::none());
+        } else {
+            found.append(Slices(self, static_cast<std::size_t>(start), static_cast<std::size_t>(start + size)));
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
 void bind_slices(nb::module_& m) {
     nb::class_<Rows>(m, "Rows", "Buffers in which each row, such as one token, has a fixed number of bytes.")
         .def(nb::init<const nb::list&, const std::vector<std::size_t>&>(), nb::arg("memories"), nb::arg("row_nbytes"))
         .def("__len__", &Rows::rows)
-        .def(
-            "slices",
-            [](std::shared_ptr<Rows> self, std::size_t start, std::size_t stop) {
-                return Slices(std::move(self), start, stop);
-            },
-            nb::arg("start"), nb::arg("stop"));
+        .def("blocks", blocks, nb::arg("start"), nb::arg("count"), nb::arg("size"));
     nb::class_<Slices>(m, "Slices", "The same rows of several buffers, one buffer after the other, as one payload.")
         .def_prop_ro("nbytes", &Slices::nbytes)
         .def_prop_ro("readonly", &Slices::readonly)

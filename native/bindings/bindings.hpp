@@ -20,6 +20,7 @@ void bind_queue(nb::module_& m);
 void bind_node(nb::module_& m);
 void bind_stream(nb::module_& m);
 void bind_slices(nb::module_& m);
+void bind_kv(nb::module_& m);
 void bind_wire(nb::module_& m);
 void bind_pager(nb::module_& m);
 void bind_policy(nb::module_& m);

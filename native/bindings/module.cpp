@@ -25,6 +25,7 @@ NB_MODULE(_native, m) {
     bind_node(m);
     bind_stream(m);
     bind_slices(m);
+    bind_kv(m);
     bind_wire(m);
     bind_pager(m);
     bind_driver(m);

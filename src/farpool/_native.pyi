@@ -386,8 +386,9 @@ class Rows:
 
     def __init__(self, memories: Sequence[Any], row_nbytes: Sequence[int]) -> None: ...
     def __len__(self) -> int: ...
-    def slices(self, start: int, stop: int) -> Slices:
-        """Take the rows `start` to `stop` of all buffers. ValueError if there are fewer."""
+    def blocks(self, start: int, count: int, size: int) -> list[Slices | None]:
+        """Take `count` slices of `size` rows each that follow each other from row `start` on, which may be negative; None for
+        those of which not all rows exist."""
 
 class Slices:
     """The same rows of several buffers, one buffer after the other, as one payload."""
@@ -398,6 +399,12 @@ class Slices:
     def readonly(self) -> bool: ...
     def views(self) -> list[memoryview]:
         """Return them as memory of Python, one for each buffer."""
+
+def token_keys(tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int) -> list[bytes] | None:
+    """Compose the keys of all blocks of tokens, as `farpool.kv.keys` describes them, one group of layers after the other.
+
+    None where Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.
+    """
 
 def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
     """Group keys by node: for each node's seed, the numbers of the keys for which it is the first in `rank`."""

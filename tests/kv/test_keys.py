@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from farpool.errors import ConfigError
 from farpool.kv import Group, Namespace, Reason, block_key, token_chain
 from farpool.kv.header import HEADER_BYTES, check_header, pack_header
+from farpool.kv.keys import block_keys, token_keys
 from tests.kv import chains
 
 NAMESPACE = Namespace(
@@ -241,3 +243,37 @@ def test_a_bit_that_is_flipped_in_a_header_makes_it_a_miss(bit: int) -> None:
     header = bytearray(pack_header(key, 100, 100))
     header[bit // 8] ^= 1 << bit % 8
     assert check_header(header, key, 100, 100) is not None
+
+
+@given(
+    tokens=st.lists(st.one_of(st.integers(0, 1 << 16), st.integers(0, (1 << 64) - 1)), max_size=40),
+    page=st.integers(1, 9),
+    groups=st.integers(0, 3),
+    shard=st.integers(0, (1 << 32) - 1),
+    form=st.sampled_from([list, tuple, lambda tokens: array("Q", tokens)]),
+)
+def test_keys_of_tokens_are_those_of_their_chain(
+    tokens: list[int], page: int, groups: int, shard: int, form: Callable[[list[int]], Sequence[int]]
+) -> None:
+    digest = NAMESPACE.digest
+    expected = [
+        block_key(digest, chain, group, shard) for group in range(groups) for chain in token_chain(tokens, page, digest)
+    ]
+    assert token_keys(form(tokens), page, digest, groups, shard) == expected
+    assert block_keys(digest, token_chain(tokens, page, digest), range(groups), shard) == expected
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 64, 1.0, "1", None])
+def test_keys_of_wrong_tokens_are_refused(token: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected whole numbers from 0 to 2\*\*64 - 1"):
+        token_keys([1, token, 1 << 40], 3, NAMESPACE.digest, 1)
+
+
+def test_keys_of_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="page is 0"):
+        token_keys([1], 0, NAMESPACE.digest, 1)
+    assert token_keys([1], 1 << 60, NAMESPACE.digest, 1) == []
+    with pytest.raises(ConfigError, match="keys of 15 bytes of namespace"):
+        token_keys([1], 1, NAMESPACE.digest[1:], 1)
+    with pytest.raises(ConfigError, match=r"\[0, 32, 33\] of hash"):
+        block_keys(NAMESPACE.digest, [b"", bytes(32), bytes(33)], [0])

@@ -103,18 +103,18 @@ def test_kv_of_old_weights_is_not_used_for_new_ones(
 def test_layers_of_tensors_are_viewed_together() -> None:
     layers = [(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4)) for _ in range(3)]
     memory = TensorMemory(layers, first=[0, 0, 4])
-    together = memory.of_layers((0, 1), 2, 4)
-    assert together is not None
-    for view in together[0].views():
+    before, *together, behind = memory.blocks((0, 1), -2, 6, 2)
+    assert before is None
+    assert behind is None
+    assert together[1] is not None
+    for view in together[1][0].views():
         view[:] = b"\xff" * len(view)
     assert all(bool((tensor[:, :, 2:4] != 0).all()) for pair in layers[:2] for tensor in pair)
-    assert sum(bool(tensor.any()) for tensor in layers[2]) == 0
+    assert all(not tensor[:, :, :2].any() and not tensor[:, :, 4:].any() for pair in layers[:2] for tensor in pair)
+    assert not any(tensor.any() for tensor in layers[2])
     # Each begins with a token of its own.
-    mixed = memory.of_layers((1, 2), 4, 8)
-    assert mixed is not None
-    assert [len(one.views()) for one in mixed] == [4, 4]
-    assert memory.of_layers((1, 2), 3, 4) is None
-    assert memory.of_layers((1, 2), 8, 9) is None
+    mixed = memory.blocks((1, 2), 2, 4, 2)
+    assert [one and [len(slices.views()) for slices in one] for one in mixed] == [None, [4, 4], [4, 4], None]
 
 
 def test_saved_and_fetched_tensors_are_equal(make: Callable[..., PrefixCache]) -> None:

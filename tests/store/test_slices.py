@@ -55,15 +55,22 @@ def test_pieces_of_any_size_come_back_as_they_were(store: Store, cuts: list[list
     assert [b"".join(one) for one in targets] == [_PATTERN[: sum(one)] for one in cuts]
 
 
+def _blocks(rows: Rows, start: int, count: int, size: int) -> list[Slices]:
+    """Return blocks of rows, all of which exist."""
+    found = rows.blocks(start, count, size)
+    assert None not in found
+    return [slices for slices in found if slices is not None]
+
+
 def test_rows_of_several_buffers_are_one_payload(store: Store) -> None:
     heads = [bytearray(_PATTERN[at : at + 64 * 4096]) for at in range(20)]
     own = Rows([*heads, _PATTERN], [4096] * 20 + [3])
     assert len(own) == 64
-    values = [(memoryview(b"head"), own.slices(16 * at, 16 * at + 16)) for at in range(4)]
+    values = [(memoryview(b"head"), slices) for slices in _blocks(own, 0, 4, 16)]
     target = [bytearray(len(one)) for one in (*heads, bytes(64 * 3))]
     there = Rows(target, [4096] * 20 + [3])
     begins = [bytearray(4) for _ in values]
-    targets = [(memoryview(one), there.slices(16 * at, 16 * at + 16)) for at, one in enumerate(begins)]
+    targets = [(memoryview(one), slices) for one, slices in zip(begins, _blocks(there, 0, 4, 16), strict=True)]
     _stored_and_read(store, list(values), list(targets))
     assert begins == [b"head"] * 4
     assert target == [*heads, _PATTERN[: 64 * 3]]
@@ -72,27 +79,30 @@ def test_rows_of_several_buffers_are_one_payload(store: Store) -> None:
 def test_slices_are_the_rows_that_were_asked_for() -> None:
     rows = Rows([b"aabbcc", bytearray(b"123")], [2, 1])
     assert len(rows) == 3
-    slices = rows.slices(1, 3)
+    (slices,) = _blocks(rows, 1, 1, 2)
     assert (slices.nbytes, slices.readonly) == (6, True)
     assert [bytes(view) for view in slices.views()] == [b"bbcc", b"23"]
     assert parts_of((memoryview(b"0"), slices)) == [b"0", b"bbcc", b"23"]
-    assert rows.slices(3, 3).nbytes == 0
+    assert [one.nbytes for one in _blocks(rows, 3, 1, 0)] == [0]
     assert isinstance(as_payload((b"0", slices))[1], Slices)
 
 
 def test_slices_keep_the_memory_that_they_are_of() -> None:
     buffer = bytearray(b"abc")
-    slices = Rows([buffer], [1]).slices(1, 2)
+    (slices,) = Rows([buffer], [1]).blocks(1, 1, 1)
     with pytest.raises(BufferError):
         buffer.append(0)
     del slices
     buffer.append(0)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(2, 1), (0, 4), (4, 4)])
-def test_rows_that_do_not_exist_are_refused(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match="of 3 do not exist"):
-        Rows([b"abc"], [1]).slices(start, stop)
+def test_blocks_that_do_not_exist_are_none() -> None:
+    found = Rows([b"abcdefgh", b"ABCDEFGHI"], [1, 1]).blocks(-3, 5, 3)
+    views = [slices and [bytes(view) for view in slices.views()] for slices in found]
+    assert views == [None, [b"abc", b"ABC"], [b"def", b"DEF"], None, None]
+    assert Rows([b"abc"], [1]).blocks(0, 2, 4) == [None, None]
+    with pytest.raises(ValueError, match="do not exist"):
+        Rows([b"abc"], [1]).blocks(0, 1, -1)
 
 
 def test_wrong_rows_are_refused() -> None:
@@ -109,7 +119,7 @@ def test_wrong_rows_are_refused() -> None:
 
 
 def test_memory_that_cannot_be_written_is_no_target(node: RunningNode) -> None:
-    fixed = Rows([b"abc"], [1]).slices(0, 3)
+    (fixed,) = _blocks(Rows([b"abc"], [1]), 0, 1, 3)
     with pytest.raises(ValueError, match="read-only"):
         as_target((fixed,))
     with Store(node.address, transport="tcp", timeout=30) as store:

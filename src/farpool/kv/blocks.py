@@ -326,14 +326,16 @@ class BlockCache:
         began = time.monotonic()
         keys = _as_many(keys, targets, "targets")
         checked = [as_target(target) for target in targets]
-        headers = [bytearray(HEADER_BYTES) for _ in keys]
+        sizes = [nbytes_of(target) for target in checked]
+        together = memoryview(bytearray(HEADER_BYTES * len(keys)))
+        headers = [together[start : start + HEADER_BYTES] for start in range(0, len(together), HEADER_BYTES)]
         pairs = [
-            (key, (memoryview(header), *(target if isinstance(target, tuple) else (target,))))
+            (key, (header, *target) if isinstance(target, tuple) else (header, target))
             for key, header, target in zip(keys, headers, checked, strict=True)
         ]
         outcomes: list[Reason | None] = []
         moved = 0
-        for piece, left in self._pieces(pairs, began, timeout):
+        for piece, left in self._pieces(pairs, sizes, began, timeout):
             start = time.monotonic()
             try:
                 answers = self._calls(left).get_into_many(piece, left)
@@ -341,16 +343,19 @@ class BlockCache:
                 answers = [error] * len(piece)
             seconds = time.monotonic() - start
             first, came = len(outcomes), 0
-            for (key, _), answer in zip(piece, answers, strict=True):
-                number = len(outcomes)
+            for number, answer in enumerate(answers, first):
                 if isinstance(answer, int):
-                    outcomes.append(self._restore(key, headers[number], answer, checked[number], start + left))
+                    outcomes.append(
+                        self._restore(
+                            keys[number], headers[number], answer, checked[number], sizes[number], start + left
+                        )
+                    )
                     came += answer
                 else:
                     outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
             if self._compression is not None and self._compression.choice is not None:
-                loaded = zip(checked[first:], outcomes[first:], strict=False)
-                payload = sum(nbytes_of(target) for target, reason in loaded if reason is None)
+                loaded = zip(sizes[first:], outcomes[first:], strict=False)
+                payload = sum(nbytes for nbytes, reason in loaded if reason is None)
                 self._compression.choice.received(came, seconds, payload)
             moved += came
             if Reason.LATE in outcomes[first:]:  # the others would take as long, each piece again
@@ -359,9 +364,9 @@ class BlockCache:
         if any(outcomes):
             useless = [
                 key
-                for key, target, reason in zip(keys, checked, outcomes, strict=True)
+                for key, nbytes, reason in zip(keys, sizes, outcomes, strict=True)
                 # A reader that asks for another size than its namespace says is wrong itself.
-                if reason in _USELESS or (reason is Reason.WRONG_SIZE and nbytes_of(target) == self._block_bytes(key))
+                if reason in _USELESS or (reason is Reason.WRONG_SIZE and nbytes == self._block_bytes(key))
             ]
             self._forget(useless, began, timeout)
         self._note("load", request, len(keys), outcomes, began, moved)
@@ -422,18 +427,20 @@ class BlockCache:
             parents=parents or {},
         )
         pairs = [(key, as_payload(value)) for key, value in zip(keys, values, strict=True)]
+        sizes = [nbytes_of(payload) for _, payload in pairs]
         outcomes: list[Reason | None] = [None] * len(pairs)
         moved = 0
         try:
             seconds = self._timeout if timeout is None else timeout
             there = self._calls(seconds).lookup(keys, seconds)
-            misfits = self._misfits(keys, there, [HEADER_BYTES + nbytes_of(payload) for _, payload in pairs])
+            misfits = self._misfits(keys, there, [HEADER_BYTES + nbytes for nbytes in sizes])
             self._forget([keys[number] for number in misfits], began, timeout)
             missing = sorted({*misfits, *(number for number, size in enumerate(there) if not isinstance(size, int))})
             if missing:
                 self._describe(namespace, self._left(None if timeout is None else began + timeout))
             done = 0
-            for piece, left in self._pieces([pairs[number] for number in missing], began, timeout):
+            unsaved = [pairs[number] for number in missing]
+            for piece, left in self._pieces(unsaved, [sizes[number] for number in missing], began, timeout):
                 until = time.monotonic() + left
                 items = [(key, self._stored(key, payload, until)) for key, payload in piece]
                 start = time.monotonic()
@@ -444,7 +451,7 @@ class BlockCache:
                         outcomes[number] = reason_of(answer)
                     else:
                         went += nbytes_of(parts)
-                        payload += nbytes_of(pairs[number][1])
+                        payload += sizes[number]
                 if self._compression is not None and self._compression.choice is not None:
                     self._compression.choice.sent(went, seconds, payload)
                 moved += went
@@ -676,11 +683,13 @@ class BlockCache:
         header = memoryview(pack_header(key, nbytes_of(payload), nbytes_of(stored)))
         return header, *(stored if isinstance(stored, tuple) else (stored,))
 
-    def _restore(self, key: bytes, header: bytearray, came: int, target: Payload, until: float) -> Reason | None:
+    def _restore(
+        self, key: bytes, header: memoryview, came: int, target: Payload, nbytes: int, until: float
+    ) -> Reason | None:
         """Check what came into a header and a target together, and decode it where it lies if it is encoded."""
         if came < HEADER_BYTES:
             return Reason.FOREIGN
-        stored, nbytes = came - HEADER_BYTES, nbytes_of(target)
+        stored = came - HEADER_BYTES
         reason = check_header(header, key, nbytes, stored)
         if reason is not None or stored == nbytes:
             return reason
@@ -691,21 +700,21 @@ class BlockCache:
         return None if self._compression.decode_within(key, stored, target) else Reason.CORRUPT
 
     def _pieces(
-        self, pairs: Sequence[tuple[bytes, Payload]], began: float, timeout: float | None
-    ) -> Iterator[tuple[list[tuple[bytes, Payload]], float]]:
+        self, pairs: Sequence[tuple[bytes, Payload]], sizes: Sequence[int], began: float, timeout: float | None
+    ) -> Iterator[tuple[Sequence[tuple[bytes, Payload]], float]]:
         """Cut a batch into pieces of bounded size; each comes with the seconds that it may take."""
         until = None if timeout is None else began + timeout
-        piece: list[tuple[bytes, Payload]] = []
-        nbytes = 0
-        for pair in pairs:
-            own = nbytes_of(pair[1])
-            if piece and nbytes + own > _PIECE_BYTES:
-                yield piece, self._left(until)
-                piece, nbytes = [], 0
-            piece.append(pair)
+        if sum(sizes) <= _PIECE_BYTES:
+            if pairs:
+                yield pairs, self._left(until)
+            return
+        start = nbytes = 0
+        for number, own in enumerate(sizes):
+            if number > start and nbytes + own > _PIECE_BYTES:
+                yield pairs[start:number], self._left(until)
+                start, nbytes = number, 0
             nbytes += own
-        if piece:
-            yield piece, self._left(until)
+        yield pairs[start:], self._left(until)
 
     def time_for(self, nbytes: int) -> float:
         """Return the seconds that moving so many bytes may take where nothing else is said."""

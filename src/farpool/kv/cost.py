@@ -8,6 +8,7 @@ the front and loading from the back is that of Jin et al., "Compute Or Load KV C
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ _NEGLIGIBLE = 0.02
 """Share of the computing time that may be lost before it stands aside, as by lookups of a cache that is empty yet."""
 _FEW = 8
 """Measurements from which a mean and its error are believed."""
+_STALE = 0.1
+"""Share of what a fit rests on that may be new before it is solved again, which takes longer than deciding by it."""
 _LATEST = 5
 """Measurements whose median tells how much slower or faster than before everything is at the moment."""
 
@@ -47,31 +50,35 @@ class _Fit:
     def __init__(self, features: int, subsets: Sequence[tuple[int, ...]]) -> None:
         self._subsets = subsets
         self._latest: deque[float] = deque(maxlen=_LATEST)
+        self._correction = 1.0
         self._products = [[0.0] * features for _ in range(features)]
         self._targets = [0.0] * features
         self._squares = 0.0
         self._factors: tuple[float, ...] | None = None
+        self._unsolved = 0
 
     def add(self, values: Sequence[float], seconds: float) -> None:
         """Take in one measurement, which must be above 0 seconds."""
         if fitted := self._fitted(values):
             self._latest.append(seconds / fitted)
+            self._correction = median(self._latest)
         scaled = [value / seconds for value in values]
         for row, one in zip(self._products, scaled, strict=True):
-            for column, other in enumerate(scaled):
-                row[column] = _MEMORY * row[column] + one * other
+            row[:] = [_MEMORY * old + one * other for old, other in zip(row, scaled, strict=True)]
         self._targets = [_MEMORY * old + one for old, one in zip(self._targets, scaled, strict=True)]
         self._squares = _MEMORY * self._squares + 1
-        self._factors = self._solved()
+        self._unsolved += 1
 
     def seconds(self, values: Sequence[float]) -> float | None:
         """Estimate the time for these features; None before the first measurement."""
         fitted = self._fitted(values)
-        return fitted if fitted is None or not self._latest else fitted * median(self._latest)
+        return None if fitted is None else fitted * self._correction
 
     def _fitted(self, values: Sequence[float]) -> float | None:
+        if self._unsolved > _STALE * self._squares:
+            self._factors, self._unsolved = self._solved(), 0
         factors = self._factors
-        return None if factors is None else sum(map(float.__mul__, factors, map(float, values)))
+        return None if factors is None else sum(map(operator.mul, factors, values))
 
     def _solved(self) -> tuple[float, ...] | None:
         best, least = None, math.inf
@@ -183,19 +190,9 @@ class CostModel:
         if whole is None or loading is None:
             return Plan(0, loading, whole, "load: not enough has been measured to compare")
 
-        def load_after(blocks: int) -> float:
-            left = nbytes - nbytes * blocks * step // tokens
-            return (self.load_seconds(left + queued) or 0.0) if left else 0.0
-
-        def compute_of(blocks: int) -> float:
-            return self.prefill_seconds(blocks * step, context) or 0.0
-
-        first = 0
+        first, best = 0, loading
         if split:
-            first = _first(tokens // step, lambda blocks: compute_of(blocks) >= load_after(blocks))
-            # At the crossing one of two neighbours is the better one.
-            first = min((max(0, first - 1), first), key=lambda blocks: max(compute_of(blocks), load_after(blocks)))
-        best = max(compute_of(first), load_after(first))
+            first, best = self._split(tokens, nbytes, step, queued, context)
         said = f"computing all {tokens} tokens: {_shown(whole)}"
         if best >= whole:
             return Plan(tokens, whole, whole, f"compute: {said}, loading them: {_shown(loading)}")
@@ -203,6 +200,22 @@ class CostModel:
             why = f"compute {first * step} tokens while loading {tokens - first * step}: {_shown(best)}; {said}"
             return Plan(first * step, best, whole, why)
         return Plan(0, best, whole, f"load {tokens} tokens: {_shown(best)}; {said}")
+
+    def _split(self, tokens: int, nbytes: int, step: int, queued: int, context: int) -> tuple[int, float]:
+        """Return how many blocks are best computed while the others are loaded, and the time that this takes."""
+
+        def load_after(blocks: int) -> float:
+            left = nbytes - nbytes * blocks * step // tokens
+            return (self.load_seconds(left + queued) or 0.0) if left else 0.0
+
+        def compute_of(blocks: int) -> float:
+            return self.prefill_seconds(blocks * step, context) or 0.0
+
+        first = _first(tokens // step, lambda blocks: compute_of(blocks) >= load_after(blocks))
+        # At the crossing one of two neighbours is the better one.
+        times = [(max(compute_of(blocks), load_after(blocks)), blocks) for blocks in (max(0, first - 1), first)]
+        best, first = min(times)
+        return first, best
 
 
 def _prefill_features(tokens: int, context: int) -> tuple[float, float, float]:

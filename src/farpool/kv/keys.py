@@ -5,11 +5,22 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from farpool._native import token_keys as native_token_keys
 from farpool.errors import ConfigError
 
-__all__ = ["KEY_BYTES", "KEY_MAGIC", "NAMESPACE_MAGIC", "block_key", "group_of", "namespace_key", "token_chain"]
+__all__ = [
+    "KEY_BYTES",
+    "KEY_MAGIC",
+    "NAMESPACE_MAGIC",
+    "block_key",
+    "block_keys",
+    "group_of",
+    "namespace_key",
+    "token_chain",
+    "token_keys",
+]
 
 KEY_MAGIC = b"fpk1"
 NAMESPACE_MAGIC = b"fpn1"
@@ -37,14 +48,50 @@ def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) ->
     ConfigError
         A part has another size.
     """
-    if len(namespace) != 16 or not 1 <= len(chain) <= 32:
-        raise ConfigError(
-            f"a key of {len(namespace)} bytes of namespace and {len(chain)} bytes of hash, expected 16, and 1 to 32"
-        )
+    return block_keys(namespace, [chain], [group], shard)[0]
+
+
+def block_keys(namespace: bytes, chains: Sequence[bytes], groups: Iterable[int], shard: int = 0) -> list[bytes]:
+    """Compose the keys of many blocks, one group of layers after the other; the arguments are those of `block_key`."""
+    if len(namespace) != 16 or any(not 1 <= nbytes <= 32 for nbytes in set(map(len, chains))):
+        sizes = sorted(set(map(len, chains)))
+        raise ConfigError(f"keys of {len(namespace)} bytes of namespace and {sizes} of hash, expected 16, and 1 to 32")
     try:
-        return _KEY.pack(KEY_MAGIC, namespace, chain, group, shard)
+        return [_KEY.pack(KEY_MAGIC, namespace, chain, group, shard) for group in groups for chain in chains]
     except struct.error:
-        raise ConfigError(f"group {group!r}, shard {shard!r}: expected whole numbers below 2**32") from None
+        raise ConfigError(f"groups {groups!r}, shard {shard!r}: expected whole numbers below 2**32") from None
+
+
+def token_keys(tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int = 0) -> list[bytes]:
+    """Compose the keys of all whole blocks of a sequence.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+        Token ids, 0 to 2**64 - 1.
+    page : int
+        Tokens of a block.
+    namespace : bytes
+        Digest of the namespace, 16 bytes; the hash of the first block's tokens begins with it.
+    groups : int
+        Number of groups of layers.
+    shard : int
+        Number of the part that one rank holds.
+
+    Returns
+    -------
+    list of bytes
+        Keys of 64 bytes, one group of layers after the other.
+
+    Raises
+    ------
+    ConfigError
+        A token is no number of that range, or another argument is wrong.
+    """
+    found = native_token_keys(tokens, page, namespace, groups, shard) if page > 0 else None
+    if found is None:
+        found = block_keys(namespace, token_chain(tokens, page, namespace), range(groups), shard)
+    return found
 
 
 def group_of(key: bytes) -> int:
@@ -82,20 +129,25 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
     """
     if page < 1:
         raise ConfigError(f"page is {page!r}, expected a number of tokens, at least 1", setting="page")
-    whole = len(tokens) - len(tokens) % page
-    try:
-        wide = array("Q", tokens[:whole])
-    except (OverflowError, TypeError, ValueError) as error:
-        raise ConfigError(f"tokens: {error}; expected whole numbers from 0 to 2**64 - 1", setting="tokens") from None
+    whole = tokens[: len(tokens) - len(tokens) % page]
     # Little-endian, as all platforms are that the native core is built for.
-    if max(wide, default=0) <= _LARGEST_U32:
-        data, size = array("I", wide).tobytes(), 4 * page
+    try:
+        data, size = array("I", whole).tobytes(), 4 * page
         pages = [data[start : start + size] for start in range(0, len(data), size)]
-    else:
-        parts = [wide[start : start + page] for start in range(0, whole, page)]
-        pages = [array("I", own).tobytes() if max(own) <= _LARGEST_U32 else b"\xff" + own.tobytes() for own in parts]
+    except (OverflowError, TypeError, ValueError):
+        pages = _wide_pages(whole, page)
     hashes: list[bytes] = []
     for tokens_of_page in pages:
         prior = hashlib.sha256(prior + tokens_of_page).digest()
         hashes.append(prior)
     return hashes
+
+
+def _wide_pages(tokens: Sequence[int], page: int) -> list[bytes]:
+    """Return the bytes of pages of which some have a token of more than 32 bits: all tokens of those have 64."""
+    try:
+        wide = array("Q", tokens)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(f"tokens: {error}; expected whole numbers from 0 to 2**64 - 1", setting="tokens") from None
+    parts = [wide[start : start + page] for start in range(0, len(wide), page)]
+    return [array("I", own).tobytes() if max(own) <= _LARGEST_U32 else b"\xff" + own.tobytes() for own in parts]

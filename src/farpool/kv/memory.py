@@ -150,18 +150,34 @@ class TensorMemory:
 
     def parts(self, layer: int, start: int, stop: int) -> Sequence[Buffer | Slices] | None:
         """Return the memory of one layer's tokens, head by head; None if it is not whole in its tensors."""
-        return self.of_layers((layer,), start, stop)
+        (found,) = self.blocks((layer,), start, 1, stop - start)
+        return found
 
-    def of_layers(self, layers: tuple[int, ...], start: int, stop: int) -> tuple[Slices, ...] | None:
-        """Return the memory of several layers' tokens, one layer after the other; None if one of them lacks some."""
+    def blocks(self, layers: tuple[int, ...], start: int, count: int, size: int) -> list[tuple[Slices, ...] | None]:
+        """Return the memory of several layers' tokens, by blocks that follow each other, one layer after the other.
+
+        Parameters
+        ----------
+        layers : tuple of int
+            Numbers of the layers.
+        start : int
+            Number of the first token.
+        count, size : int
+            Number of blocks, and tokens of each.
+
+        Returns
+        -------
+        list of tuple of Slices, or None
+            None for a block of which a layer lacks some tokens.
+        """
         first = self._first[layers[0]]
-        if any(self._first[layer] != first for layer in layers):
-            each = [self.of_layers((layer,), start, stop) for layer in layers]
-            return None if None in each else tuple(itertools.chain.from_iterable(filter(None, each)))
         rows = self._together.get(layers)
-        if rows is None:  # one object for all of them, as a call for each layer takes longer than the copy of a block
+        if rows is None:
+            if any(self._first[layer] != first for layer in layers):
+                each = zip(*(self.blocks((layer,), start, count, size) for layer in layers), strict=True)
+                return [None if None in own else sum(filter(None, own), ()) for own in each]
+            # One object for all of them, as a call for each layer takes longer than the copy of a block.
             chunks = [chunk for layer in layers for chunk in self._layers[layer][0]]
             token_bytes = [nbytes for layer in layers for nbytes in self._layers[layer][1]]
             rows = self._together[layers] = Rows(chunks, token_bytes)
-        low, high = start - first, stop - first
-        return None if low < 0 or high > len(rows) else (rows.slices(low, high),)
+        return [None if one is None else (one,) for one in rows.blocks(start - first, count, size)]

@@ -18,7 +18,7 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -34,7 +34,7 @@ from farpool.kv.disagreement import Disagreements
 from farpool.kv.header import HEADER_BYTES
 from farpool.kv.journal import record
 from farpool.kv.judge import Judge
-from farpool.kv.keys import block_key, token_chain
+from farpool.kv.keys import block_keys, token_chain, token_keys
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, TensorMemory, layer_groups
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
@@ -71,6 +71,9 @@ class _Wanted:
 
     def key(self, group: int, block: int) -> bytes:
         return self.keys[group * self.blocks + block]
+
+    def keys_of(self, group: int, blocks: range) -> Sequence[bytes]:
+        return self.keys[group * self.blocks + blocks.start : group * self.blocks + blocks.stop]
 
 
 @dataclass(frozen=True)
@@ -377,12 +380,15 @@ class PrefixCache:
 
     def _keys(self, namespace: Namespace, chains: Sequence[bytes]) -> list[bytes]:
         """Compose the keys of all blocks of a sequence, one group of layers after the other."""
-        digest, rank = namespace.digest, self._rank
-        return [block_key(digest, chain, number, rank) for number in range(len(self._groups)) for chain in chains]
+        return block_keys(namespace.digest, chains, range(len(self._groups)), self._rank)
+
+    def _token_keys(self, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
+        """Compose the keys of all blocks of a sequence; the result is that of `_keys`."""
+        return token_keys(tokens, self._block, namespace.digest, len(self._groups), self._rank)
 
     def _wanted(self, namespace: Namespace, tokens: Sequence[int], leave: int, request: str) -> _Wanted:
-        chains = self._chains(namespace, tokens[: max(0, len(tokens) - leave)])
-        return _Wanted(namespace, self._keys(namespace, chains), len(chains), len(tokens), request)
+        own = tokens[: max(0, len(tokens) - leave)]
+        return _Wanted(namespace, self._token_keys(namespace, own), len(own) // self._block, len(tokens), request)
 
     def _match(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
         """Look up sequences together, and decide about each."""
@@ -440,8 +446,9 @@ class PrefixCache:
         if near:
             nbytes = sum(
                 self._groups[number].group.block_bytes
-                for number, block in self._needed(usable)
-                if wanted.key(number, block) not in near
+                for number, blocks in self._needed(usable)
+                for key in wanted.keys_of(number, blocks)
+                if key not in near
             )
         plan = Plan(0, None, None, "nothing is there")
         arm: Arm = "load"
@@ -489,18 +496,14 @@ class PrefixCache:
         reasons = (found.reasons[number * blocks + usable] for number in range(len(self._groups)) if usable < blocks)
         return usable, next((reason for reason in reasons if reason is not None), None)
 
-    def _needed(self, usable: int, first: int = 0, groups: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
-        """Yield the group and number of each block from `first` on that is needed to go on behind `usable` blocks."""
+    def _needed(self, usable: int, first: int = 0, groups: Sequence[int] | None = None) -> Iterator[tuple[int, range]]:
+        """Yield each group with the blocks from `first` on that it needs to go on behind `usable` blocks."""
         for number in range(len(self._groups)) if groups is None else groups:
-            for block in range(max(first, self._groups[number].first_block(usable, self._block)), usable):
-                yield number, block
+            yield number, range(max(first, self._groups[number].first_block(usable, self._block)), usable)
 
-    def _nbytes(self, usable: int, first: int = 0) -> int:
+    def _nbytes(self, usable: int) -> int:
         """Return the bytes of all blocks that `_needed` yields."""
-        return sum(
-            one.group.block_bytes * max(0, usable - max(first, one.first_block(usable, self._block)))
-            for one in self._groups
-        )
+        return sum(self._groups[number].group.block_bytes * len(blocks) for number, blocks in self._needed(usable))
 
     def load(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> int:
         """Load what a lookup has found into the engine's memory.
@@ -590,9 +593,7 @@ class PrefixCache:
             return replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(self.judge.prefill_seconds(there) or None if timeout is None else timeout, nbytes)
-        places = list(self._needed(wanted.blocks))
-        sizes = [self._groups[number].group.block_bytes for number, _ in places]
-        targets = [self._target(number, memory, block) for number, block in places]
+        sizes, targets = self._targets(memory, self._needed(wanted.blocks))
         near = self._near.held(wanted.keys)
         outcomes = self._fetch(wanted.keys, targets, sizes, request, until)
         answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
@@ -669,16 +670,17 @@ class PrefixCache:
         keys: list[bytes] = []
         targets: list[Payload] = []
         sizes: list[int] = []
-        places: list[list[tuple[int, int]]] = []
+        places: list[list[int]] = []
         for match, memory in zip(matches, memories, strict=True):
-            own = list(self._needed(match.tokens // self._block, match.compute // self._block, groups))
+            needed = list(self._needed(match.tokens // self._block, match.compute // self._block, groups))
             if self._is_outdated(match):
-                own = []
-            for number, block in own:
-                keys.append(match._wanted.key(number, block))
-                targets.append(self._target(number, memory, block))
-                sizes.append(self._groups[number].group.block_bytes)
-            places.append(own)
+                needed = []
+            own_sizes, own_targets = self._targets(memory, needed)
+            sizes += own_sizes
+            targets += own_targets
+            for number, blocks in needed:
+                keys += match._wanted.keys_of(number, blocks)
+            places.append([block for _, blocks in needed for block in blocks])
         names = (
             matches[0].request
             if len(matches) == 1
@@ -694,13 +696,13 @@ class PrefixCache:
         """Tell if other weights are in use than those of a lookup."""
         return match._wanted.namespace.digest != self._namespace.digest
 
-    def _came(self, match: Match, places: Sequence[tuple[int, int]], outcomes: Sequence[Reason | None]) -> int:
-        """Return how many tokens of a prompt can be used, by what became of its blocks."""
+    def _came(self, match: Match, blocks: Sequence[int], outcomes: Sequence[Reason | None]) -> int:
+        """Return how many tokens of a prompt can be used, by what became of its blocks, which have these numbers."""
         if match.tokens and self._is_outdated(match):  # perhaps since the load began
             said = f"it is of weights {match.weights_id!r}, and {self.weights_id!r} are in use"
             self._blocks.missed("load", match.request, match.tokens // self._block, Reason.OTHER_WEIGHTS, said)
             return 0
-        lost = [block for (_, block), outcome in zip(places, outcomes, strict=True) if outcome is not None]
+        lost = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is not None]
         if not lost:
             return match.tokens
         # Only layers with full attention can do with fewer blocks; others have just those of the end.
@@ -731,49 +733,48 @@ class PrefixCache:
             outcomes[number] = outcome
         return outcomes
 
-    def _target(self, number: int, memory: KVMemory, block: int) -> Payload:
-        """Return the memory into which a block is loaded.
+    def _targets(self, memory: KVMemory, needed: Iterable[tuple[int, range]]) -> tuple[list[int], list[Payload]]:
+        """Return the bytes of blocks, and the memory into which each is loaded.
 
         Raises
         ------
         ConfigError
             The memory has no place for a layer, or one of another size.
         """
-        payload = self._payload(number, memory, block)
-        if payload is None:
-            layers = self._groups[number].layers
-            raise ConfigError(f"the memory has no place for block {block} of one of the layers {layers}")
-        return payload
+        sizes: list[int] = []
+        targets: list[Payload] = []
+        for number, blocks in needed:
+            one = self._groups[number]
+            sizes += [one.group.block_bytes] * len(blocks)
+            for block, payload in zip(blocks, self._payloads(number, memory, blocks), strict=True):
+                if payload is None:
+                    raise ConfigError(f"the memory has no place for block {block} of one of the layers {one.layers}")
+                targets.append(payload)
+        return sizes, targets
 
-    def _payload(self, number: int, memory: KVMemory, block: int) -> Payload | None:
-        """Return the memory of one block of a group of layers, or None if the engine does not have all of it.
+    def _payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:
+        """Return the memory of blocks of a group of layers; None for those of which the engine does not have all.
 
         Raises
         ------
         ConfigError
             It has another size.
         """
-        one = self._groups[number]
-        span = block * self._block, (block + 1) * self._block
+        one, step = self._groups[number], self._block
+        payloads: Sequence[Payload | None]
+        looked_at: Sequence[Payload | None]
         if isinstance(memory, TensorMemory):
-            payload: Payload | None = memory.of_layers(one.layers, *span)
-            if payload is None:
-                return None
+            payloads = memory.blocks(one.layers, blocks.start * step, len(blocks), step)
+            looked_at = [next(filter(None, payloads), None)]  # all have the same size
         else:
-            parts: list[Buffer | Slices] = []
-            for layer in one.layers:
-                own = memory.parts(layer, *span)
-                if own is None:
-                    return None
-                parts += own
-            payload = as_payload(tuple(parts))
-        nbytes = nbytes_of(payload)
-        if nbytes != one.group.block_bytes:
-            raise ConfigError(
-                f"the memory of layers {one.layers}, block {block}, has {nbytes} bytes, "
-                f"expected {one.group.block_bytes}"
-            )
-        return payload
+            payloads = [_payload(memory, one.layers, block * step, (block + 1) * step) for block in blocks]
+            looked_at = payloads
+        for payload in looked_at:
+            if payload is not None and (nbytes := nbytes_of(payload)) != one.group.block_bytes:
+                raise ConfigError(
+                    f"the memory of a block of layers {one.layers} has {nbytes} bytes, expected {one.group.block_bytes}"
+                )
+        return payloads
 
     def _judged(self, match: Match, usable: int, seconds: float) -> None:
         # What is near has taken no time of the link's, and says nothing about loading.
@@ -970,10 +971,10 @@ class PrefixCache:
             own: list[bytes] = []
             # Those that others need go first.
             for number in sorted(groups, key=lambda number: not _needs_all(self._groups[number])):
-                for block in range(start // self._block, wanted.blocks):
-                    key = wanted.key(number, block)
+                blocks = range(start // self._block, wanted.blocks)
+                payloads = self._payloads(number, memory, blocks)
+                for block, key, payload in zip(blocks, wanted.keys_of(number, blocks), payloads, strict=True):
                     if key not in values:
-                        payload = self._payload(number, memory, block)
                         if payload is None:
                             continue
                         values[key] = payload
@@ -1040,10 +1041,8 @@ class PrefixCache:
             Number of blocks that went. Other sequences that go on from the old one are computed again.
         """
         namespace = self._namespace
-        kept = set(self._keys(namespace, self._chains(namespace, new)))
-        return self._blocks.drop(
-            [key for key in self._keys(namespace, self._chains(namespace, old)) if key not in kept]
-        )
+        kept = set(self._token_keys(namespace, new))
+        return self._blocks.drop([key for key in self._token_keys(namespace, old) if key not in kept])
 
     def demote(self, tokens: Sequence[int], *, request: str = "", timeout: float | None = None) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that others have room.
@@ -1171,8 +1170,9 @@ class PrefixCache:
         (found,), _ = self._look_up([wanted], _seconds_to(until))
         usable, _ = self._usable(found, wanted.blocks)
         needed = [
-            (wanted.key(number, block), self._groups[number].group.block_bytes)
-            for number, block in self._needed(usable)
+            (key, self._groups[number].group.block_bytes)
+            for number, blocks in self._needed(usable)
+            for key in wanted.keys_of(number, blocks)
         ]
         keys, left = [key for key, _ in needed], _seconds_to(until)
         if not needed or not left:
@@ -1237,6 +1237,17 @@ def _passed_over(wanted: _Wanted) -> Match:
     plan = Plan(wanted.tokens, None, None, "compute: loading has cost time lately")
     weights = wanted.namespace.weights
     return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, "hold-out", 0.0, wanted, 0)
+
+
+def _payload(memory: KVMemory, layers: Iterable[int], start: int, stop: int) -> Payload | None:
+    """Return the memory of some tokens' KV of several layers, or None if the engine does not have all of it."""
+    parts: list[Buffer | Slices] = []
+    for layer in layers:
+        own = memory.parts(layer, start, stop)
+        if own is None:
+            return None
+        parts += own
+    return as_payload(tuple(parts))
 
 
 def _needs_all(one: LayerGroup) -> bool:
