@@ -73,7 +73,7 @@ std::uint64_t Budget::share_of_objects(std::uint32_t tenant) const {
     return own - std::min(own, found == tenants_.end() ? 0 : found->second.lent);
 }
 
-bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes) {
+bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes, bool at_once) {
     const std::uint64_t common = common_share(tenant);
     Objects* victim = nullptr;
     std::int64_t farthest = 0;
@@ -86,7 +86,16 @@ bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes) {
             farthest = above;
         }
     }
-    return victim != nullptr && victim->evict_one();
+    return victim != nullptr && victim->evict_one(at_once);
+}
+
+bool Budget::evict_some(std::uint32_t tenant, std::uint64_t nbytes, bool at_once) {
+    const std::uint64_t enough = used - std::min(used, nbytes);
+    bool evicted = false;
+    while (used > enough && evict_one(tenant, nbytes, at_once)) {
+        evicted = true;
+    }
+    return evicted;
 }
 
 bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
@@ -123,17 +132,19 @@ bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
     }
     trim();
     while (!fits()) {  // objects share their pages with holes
-        const std::uint64_t enough = used - std::min(used, std::max(nbytes, limit / 64));
-        bool evicted = false;
-        while (used > enough && evict_one(tenant, nbytes)) {
-            evicted = true;
-        }
-        if (!evicted) {
+        if (!evict_some(tenant, std::max(nbytes, limit / 64), false)) {
             return false;
         }
         trim();
     }
     return true;
+}
+
+bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes) {
+    const bool evicted = evict_some(tenant, std::max<std::uint64_t>(nbytes, 1), true);
+    evict_some(tenant, used / 64, false);  // for what comes next: there is time for them to go to the file
+    trim();
+    return evicted;
 }
 
 void Budget::trim() {

@@ -55,6 +55,9 @@ public:
     bool make_room(std::uint32_t tenant, std::uint64_t nbytes);
     // Makes sure that the system may give `nbytes` more memory: first by returning that of holes, then by evicting.
     bool make_backing_room(std::uint32_t tenant, std::uint64_t nbytes);
+    // Evicts objects and returns their memory to the system, which had no `nbytes` more to give: other programs use the same
+    // file system or host, so it may have less than the limit. False where no object may be evicted.
+    bool return_backing(std::uint32_t tenant, std::uint64_t nbytes);
     void trim();
 
 private:
@@ -69,7 +72,9 @@ private:
     std::uint64_t share(std::uint32_t tenant, std::uint64_t common) const;
     // Evicts an object of the tenant farthest above its share, counting `nbytes` that `tenant` is about to take; false where no
     // object may be evicted.
-    bool evict_one(std::uint32_t tenant, std::uint64_t nbytes);
+    bool evict_one(std::uint32_t tenant, std::uint64_t nbytes, bool at_once = false);
+    // Evicts objects of `nbytes`, or as many as there are; false where not even one may be evicted.
+    bool evict_some(std::uint32_t tenant, std::uint64_t nbytes, bool at_once);
 
     Shares shares_;
     std::set<std::uint32_t> expected_;

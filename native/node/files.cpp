@@ -140,10 +140,15 @@ Segment open_segment(const std::string& path, SegmentKind kind, std::optional<st
 }
 
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
-    const int code = posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+    int code = EINTR;
+    while (code == EINTR) {  // a process that was stopped meanwhile does not lack memory
+        code = posix_fallocate(segment.file.fd(), static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+    }
     errno = code != 0 ? code : errno;
     return code == 0;
 }
+
+bool is_lack_of_memory(int error) noexcept { return error == ENOSPC || error == ENOMEM || error == EDQUOT; }
 
 void discard(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
     const std::uint64_t begin = (offset + page_nbytes - 1) / page_nbytes * page_nbytes;

@@ -142,8 +142,9 @@ public:
     // Bytes of memory that these objects' files take according to the system, index and marks of visits included.
     std::uint64_t taken() const { return data_.file.taken() + visits_->taken() + index_->segment().file.taken(); }
     std::uint64_t reclaimable() const noexcept { return (indexed_units_ - fixed_units_) * unit_nbytes; }
-    // Moves one object to the NVMe file, or drops it. False where all that is left is in use or kept.
-    bool evict_one();
+    // Moves one object to the NVMe file, or drops it, which frees its memory `at_once`. False where all that is left is in use
+    // or kept.
+    bool evict_one(bool at_once = false);
     // True if the object may be pinned or kept: all that cannot be evicted stays within the tenant's share, an eighth of which
     // is left for objects that come and go. So a program that may only read cannot keep others from publishing.
     bool may_fix(const Found& found) const;

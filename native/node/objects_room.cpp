@@ -1,5 +1,6 @@
 // Room for objects: free extents, their backing with memory by the system, and eviction.
 #include <algorithm>
+#include <cerrno>
 
 #include "node/objects.hpp"
 
@@ -117,7 +118,11 @@ bool Objects::reserve_slot() {
     if (more > 0 && (!budget_.make_room(tenant_, more) || !budget_.make_backing_room(tenant_, more))) {
         return false;
     }
-    const bool done = index_->reserve() && visits_->back(index_->next_slot());
+    const auto has_memory = [this] { return index_->reserve() && visits_->back(index_->next_slot()); };
+    bool done = has_memory();
+    while (!done && is_lack_of_memory(errno) && budget_.return_backing(tenant_, more)) {
+        done = has_memory();
+    }
     charge_tables();
     return done;
 }
@@ -130,9 +135,9 @@ void Objects::charge_tables() {
     tables_ = charged;
 }
 
-bool Objects::evict_one() {
+bool Objects::evict_one(bool at_once) {
     if (const policy::Slot victim = upper_->victim({}, in_use()); victim != policy::no_slot) {
-        if (!demote(victim)) {
+        if (at_once || !demote(victim)) {
             evict(victim);
         }
         return true;
@@ -244,7 +249,12 @@ bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict
         return true;
     }
     budget_.trim();
-    return back_pages(begin, end);
+    while (!back_pages(begin, end)) {
+        if (!strict || !is_lack_of_memory(errno) || !budget_.return_backing(tenant_, missing)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 bool Objects::back_pages(std::uint64_t begin, std::uint64_t end) {

@@ -1,6 +1,10 @@
 // A tenant's objects and what a node lends, without the node round them.
 #include "node/objects.hpp"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <map>
@@ -20,6 +24,20 @@ using farpool::Status;
 namespace {
 
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
+
+// A system that gives memory to each file up to a limit, and then refuses more; some calls are interrupted first.
+struct System {
+    System() { present = this; }
+    ~System() { present = nullptr; }
+    System(const System&) = delete;
+    System& operator=(const System&) = delete;
+    static System* present;
+
+    std::uint64_t most = ~std::uint64_t{0};
+    int refusal = ENOSPC;
+    int interruptions = 0;
+};
+System* System::present = nullptr;
 
 class Folder {
 public:
@@ -64,6 +82,97 @@ bool arrives(Objects& objects, const Found& place, std::uint64_t nbytes) {
 }
 
 }  // namespace
+
+// Instead of the system's: it refuses as a file system does that is full, if anything a little early.
+extern "C" int posix_fallocate(int fd, off_t offset, off_t nbytes) {
+    if (System* const system = System::present; system != nullptr) {
+        if (system->interruptions > 0) {
+            --system->interruptions;
+            return EINTR;
+        }
+        struct stat status{};
+        if (fstat(fd, &status) != 0 || static_cast<std::uint64_t>(status.st_blocks * 512 + nbytes) > system->most) {
+            return system->refusal;
+        }
+    }
+    return fallocate(fd, 0, offset, nbytes) == 0 ? 0 : errno;
+}
+
+TEST("where the system has less memory than is lent, objects go for those that come") {
+    for (const std::uint64_t nbytes : {std::uint64_t{16'448}, std::uint64_t{300'000}, std::uint64_t{1000}}) {
+        System system;
+        const Folder folder;
+        Budget budget{16 * mib};
+        Objects objects = opened(folder, budget);
+        system.most = 4 * mib;
+        CHECK(put(objects, "kept", nbytes) == Status::done);
+        CHECK(objects.touch("kept", 0, Keep::keep) == Status::done);
+        for (std::uint64_t at = 0; at < 32 * mib; at += nbytes) {
+            CHECK(put(objects, std::to_string(at), nbytes) == Status::done);
+            CHECK(objects.find(std::to_string(at), false).status == Status::done);
+        }
+        CHECK(objects.find("kept", false).status == Status::done);
+        CHECK(budget.backed <= system.most);
+        CHECK(objects.counts().payload_bytes > 3 * mib);  // not many more go than have to
+        system.most = ~std::uint64_t{0};
+        for (std::uint64_t at = 0; at < 32 * mib; at += nbytes) {
+            CHECK(put(objects, "later " + std::to_string(at), nbytes) == Status::done);
+        }
+        CHECK(objects.counts().payload_bytes > 12 * mib);
+    }
+}
+
+TEST("what comes in slices gets the memory of objects where the system has no more, and is refused where none may go") {
+    System system;
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    system.most = 6 * mib;
+    for (int number = 0; number < 100; ++number) {
+        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
+    }
+    const Found one = announced(objects, "one", 4 * mib);
+    CHECK(one.status == Status::done && arrives(objects, one, 4 * mib));
+    const Found other = announced(objects, "other", 4 * mib);
+    CHECK(other.status == Status::done && !arrives(objects, other, 4 * mib));
+    CHECK(put(objects, "small", 2 * mib) == Status::full);
+    CHECK(objects.abort(other.offset, other.serial));
+    CHECK(put(objects, "small", mib) == Status::done);
+    CHECK(objects.commit(one.offset, one.serial, 0).status == Status::done);
+    CHECK(put(objects, "large", 4 * mib) == Status::done);
+    CHECK(objects.find("one", false).status == Status::missing);
+}
+
+TEST("where the system has less memory than is lent, some objects are forgotten and others go to the file") {
+    System system;
+    const Folder folder;
+    Budget budget{16 * mib};
+    farpool::Shelf shelf(folder.path() + "/shelf", 64 * mib, true, [] {});
+    std::string note;
+    Objects objects(folder.path(), 0, budget, &shelf, true, note);
+    system.most = 4 * mib;
+    for (int number = 0; number < 100; ++number) {
+        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
+    }
+    shelf.finish();
+    CHECK(objects.counts().evictions > 0u);  // on their way they would keep their memory
+    CHECK(objects.counts().demotions > 0u);
+}
+
+TEST("a call that was interrupted is made again, and a refusal for another reason lets no object go") {
+    System system;
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    for (int number = 0; number < 100; ++number) {
+        system.interruptions = 5;
+        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
+    }
+    system.most = mib;
+    system.refusal = EFBIG;
+    CHECK(put(objects, "another", mib) == Status::full);
+    CHECK_EQUAL(objects.counts().evictions, 0u);
+}
 
 TEST("what is announced is charged a slice at a time, and given back whole") {
     const Folder folder;
