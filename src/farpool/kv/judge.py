@@ -88,11 +88,12 @@ class Judge:
         record(request, "decision", blocks, blocks - sum(reasons.values()), reasons, plan.seconds or 0.0, plan.why)
         return plan, arm
 
-    def would_load(self, tokens: int, nbytes: int, *, step: int) -> bool:
+    def would_load(self, tokens: int, nbytes: int) -> bool:
         """Tell if the next request would load so much, if it were there; decides nothing."""
         with self._lock:
-            plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way)
-            return plan.compute < tokens and (self._gain is None or self._gain.next_arm == "load")
+            return (self._gain is None or self._gain.next_arm == "load") and self._cost.loads(
+                tokens, nbytes, self._under_way
+            )
 
     @contextmanager
     def loading(self, nbytes: int) -> Iterator[int]:

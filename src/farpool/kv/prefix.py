@@ -587,7 +587,7 @@ class PrefixCache:
         if (
             not 0 < len(wanted.keys) <= _FEW_BLOCKS
             or not all(map(_needs_all, self._groups))
-            or not self.judge.would_load(there, nbytes, step=self._block)
+            or not self.judge.would_load(there, nbytes)
         ):
             (match,) = self._match([wanted], False, timeout)
             return replace(match, tokens=self.load(match, memory, timeout=timeout))
