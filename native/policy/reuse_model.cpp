@@ -1,6 +1,8 @@
 #include "policy/reuse_model.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 
 namespace farpool::policy {
 
@@ -16,7 +18,10 @@ std::uint32_t ReuseModel::use(std::uint64_t id) {
     std::uint32_t before = 0;
     if (number != IdMap::none) {
         Known& known = known_[number];
-        used_[class_of(known.uses)][age_of(clock_ - known.used)] += 1.0;
+        const Kind kind{class_of(known.uses), age_of(clock_ - known.used)};
+        used_[kind.first][kind.second] += 1.0;
+        bursts_ += kind == last_ ? 0 : 1;
+        last_ = kind;
         before = ++known.uses;
         known.used = clock_;
         order_.renew(number);
@@ -34,6 +39,7 @@ std::uint32_t ReuseModel::use(std::uint64_t id) {
         known_[number] = {id, clock_, 0};
         numbers_.insert(id, number);
         order_.push(number);
+        last_ = none;
     }
     ++clock_;
     if (clock_ - learnt_ >= std::max<std::size_t>(256, known_.size() / 8)) {
@@ -68,11 +74,16 @@ void ReuseModel::learn() {
     while (oldest > 0 && reached_of_all[oldest - 1] == 0.0) {
         --oldest;
     }
+    // Blocks of a prefix share their fate: all uses of a burst say no more than one.
+    const double uses = std::accumulate(used_of_all.begin(), used_of_all.end(), 0.0);
+    const double burst = uses / static_cast<double>(std::max<std::uint64_t>(bursts_, 1));
+    std::array<double, ages> chance{};  // until it is computed, that of the class before
     for (std::size_t of = 0; of < classes; ++of) {
-        std::array<double, ages> chance{};
         for (std::size_t age = 0; age < oldest; ++age) {
             const double all = used_of_all[age] / reached_of_all[age];
-            chance[age] = (used_[of][age] + prior * all) / (reached[of][age] + prior);
+            const double own = (used_[of][age] + prior * all) / (reached[of][age] + prior);
+            const double error = std::sqrt(chance[age] * (1.0 - chance[age]) * burst / (reached[of][age] + prior));
+            chance[age] = std::clamp(chance[age], own, own + 2.0 * error);
         }
         for (std::size_t from = 0; from < ages; ++from) {
             double left = 1.0;

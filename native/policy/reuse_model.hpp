@@ -6,12 +6,17 @@
 // as life tables are: among blocks that have reached an age, those that are used before the next one. Blocks that are
 // remembered include those that have left the cache, so what a policy evicts does not distort what it learns. Time is counted
 // in uses.
+//
+// A block is taken to be used again as soon as one with a use less, unless that is surely wrong, by more than twice the
+// standard error. What few blocks did by chance is no rule, and a prefix begins with the blocks that were used most: without
+// them the rest is worthless.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "policy/id_map.hpp"
@@ -42,6 +47,8 @@ private:
     static constexpr std::size_t classes = 5;
     static constexpr std::size_t ages = 160;  // four for each doubling
     using Table = std::array<std::array<double, ages>, classes>;
+    using Kind = std::pair<std::size_t, std::size_t>;  // class and age of a use again
+    static constexpr Kind none{classes, 0};            // of a first use
 
     struct Known {
         std::uint64_t id;
@@ -74,6 +81,8 @@ private:
     Table used_{};       // by class and age: uses again
     Table forgotten_{};  // blocks that were at this age when they were forgotten
     Table worth_{};
+    std::uint64_t bursts_ = 0;  // uses again in a row, all in one class and of one age
+    Kind last_ = none;          // of the last use
 };
 
 }  // namespace farpool::policy

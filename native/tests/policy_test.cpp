@@ -10,6 +10,7 @@
 #include "policy/clock.hpp"
 #include "policy/marked_reuse.hpp"
 #include "policy/policies.hpp"
+#include "policy/reuse_model.hpp"
 #include "policy/s3_fifo.hpp"
 #include "policy/sieve.hpp"
 #include "policy/simulation.hpp"
@@ -449,7 +450,35 @@ TEST("the policy of nodes gives up what came in together from its end") {
     CHECK(in_order > 5500);
 }
 
-TEST("the policy of nodes remembers a a part of many objects, and counts its bytes") {
+// What a block that was used once, and one that was used twice, is worth 100 uses later, where of 2000 conversations of 20
+// blocks so many come back, once. A new one begins after each.
+std::pair<double, double> worth_where_some_return(std::uint64_t returning) {
+    ReuseModel model;
+    model.remember(100'000);
+    const auto use = [&](std::uint64_t conversation) {
+        for (std::uint64_t block = 0; block < 20; ++block) {
+            model.use(conversation * 20 + block);
+        }
+    };
+    for (std::uint64_t conversation = 0; conversation < 2000; ++conversation) {
+        use(conversation);
+        if (conversation >= 10 && conversation % 2 == 0 && (conversation - 10) / 2 < returning) {
+            use(conversation - 10);
+        }
+    }
+    return {model.worth(0, model.now() - 100), model.worth(1, model.now() - 100)};
+}
+
+TEST("blocks that were used more often are worth no less, unless that is sure") {
+    // By the rate of the others 2 of 60 conversations would have come back again. That none did may be chance, as many as their
+    // blocks are.
+    const auto [once, twice] = worth_where_some_return(60);
+    CHECK(once > 0.0 && twice >= once);
+    const auto [often_once, often_twice] = worth_where_some_return(1000);
+    CHECK(often_once > 10.0 * once && often_twice < often_once / 10.0);
+}
+
+TEST("the policy of nodes remembers a part of many objects, and counts its bytes") {
     MarkedReuse policy;
     for (Slot slot = 0; slot < 100'000; ++slot) {
         policy.insert(slot, {slot});

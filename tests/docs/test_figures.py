@@ -333,9 +333,8 @@ def test_the_page_of_kv_traces_quotes_its_result_file() -> None:
         for policy in ("node", "pool"):
             runs = {run["nodes"]: run for run in outcome["runs"] if run["size"] == size and run["policy"] == policy}
             hits = runs[1]["hits"]
-            # What is promised: as many hits as the best policy, and in a pool never fewer than LRU.
-            assert hits >= 0.99 * plain[best]
-            assert hits >= plain["lru"] or policy == "node"
+            # What is promised: as many hits as the best policy, and never fewer than LRU.
+            assert hits >= max(0.99 * plain[best], plain["lru"])
             ttft = runs[1]["ttft_mean"] / outcome["recompute_ttft_mean"]
             row = f"| {size // block:,} | {hits:,} | {hits / most:.1%} | {plain['lru']:,} | {plain['sieve']:,} | "
             row += f"{plain[best]:,} ({best}) | {hits / plain[best]:.3f} | {bound:,} | {1 - hits / bound:.1%} | "
