@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers as hf
 
+from farpool.kv.transformers_config import cache_argument
 from tests.ecosystem.program import Place, Program
 from tests.ecosystem.text_models import language_model, tokens
 
@@ -52,13 +53,14 @@ def _step_by_step(place: Place) -> Iterator[torch.Tensor]:
     """Prefill in two pieces, then step by step with a cache of the program's own."""
     model = place(language_model("mistral").eval())
     cache = hf.DynamicCache(config=model.config)
+    argument = cache_argument(model)
     words = tokens(2, 9)
     with torch.inference_mode():
         for piece in (words[:, :5], words[:, 5:]):
-            logits = model(piece, past_key_values=cache, use_cache=True).logits
+            logits = model(piece, **{argument: cache}, use_cache=True).logits
             yield logits
         for _ in range(4):
-            logits = model(logits[:, -1:].argmax(-1), past_key_values=cache, use_cache=True).logits
+            logits = model(logits[:, -1:].argmax(-1), **{argument: cache}, use_cache=True).logits
             yield logits
 
 

@@ -23,6 +23,7 @@ from farpool.errors import ConfigError, PoolClosedError, PoolFullError, Unsuppor
 from farpool.kv import BlockCache, Judge
 from farpool.kv.journal import recorded
 from farpool.kv.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.transformers_config import cache_argument
 from farpool.kv.transformers_layer import PagedLayer
 from farpool.node.process import RunningNode, running_node
 from tests.kv import zoo
@@ -156,7 +157,7 @@ def test_copies_share_what_they_have_in_common(models: dict[str, Any], pool: Poo
     model, inputs = models["llama"], zoo.prompt(40)
     cache = FarpoolCache(model.config, pool=pool, tokens_per_block=16)
     with torch.no_grad():
-        model(inputs, past_key_values=cache)
+        model(inputs, **{cache_argument(model): cache})
     before = pool.live
     answers = []
     for seed in range(2):
@@ -164,7 +165,7 @@ def test_copies_share_what_they_have_in_common(models: dict[str, Any], pool: Poo
         found, _ = zoo.generate(model, question, copy.deepcopy(cache), max_new_tokens=3)
         reference = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(inputs, past_key_values=reference)
+            model(inputs, **{cache_argument(model): reference})
         expected, _ = zoo.generate(model, question, reference, max_new_tokens=3)
         assert torch.equal(found, expected)
         answers.append(copy.deepcopy(cache))
@@ -315,7 +316,7 @@ def computed(model: Any, inputs: torch.Tensor, split: int, cache: Any = None) ->
     cache = cache or DynamicCache(config=model.config)
     if split:
         with torch.no_grad():
-            model(inputs[:, :split], past_key_values=cache)
+            model(inputs[:, :split], **{cache_argument(model): cache})
     sequences, _ = zoo.generate(model, inputs, cache)
     return sequences
 
@@ -324,7 +325,7 @@ def saved(model: Any, inputs: torch.Tensor, pool: Pool, blocks: BlockCache) -> i
     """Compute a prompt, save it, and return how many tokens can be found."""
     cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
     with torch.no_grad():
-        model(inputs, past_key_values=cache)
+        model(inputs, **{cache_argument(model): cache})
     return cache.save(inputs)
 
 
@@ -424,7 +425,7 @@ def test_a_cache_says_what_it_cannot_save(models: dict[str, Any], pool: Pool, se
     with blocks_for(model, settings) as blocks:
         cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
         with torch.no_grad():
-            model(inputs, past_key_values=cache)
+            model(inputs, **{cache_argument(model): cache})
         with pytest.raises(ConfigError, match="one sequence"):
             cache.save(inputs)
         with pytest.raises(ConfigError, match="one sequence"):

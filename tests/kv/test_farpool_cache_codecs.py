@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from farpool import Dram, Pool
 from farpool.kv.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.transformers_config import cache_argument
 from farpool.kv.transformers_layer import PagedLayer
 from farpool.node.process import RunningNode, running_node
 from tests.kv import zoo
@@ -56,7 +57,7 @@ def test_what_is_loaded_is_within_the_stated_bound(
         torch.no_grad(),
     ):
         cache = FarpoolCache(model, pool=pool, prefixes=blocks)
-        model(inputs[:, :48], past_key_values=cache)
+        model(inputs[:, :48], **{cache_argument(model): cache})
         assert cache.save(inputs[:, :48]) == 48
         saved = payloads(cache, 3)
         raw = sum(one.nbytes for one in saved)
@@ -85,7 +86,7 @@ def test_without_a_codec_nothing_lossy_is_found(settings: dict[str, Any]) -> Non
         torch.no_grad(),
     ):
         cache = FarpoolCache(model, pool=pool, prefixes=lossy)
-        model(inputs, past_key_values=cache)
+        model(inputs, **{cache_argument(model): cache})
         assert cache.save(inputs) == 48
         assert FarpoolCache(model, pool=pool, prefixes=exact).load(inputs) == 0
         assert FarpoolCache(model, pool=pool, prefixes=lossy).load(inputs) == 48

@@ -29,7 +29,7 @@ from farpool.errors import ConfigError, UnsupportedError
 from farpool.kv import BlockCache
 from farpool.kv.journal import recorded
 from farpool.kv.transformers import FarpoolCache, prefix_blocks
-from farpool.kv.transformers_config import inputs_beside_tokens
+from farpool.kv.transformers_config import cache_argument, inputs_beside_tokens
 from farpool.node.process import RunningNode, running_node
 from tests.kv import zoo
 from tests.nodes import PATIENCE
@@ -59,7 +59,7 @@ def pool() -> Iterator[Pool]:
 def computed(model: Any, cache: Any, inputs: torch.Tensor, **others: Any) -> torch.Tensor:
     """Logits of a pass of the model."""
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=inputs, past_key_values=cache, **others).logits
+        logits: torch.Tensor = model(input_ids=inputs, **{cache_argument(model): cache}, **others).logits
     return logits
 
 

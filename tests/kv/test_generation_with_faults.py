@@ -19,6 +19,7 @@ import farpool.kv.transformers
 from farpool import Dram, Pool, Store
 from farpool.kv import BlockCache, Layer, PrefixCache, TensorMemory
 from farpool.kv.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.transformers_config import cache_argument
 from tests.faults.flips import flipped
 from tests.faults.forge import Forge, ForgedNode
 from tests.faults.proxy import FlippingProxy
@@ -62,7 +63,7 @@ class Transformers:
     def save(self, model: Any, inputs: torch.Tensor) -> int:
         cache = FarpoolCache(model.config, pool=self.pool, prefixes=self.blocks)
         with torch.no_grad():
-            model(inputs, past_key_values=cache)
+            model(inputs, **{cache_argument(model): cache})
         return cache.save(inputs)
 
     def generate(self, model: Any, inputs: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -92,7 +93,7 @@ class Own:
     def save(self, model: Any, inputs: torch.Tensor) -> int:
         cache: Any = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(inputs, past_key_values=cache)
+            model(inputs, **{cache_argument(model): cache})
         self.cache.save(inputs[0].tolist(), TensorMemory([(layer.keys, layer.values) for layer in cache.layers]))
         return self.cache.lookup(inputs[0].tolist(), leave=0).tokens
 

@@ -18,6 +18,8 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from farpool.kv.transformers_config import cache_argument
+
 __all__ = ["NAMES", "VOCABULARY", "generate", "make", "prompt"]
 
 VOCABULARY = 128
@@ -66,8 +68,7 @@ def generate(model: Any, inputs: torch.Tensor, cache: Any, **how: Any) -> tuple[
     found = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        past_key_values=cache,
-        **{"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, **how},
+        **{cache_argument(model): cache, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None, **how},
         return_dict_in_generate=True,
         output_logits=True,
     )

@@ -17,6 +17,7 @@ from farpool.bench.link import Copier, fetched, lower_tier
 from farpool.bench.measure import median_ratio
 from farpool.bench.peer import measured, missing
 from farpool.kv.transformers import FarpoolCache
+from farpool.kv.transformers_config import cache_argument
 from farpool.kv.transformers_layer import PagedLayer
 from farpool.pool.pool import blocks_of
 
@@ -71,11 +72,13 @@ def measure_case(settings: Settings, rate: float, told: Callable[[int], None]) -
         for cache in (resident, paged, demand):
             _fill(cache, settings)
 
+        argument = cache_argument(model)
+
         def step(cache: Any, token: int) -> tuple[float, torch.Tensor]:
             inputs = torch.tensor([[token % _VOCABULARY]])
             start = time.perf_counter()
             with torch.no_grad():
-                logits: torch.Tensor = model(inputs, past_key_values=cache, use_cache=True).logits
+                logits: torch.Tensor = model(inputs, use_cache=True, **{argument: cache}).logits
             return time.perf_counter() - start, logits
 
         def same(cache: Any, token: int, expected: torch.Tensor, name: str) -> float:

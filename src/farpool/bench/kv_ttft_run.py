@@ -20,6 +20,7 @@ from farpool.bench.ring import Ring
 from farpool.errors import FarpoolError
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
+from farpool.kv.transformers_config import cache_argument
 from farpool.node.process import running_node
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class _Model:
                 max_position_embeddings=8192,
             )
         ).train(False)
+        self._argument = cache_argument(self._model)
         longest = max(settings.tokens)
         self.prompt = torch.randint(0, _VOCABULARY, (1, longest + 1))
         # Keys and values of a layer are one tensor, so that a copy of blocks of all layers is one call.
@@ -90,7 +92,7 @@ class _Model:
     def _pass(self, cache: DynamicCache, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
         with torch.inference_mode():
             start = time.perf_counter()
-            logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = self._model(ids, use_cache=True, logits_to_keep=1, **{self._argument: cache}).logits
             return time.perf_counter() - start, logits
 
 

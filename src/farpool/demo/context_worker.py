@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from farpool.demo.shared_context import BLOCK_TOKENS, Answer, ContextReply, ContextRequest
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
+from farpool.kv.transformers_config import cache_argument
 
 _CONFIG: dict[str, Any] = {
     "vocab_size": 256,  # a token is a byte of text
@@ -36,6 +37,7 @@ class _Answerer:
         self.config: Any = LlamaConfig(**_CONFIG)
         model: Any = LlamaForCausalLM(self.config)
         self.model = model.eval()
+        self.cache_argument = cache_argument(model)
         self.width: int = _CONFIG["hidden_size"] // _CONFIG["num_attention_heads"]
         layer = Layer(2 * _CONFIG["num_key_value_heads"] * self.width * 4)
         self.cache = PrefixCache(
@@ -62,11 +64,19 @@ class _Answerer:
         self.cache.save(tokens, TensorMemory(pairs))
         return sum(one.nbytes for pair in pairs for one in pair)
 
+    def step(self, tokens: list[int], past: Any) -> torch.Tensor:
+        """Compute tokens behind those of a cache, and return the logits of the last one."""
+        inputs = torch.tensor([tokens])
+        logits: torch.Tensor = self.model(
+            inputs, use_cache=True, logits_to_keep=1, **{self.cache_argument: past}
+        ).logits
+        return logits
+
     def computed(self, tokens: list[int], past: Any = None) -> Any:
         """Compute the KV of tokens, behind what there is."""
         past = DynamicCache(config=self.config) if past is None else past
         if tokens:
-            self.model(torch.tensor([tokens]), past_key_values=past, use_cache=True, logits_to_keep=1)
+            self.step(tokens, past)
         return past
 
     def answer(self, context: list[int], question: list[int], new_tokens: int, *, load: bool) -> Answer:
@@ -87,7 +97,9 @@ class _Answerer:
         answer: list[int] = []
         step, first_seconds = question, 0.0
         for _ in range(new_tokens):
-            logits = self.model(torch.tensor([step]), past_key_values=past, use_cache=True, logits_to_keep=1).logits
+            logits = self.model(
+                torch.tensor([step]), use_cache=True, **{self.cache_argument: past}, logits_to_keep=1
+            ).logits
             answer.append(int(logits[0, -1].argmax()))
             first_seconds = first_seconds or time.monotonic() - began
             step = answer[-1:]

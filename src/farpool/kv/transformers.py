@@ -186,7 +186,7 @@ class FarpoolCache(Cache):
     --------
     >>> with farpool.Pool(fast="1GiB", dram="16GiB") as pool:
     ...     cache = FarpoolCache(model.config, pool=pool)
-    ...     outputs = model.generate(**inputs, past_key_values=cache)
+    ...     outputs = model.generate(**inputs, cache=cache)  # past_key_values=cache before 5.24
     """
 
     def __init__(
@@ -582,9 +582,10 @@ class FarpoolCache(Cache):
                 shapes = [(*found[:2], 0, found[3]) for found in layer.shapes(0)]
             else:
                 shapes = [(*found.shape[:2], 0, found.shape[3]) for found in (layer.keys, layer.values)]
-            if layer.dtype != self._dtype or any(found != shape for found in shapes):
+            dtype = layer.dtype if type(layer) is PagedLayer else layer.keys.dtype
+            if dtype != self._dtype or any(found != shape for found in shapes):
                 raise ConfigError(
-                    f"layer {number} has keys and values of {layer.dtype} with shapes {shapes}; prefixes have "
+                    f"layer {number} has keys and values of {dtype} with shapes {shapes}; prefixes have "
                     f"{self._dtype} with shape {shape}, of one sequence: give prefix_blocks the model's config and "
                     "dtype"
                 )

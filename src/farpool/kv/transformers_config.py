@@ -8,6 +8,7 @@ positions follow the shape of images (`check_prefixes`). What is not known to be
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from farpool.errors import UnsupportedError
 
-__all__ = ["check_prefixes", "config_of", "dtype_of", "inputs_beside_tokens", "left_padding"]
+__all__ = ["cache_argument", "check_prefixes", "config_of", "dtype_of", "inputs_beside_tokens", "left_padding"]
 
 _ROTARY = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Types of rotary embedding whose frequencies are the same for prompts of all lengths."""
@@ -28,6 +29,11 @@ _WITHOUT_INPUTS = frozenset({"attn_config", "ffn_config"})
 def config_of(model: Any) -> Any:
     """Return the configuration of a model; a configuration as it is."""
     return model.config if isinstance(model, torch.nn.Module) else model
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """Return the name under which a model takes its cache: transformers 5.24 has renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def dtype_of(model: Any) -> torch.dtype | None:

@@ -29,6 +29,7 @@ from farpool.kv import token_chain, transformers
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
 from farpool.kv.transformers import FarpoolCache, prefix_blocks
+from farpool.kv.transformers_config import cache_argument
 from farpool.kv.transformers_layer import PagedLayer
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
@@ -75,7 +76,7 @@ class Engine:
     def computed(self, tokens: torch.Tensor, cache: Any) -> Any:
         """The cache, with these tokens computed in one pass."""
         with torch.no_grad():
-            self.model(tokens, past_key_values=cache)
+            self.model(tokens, **{cache_argument(self.model): cache})
         return cache
 
     def save(self, seed: int, number: int = BLOCKS) -> list[bytes]:
