@@ -43,9 +43,9 @@ std::uint64_t Budget::common_share(std::uint32_t tenant, const std::set<std::uin
     return rest / std::max<std::uint64_t>(count, 1);
 }
 
-std::uint64_t Budget::share(std::uint32_t tenant, std::uint64_t common) const {
+std::uint64_t Budget::share(std::uint32_t tenant, std::uint64_t common, double given) const {
     const auto found = shares_.find(tenant);
-    return found == shares_.end() ? common : found->second;
+    return static_cast<std::uint64_t>(static_cast<double>(found == shares_.end() ? common : found->second) * given);
 }
 
 std::uint64_t Budget::share(std::uint32_t tenant) const { return share(tenant, common_share(tenant)); }
@@ -73,43 +73,44 @@ std::uint64_t Budget::share_of_objects(std::uint32_t tenant) const {
     return own - std::min(own, found == tenants_.end() ? 0 : found->second.lent);
 }
 
-bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes, bool at_once) {
+bool Budget::evict_one(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
     const std::uint64_t common = common_share(tenant);
     Objects* victim = nullptr;
     std::int64_t farthest = 0;
     for (const auto& [owner, held] : tenants_) {
         const bool own = owner == tenant;
-        const auto above =
-            static_cast<std::int64_t>(held.use() + (own ? nbytes : 0)) - static_cast<std::int64_t>(share(owner, common));
+        const auto above = static_cast<std::int64_t>(held.use() + (own ? nbytes : 0)) -
+                           static_cast<std::int64_t>(share(owner, common, way.given));
         if ((own || above > 0) && held.reclaimable() > 0 && (victim == nullptr || above > farthest)) {
             victim = held.objects;
             farthest = above;
         }
     }
-    return victim != nullptr && victim->evict_one(at_once);
+    return victim != nullptr && victim->evict_one(way.at_once);
 }
 
-bool Budget::evict_some(std::uint32_t tenant, std::uint64_t nbytes, bool at_once) {
+bool Budget::evict_some(std::uint32_t tenant, std::uint64_t nbytes, Way way) {
     const std::uint64_t enough = used - std::min(used, nbytes);
     bool evicted = false;
-    while (used > enough && evict_one(tenant, nbytes, at_once)) {
+    while (used > enough && evict_one(tenant, nbytes, way)) {
         evicted = true;
     }
     return evicted;
 }
 
-bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
-    if (left() >= nbytes) {
-        return true;
-    }
+std::uint64_t Budget::evictable(std::uint32_t tenant, Way way) const {
     const std::uint64_t common = common_share(tenant);
-    std::uint64_t possible = left();
+    std::uint64_t found = 0;
     for (const auto& [owner, held] : tenants_) {
         const std::uint64_t use = held.use();
-        const std::uint64_t own = share(owner, common);
-        possible += owner == tenant ? held.reclaimable() : std::min(held.reclaimable(), use > own ? use - own : 0);
+        const std::uint64_t own = share(owner, common, way.given);
+        found += owner == tenant ? held.reclaimable() : std::min(held.reclaimable(), use > own ? use - own : 0);
     }
-    return possible >= nbytes;
+    return found;
+}
+
+bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
+    return left() >= nbytes || left() + evictable(tenant, {}) >= nbytes;
 }
 
 bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
@@ -117,7 +118,7 @@ bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
         return false;
     }
     while (left() < nbytes) {
-        if (!evict_one(tenant, nbytes)) {
+        if (!evict_one(tenant, nbytes, {})) {
             return false;
         }
     }
@@ -132,7 +133,7 @@ bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
     }
     trim();
     while (!fits()) {  // objects share their pages with holes
-        if (!evict_some(tenant, std::max(nbytes, limit / 64), false)) {
+        if (!evict_some(tenant, std::max(nbytes, limit / 64), {})) {
             return false;
         }
         trim();
@@ -141,10 +142,14 @@ bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
 }
 
 bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes) {
-    const bool evicted = evict_some(tenant, std::max<std::uint64_t>(nbytes, 1), true);
-    evict_some(tenant, used / 64, false);  // for what comes next: there is time for them to go to the file
+    nbytes = std::max<std::uint64_t>(nbytes, 1);
+    const double given = std::min(1.0, static_cast<double>(taken()) / static_cast<double>(limit));
+    if (evictable(tenant, {given}) < nbytes || !evict_some(tenant, nbytes, {given, true})) {
+        return false;
+    }
+    evict_some(tenant, used / 64, {given});  // for what comes next: there is time for them to go to the file
     trim();
-    return evicted;
+    return true;
 }
 
 void Budget::trim() {

@@ -56,7 +56,8 @@ public:
     // Makes sure that the system may give `nbytes` more memory: first by returning that of holes, then by evicting.
     bool make_backing_room(std::uint32_t tenant, std::uint64_t nbytes);
     // Evicts objects and returns their memory to the system, which had no `nbytes` more to give: other programs use the same
-    // file system or host, so it may have less than the limit. False where no object may be evicted.
+    // file system or host, so it may have less than the limit. Shares are parts of what it has given, then. False, and evicts
+    // nothing, where that would not be enough.
     bool return_backing(std::uint32_t tenant, std::uint64_t nbytes);
     void trim();
 
@@ -69,12 +70,20 @@ private:
     };
 
     std::uint64_t common_share(std::uint32_t tenant, const std::set<std::uint32_t>& expected = {}) const;
-    std::uint64_t share(std::uint32_t tenant, std::uint64_t common) const;
+    std::uint64_t share(std::uint32_t tenant, std::uint64_t common, double given = 1.0) const;
+    // A way to evict: `given` is the part of the limit that the system has given, by which shares are multiplied; `at_once` if
+    // there is no time for objects to go to the NVMe file.
+    struct Way {
+        double given = 1.0;
+        bool at_once = false;
+    };
     // Evicts an object of the tenant farthest above its share, counting `nbytes` that `tenant` is about to take; false where no
     // object may be evicted.
-    bool evict_one(std::uint32_t tenant, std::uint64_t nbytes, bool at_once = false);
+    bool evict_one(std::uint32_t tenant, std::uint64_t nbytes, Way way);
     // Evicts objects of `nbytes`, or as many as there are; false where not even one may be evicted.
-    bool evict_some(std::uint32_t tenant, std::uint64_t nbytes, bool at_once);
+    bool evict_some(std::uint32_t tenant, std::uint64_t nbytes, Way way);
+    // Bytes of objects that could be evicted for a tenant.
+    std::uint64_t evictable(std::uint32_t tenant, Way way) const;
 
     Shares shares_;
     std::set<std::uint32_t> expected_;

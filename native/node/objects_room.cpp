@@ -118,7 +118,10 @@ bool Objects::reserve_slot() {
     if (more > 0 && (!budget_.make_room(tenant_, more) || !budget_.make_backing_room(tenant_, more))) {
         return false;
     }
-    const auto has_memory = [this] { return index_->reserve() && visits_->back(index_->next_slot()); };
+    const auto has_memory = [this] {
+        errno = 0;  // the index has a limit of its own, which is no lack of memory
+        return index_->reserve() && visits_->back(index_->next_slot());
+    };
     bool done = has_memory();
     while (!done && is_lack_of_memory(errno) && budget_.return_backing(tenant_, more)) {
         done = has_memory();

@@ -25,7 +25,8 @@ namespace {
 
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 
-// A system that gives memory to each file up to a limit, and then refuses more; some calls are interrupted first.
+// A system that gives memory to each file up to a limit, or to all in a folder together, and then refuses more; some calls are
+// interrupted first.
 struct System {
     System() { present = this; }
     ~System() { present = nullptr; }
@@ -33,6 +34,21 @@ struct System {
     System& operator=(const System&) = delete;
     static System* present;
 
+    std::uint64_t taken_by(int fd) const {
+        struct stat status{};
+        if (folder.empty()) {
+            CHECK(fstat(fd, &status) == 0);
+            return static_cast<std::uint64_t>(status.st_blocks) * 512;
+        }
+        std::uint64_t sum = 0;
+        for (const auto& file : std::filesystem::directory_iterator(folder)) {
+            CHECK(stat(file.path().c_str(), &status) == 0);
+            sum += static_cast<std::uint64_t>(status.st_blocks) * 512;
+        }
+        return sum;
+    }
+
+    std::string folder;
     std::uint64_t most = ~std::uint64_t{0};
     int refusal = ENOSPC;
     int interruptions = 0;
@@ -90,8 +106,7 @@ extern "C" int posix_fallocate(int fd, off_t offset, off_t nbytes) {
             --system->interruptions;
             return EINTR;
         }
-        struct stat status{};
-        if (fstat(fd, &status) != 0 || static_cast<std::uint64_t>(status.st_blocks * 512 + nbytes) > system->most) {
+        if (system->taken_by(fd) + static_cast<std::uint64_t>(nbytes) > system->most) {
             return system->refusal;
         }
     }
@@ -141,6 +156,38 @@ TEST("what comes in slices gets the memory of objects where the system has no mo
     CHECK(objects.commit(one.offset, one.serial, 0).status == Status::done);
     CHECK(put(objects, "large", 4 * mib) == Status::done);
     CHECK(objects.find("one", false).status == Status::missing);
+}
+
+TEST("an object that would not fit if all others left lets none of them go") {
+    System system;
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    system.most = 4 * mib;
+    for (int number = 0; number < 30; ++number) {
+        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
+    }
+    CHECK(put(objects, "large", 8 * mib) == Status::full);
+    CHECK_EQUAL(objects.counts().evictions, 0u);
+    CHECK(put(objects, "not so large", 2 * mib) == Status::done);
+}
+
+TEST("where the system has less memory than is lent, who comes later gets a share of what there is") {
+    System system;
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects first = opened(folder, budget, 1);
+    Objects second = opened(folder, budget, 2);
+    system.folder = folder.path();
+    system.most = 8 * mib;
+    for (int number = 0; number < 200; ++number) {
+        CHECK(put(first, std::to_string(number), 100'000) == Status::done);
+    }
+    for (int number = 0; number < 200; ++number) {
+        CHECK(put(second, std::to_string(number), 100'000) == Status::done);
+    }
+    CHECK(first.counts().payload_bytes > 2 * mib);
+    CHECK(second.counts().payload_bytes > 2 * mib);
 }
 
 TEST("where the system has less memory than is lent, some objects are forgotten and others go to the file") {

@@ -49,6 +49,15 @@ def test_one_measurement_scales_with_the_tokens_and_the_bytes() -> None:
     assert model.load_seconds(3000) == pytest.approx(0.3)
 
 
+def test_a_measurement_that_was_not_expected_counts_at_once() -> None:
+    model = CostModel()
+    for _ in range(60):
+        model.loaded(10_000, 1e-3 + 1e-5)
+    assert model.load_seconds(100_000_000) == pytest.approx(10.1)  # 10 kB say nothing of 100 MB
+    model.loaded(100_000_000, 0.101)
+    assert model.load_seconds(100_000_000) == pytest.approx(0.101, rel=0.1)
+
+
 def test_it_loads_to_learn_while_nothing_was_measured() -> None:
     plan = CostModel().plan(160, 1 << 20, step=16)
     assert (plan.compute, plan.seconds) == (0, None)

@@ -269,7 +269,18 @@ def test_keys_of_wrong_tokens_are_refused(token: Any) -> None:
         token_keys([1, token, 1 << 40], 3, NAMESPACE.digest, 1)
 
 
+@pytest.mark.parametrize("form", [bytes, bytearray])
+def test_bytes_are_tokens_like_others(form: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    tokens = list(range(64))
+    assert token_keys(form(tokens), 16, NAMESPACE.digest, 1) == token_keys(tokens, 16, NAMESPACE.digest, 1)
+
+
 def test_keys_of_wrong_sizes_are_refused() -> None:
+    for shard in (-1, 1 << 32, 0.5):
+        with pytest.raises(ConfigError, match="expected whole numbers below"):
+            token_keys([1], 1, NAMESPACE.digest, 1, shard)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"page is 16\.0"):
+        token_keys([1], 16.0, NAMESPACE.digest, 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="page is 0"):
         token_keys([1], 0, NAMESPACE.digest, 1)
     assert token_keys([1], 1 << 60, NAMESPACE.digest, 1) == []

@@ -40,6 +40,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+def test_an_engine_is_asked_once_for_blocks_that_prompts_share(make: Make) -> None:
+    layers = KINDS["full"]
+    asked: list[tuple[int, int]] = []
+
+    class Asked(Made):
+        def parts(self, layer: int, start: int, stop: int) -> Any:
+            asked.append((layer, start))
+            return super().parts(layer, start, stop)
+
+    prompt = PROMPTS[0]
+    memories = [Asked(layers, prompt).computed() for _ in range(3)]
+    cache = make(layers)
+    assert cache.save_many([prompt] * 3, memories, starts=[16, 0, 8]) == [3, 7, 5]
+    assert sorted(asked) == sorted(set(asked))
+
+
 @pytest.mark.parametrize("near_bytes", [0, 1 << 20])
 def test_prompts_are_saved_looked_up_and_loaded_together(make: Make, counted: dict[str, int], near_bytes: int) -> None:
     layers = KINDS["full"]

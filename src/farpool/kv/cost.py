@@ -31,6 +31,8 @@ _FEW = 8
 """Measurements from which a mean and its error are believed."""
 _STALE = 0.1
 """Share of what a fit rests on that may be new before it is solved again, which takes longer than deciding by it."""
+_LIKELY = 0.5, 2.0
+"""Times of the estimate that a measurement may take without being a surprise."""
 _LATEST = 5
 """Measurements whose median tells how much slower or faster than before everything is at the moment."""
 
@@ -55,12 +57,14 @@ class _Fit:
         self._targets = [0.0] * features
         self._squares = 0.0
         self._factors: tuple[float, ...] | None = None
-        self._unsolved = 0
+        self._unsolved = 0.0
 
     def add(self, values: Sequence[float], seconds: float) -> None:
         """Take in one measurement, which must be above 0 seconds."""
         if fitted := self._fitted(values):
             self._latest.append(seconds / fitted)
+            if not _LIKELY[0] <= seconds / fitted <= _LIKELY[1]:
+                self._unsolved = math.inf  # an estimate that is so wrong decides nothing more
             self._correction = median(self._latest)
         scaled = [value / seconds for value in values]
         for row, one in zip(self._products, scaled, strict=True):
@@ -76,7 +80,7 @@ class _Fit:
 
     def _fitted(self, values: Sequence[float]) -> float | None:
         if self._unsolved > _STALE * self._squares:
-            self._factors, self._unsolved = self._solved(), 0
+            self._factors, self._unsolved = self._solved(), 0.0
         factors = self._factors
         return None if factors is None else sum(map(operator.mul, factors, values))
 

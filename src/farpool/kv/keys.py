@@ -88,7 +88,10 @@ def token_keys(tokens: Sequence[int], page: int, namespace: bytes, groups: int, 
     ConfigError
         A token is no number of that range, or another argument is wrong.
     """
-    found = native_token_keys(tokens, page, namespace, groups, shard) if page > 0 else None
+    try:
+        found = native_token_keys(tokens, page, namespace, groups, shard)
+    except TypeError:  # Python says which argument is wrong
+        found = None
     if found is None:
         found = block_keys(namespace, token_chain(tokens, page, namespace), range(groups), shard)
     return found
@@ -127,9 +130,11 @@ def token_chain(tokens: Sequence[int], page: int, prior: bytes = b"") -> list[by
     ConfigError
         A token is no number of that range, or `page` is not positive.
     """
-    if page < 1:
+    if not isinstance(page, int) or page < 1:
         raise ConfigError(f"page is {page!r}, expected a number of tokens, at least 1", setting="page")
     whole = tokens[: len(tokens) - len(tokens) % page]
+    if isinstance(whole, bytes | bytearray):
+        whole = list(whole)  # an array would take several for one number
     # Little-endian, as all platforms are that the native core is built for.
     try:
         data, size = array("I", whole).tobytes(), 4 * page

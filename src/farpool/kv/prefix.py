@@ -259,7 +259,7 @@ class PrefixCache:
         sizes = dict(parallel or {})
         if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
             raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")
-        if not 0 <= rank < math.prod(sizes.values()):
+        if not isinstance(rank, int) or not 0 <= rank < math.prod(sizes.values()):
             raise ConfigError(f"rank is {rank!r}, expected 0 to {math.prod(sizes.values()) - 1}", setting="rank")
         self._groups = layer_groups(layers, block, pieces)
         self._full = next((number for number, one in enumerate(self._groups) if _needs_all(one)), None)
@@ -972,16 +972,16 @@ class PrefixCache:
             # Those that others need go first.
             for number in sorted(groups, key=lambda number: not _needs_all(self._groups[number])):
                 blocks = range(start // self._block, wanted.blocks)
-                payloads = self._payloads(number, memory, blocks)
-                for block, key, payload in zip(blocks, wanted.keys_of(number, blocks), payloads, strict=True):
-                    if key not in values:
-                        if payload is None:
-                            continue
+                fresh = [block for block in blocks if wanted.key(number, block) not in values]
+                span = range(fresh[0], fresh[-1] + 1) if fresh else range(0)
+                for block, payload in zip(span, self._payloads(number, memory, span), strict=True):
+                    key = wanted.key(number, block)
+                    if payload is not None and key not in values:
                         values[key] = payload
                         names.append(request)
                         if (parent := self._parent(wanted, number, block)) is not None:
                             parents[key] = parent
-                    own.append(key)
+                own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
         computing = sum(self.judge.prefill_seconds(len(tokens)) for tokens in sequences)
         outcomes = self._blocks.save(
@@ -1025,7 +1025,7 @@ class PrefixCache:
 
     def _owner(self, chains: Sequence[bytes], tokens: Sequence[int]) -> bytes:
         """Return a name that stands for all tokens of a sequence, those of a last block that is not full too."""
-        return b"".join(chains[-1:]) + array("Q", tokens[len(chains) * self._block :]).tobytes()
+        return b"".join(chains[-1:]) + array("Q", list(tokens[len(chains) * self._block :])).tobytes()
 
     def supersede(self, old: Sequence[int], new: Sequence[int]) -> int:
         """Drop the KV of a sequence that another one replaces, except for what both share.
