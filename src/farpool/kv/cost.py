@@ -8,14 +8,14 @@ the front and loading from the back is that of Jin et al., "Compute Or Load KV C
 from __future__ import annotations
 
 import math
-import operator
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 from typing import Literal
+
+import msgspec
 
 __all__ = ["Arm", "CostModel", "NetGain", "Plan"]
 
@@ -81,8 +81,12 @@ class _Fit:
     def _fitted(self, values: Sequence[float]) -> float | None:
         if self._unsolved > _STALE * self._squares:
             self._factors, self._unsolved = self._solved(), 0.0
-        factors = self._factors
-        return None if factors is None else sum(map(operator.mul, factors, values))
+        if self._factors is None:
+            return None
+        seconds = 0.0
+        for factor, value in zip(self._factors, values, strict=True):
+            seconds += factor * value
+        return seconds
 
     def _solved(self) -> tuple[float, ...] | None:
         best, least = None, math.inf
@@ -116,8 +120,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     return [row[size] / row[place] for place, row in enumerate(rows)]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Decision about a prefix that can be loaded.
 
     Attributes

@@ -22,10 +22,6 @@ namespace, digest of the key, bytes of the payload as they are stored."""
 HEADER_BYTES = _HEADER.size
 
 
-def _key_digest(key: bytes) -> bytes:
-    return hashlib.blake2b(key, digest_size=16).digest()
-
-
 def pack_header(key: bytes, nbytes: int, stored: int, layout_version: int = 1) -> bytes:
     """Pack the header of a payload.
 
@@ -40,7 +36,8 @@ def pack_header(key: bytes, nbytes: int, stored: int, layout_version: int = 1) -
     layout_version : int
         Version of the layout.
     """
-    return _HEADER.pack(_MAGIC, _VERSION, layout_version, nbytes, key[4:20], _key_digest(key), stored)
+    digest = hashlib.blake2b(key, digest_size=16).digest()
+    return _HEADER.pack(_MAGIC, _VERSION, layout_version, nbytes, key[4:20], digest, stored)
 
 
 def check_header(
@@ -60,10 +57,11 @@ def check_header(
     Reason or None
         Why the payload must not be used; None if it may be.
     """
-    if header == pack_header(key, nbytes, stored, layout_version):
+    expected = pack_header(key, nbytes, stored, layout_version)
+    if header == expected:
         return None
     magic, version, layout, payload, namespace, digest, kept = _HEADER.unpack(header)
-    if magic != _MAGIC or namespace != key[4:20] or digest != _key_digest(key):
+    if magic != _MAGIC or namespace != key[4:20] or digest != _HEADER.unpack(expected)[5]:
         return Reason.FOREIGN
     if version != _VERSION or layout != layout_version:
         return Reason.WRONG_VERSION

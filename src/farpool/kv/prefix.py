@@ -59,8 +59,7 @@ _FEW_BLOCKS = 32
 about as long as the other trip to the node would."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(msgspec.Struct, frozen=True):
     """Blocks of a sequence by their keys, one group of layers after the other."""
 
     namespace: Namespace
@@ -76,8 +75,7 @@ class _Wanted:
         return self.keys[group * self.blocks + blocks.start : group * self.blocks + blocks.stop]
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """Result of a lookup: how much of a prompt is there, and what is best done with it.
 
     Attributes
@@ -590,16 +588,16 @@ class PrefixCache:
             or not self.judge.would_load(there, nbytes)
         ):
             (match,) = self._match([wanted], False, timeout)
-            return replace(match, tokens=self.load(match, memory, timeout=timeout))
+            return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(self.judge.prefill_seconds(there) or None if timeout is None else timeout, nbytes)
         sizes, targets = self._targets(memory, self._needed(wanted.blocks))
-        near = self._near.held(wanted.keys)
+        near = self._near.held(wanted.keys) if self._near.nbytes else set()
         outcomes = self._fetch(wanted.keys, targets, sizes, request, until)
         answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
         match = self._decided(wanted, Found(answers), near, False, time.monotonic() - began)
         if match.tokens and self._is_outdated(match):
-            return replace(match, tokens=self._came(match, (), ()))
+            return msgspec.structs.replace(match, tokens=self._came(match, (), ()))
         self._judged(match, match.tokens, 0.0)
         return match
 
@@ -718,7 +716,7 @@ class PrefixCache:
     ) -> list[Reason | None]:
         """Copy blocks that are in this process's memory, and load the others, of which the time is measured."""
         outcomes: list[Reason | None] = [None] * len(keys)
-        far = self._near.copy(keys, targets)
+        far: Sequence[int] = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
         if not far:
             return outcomes
         if len(far) < len(keys):
@@ -729,6 +727,8 @@ class PrefixCache:
             loaded = self._blocks.load(keys, targets, request=request, timeout=_seconds_to(until))
         if not any(loaded) or Reason.LATE in loaded:  # what was late has taken so long at least
             self.judge.loaded(under_way, time.monotonic() - began)
+        if len(loaded) == len(outcomes):
+            return loaded
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
         return outcomes
@@ -1129,7 +1129,8 @@ class PrefixCache:
         if not is_ours:
             said = "the note is of other weights, layers or settings"
             self._blocks.missed("lookup", request, len(handed.chains), Reason.FOREIGN, said)
-            return replace(self._decided(wanted, Found([]), set(), False, 0.0), reason=Reason.FOREIGN)
+            match = self._decided(wanted, Found([]), set(), False, 0.0)
+            return msgspec.structs.replace(match, reason=Reason.FOREIGN)
         (match,) = self._match([wanted], False, timeout)
         if match.found and handed.kept:
             # By this process's own session, as the giver's may end.
