@@ -45,7 +45,8 @@ std::uint64_t Budget::common_share(std::uint32_t tenant, const std::set<std::uin
 
 std::uint64_t Budget::share(std::uint32_t tenant, std::uint64_t common, double given) const {
     const auto found = shares_.find(tenant);
-    return static_cast<std::uint64_t>(static_cast<double>(found == shares_.end() ? common : found->second) * given);
+    const std::uint64_t own = found == shares_.end() ? common : found->second;
+    return given < 1.0 ? static_cast<std::uint64_t>(static_cast<double>(own) * given) : own;
 }
 
 std::uint64_t Budget::share(std::uint32_t tenant) const { return share(tenant, common_share(tenant)); }

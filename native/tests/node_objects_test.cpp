@@ -87,6 +87,13 @@ Status put(Objects& objects, const std::string& key, std::uint64_t nbytes, std::
     return place.status == Status::done ? objects.commit(place.offset, place.serial, 0).status : place.status;
 }
 
+// Puts so many objects of 100 kB, each of which has to be taken.
+void put_small(Objects& objects, int count) {
+    for (int number = 0; number < count; ++number) {
+        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
+    }
+}
+
 // Extends a prepared payload as a connection does when bytes come; false where there was no room.
 bool arrives(Objects& objects, const Found& place, std::uint64_t nbytes) {
     while (objects.writable(place.offset) < nbytes) {
@@ -143,9 +150,7 @@ TEST("what comes in slices gets the memory of objects where the system has no mo
     Budget budget{16 * mib};
     Objects objects = opened(folder, budget);
     system.most = 6 * mib;
-    for (int number = 0; number < 100; ++number) {
-        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
-    }
+    put_small(objects, 100);
     const Found one = announced(objects, "one", 4 * mib);
     CHECK(one.status == Status::done && arrives(objects, one, 4 * mib));
     const Found other = announced(objects, "other", 4 * mib);
@@ -164,9 +169,7 @@ TEST("an object that would not fit if all others left lets none of them go") {
     Budget budget{16 * mib};
     Objects objects = opened(folder, budget);
     system.most = 4 * mib;
-    for (int number = 0; number < 30; ++number) {
-        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
-    }
+    put_small(objects, 30);
     CHECK(put(objects, "large", 8 * mib) == Status::full);
     CHECK_EQUAL(objects.counts().evictions, 0u);
     CHECK(put(objects, "not so large", 2 * mib) == Status::done);
@@ -180,12 +183,8 @@ TEST("where the system has less memory than is lent, who comes later gets a shar
     Objects second = opened(folder, budget, 2);
     system.folder = folder.path();
     system.most = 8 * mib;
-    for (int number = 0; number < 200; ++number) {
-        CHECK(put(first, std::to_string(number), 100'000) == Status::done);
-    }
-    for (int number = 0; number < 200; ++number) {
-        CHECK(put(second, std::to_string(number), 100'000) == Status::done);
-    }
+    put_small(first, 200);
+    put_small(second, 200);
     CHECK(first.counts().payload_bytes > 2 * mib);
     CHECK(second.counts().payload_bytes > 2 * mib);
 }
@@ -198,9 +197,7 @@ TEST("where the system has less memory than is lent, some objects are forgotten 
     std::string note;
     Objects objects(folder.path(), 0, budget, &shelf, true, note);
     system.most = 4 * mib;
-    for (int number = 0; number < 100; ++number) {
-        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
-    }
+    put_small(objects, 100);
     shelf.finish();
     CHECK(objects.counts().evictions > 0u);  // on their way they would keep their memory
     CHECK(objects.counts().demotions > 0u);

@@ -97,9 +97,7 @@ class _Answerer:
         answer: list[int] = []
         step, first_seconds = question, 0.0
         for _ in range(new_tokens):
-            logits = self.model(
-                torch.tensor([step]), use_cache=True, **{self.cache_argument: past}, logits_to_keep=1
-            ).logits
+            logits = self.step(step, past)
             answer.append(int(logits[0, -1].argmax()))
             first_seconds = first_seconds or time.monotonic() - began
             step = answer[-1:]

@@ -8,6 +8,7 @@ the front and loading from the back is that of Jin et al., "Compute Or Load KV C
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -81,12 +82,7 @@ class _Fit:
     def _fitted(self, values: Sequence[float]) -> float | None:
         if self._unsolved > _STALE * self._squares:
             self._factors, self._unsolved = self._solved(), 0.0
-        if self._factors is None:
-            return None
-        seconds = 0.0
-        for factor, value in zip(self._factors, values, strict=True):
-            seconds += factor * value
-        return seconds
+        return None if self._factors is None else sum(map(operator.mul, self._factors, values))
 
     def _solved(self) -> tuple[float, ...] | None:
         best, least = None, math.inf

@@ -592,7 +592,7 @@ class PrefixCache:
         began = time.monotonic()
         until = self._until(self.judge.prefill_seconds(there) or None if timeout is None else timeout, nbytes)
         sizes, targets = self._targets(memory, self._needed(wanted.blocks))
-        near = self._near.held(wanted.keys) if self._near.nbytes else set()
+        near = self._near.held(wanted.keys)
         outcomes = self._fetch(wanted.keys, targets, sizes, request, until)
         answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
         match = self._decided(wanted, Found(answers), near, False, time.monotonic() - began)
@@ -716,7 +716,7 @@ class PrefixCache:
     ) -> list[Reason | None]:
         """Copy blocks that are in this process's memory, and load the others, of which the time is measured."""
         outcomes: list[Reason | None] = [None] * len(keys)
-        far: Sequence[int] = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
+        far = self._near.copy(keys, targets)
         if not far:
             return outcomes
         if len(far) < len(keys):
@@ -727,8 +727,6 @@ class PrefixCache:
             loaded = self._blocks.load(keys, targets, request=request, timeout=_seconds_to(until))
         if not any(loaded) or Reason.LATE in loaded:  # what was late has taken so long at least
             self.judge.loaded(under_way, time.monotonic() - began)
-        if len(loaded) == len(outcomes):
-            return loaded
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
         return outcomes

@@ -142,9 +142,8 @@ class BestEffort:
         try:
             found, readers = read_many(cluster, keys, targets, deadline)
             values = cast("list[int | Exception | None]", found)
-            if self._upkeep is not None:
-                for node, numbers in readers.items():
-                    self._note(node, keys, numbers)
+            for node, numbers in readers.items():
+                self._note(node, keys, numbers)
             left = [number for number, value in enumerate(values) if value is None]
             if left:
                 answers = fetch(cluster, [keys[n] for n in left], [targets[n] for n in left], deadline, patient=False)
