@@ -20,7 +20,9 @@ LONG = 60.0
 
 
 def put(registry: Registry, key: str, value: bytes, lease: int = 0) -> int:
-    done = registry.commit([], [Put(key, value, lease)])
+    """Put on the condition that nobody else does, so that a transaction which is sent again is done once."""
+    entry = registry.get(key)
+    done = registry.commit([Condition(key, entry.revision if entry else 0)], [Put(key, value, lease)])
     assert done.succeeded
     return done.revision
 
@@ -129,7 +131,7 @@ def test_a_watch_tells_each_change_once_and_in_order(fresh: Fresh) -> None:
         assert watch.next(0.0).entries == ()
         revisions = [put(other, f"w/{i % 3}", str(i).encode()) for i in range(20)]
         put(other, "elsewhere", b"")
-        deleted = other.commit([], [Delete("w/0"), Put("w/1", b"last")]).revision
+        deleted = other.commit([Condition("w/1", revisions[19])], [Delete("w/0"), Put("w/1", b"last")]).revision
         told: list[Entry] = []
         while not told or told[-1].revision < deleted:
             told += watch.next(LONG).entries

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDeniedError, RegistryError
-from farpool.registry import Put, default_registry, open_registry
+from farpool.registry import Condition, Put, default_registry, open_registry
 from tests.registry.cluster import START_SECONDS, Cluster, needs_etcd, running_cluster
 
 
@@ -98,6 +98,7 @@ def test_users_have_passwords_and_rights(tmp_path: Path) -> None:
         _admin(port, "/v3/auth/user/grant", {"user": "me", "role": "mine"})
         _admin(port, "/v3/auth/enable", {})
         (tmp_path / "word").write_text("pass@word\n")
+        revision = 0
         for login in (
             f"etcd://me:pass%40word@{cluster.hosts}/mine",
             f"etcd://me@{cluster.hosts}/mine?password_file={tmp_path}/word",
@@ -107,7 +108,8 @@ def test_users_have_passwords_and_rights(tmp_path: Path) -> None:
                 registry.watch("", registry.range("").revision) as watch,
             ):
                 for _ in range(3):
-                    done = registry.commit([], [Put("a", b"1", registry.grant(100))])
+                    done = registry.commit([Condition("a", revision)], [Put("a", b"1", registry.grant(1000))])
+                    revision = done.revision
                     assert [entry.revision for entry in watch.next(60.0).entries] == [done.revision]
                     time.sleep(1.5)  # the token ends in between
         for address, said in (
@@ -151,7 +153,7 @@ def test_certificates_are_checked_on_both_sides(authority: Path) -> None:
     with running_cluster(1, scheme="https", options=options) as cluster:
         good = f"etcd://{cluster.hosts}/x?ca={authority}/ca.pem&cert={authority}/client.pem&key={authority}/client.key"
         with open_registry(good, timeout=START_SECONDS) as registry:
-            done = registry.commit([], [Put("a", b"1")])
+            done = registry.commit([Condition("a", 0)], [Put("a", b"1")])
             with registry.watch("", done.revision - 1) as watch:
                 assert [entry.value for entry in watch.next(60.0).entries] == [b"1"]
         refused = "alert|closed|reset|EOF"
