@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -21,6 +22,7 @@ from farpool.errors import (
     NameMovedError,
     RegistryAwayError,
 )
+from farpool.registry import Commit
 from farpool.store.names import Names, Writer
 from farpool.store.names import sending as module
 from farpool.store.names.sending import Sending
@@ -232,6 +234,30 @@ def test_a_version_that_somebody_reads_stays(make: MakeNames, store: MemoryStore
     store.pass_time(10)
     with pytest.raises(NameLostError, match="the name 'n' in version 1 has lost its object"):
         again.read()
+
+
+def test_a_release_that_arrives_twice_leaves_the_next_reader_what_it_reads(
+    make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = make(hold=0.0), make()
+    writer.publish("n", b"one")
+    registry, sent = reader._registry, []
+    commit = registry.commit
+
+    def recorded(*transaction: Any, timeout: float | None = None) -> Commit:
+        sent.append(transaction)
+        return commit(*transaction, timeout=timeout)
+
+    first = reader.open("n")
+    monkeypatch.setattr(registry, "commit", recorded)
+    first.close()
+    (release,) = sent
+    with reader.open("n") as opened:
+        commit(*release)
+        writer.publish("n", b"two")
+        writer.sweep()
+        store.evict()
+        assert opened.read() == b"one"
 
 
 @WAITS

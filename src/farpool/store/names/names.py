@@ -105,7 +105,8 @@ class Names:
         self._deferred: deque[Callable[[], object]] = deque()
         self._known: dict[str, Entry] = {}  # the last known entry of each name, for when the registry is away
         self._away, self._away_until = False, 0.0
-        self._reading: dict[tuple[str, str, int], int] = {}  # readers by name, publication and lease
+        # The readers of a name's publication under a lease: their entry's revision, and how many share it.
+        self._reading: dict[tuple[str, str, int], tuple[int, int]] = {}
         self._reader = secrets.token_hex(8)
         self._writing: set[str] = set()
 
@@ -384,10 +385,12 @@ class Names:
             try:
                 with self._reading_lock:  # all readers of this program share one entry
                     if reading not in self._reading:
-                        if not self._registry.commit(conditions, hold, timeout=timeout).succeeded:
+                        done = self._registry.commit(conditions, hold, timeout=timeout)
+                        if not done.succeeded:
                             return None
-                        self._reading[reading] = 0
-                    self._reading[reading] += 1
+                        self._reading[reading] = done.revision, 0
+                    revision, readers = self._reading[reading]
+                    self._reading[reading] = revision, readers + 1
             except RegistryLeaseError:
                 self._session.lost(lease)
                 continue
@@ -395,12 +398,13 @@ class Names:
 
     def _let_go(self, reading: tuple[str, str, int], key: str) -> None:
         with self._reading_lock:
-            self._reading[reading] -= 1
-            if self._reading[reading]:
+            revision, readers = self._reading.pop(reading)
+            if readers > 1:
+                self._reading[reading] = revision, readers - 1
                 return
-            del self._reading[reading]
+            # The condition is for a deletion that is sent again and arrives late: the next reader's entry stays.
             with suppress(RegistryError):  # it goes with the lease
-                self._registry.commit([], [Delete(key)], timeout=self._timeout)
+                self._registry.commit([Condition(key, revision)], [Delete(key)], timeout=self._timeout)
 
 
 class Writer:
