@@ -168,11 +168,6 @@ class CostModel:
         """Estimate the time of loading with `nbytes` bytes under way; None if nothing was measured."""
         return self._load.seconds((1.0, float(nbytes))) if nbytes else 0.0
 
-    def loads(self, tokens: int, nbytes: int, queued: int) -> bool:
-        """Tell if `plan`, of the same arguments and no split, would load: the answer without the reasons."""
-        whole, loading = self.prefill_seconds(tokens), self.load_seconds(nbytes + queued)
-        return whole is None or loading is None or loading < whole
-
     def plan(
         self, tokens: int, nbytes: int, *, step: int, queued: int = 0, split: bool = False, context: int = 0
     ) -> Plan:

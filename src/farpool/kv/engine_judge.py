@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from farpool.kv.judge import Judge
@@ -79,17 +78,17 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A load that goes on; `ended` has to follow, whatever happens."""
+    """A load that goes on; `ended` has to follow once, whatever happens."""
 
     _judge: EngineJudge
     _keys: Sequence[Hashable]
     _after: float
+    _nbytes: int
     _under_way: int
-    _stack: ExitStack
 
     def ended(self, reasons: Sequence[Reason | None]) -> None:
         """Tell that the load has ended, and for each of its blocks None, or why it did not come."""
-        self._stack.close()
+        self._judge.judge.ended(self._nbytes)
         self._judge._loaded(self._keys, self._after, self._under_way, reasons)
 
 
@@ -188,9 +187,7 @@ class EngineJudge:
 
     def loading(self, keys: Sequence[Hashable], nbytes: int) -> EngineLoad:
         """Take in that a load of blocks begins, or waits for others."""
-        stack = ExitStack()
-        under_way = stack.enter_context(self.judge.loading(nbytes))
-        return EngineLoad(self, keys, self._last_load, under_way, stack)
+        return EngineLoad(self, keys, self._last_load, nbytes, self.judge.begun(nbytes))
 
     def _loaded(self, keys: Sequence[Hashable], after: float, under_way: int, reasons: Sequence[Reason | None]) -> None:
         now = self.clock()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import AbstractContextManager
 from typing import Any
 
 from farpool.kv.cost import Arm, CostModel, NetGain, Plan
@@ -46,8 +45,30 @@ class Judge:
         self._lock = threading.Lock()
         self._under_way = 0
 
+    def planned(self, tokens: int, nbytes: int, *, step: int) -> Plan | None:
+        """Return the plan of a request that would load so much; None if it would compute. Decides nothing yet.
+
+        Parameters
+        ----------
+        tokens, nbytes, step
+            As of `CostModel.plan`.
+        """
+        with self._lock:
+            if self._gain is not None and self._gain.next_arm != "load":
+                return None
+            plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way)
+            return None if plan.compute else plan
+
     def decide(
-        self, tokens: int, nbytes: int, *, step: int, request: str = "", split: bool = False, context: int = 0
+        self,
+        tokens: int,
+        nbytes: int,
+        *,
+        step: int,
+        request: str = "",
+        split: bool = False,
+        context: int = 0,
+        plan: Plan | None = None,
     ) -> tuple[Plan, Arm]:
         """Decide how much of a prefix that is there is loaded, and write that into the journal.
 
@@ -57,6 +78,8 @@ class Judge:
             As of `CostModel.plan`.
         request : str
             Name of the request, for ``farpool why``.
+        plan : Plan, optional
+            Result of `planned` for the same request; left out if it is to be made now.
 
         Returns
         -------
@@ -66,7 +89,8 @@ class Judge:
         """
         arm: Arm = "load"
         with self._lock:
-            plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split, context=context)
+            if plan is None:
+                plan = self._cost.plan(tokens, nbytes, step=step, queued=self._under_way, split=split, context=context)
             # A hold-out says nothing while the engine has not told how long it computes.
             known = plan.seconds is not None and plan.recompute_seconds is not None
             if plan.compute < tokens and known and self._gain is not None:
@@ -87,22 +111,16 @@ class Judge:
         record(request, "decision", blocks, blocks - sum(reasons.values()), reasons, plan.seconds or 0.0, plan.why)
         return plan, arm
 
-    def would_load(self, tokens: int, nbytes: int) -> bool:
-        """Tell if the next request would load so much, if it were there; decides nothing."""
-        with self._lock:
-            return (self._gain is None or self._gain.next_arm == "load") and self._cost.loads(
-                tokens, nbytes, self._under_way
-            )
-
-    def loading(self, nbytes: int) -> AbstractContextManager[int]:
-        """Count bytes as under way while a load goes on; the value is that of all loads together."""
-        return _Loading(self, nbytes)
-
-    def _count(self, nbytes: int) -> int:
-        """Count bytes that are under way from now on, or with a minus sign not any more; return those that are."""
+    def begun(self, nbytes: int) -> int:
+        """Take in that a load begins, which `ended` ends; return the bytes of all that are under way, its own too."""
         with self._lock:
             self._under_way += nbytes
             return self._under_way
+
+    def ended(self, nbytes: int) -> None:
+        """Take in that a load is not under way any more, however it ended."""
+        with self._lock:
+            self._under_way -= nbytes
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """Take in that a load which brought everything took `seconds`, with `nbytes` bytes under way in all."""
@@ -189,18 +207,3 @@ class Judge:
         with self._lock:
             gain = None if self._gain is None else self._gain.stats()
             return {"gain": gain, "saved_seconds": self._saved, "decisions": dict(self._decisions)}
-
-
-class _Loading(AbstractContextManager[int]):
-    """The body of `Judge.loading`; a generator takes several times as long."""
-
-    __slots__ = ("_judge", "_nbytes")
-
-    def __init__(self, judge: Judge, nbytes: int) -> None:
-        self._judge, self._nbytes = judge, nbytes
-
-    def __enter__(self) -> int:
-        return self._judge._count(self._nbytes)
-
-    def __exit__(self, *error: object) -> None:
-        self._judge._count(-self._nbytes)

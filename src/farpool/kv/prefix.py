@@ -261,6 +261,8 @@ class PrefixCache:
             raise ConfigError(f"rank is {rank!r}, expected 0 to {math.prod(sizes.values()) - 1}", setting="rank")
         self._groups = layer_groups(layers, block, pieces)
         self._full = next((number for number, one in enumerate(self._groups) if _needs_all(one)), None)
+        self._all_full = all(map(_needs_all, self._groups))
+        self._block_bytes = sum(one.group.block_bytes for one in self._groups)
         self._order = sorted(range(len(self._groups)), key=lambda number: self._groups[number].layers)
         self._rank, self._block = rank, block
         # Replaced as a whole when the weights change, so that each call sees one or the other.
@@ -439,6 +441,19 @@ class PrefixCache:
         usable, reason = self._usable(found, wanted.blocks)
         if reason is Reason.ABSENT and not any(found.found):
             reason = self._disagreements.reason(wanted.namespace, wanted.request, len(wanted.keys)) or reason
+        return self._matched(wanted, usable, reason, near, split, seconds)
+
+    def _matched(
+        self,
+        wanted: _Wanted,
+        usable: int,
+        reason: Reason | None,
+        near: set[bytes],
+        split: bool,
+        seconds: float,
+        plan: Plan | None = None,
+    ) -> Match:
+        """Decide about the blocks of a sequence that can be used, unless a plan for all of them was made before."""
         there = usable * self._block
         nbytes = self._nbytes(usable)
         if near:
@@ -448,15 +463,18 @@ class PrefixCache:
                 for key in wanted.keys_of(number, blocks)
                 if key not in near
             )
-        plan = Plan(0, None, None, "nothing is there")
         arm: Arm = "load"
         if nbytes:
-            plan, arm = self.judge.decide(there, nbytes, step=self._block, request=wanted.request, split=split)
+            plan, arm = self.judge.decide(
+                there, nbytes, step=self._block, request=wanted.request, split=split, plan=plan
+            )
         elif there:
             plan = Plan(0, 0.0, None, "load: all of it is in the memory of this process")
             record(wanted.request, "decision", usable, usable, {}, 0.0, plan.why)
-        elif wanted.blocks:
-            self.judge.missed(wanted.blocks * self._block, seconds)
+        else:
+            plan = Plan(0, None, None, "nothing is there")
+            if wanted.blocks:
+                self.judge.missed(wanted.blocks * self._block, seconds)
         bypassed = plan.compute >= there
         whole = wanted.tokens - wanted.tokens % self._block
         return Match(
@@ -501,6 +519,8 @@ class PrefixCache:
 
     def _nbytes(self, usable: int) -> int:
         """Return the bytes of all blocks that `_needed` yields."""
+        if self._all_full:
+            return usable * self._block_bytes
         return sum(self._groups[number].group.block_bytes * len(blocks) for number, blocks in self._needed(usable))
 
     def load(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> int:
@@ -582,20 +602,23 @@ class PrefixCache:
         """
         wanted = self._wanted(self._namespace, tokens, leave, request)
         there, nbytes = wanted.blocks * self._block, self._nbytes(wanted.blocks)
-        if (
-            not 0 < len(wanted.keys) <= _FEW_BLOCKS
-            or not all(map(_needs_all, self._groups))
-            or not self.judge.would_load(there, nbytes)
-        ):
+        plan = None
+        if self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
+            plan = self.judge.planned(there, nbytes, step=self._block)
+        if plan is None:
             (match,) = self._match([wanted], False, timeout)
             return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
-        until = self._until(self.judge.prefill_seconds(there) or None if timeout is None else timeout, nbytes)
+        until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
         sizes, targets = self._targets(memory, self._needed(wanted.blocks))
         near = self._near.held(wanted.keys)
         outcomes = self._fetch(wanted.keys, targets, sizes, request, until)
-        answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
-        match = self._decided(wanted, Found(answers), near, False, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if any(outcomes):
+            answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
+            match = self._decided(wanted, Found(answers), near, False, seconds)
+        else:
+            match = self._matched(wanted, wanted.blocks, None, near, False, seconds, None if near else plan)
         if match.tokens and self._is_outdated(match):
             return msgspec.structs.replace(match, tokens=self._came(match, (), ()))
         self._judged(match, match.tokens, 0.0)
@@ -704,7 +727,7 @@ class PrefixCache:
         if not lost:
             return match.tokens
         # Only layers with full attention can do with fewer blocks; others have just those of the end.
-        return min(lost) * self._block if all(map(_needs_all, self._groups)) else match.compute
+        return min(lost) * self._block if self._all_full else match.compute
 
     def _fetch(
         self,
@@ -723,8 +746,12 @@ class PrefixCache:
             keys, targets, sizes = _take(keys, far), _take(targets, far), _take(sizes, far)
             request = request if isinstance(request, str) else _take(request, far)
         began = time.monotonic()
-        with self.judge.loading(sum(sizes)) as under_way:
+        nbytes = sum(sizes)
+        under_way = self.judge.begun(nbytes)
+        try:
             loaded = self._blocks.load(keys, targets, request=request, timeout=_seconds_to(until))
+        finally:
+            self.judge.ended(nbytes)
         if not any(loaded) or Reason.LATE in loaded:  # what was late has taken so long at least
             self.judge.loaded(under_way, time.monotonic() - began)
         for number, outcome in zip(far, loaded, strict=True):

@@ -477,17 +477,19 @@ class FarpoolCache(Cache):
             if plan.seconds is not None and plan.recompute_seconds is not None:
                 until = began + plan.recompute_seconds  # what comes later could have been computed
         start = time.monotonic()
+        under_way = blocks.judge.begun(nbytes)
         try:
-            with blocks.judge.loading(nbytes) as under_way:
-                loaded = self._load_full(full, keys[:there], request, until) if full else there
-                if sliding:
-                    came = (end for end in ends if end <= loaded and self._load_sliding(states, end, request, until))
-                    loaded = next(came, 0)
+            loaded = self._load_full(full, keys[:there], request, until) if full else there
+            if sliding:
+                came = (end for end in ends if end <= loaded and self._load_sliding(states, end, request, until))
+                loaded = next(came, 0)
             for _, layer in full:
                 layer.crop(loaded * step - layer.get_seq_length())
         except BaseException:
             self.reset()
             raise
+        finally:
+            blocks.judge.ended(nbytes)
         ended = time.monotonic()
         if loaded == there:
             blocks.judge.loaded(under_way, ended - start)
