@@ -412,6 +412,10 @@ def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
 def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
     """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
+def target_sizes(targets: Sequence[object]) -> list[int] | None:
+    """Return the bytes of each target: memoryviews, `Slices`, or tuples of them, all writable and contiguous; None where one of
+    them is something else, which `farpool.store.arguments` converts or refuses."""
+
 def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]:
     """Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`
     counts as a use of what is there."""

@@ -30,7 +30,7 @@ from farpool.kv.keys import KEY_BYTES, KEY_MAGIC, NAMESPACE_MAGIC, block_key, gr
 from farpool.kv.namespace import Namespace
 from farpool.kv.reasons import Reason, reason_of
 from farpool.store import Demotion, Store
-from farpool.store.arguments import Payload, as_keys, as_payload, as_target, nbytes_of, ttl_of
+from farpool.store.arguments import Payload, as_keys, as_payload, as_targets, nbytes_of, ttl_of
 from farpool.store.best_effort import About
 
 if TYPE_CHECKING:
@@ -325,8 +325,7 @@ class BlockCache:
         """
         began = time.monotonic()
         keys = _as_many(keys, targets, "targets")
-        checked = [as_target(target) for target in targets]
-        sizes = [nbytes_of(target) for target in checked]
+        checked, sizes = as_targets(targets)
         together = memoryview(bytearray(HEADER_BYTES * len(keys)))
         headers = [together[start : start + HEADER_BYTES] for start in range(0, len(together), HEADER_BYTES)]
         pairs = [

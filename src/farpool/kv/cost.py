@@ -58,21 +58,17 @@ class _Fit:
         self._targets = [0.0] * features
         self._squares = 0.0
         self._factors: tuple[float, ...] | None = None
-        self._unsolved = 0.0
+        self._new: list[tuple[Sequence[float], float]] = []
+        self._is_wrong = False
 
     def add(self, values: Sequence[float], seconds: float) -> None:
         """Take in one measurement, which must be above 0 seconds."""
         if fitted := self._fitted(values):
             self._latest.append(seconds / fitted)
-            if not _LIKELY[0] <= seconds / fitted <= _LIKELY[1]:
-                self._unsolved = math.inf  # an estimate that is so wrong decides nothing more
+            # An estimate that is so wrong decides nothing more.
+            self._is_wrong = self._is_wrong or not _LIKELY[0] <= seconds / fitted <= _LIKELY[1]
             self._correction = median(self._latest)
-        scaled = [value / seconds for value in values]
-        for row, one in zip(self._products, scaled, strict=True):
-            row[:] = [_MEMORY * old + one * other for old, other in zip(row, scaled, strict=True)]
-        self._targets = [_MEMORY * old + one for old, one in zip(self._targets, scaled, strict=True)]
-        self._squares = _MEMORY * self._squares + 1
-        self._unsolved += 1
+        self._new.append((values, seconds))
 
     def seconds(self, values: Sequence[float]) -> float | None:
         """Estimate the time for these features; None before the first measurement."""
@@ -80,9 +76,19 @@ class _Fit:
         return None if fitted is None else fitted * self._correction
 
     def _fitted(self, values: Sequence[float]) -> float | None:
-        if self._unsolved > _STALE * self._squares:
-            self._factors, self._unsolved = self._solved(), 0.0
+        if self._is_wrong or len(self._new) > _STALE * self._squares:
+            self._take_in()
+            self._factors, self._is_wrong = self._solved(), False
         return None if self._factors is None else sum(map(operator.mul, self._factors, values))
+
+    def _take_in(self) -> None:
+        for values, seconds in self._new:
+            scaled = [value / seconds for value in values]
+            for row, one in zip(self._products, scaled, strict=True):
+                row[:] = [_MEMORY * old + one * other for old, other in zip(row, scaled, strict=True)]
+            self._targets = [_MEMORY * old + one for old, one in zip(self._targets, scaled, strict=True)]
+            self._squares = _MEMORY * self._squares + 1
+        self._new.clear()
 
     def _solved(self) -> tuple[float, ...] | None:
         best, least = None, math.inf

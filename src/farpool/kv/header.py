@@ -7,8 +7,8 @@ never somebody else's KV.
 
 from __future__ import annotations
 
-import hashlib
 import struct
+from hashlib import blake2b
 
 from farpool.kv.reasons import Reason
 
@@ -36,7 +36,7 @@ def pack_header(key: bytes, nbytes: int, stored: int, layout_version: int = 1) -
     layout_version : int
         Version of the layout.
     """
-    digest = hashlib.blake2b(key, digest_size=16).digest()
+    digest = blake2b(key, digest_size=16).digest()
     return _HEADER.pack(_MAGIC, _VERSION, layout_version, nbytes, key[4:20], digest, stored)
 
 

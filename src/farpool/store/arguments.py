@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, cast, overload
 
-from farpool._native import Slices
+from farpool._native import Slices, target_sizes
 from farpool._native import as_keys as native_keys
 from farpool.errors import ConfigError
 from farpool.net.frames import LARGEST_KEY
@@ -23,6 +23,7 @@ __all__ = [
     "as_payload",
     "as_prefix",
     "as_target",
+    "as_targets",
     "content_key",
     "nbytes_of",
     "parts_of",
@@ -149,6 +150,16 @@ def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
         wrong = "read-only" if view.readonly else "not contiguous"
         raise ValueError(f"the buffer ({type(buffer).__name__} of {view.nbytes} bytes) is {wrong}")
     return view
+
+
+def as_targets(buffers: Iterable[Buffer | tuple[Buffer | Slices, ...]]) -> tuple[list[Payload], list[int]]:
+    """View buffers as memory for objects, and return their sizes in bytes, too; raises the errors of `as_target`."""
+    given = list(buffers)
+    sizes = target_sizes(given)
+    if sizes is not None:
+        return cast("list[Payload]", given), sizes
+    targets = [as_target(buffer) for buffer in given]
+    return targets, [nbytes_of(target) for target in targets]
 
 
 def _writable(slices: Slices) -> Slices:
