@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
         key = b"key %d" % number
         (size,) = self.objects.lookup([key], PATIENCE)
         into = (bytearray(cut), bytearray(16 * KIB))
-        (found,) = self.objects.get_into_many([(key, tuple(map(memoryview, into)))], PATIENCE)
+        (found,) = self.objects.get_into_many([key], [tuple(map(memoryview, into))], PATIENCE)
         assert found == size
         if isinstance(found, int):
             assert b"".join(into)[:found] == self.values[key]

@@ -108,8 +108,9 @@ def test_objects_go_both_ways(node: RunningNode, trainer: Path, monkeypatch: pyt
         assert [store.get(f"value {number}") for number in range(len(values))] == values
         # In pieces that end anywhere in TLS records.
         pieces = [[bytearray(min(4099, len(value) - at)) for at in range(0, len(value), 4099)] for value in values]
-        wanted = [(f"value {number}".encode(), as_target(tuple(own))) for number, own in enumerate(pieces)]
-        assert store.best_effort().get_into_many(wanted, PATIENCE) == [len(value) for value in values]
+        keys = [f"value {number}".encode() for number in range(len(pieces))]
+        targets = [as_target(tuple(own)) for own in pieces]
+        assert store.best_effort().get_into_many(keys, targets, PATIENCE) == [len(value) for value in values]
         assert [b"".join(own) for own in pieces] == values
 
 

@@ -36,7 +36,7 @@ def _stored_and_read(store: Store, values: list[Payload], targets: list[Payload]
     calls = store.best_effort()
     assert calls.put_many(list(zip(keys, values, strict=True)), 30, About()) == ["stored"] * len(keys)
     try:
-        assert calls.get_into_many(list(zip(keys, targets, strict=True)), 30) == [nbytes_of(one) for one in values]
+        assert calls.get_into_many(keys, targets, 30) == [nbytes_of(one) for one in values]
     finally:
         assert calls.drop_many(keys, 30) == [1] * len(keys)
 
@@ -126,7 +126,7 @@ def test_memory_that_cannot_be_written_is_no_target(node: RunningNode) -> None:
         store.put("fixed", b"abd")
         # As the last defence, for who has not asked `as_target`.
         with pytest.raises(ValueError, match="read-only"):
-            store.best_effort().get_into_many([(b"fixed", (fixed,))], 30)
+            store.best_effort().get_into_many([b"fixed"], [(fixed,)], 30)
         assert store.get("fixed") == b"abd"
         assert store.drop("fixed")
     assert bytes(fixed.views()[0]) == b"abc"

@@ -530,7 +530,7 @@ def test_an_answer_that_is_late_for_a_short_call_leaves_its_node_in_use(local: N
         calls = store.best_effort()
         into = memoryview(bytearray(len(value)))
         for _ in range(20):
-            (late,) = calls.get_into_many([(b"large", into)], 0.001)
+            (late,) = calls.get_into_many([b"large"], [into], 0.001)
             assert isinstance(late, NodeTimeoutError)
             assert "is not asked" not in str(late)
             assert not member.is_failing
@@ -547,7 +547,7 @@ def test_a_node_that_stays_silent_is_left_alone_after_short_calls_too(local: Nod
         stopped.welcome = member.channel.welcome
         member.channel, member.pool = stopped, stopped.pool  # type: ignore[assignment]
         calls = store.best_effort()
-        (late,) = calls.get_into_many([(b"key", memoryview(bytearray(8)))], 0.002)
+        (late,) = calls.get_into_many([b"key"], [memoryview(bytearray(8))], 0.002)
         assert isinstance(late, NodeTimeoutError)
         eventually(lambda: member.is_failing)
         (refused,) = calls.lookup([b"key"], PATIENCE)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -17,6 +19,7 @@ from farpool.bench.kv_peers import KVPeers
 from farpool.bench.kv_ttft_outcome import Outcome, Point, Row, Settings
 from farpool.bench.measure import in_turn
 from farpool.bench.ring import Ring
+from farpool.bench.sockets import Sockets, build_sockets, read
 from farpool.errors import FarpoolError
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
@@ -24,6 +27,8 @@ from farpool.kv.transformers_config import cache_argument
 from farpool.node.process import running_node
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from farpool.bench.benchmark import Progress
     from farpool.net.channel import Transport
 
@@ -126,12 +131,21 @@ def measure(settings: Settings, progress: Progress) -> Outcome:
     nbytes = model.token_bytes * max(settings.tokens)
     with ExitStack() as stack:
         peers = stack.enter_context(KVPeers(settings.lmcache, 0.0, 4 * nbytes, ("fs", "L1")))
+        sockets = build_sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farpool-"))))
         node = stack.enter_context(running_node(dram=str(max(64 << 20, 4 * nbytes)))).address
-        points = [_measure(settings, model, peers, node, tokens, progress) for tokens in settings.tokens]
+        points = [_measure(settings, model, peers, sockets, node, tokens, progress) for tokens in settings.tokens]
         return Outcome(torch.get_num_threads(), peers.names, tuple(points))
 
 
-def _measure(settings: Settings, model: _Model, peers: KVPeers, node: str, tokens: int, progress: Progress) -> Point:
+def _measure(
+    settings: Settings,
+    model: _Model,
+    peers: KVPeers,
+    sockets: tuple[Path | None, str],
+    node: str,
+    tokens: int,
+    progress: Progress,
+) -> Point:
     ring = Ring(model.token_bytes * _BLOCK, tokens // _BLOCK)
     with ExitStack() as stack:
         wanted = model.prefill(tokens)
@@ -146,6 +160,10 @@ def _measure(settings: Settings, model: _Model, peers: KVPeers, node: str, token
                 peer.each(True)
                 work = partial(_of_peer, peer.fetch, model.spare[..., :tokens, :], ring)
                 samples.append(_Sample(peer.name, model, tokens, work, wanted))
+        for name, copy in _limits(stack, model, sockets[0], tokens):
+            samples.append(_Sample(name, model, tokens, copy, wanted))
+        if sockets[0] is None:
+            missing.append(Row("limit: C sockets", None, None, None, None, None, sockets[1]))
         for sample in samples:
             sample.take()
             sample.compute.clear()
@@ -198,6 +216,32 @@ def _own(
             return taken
 
         yield f"farpool, {'TCP' if way == 'tcp' else way}", fetch
+
+
+def _limits(
+    stack: ExitStack, model: _Model, sockets: Path | None, tokens: int
+) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Yield what any transport takes at least: as many bytes in one piece, not looked up, checked or scattered."""
+    nbytes = model.token_bytes * tokens
+    target = model.spare.view(-1).view(torch.uint8)[:nbytes]
+    into, source = memoryview(cast("Buffer", target.numpy())), memoryview(bytearray(nbytes))
+
+    def copy() -> None:
+        into[:] = source
+
+    works = {"limit: memcpy": copy}
+    if sockets is not None:
+        server = stack.enter_context(Sockets(sockets, nbytes, 1))
+        works["limit: C sockets"] = partial(read, stack.enter_context(server.connect()), into)
+    for name, work in works.items():
+
+        def taken(work: Callable[[], None] = work) -> float:
+            target.zero_()
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+
+        yield name, taken
 
 
 def _of_peer(fetch: Callable[[], float], kv: torch.Tensor, ring: Ring) -> float:

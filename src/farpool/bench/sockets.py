@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from typing import Self
 
 from farpool.errors import FarpoolError
 
-__all__ = ["Sockets", "build_sockets"]
+__all__ = ["Sockets", "build_sockets", "read"]
 
 _SOURCE = Path(__file__).with_name("sockets.c")
 _TIMEOUT = 60.0
+_REQUEST = bytes(64)
+"""A request for the first object, as in sockets.c."""
 _MISSING = "no C compiler is installed; on Debian or Ubuntu: apt-get install gcc libc6-dev"
 
 
@@ -30,6 +33,22 @@ def build_sockets(folder: Path, *, tls: bool = False) -> tuple[Path | None, str]
     if done.returncode != 0:
         return None, f"{compiler} failed: {' '.join(done.stderr.split())[:300]}"
     return program, ""
+
+
+def read(connection: socket.socket, into: memoryview) -> None:
+    """Read an object over a connection of `Sockets.connect`; both sides sleep while they wait.
+
+    Raises
+    ------
+    FarpoolError
+        The server has ended the connection.
+    """
+    connection.sendall(_REQUEST)
+    while into.nbytes > 0:
+        got = connection.recv_into(into, into.nbytes, socket.MSG_WAITALL)
+        if got == 0:
+            raise FarpoolError("the reference program for sockets has ended a connection")
+        into = into[got:]
 
 
 class Sockets:
@@ -94,6 +113,10 @@ class Sockets:
         if done.returncode != 0:
             raise FarpoolError(f"the reference program for sockets failed: {' '.join(done.stderr.split())[:300]}")
         return float(done.stdout)
+
+    def connect(self) -> socket.socket:
+        """Open a connection of this process, over which one object after another can be read with `read`."""
+        return socket.create_connection(("127.0.0.1", int(self._port)), _TIMEOUT)
 
     def close(self) -> None:
         """Stop the server."""

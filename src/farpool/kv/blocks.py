@@ -326,32 +326,24 @@ class BlockCache:
         began = time.monotonic()
         keys = _as_many(keys, targets, "targets")
         checked, sizes = as_targets(targets)
-        together = memoryview(bytearray(HEADER_BYTES * len(keys)))
-        headers = [together[start : start + HEADER_BYTES] for start in range(0, len(together), HEADER_BYTES)]
-        pairs = [
-            (key, (header, *target) if isinstance(target, tuple) else (header, target))
-            for key, header, target in zip(keys, headers, checked, strict=True)
+        headers = bytearray(HEADER_BYTES * len(keys))
+        view = memoryview(headers)
+        places: list[Payload] = [
+            (view[at : at + HEADER_BYTES], *(target if isinstance(target, tuple) else (target,)))
+            for at, target in zip(range(0, len(headers), HEADER_BYTES), checked, strict=True)
         ]
         outcomes: list[Reason | None] = []
         moved = 0
-        for piece, left in self._pieces(pairs, sizes, began, timeout):
-            start = time.monotonic()
+        for piece, left in self._pieces(sizes, began, timeout):
+            start, own = time.monotonic(), keys[piece]
             try:
-                answers = self._calls(left).get_into_many(piece, left)
+                answers = self._calls(left).get_into_many(own, places[piece], left)
             except FarpoolError as error:
-                answers = [error] * len(piece)
-            seconds = time.monotonic() - start
-            first, came = len(outcomes), 0
-            for number, answer in enumerate(answers, first):
-                if isinstance(answer, int):
-                    outcomes.append(
-                        self._restore(
-                            keys[number], headers[number], answer, checked[number], sizes[number], start + left
-                        )
-                    )
-                    came += answer
-                else:
-                    outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
+                answers = [error] * len(own)
+            seconds, first = time.monotonic() - start, len(outcomes)
+            header = headers[piece.start * HEADER_BYTES : piece.stop * HEADER_BYTES]
+            outcomes += self._restored(own, header, answers, checked[piece], sizes[piece], start + left)
+            came = sum([answer for answer in answers if isinstance(answer, int)])
             if self._compression is not None and self._compression.choice is not None:
                 loaded = zip(sizes[first:], outcomes[first:], strict=False)
                 payload = sum(nbytes for nbytes, reason in loaded if reason is None)
@@ -439,9 +431,9 @@ class BlockCache:
                 self._describe(namespace, self._left(None if timeout is None else began + timeout))
             done = 0
             unsaved = [pairs[number] for number in missing]
-            for piece, left in self._pieces(unsaved, [sizes[number] for number in missing], began, timeout):
+            for piece, left in self._pieces([sizes[number] for number in missing], began, timeout):
                 until = time.monotonic() + left
-                items = [(key, self._stored(key, payload, until)) for key, payload in piece]
+                items = [(key, self._stored(key, payload, until)) for key, payload in unsaved[piece]]
                 start = time.monotonic()
                 answers = self._calls().put_many(items, max(0.0, until - start), about)
                 seconds, went, payload = time.monotonic() - start, 0, 0
@@ -454,8 +446,8 @@ class BlockCache:
                 if self._compression is not None and self._compression.choice is not None:
                     self._compression.choice.sent(went, seconds, payload)
                 moved += went
-                own, done = missing[done : done + len(piece)], done + len(piece)
-                if any(outcomes[number] is Reason.LATE for number in own):
+                done = piece.stop
+                if any(outcomes[number] is Reason.LATE for number in missing[piece]):
                     for number in missing[done:]:
                         outcomes[number] = Reason.LATE
                     break
@@ -682,10 +674,33 @@ class BlockCache:
         header = memoryview(pack_header(key, nbytes_of(payload), nbytes_of(stored)))
         return header, *(stored if isinstance(stored, tuple) else (stored,))
 
+    def _restored(
+        self,
+        keys: Sequence[bytes],
+        headers: bytearray,
+        answers: Sequence[int | Exception | None],
+        targets: Sequence[Payload],
+        sizes: Sequence[int],
+        until: float,
+    ) -> list[Reason | None]:
+        """Check what came into headers and targets, and decode it where it lies if it is encoded."""
+        # Almost always all of it is there as it was saved: one comparison of all headers tells.
+        if answers == [HEADER_BYTES + nbytes for nbytes in sizes] and headers == b"".join(
+            [pack_header(key, nbytes, nbytes) for key, nbytes in zip(keys, sizes, strict=True)]
+        ):
+            return [None] * len(keys)
+        outcomes: list[Reason | None] = []
+        for number, answer in enumerate(answers):
+            if isinstance(answer, int):
+                header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+                outcomes.append(self._restore(keys[number], header, answer, targets[number], sizes[number], until))
+            else:
+                outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
+        return outcomes
+
     def _restore(
-        self, key: bytes, header: memoryview, came: int, target: Payload, nbytes: int, until: float
+        self, key: bytes, header: bytearray, came: int, target: Payload, nbytes: int, until: float
     ) -> Reason | None:
-        """Check what came into a header and a target together, and decode it where it lies if it is encoded."""
         if came < HEADER_BYTES:
             return Reason.FOREIGN
         stored = came - HEADER_BYTES
@@ -698,22 +713,18 @@ class BlockCache:
             return Reason.LATE
         return None if self._compression.decode_within(key, stored, target) else Reason.CORRUPT
 
-    def _pieces(
-        self, pairs: Sequence[tuple[bytes, Payload]], sizes: Sequence[int], began: float, timeout: float | None
-    ) -> Iterator[tuple[Sequence[tuple[bytes, Payload]], float]]:
+    def _pieces(self, sizes: Sequence[int], began: float, timeout: float | None) -> Iterator[tuple[slice, float]]:
         """Cut a batch into pieces of bounded size; each comes with the seconds that it may take."""
         until = None if timeout is None else began + timeout
-        if sum(sizes) <= _PIECE_BYTES:
-            if pairs:
-                yield pairs, self._left(until)
-            return
         start = nbytes = 0
-        for number, own in enumerate(sizes):
-            if number > start and nbytes + own > _PIECE_BYTES:
-                yield pairs[start:number], self._left(until)
-                start, nbytes = number, 0
-            nbytes += own
-        yield pairs[start:], self._left(until)
+        if sum(sizes) > _PIECE_BYTES:
+            for number, own in enumerate(sizes):
+                if number > start and nbytes + own > _PIECE_BYTES:
+                    yield slice(start, number), self._left(until)
+                    start, nbytes = number, 0
+                nbytes += own
+        if sizes:
+            yield slice(start, len(sizes)), self._left(until)
 
     def time_for(self, nbytes: int) -> float:
         """Return the seconds that moving so many bytes may take where nothing else is said."""

@@ -21,7 +21,7 @@ class ObjectCalls(Protocol):
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]: ...
 
     def get_into_many(
-        self, pairs: Sequence[tuple[bytes, Payload]], timeout: float
+        self, keys: list[bytes], targets: list[Payload], timeout: float
     ) -> Sequence[int | Exception | None]: ...
 
     def put_many(

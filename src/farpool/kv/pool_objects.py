@@ -130,7 +130,7 @@ class PoolObjects:
         with self._lock:
             sizes = [None if (value := self._values.get(key)) is None else value.nbytes for key in keys]
         places = [bytearray(size or 0) for size in sizes]
-        read = self.get_into_many([(key, memoryview(place)) for key, place in zip(keys, places, strict=True)], 1e6)
+        read = self.get_into_many(keys, [memoryview(place) for place in places], 1e6)
         return [bytes(place) if isinstance(nbytes, int) else None for place, nbytes in zip(places, read, strict=True)]
 
     def lookup(self, keys: list[bytes], timeout: float) -> Sequence[int | Exception | None]:
@@ -147,12 +147,14 @@ class PoolObjects:
             return None
         return value, value.storage
 
-    def get_into_many(self, pairs: Sequence[tuple[bytes, Payload]], timeout: float) -> Sequence[int | Exception | None]:
+    def get_into_many(
+        self, keys: Sequence[bytes], targets: Sequence[Payload], timeout: float
+    ) -> Sequence[int | Exception | None]:
         """Read values into buffers; see `BestEffort.get_into_many`."""
         self._check_open()
         deadline = time.monotonic() + timeout
         outcomes: list[int | Exception | None] = []
-        for key, into in pairs:
+        for key, into in zip(keys, targets, strict=True):
             with self._lock:
                 found = self._find(key, time.monotonic())
                 if found is None:

@@ -112,13 +112,17 @@ class BestEffort:
         except (FarpoolError, OSError) as error:
             return [error] * len(keys)
 
-    def get_into_many(self, pairs: Sequence[tuple[bytes, Payload]], timeout: float) -> Sequence[int | Exception | None]:
+    def get_into_many(
+        self, keys: list[bytes], targets: list[Payload], timeout: float
+    ) -> Sequence[int | Exception | None]:
         """Read values into buffers, all at the same time.
 
         Parameters
         ----------
-        pairs : sequence of tuple
-            Each key and its target, contiguous and writable.
+        keys : list of bytes
+            The keys.
+        targets : list of memoryview or tuple of them
+            A place for each value, contiguous and writable.
         timeout : float
             Seconds that it may take.
 
@@ -136,16 +140,15 @@ class BestEffort:
         """
         cluster = self._opened()
         if (dark := _dark(cluster)) is not None:
-            return [dark] * len(pairs)
+            return [dark] * len(keys)
         deadline = time.monotonic() + timeout
-        keys, targets = [key for key, _ in pairs], [into for _, into in pairs]
         try:
             found, readers = read_many(cluster, keys, targets, deadline)
             values = cast("list[int | Exception | None]", found)
             for node, numbers in readers.items():
                 self._note(node, keys, numbers)
-            left = [number for number, value in enumerate(values) if value is None]
-            if left:
+            if None in values:
+                left = [number for number, value in enumerate(values) if value is None]
                 answers = fetch(cluster, [keys[n] for n in left], [targets[n] for n in left], deadline, patient=False)
                 for number, answer in zip(left, answers, strict=True):
                     if answer is None or isinstance(answer, Exception):
@@ -155,7 +158,7 @@ class BestEffort:
                         values[number] = reply.nbytes
                         self._note(node, keys, [number])
         except (FarpoolError, OSError) as error:
-            return [error] * len(pairs)
+            return [error] * len(keys)
         return values
 
     def put_many(

@@ -374,7 +374,7 @@ def read_memory(channel: Channel, key: bytes, into: Payload | None, deadline: fl
 
 
 def read_many(
-    cluster: Cluster, keys: Sequence[bytes], targets: Sequence[Payload | None], deadline: float
+    cluster: Cluster, keys: list[bytes], targets: Sequence[Payload | None], deadline: float
 ) -> tuple[list[bytes | int | Exception | None], dict[int, list[int]]]:
     """Read what lies in the mapped memory of the keys' first ranks.
 
@@ -382,7 +382,7 @@ def read_many(
     ----------
     cluster : Cluster
         The nodes.
-    keys : sequence of bytes
+    keys : list of bytes
         The keys.
     targets : sequence of memoryview, tuple of them, or None
         Places for the values; None for new bytes.
@@ -399,14 +399,16 @@ def read_many(
     """
     values: list[bytes | int | Exception | None] = [None] * len(keys)
     readers: dict[int, list[int]] = {}
-    for node, numbers in cluster.by_first(list(keys), deadline).items():
+    for node, numbers in cluster.by_first(keys, deadline).items():
         channel = cluster.members[node].channel
         if channel.reader is None and channel.one_sided is None:
             continue
-        own, places = [keys[n] for n in numbers], [targets[n] for n in numbers]
+        own, places = keys, targets
+        if len(numbers) < len(keys):
+            own, places = [keys[n] for n in numbers], [targets[n] for n in numbers]
         found: Sequence[bytes | int | Exception | None]
         if (reader := channel.reader) is not None and None not in places:
-            found = reader.get_many_into(own, places, deadline)
+            found = reader.get_many_into(own, list(places), deadline)
         else:
             found = [read_memory(channel, key, into, deadline) for key, into in zip(own, places, strict=True)]
         for number, one in zip(numbers, found, strict=True):

@@ -297,7 +297,7 @@ class Store:
             )
         return reply.payload or b"" if into is None else reply.nbytes
 
-    def _read(self, keys: Sequence[bytes], targets: Sequence[Payload | None]) -> list[bytes | int | None]:
+    def _read(self, keys: list[bytes], targets: Sequence[Payload | None]) -> list[bytes | int | None]:
         """Read many values: for each key its bytes, or their number once they are in its target; None for no value."""
         cluster = self._open()
         deadline = cluster.deadline()
