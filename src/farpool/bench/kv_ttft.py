@@ -10,7 +10,9 @@ checksums and headers are in it. Of the peers it is that of a lookup of all keys
 into memory that was written before, and the copy from there to the engine's memory; no hash is computed and nothing is
 verified. Mooncake and LMCache run in processes of their own, whose times are added. Redis runs here. LMCache's L1 is
 memory of the process that reads it: reading gives its blocks where they lie, and the copy to the engine's memory is the
-only one.
+only one. Two more rows are limits: a copy of as many bytes in this process's memory, and C sockets that send as many
+from another process over TCP; nothing is looked up, checked or scattered. They count what follows a computation as
+well: a processor that wakes up, and caches that are full of something else.
 
 Loading is always chosen here, and no request is held out: the decision itself is not what is measured. transformers'
 offloaded caches need a GPU and are not compared.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -53,29 +56,31 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 def table(outcome: Outcome) -> Group:
     """Table of the times, by lengths of the prefix."""
-    made = Table(title="Time to first token, ms; until the KV is there, ms and share of computing it (95 % interval)")
-    for name in ("tokens", "KV", "", "first token", "times as fast", "KV there", "share", "equal"):
-        made.add_column(name, justify="left" if name in ("", "equal") else "right")
+    made = Table(title="First token, and until the KV is there (ms, and % of computing)", box=SIMPLE_HEAD)
+    made.add_column("", no_wrap=True)
+    for name in ("token", "faster", "KV", "KV, % (95 %)"):
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("equal")
+    missing: dict[str, str] = {}
     for point in outcome.points:
-        made.add_row(
-            str(point.tokens), format_size(point.nbytes), "computed again", _ms(point.recompute), "", "", "", ""
-        )
+        made.add_section()
+        size = format_size(point.nbytes)
+        made.add_row(f"{point.tokens:,} tokens, {size}", _ms(point.recompute), "1.00")
         for row in point.rows:
             if row.seconds is None or row.fetching is None or row.share is None:
-                made.add_row("", "", f"{row.name}: {row.remark}", "-", "-", "-", "-", "")
+                missing[row.name] = f"{row.name}: {row.remark}"
                 continue
-            low, high = row.share[1:]
+            middle, low, high = (100 * share for share in row.share)
             made.add_row(
-                "",
-                "",
                 row.name,
                 _ms(row.seconds),
                 f"{row.speedup:.2f}",
                 _ms(row.fetching),
-                f"{row.share[0]:.2%} ({low:.2%} to {high:.2%})",
+                f"{middle:.2f} ({low:.2f}-{high:.2f})",
                 "" if row.equal is None else "yes" if row.equal else "NO",
             )
-    return Group(made, Text(f"{outcome.threads} threads; peers: {'; '.join(outcome.peers) or 'none'}"))
+    said = f"{outcome.threads} threads; peers: {'; '.join(outcome.peers) or 'none'}"
+    return Group(made, Text("\n".join([said, *missing.values()])))
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:
