@@ -63,23 +63,21 @@ class _Fit:
 
     def add(self, values: Sequence[float], seconds: float) -> None:
         """Take in one measurement, which must be above 0 seconds."""
-        if fitted := self._fitted(values):
-            self._latest.append(seconds / fitted)
-            # An estimate that is so wrong decides nothing more.
-            self._is_wrong = self._is_wrong or not _LIKELY[0] <= seconds / fitted <= _LIKELY[1]
+        if estimate := self.seconds(values):
+            ratio = seconds * self._correction / estimate
+            self._latest.append(ratio)
+            # A fit that is so wrong decides nothing more.
+            self._is_wrong = self._is_wrong or not _LIKELY[0] <= ratio <= _LIKELY[1]
             self._correction = median(self._latest)
         self._new.append((values, seconds))
 
     def seconds(self, values: Sequence[float]) -> float | None:
         """Estimate the time for these features; None before the first measurement."""
-        fitted = self._fitted(values)
-        return None if fitted is None else fitted * self._correction
-
-    def _fitted(self, values: Sequence[float]) -> float | None:
         if self._is_wrong or len(self._new) > _STALE * self._squares:
             self._take_in()
             self._factors, self._is_wrong = self._solved(), False
-        return None if self._factors is None else sum(map(operator.mul, self._factors, values))
+        factors = self._factors
+        return None if factors is None else sum(map(operator.mul, factors, values)) * self._correction
 
     def _take_in(self) -> None:
         for values, seconds in self._new:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -739,7 +739,7 @@ class PrefixCache:
     ) -> list[Reason | None]:
         """Copy blocks that are in this process's memory, and load the others, of which the time is measured."""
         outcomes: list[Reason | None] = [None] * len(keys)
-        far = self._near.copy(keys, targets)
+        far = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
         if not far:
             return outcomes
         if len(far) < len(keys):
@@ -771,10 +771,11 @@ class PrefixCache:
         for number, blocks in needed:
             one = self._groups[number]
             sizes += [one.group.block_bytes] * len(blocks)
-            for block, payload in zip(blocks, self._payloads(number, memory, blocks), strict=True):
-                if payload is None:
-                    raise ConfigError(f"the memory has no place for block {block} of one of the layers {one.layers}")
-                targets.append(payload)
+            payloads = self._payloads(number, memory, blocks)
+            if None in payloads:
+                block = blocks[payloads.index(None)]
+                raise ConfigError(f"the memory has no place for block {block} of one of the layers {one.layers}")
+            targets += cast("Sequence[Payload]", payloads)
         return sizes, targets
 
     def _payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:
