@@ -520,34 +520,38 @@ std::optional<nb::list> as_keys(const nb::list& given) {
     return keys;
 }
 
-// Bytes of one target; empty for what is no memoryview, Slices or tuple of them, cannot be written, or is not contiguous.
-std::optional<std::size_t> target_nbytes(nb::handle given) {
-    if (PyTuple_Check(given.ptr()) != 0) {
-        std::size_t total = 0;
-        for (const nb::handle part : nb::borrow<nb::tuple>(given)) {
-            const auto nbytes = PyTuple_Check(part.ptr()) != 0 ? std::nullopt : target_nbytes(part);
-            if (!nbytes) {
-                return std::nullopt;
-            }
-            total += *nbytes;
-        }
-        return total;
-    }
-    if (nb::isinstance<Slices>(given)) {
-        const auto& slices = *nb::inst_ptr<Slices>(given);
+// Bytes of one part of a target; empty for what is neither a memoryview nor Slices, cannot be written, or is not contiguous.
+std::optional<std::size_t> part_nbytes(nb::handle part) {
+    if (nb::isinstance<Slices>(part)) {
+        const auto& slices = *nb::inst_ptr<Slices>(part);
         return slices.readonly() ? std::nullopt : std::optional(slices.nbytes());
     }
     Py_buffer view{};
-    if (PyMemoryView_Check(given.ptr()) == 0) {
+    if (PyMemoryView_Check(part.ptr()) == 0) {
         return std::nullopt;
     }
-    if (PyObject_GetBuffer(given.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) != 0) {
+    if (PyObject_GetBuffer(part.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) != 0) {
         PyErr_Clear();
         return std::nullopt;
     }
     const auto nbytes = static_cast<std::size_t>(view.len);
     PyBuffer_Release(&view);
     return nbytes;
+}
+
+std::optional<std::size_t> target_nbytes(nb::handle target) {
+    if (PyTuple_Check(target.ptr()) == 0) {
+        return PyMemoryView_Check(target.ptr()) != 0 ? part_nbytes(target) : std::nullopt;
+    }
+    std::size_t total = 0;
+    for (const nb::handle part : nb::borrow<nb::tuple>(target)) {
+        const auto nbytes = part_nbytes(part);
+        if (!nbytes) {
+            return std::nullopt;
+        }
+        total += *nbytes;
+    }
+    return total;
 }
 
 // Bytes of each target; empty where Python has to look at one of them.

@@ -413,8 +413,8 @@ def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
     """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
 def target_sizes(targets: Sequence[object]) -> list[int] | None:
-    """Return the bytes of each target: memoryviews, `Slices`, or tuples of them, all writable and contiguous; None where one of
-    them is something else, which `farpool.store.arguments` converts or refuses."""
+    """Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
+    one of them is something else, which `farpool.store.arguments` converts or refuses."""
 
 def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]:
     """Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`

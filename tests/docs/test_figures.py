@@ -292,8 +292,12 @@ def kv_ttft() -> list[str]:
         peers = ("Mooncake, TCP", "LMCache, fs", "LMCache, L1", "Redis, TCP")
         ways = (mapped, tcp, *(by_name[peer] for peer in peers if peer in by_name))
         times = [f"{statistics.median(row['seconds']) * 1e3:.1f}" for row in ways]
-        shares = [f"{middle:.2%} ({low:.2%} to {high:.2%})" for middle, low, high in (mapped["share"], tcp["share"])]
-        rows.append(f"| {point['tokens']:,} | {again:.1f} | {' | '.join(times)} | {' | '.join(shares)} |")
+        rows.append(f"| {point['tokens']:,} | {again:.1f} | {' | '.join(times)} |")
+        shares = []
+        for row in (mapped, by_name["limit: memcpy"], tcp, by_name["limit: C sockets"]):
+            middle, low, high = (100 * share for share in row["share"])
+            shares.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        rows.append(f"| {point['tokens']:,} | {' | '.join(shares)} |")
     return rows
 
 

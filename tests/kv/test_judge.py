@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from farpool.kv.judge import Judge
@@ -49,6 +51,27 @@ def trained() -> Judge:
     for _ in range(10):
         judge.computed(TOKENS, 0, COMPUTING)
     return judge
+
+
+@pytest.mark.parametrize("hold_out", [False, True])
+def test_a_plan_that_is_made_before_a_lookup_is_the_decision_behind_it(hold_out: bool) -> None:
+    judge, chance = Judge(hold_out=hold_out), random.Random(1)
+    planned = decided = 0
+    for number in range(640):
+        tokens, nbytes = chance.randrange(16, 1600, 16), chance.randrange(1, 1 << 24)
+        plan = judge.planned(tokens, nbytes, step=STEP)
+        before = judge.stats()["decisions"]
+        assert judge.planned(tokens, nbytes, step=STEP) == plan
+        assert judge.stats()["decisions"] == before
+        decision, arm = judge.decide(tokens, nbytes, step=STEP, plan=plan if number % 2 else None)
+        if plan is not None:
+            assert (decision, arm) == (plan, "load")
+        else:
+            assert decision.compute == tokens or arm == "probe"
+        planned, decided = planned + (plan is not None), decided + (decision.compute == 0)
+        judge.computed(tokens, 0, tokens * chance.uniform(0.5, 1.5) * 1e-4)
+        judge.loaded(nbytes, nbytes * chance.uniform(0.5, 1.5) * 1e-8)
+    assert 100 < planned <= decided < 600
 
 
 def test_one_slow_load_does_not_end_all_loading() -> None:

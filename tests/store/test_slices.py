@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from farpool import Store
 from farpool._native import Rows, Slices
 from farpool.node.process import RunningNode, running_node
-from farpool.store.arguments import Payload, as_payload, as_target, nbytes_of, parts_of
+from farpool.store.arguments import Payload, as_payload, as_target, as_targets, nbytes_of, parts_of
 from farpool.store.best_effort import About
 
 _PATTERN = bytes(range(251)) * 8400
@@ -116,6 +117,40 @@ def test_wrong_rows_are_refused() -> None:
         Rows([memoryview(b"abcd")[::2]], [1])
     with pytest.raises(TypeError):
         Rows(["text"], [1])
+
+
+def test_targets_are_measured_together_as_one_by_one() -> None:
+    (rows,) = _blocks(Rows([bytearray(6), bytearray(9)], [2, 3]), 1, 1, 2)
+    view = memoryview(bytearray(8))
+    for buffers, sizes in (
+        ([view, (view[:3], rows), (rows,), (), (view[4:4],)], [8, 13, 10, 0, 0]),
+        ([bytearray(5), (bytearray(1), rows), numpy.zeros((2, 3), "int16")], [5, 11, 12]),
+        ([memoryview(numpy.zeros((2, 3)))], [48]),
+        ([], []),
+    ):
+        targets, measured = as_targets(buffers)
+        assert measured == sizes == [nbytes_of(target) for target in targets]
+        assert all(isinstance(part, memoryview | Slices) for target in targets for part in _parts(target))
+    (fixed,) = _blocks(Rows([b"abc"], [1]), 0, 1, 3)
+    released = memoryview(bytearray(3))
+    released.release()
+    for wrong, said in (
+        (b"abc", "read-only"),
+        (memoryview(b"abc"), "read-only"),
+        ((view, fixed), "read-only"),
+        (view[::2], "not contiguous"),
+        (numpy.zeros((4, 4)).T[1:], "not contiguous"),
+        (released, "released"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            as_targets([view, wrong])
+    for nothing in ("text", 7, rows, (view, None), (view, (view,))):
+        with pytest.raises(TypeError):
+            as_targets([view, nothing])  # type: ignore[list-item]
+
+
+def _parts(target: Payload) -> tuple[memoryview | Slices, ...]:
+    return target if isinstance(target, tuple) else (target,)
 
 
 def test_memory_that_cannot_be_written_is_no_target(node: RunningNode) -> None:

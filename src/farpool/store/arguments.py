@@ -144,12 +144,8 @@ def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
         Its bytes are read-only or not contiguous.
     """
     if isinstance(buffer, tuple):
-        return tuple([_writable(part) if isinstance(part, Slices) else as_target(part) for part in buffer])
-    view = buffer if type(buffer) is memoryview else memoryview(buffer)
-    if view.readonly or not view.c_contiguous:
-        wrong = "read-only" if view.readonly else "not contiguous"
-        raise ValueError(f"the buffer ({type(buffer).__name__} of {view.nbytes} bytes) is {wrong}")
-    return view
+        return tuple([_writable_slices(part) if isinstance(part, Slices) else _writable(part) for part in buffer])
+    return _writable(buffer)
 
 
 def as_targets(buffers: Iterable[Buffer | tuple[Buffer | Slices, ...]]) -> tuple[list[Payload], list[int]]:
@@ -162,7 +158,15 @@ def as_targets(buffers: Iterable[Buffer | tuple[Buffer | Slices, ...]]) -> tuple
     return targets, [nbytes_of(target) for target in targets]
 
 
-def _writable(slices: Slices) -> Slices:
+def _writable(buffer: Buffer) -> memoryview:
+    view = buffer if type(buffer) is memoryview else memoryview(buffer)
+    if view.readonly or not view.c_contiguous:
+        wrong = "read-only" if view.readonly else "not contiguous"
+        raise ValueError(f"the buffer ({type(buffer).__name__} of {view.nbytes} bytes) is {wrong}")
+    return view
+
+
+def _writable_slices(slices: Slices) -> Slices:
     if slices.readonly:
         raise ValueError(f"the buffer (rows of {slices.nbytes} bytes) is read-only")
     return slices
