@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <filesystem>
@@ -19,6 +20,8 @@ constexpr std::string_view prefix = "lease-";
 constexpr std::string_view suffix = ".data";
 
 constexpr std::uint64_t page_nbytes = 4096;
+// Bytes that are taken from the system at once.
+constexpr std::uint64_t largest_slice = std::uint64_t{4} << 20;
 // Largest page by which a file system may give memory.
 constexpr std::uint64_t largest_page_nbytes = std::uint64_t{2} << 20;
 
@@ -111,8 +114,8 @@ void Leases::adopt(std::vector<std::string>& notes) {
     }
 }
 
-std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner,
-                                    std::uint64_t nbytes) const {
+std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t nbytes,
+                                    const std::function<bool(std::uint64_t)>& return_memory) const {
     SegmentHeader header{};
     header.kind = static_cast<std::uint32_t>(SegmentKind::lease);
     header.capacity = nbytes;
@@ -124,11 +127,35 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
     const std::string path =
         folder_ + "/" + (nameless_ ? std::string(prefix) + std::to_string(terms.id) + std::string(suffix) : file_name(terms));
     const auto make = nameless_ ? make_nameless_segment : make_segment;
-    auto lease = std::make_shared<Lease>(terms, make(path, header));
-    if (!back(lease->segment, 0, segment_header_nbytes + nbytes)) {
+    const auto begin = [&] {
+        for (;;) {
+            try {
+                return make(path, header);
+            } catch (const std::system_error& error) {
+                if (!is_lack_of_memory(error.code().value()) || !return_memory(segment_header_nbytes + nbytes)) {
+                    throw;
+                }
+            }
+        }
+    };
+    auto lease = std::make_shared<Lease>(terms, begin());
+    const std::uint64_t total = segment_header_nbytes + nbytes;
+    std::uint64_t slice = largest_slice;
+    for (std::uint64_t taken = 0; taken < total;) {
+        const std::uint64_t step = std::min(slice, total - taken);
+        if (back(lease->segment, taken, step)) {
+            taken += step;
+            continue;
+        }
         const int code = errno;
-        remove_file(path);
-        throw std::system_error(code, std::generic_category(), path);
+        if (is_lack_of_memory(code) && slice > page_nbytes) {
+            slice /= 2;  // first what there is: no more is to be returned than lacks
+        } else if (is_lack_of_memory(code) && return_memory(total - taken)) {
+            slice = largest_slice;
+        } else {
+            remove_file(path);
+            throw std::system_error(code, std::generic_category(), path);
+        }
     }
     return lease;
 }

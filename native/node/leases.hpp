@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,7 +46,9 @@ public:
     // Adopts the leases of an earlier start. `notes` gets a line for each file that was removed instead.
     void adopt(std::vector<std::string>& notes);
     // Makes a lease with a file backed by memory; throws std::system_error. Slow, and changes no table: add() enters the lease.
-    std::shared_ptr<Lease> make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t nbytes) const;
+    // Where the system has no more memory, `return_memory` is asked to return so many bytes to it: false if it cannot.
+    std::shared_ptr<Lease> make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t nbytes,
+                                const std::function<bool(std::uint64_t)>& return_memory) const;
     void add(std::shared_ptr<Lease> lease);
     // The lease of this session, tenant and access key; null where there is none.
     std::shared_ptr<Lease> find(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t id) const;

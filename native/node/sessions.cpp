@@ -102,7 +102,11 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
     // Backing a lease with memory takes long, and the loop goes on meanwhile.
     std::shared_ptr<Lease> lease;
     try {
-        lease = leases_.make(session, tenant, owner, nbytes);
+        // Where the system has less memory than is lent, objects leave for the lease, as they do for others that come.
+        lease = leases_.make(session, tenant, owner, nbytes, [&](std::uint64_t lacking) {
+            const Hold hold(mutex_);
+            return !stopped_ && budget_.return_backing(tenant, lacking);
+        });
     } catch (...) {
         const Hold hold(mutex_);
         uncharge_lease({tenant, owner}, nbytes);

@@ -14,6 +14,7 @@ from farpool.errors import NodeFullError
 from farpool.net.frames import Op, Status
 from tests.attacks.lab import fallocate_keeping_size
 from tests.node.nodes import Peer, node, reader, until, walked
+from tests.small_disk import small_disk
 
 KIB = 1024
 
@@ -314,3 +315,27 @@ def test_a_node_takes_no_more_memory_than_it_lends(tmp_path: Path, count: int, n
             assert number % 100 or taken(tmp_path) <= most
         server.lend(7, 0, 6 << 20)
         assert taken(tmp_path) <= most
+
+
+def test_objects_leave_for_a_lease_that_the_system_has_no_memory_for() -> None:
+    with small_disk(16) as folder, node(folder, 64 << 20) as server:
+        peer = Peer(server)
+        peer.published(b"kept", bytes(KIB))
+        assert peer.touch(b"kept", keep=1) == Status.DONE
+        for n in range(100):
+            peer.published(b"%d" % n, bytes(200 * KIB))
+        before = server.stats()
+        for nbytes in (16 << 20, 40 << 20):  # the system cannot have that, whoever leaves
+            with pytest.raises(OSError, match="No space left"):
+                server.lend(7, 0, nbytes)
+        assert (server.stats()["objects"], server.stats()["lent"]) == (before["objects"], 0)
+        lease = server.lend(7, 0, 8 << 20)
+        assert lease
+        after = server.stats()
+        assert after["lent"] == 8 << 20
+        assert 20 <= after["objects"] < before["objects"]
+        assert peer.get(b"kept").payload == bytes(KIB)
+        for n in range(100):
+            assert peer.put(b"more %d" % n, bytes(200 * KIB)).status == Status.DONE
+        assert server.lease_path(7, lease)
+        assert not list(folder.glob("*.tmp"))

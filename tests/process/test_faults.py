@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import farpool
 from farpool import ChecksumError, ConfigError, Dram, Faulty, Nvme, Pool, TierError, Verified
 from farpool.pool import blocks_of
 from tests.process.pitfalls.compare import assert_usable, churn, may_raise, plain, randn, same, state_of
+from tests.small_disk import small_disk
 
 
 @pytest.fixture(autouse=True)
@@ -147,26 +147,15 @@ def test_a_pool_file_truncated_while_in_use_is_a_named_error_and_the_pool_can_be
 
 
 @pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small file system")
-    with tempfile.TemporaryDirectory(prefix="farpool-disk-") as folder:
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True, check=False
-        )
-        if mounted.returncode:
-            pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "--lazy", folder], check=True)
+def disk() -> Iterator[Path]:
+    with small_disk(1) as folder:
+        yield folder
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_moves(small_disk: Path) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_anything_moves(disk: Path) -> None:
     with pytest.raises(ConfigError, match=r"capacity of nvme.*needs.*are free"):
-        Pool("64KiB", [Nvme(small_disk / "far.pool", "4MiB")])
-    assert not list(small_disk.iterdir())
+        Pool("64KiB", [Nvme(disk / "far.pool", "4MiB")])
+    assert not list(disk.iterdir())
 
 
 def fill(path: Path) -> None:
@@ -175,10 +164,10 @@ def fill(path: Path) -> None:
             file.write(bytes(1 << 16))
 
 
-def test_a_disk_that_fills_up_later_does_not_disturb_a_pool(small_disk: Path, trained: dict[str, Any]) -> None:
-    with Pool("64KiB", [Nvme(small_disk / "far.pool", "768KiB")], timeout=20) as pool:
+def test_a_disk_that_fills_up_later_does_not_disturb_a_pool(disk: Path, trained: dict[str, Any]) -> None:
+    with Pool("64KiB", [Nvme(disk / "far.pool", "768KiB")], timeout=20) as pool:
         with pytest.raises(OSError, match="space"):
-            fill(small_disk / "other")
+            fill(disk / "other")
         module = farpool.offload(make(), pool)
         same(train(module), trained["losses"])
         same(state_of(module), trained["state"])

@@ -1,4 +1,3 @@
-import ctypes
 import os
 import random
 import resource
@@ -16,6 +15,7 @@ from farpool.errors import ConfigError, PoolFileError, TierError
 from farpool.testing import TierConformance
 from farpool.tiers import Nvme, Tier
 from farpool.tiers.pool_file import HEADER_BYTES, MAGIC, VERSION, PoolFileHeader
+from tests.small_disk import small_disk
 
 MIB = 1 << 20
 
@@ -206,29 +206,24 @@ def test_a_file_size_limit_while_open_is_a_typed_error(path: Path, ring: bool, d
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"farpool-test", os.fsencode(folder), b"tmpfs", 0, b"size=4m") != 0:
-        pytest.skip(f"cannot mount a small file system here: {os.strerror(ctypes.get_errno())}")
-    yield folder
-    libc.umount2(os.fsencode(folder), 2)
+def disk() -> Iterator[Path]:
+    with small_disk(4) as folder:
+        yield folder
 
 
-def test_a_full_disk_is_a_config_error_with_both_numbers(small_disk: Path) -> None:
+def test_a_full_disk_is_a_config_error_with_both_numbers(disk: Path) -> None:
     with pytest.raises(ConfigError, match=f"needs {8 * MIB + HEADER_BYTES} bytes.*4194304 bytes .* are free"):
-        Nvme(small_disk / "pool", "8MiB").open()
-    assert list(small_disk.iterdir()) == []
-    with Nvme(small_disk / "pool", "2MiB") as tier:
+        Nvme(disk / "pool", "8MiB").open()
+    assert list(disk.iterdir()) == []
+    with Nvme(disk / "pool", "2MiB") as tier:
         write(tier)
 
 
-def test_a_full_disk_leaves_an_empty_file_empty(small_disk: Path) -> None:
-    (small_disk / "pool").touch()
+def test_a_full_disk_leaves_an_empty_file_empty(disk: Path) -> None:
+    (disk / "pool").touch()
     with pytest.raises(ConfigError, match="are free"):
-        Nvme(small_disk / "pool", "8MiB").open()
-    assert (small_disk / "pool").stat().st_size == 0
+        Nvme(disk / "pool", "8MiB").open()
+    assert (disk / "pool").stat().st_size == 0
 
 
 def test_a_file_that_somebody_put_in_its_place_is_not_removed(path: Path) -> None:
