@@ -220,7 +220,7 @@ def test_objects_in_the_nvme_file_and_on_their_way_there_are_unreadable_too(tmp_
             if rotates:
                 for key in keys:
                     peer.published(key, key * 50_000)
-                assert server.stats()["nvme_objects"] > 10
+                until(lambda: server.stats()["nvme_objects"] > 10, "nothing is in the file")
                 for key in keys[:20]:  # half of them are being read from the file when the epoch begins
                     peer.connection.send(Op.GET, key, soon())
                 assert peer.connection.unanswered == 20
