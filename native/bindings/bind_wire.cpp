@@ -72,7 +72,7 @@ public:
         }
         several_.emplace();
         for (const nb::handle one : nb::borrow<nb::tuple>(given)) {
-            if (nb::isinstance<Slices>(one)) {
+            if (nb::isinstance<Slices>(one) && nb::inst_ready(one)) {
                 const auto& slices = *nb::inst_ptr<Slices>(one);
                 if (slices.readonly() && (flags & PyBUF_WRITABLE) != 0) {
                     farpool::fail_value("the buffer is read-only; give memory that can be written");
@@ -522,7 +522,7 @@ std::optional<nb::list> as_keys(const nb::list& given) {
 
 // Bytes of one part of a target; empty for what is neither a memoryview nor Slices, cannot be written, or is not contiguous.
 std::optional<std::size_t> part_nbytes(nb::handle part) {
-    if (nb::isinstance<Slices>(part)) {
+    if (nb::isinstance<Slices>(part) && nb::inst_ready(part)) {
         const auto& slices = *nb::inst_ptr<Slices>(part);
         return slices.readonly() ? std::nullopt : std::optional(slices.nbytes());
     }

@@ -412,7 +412,7 @@ def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
 def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
     """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
-def target_sizes(targets: Sequence[object]) -> list[int] | None:
+def target_sizes(targets: list[Any]) -> list[int] | None:
     """Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
     one of them is something else, which `farpool.store.arguments` converts or refuses."""
 

@@ -194,9 +194,9 @@ def test_a_first_token_from_a_loaded_prefix_is_the_computed_one(tmp_path: Path) 
     for point in outcome.points:
         own = [row for row in point.rows if row.name.startswith("farpool")]
         assert [row.equal for row in own] == [True, True]
-        limits = {row.name: row for row in point.rows if row.name.startswith("limit")}
-        assert set(limits) == {"limit: memcpy", "limit: C sockets"}
-        assert all(row.share is not None for row in limits.values())
+        bare = {row.name: row for row in point.rows if row.name.startswith("bare")}
+        assert set(bare) == {"bare memcpy", "bare C sockets"}
+        assert all(row.share is not None for row in bare.values())
         assert all(row.seconds is not None and len(row.seconds) == len(point.recompute) == 8 for row in own)
         for row in point.rows:
             assert (row.seconds is None) == (row.share is None) == (row.remark is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -451,6 +452,29 @@ def test_without_its_node_a_prompt_is_computed(models: dict[str, Any], pool: Poo
             found, _ = zoo.generate(model, inputs, cache)
             assert torch.equal(found, computed(model, inputs, 0))
             assert cache.save(found) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_that_has_ended_is_not_under_way_any_more(
+    models: dict[str, Any], pool: Pool, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    model, inputs = models["gemma2"], zoo.prompt(60)
+    with blocks_for(model, settings) as blocks:
+        assert saved(model, inputs[:, :48], pool, blocks) == 48
+        load, under_way = blocks.load, []
+
+        def spied(*given: Any, **named: Any) -> Any:
+            under_way.append(blocks.judge.begun(0))
+            if fails:
+                raise MemoryError("none left")
+            return load(*given, **named)
+
+        monkeypatch.setattr(blocks, "load", spied)
+        cache = FarpoolCache(model.config, pool=pool, prefixes=blocks)
+        with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+            assert cache.load(inputs) == 48
+        assert min(under_way) > 0
+        assert blocks.judge.begun(0) == 0
 
 
 def taught(seconds_a_token: float) -> Judge:

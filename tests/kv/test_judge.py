@@ -63,6 +63,12 @@ def test_a_plan_that_is_made_before_a_lookup_is_the_decision_behind_it(hold_out:
         before = judge.stats()["decisions"]
         assert judge.planned(tokens, nbytes, step=STEP) == plan
         assert judge.stats()["decisions"] == before
+        if number > 10:
+            assert judge.begun(1 << 50) == 1 << 50
+            assert judge.planned(tokens, nbytes, step=STEP) is None
+            judge.ended(1 << 50)
+        if plan is not None and number % 2:  # whatever has been measured meanwhile
+            judge.loaded(nbytes, 2 * nbytes * 1e-8)
         decision, arm = judge.decide(tokens, nbytes, step=STEP, plan=plan if number % 2 else None)
         if plan is not None:
             assert (decision, arm) == (plan, "load")

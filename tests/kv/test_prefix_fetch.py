@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,20 @@ from farpool.errors import ConfigError
 from farpool.kv import Reason
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
-from tests.kv.test_prefix import BLOCK, FULL, KINDS, TOKENS, Short, check, make, node, save_steps, target
+from tests.kv.test_prefix import (
+    BLOCK,
+    FULL,
+    KINDS,
+    PATIENCE,
+    TOKENS,
+    Short,
+    check,
+    make,
+    node,
+    save_steps,
+    target,
+    teach,
+)
 
 __all__ = ["make", "node"]
 
@@ -71,6 +85,52 @@ def test_what_computing_makes_sooner_is_not_asked_for(make: Callable[..., Prefix
     assert (match.tokens, match.found, match.reason) == (0, 28, Reason.BYPASSED)
     assert into.memory == target([FULL], TOKENS).memory
     assert cache.stats()["load.done"] == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("tokens", [TOKENS, LONG], ids=["in one request", "after a lookup"])
+def test_a_load_that_has_ended_is_not_under_way_any_more(
+    make: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch, tokens: list[int], fails: bool
+) -> None:
+    cache = make([FULL])
+    save_steps(cache, [FULL], tokens[:28])
+    load, under_way = cache._blocks.load, []
+
+    def spied(*given: object, **named: object) -> object:
+        under_way.append(cache.judge.begun(0))
+        if fails:
+            raise ConfigError("no such memory")
+        return load(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache._blocks, "load", spied)
+    with pytest.raises(ConfigError, match="no such memory") if fails else contextlib.nullcontext():
+        assert cache.fetch(tokens, target([FULL], tokens)).tokens == 28
+    asked = len(tokens) // BLOCK if tokens is TOKENS else 7
+    assert under_way == [asked * BLOCK * FULL.nbytes]
+    assert cache.judge.begun(0) == 0
+
+
+def test_what_lies_near_is_no_part_of_the_plan_and_computing_ends_a_load(
+    make: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make([FULL], near_bytes=1 << 20, hold_out=False)
+    save_steps(cache, [FULL], TOKENS)
+    assert cache.prefetch_by(TOKENS[:8], PATIENCE, leave=0).result(PATIENCE) == 2
+    teach(cache, linear=2.0, seconds_a_byte=1e-3)
+    load, timeouts = cache._blocks.load, []
+
+    def spied(*given: object, timeout: float, **named: object) -> object:
+        timeouts.append(timeout)
+        return load(*given, timeout=timeout, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache._blocks, "load", spied)
+    into = target([FULL], TOKENS)
+    match = cache.fetch(TOKENS, into)
+    assert match.tokens == 28
+    check([FULL], TOKENS, into, 28)
+    assert match.plan.seconds == pytest.approx(5 * BLOCK * FULL.nbytes * 1e-3, rel=0.2)
+    (timeout,) = timeouts
+    assert timeout == pytest.approx(28 * 2.0, rel=0.2)
 
 
 def test_one_of_32_computes_so_that_what_loading_gains_is_known(make: Callable[..., PrefixCache]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from farpool import Store
-from farpool._native import Rows, Slices
+from farpool._native import Rows, Slices, target_sizes
 from farpool.node.process import RunningNode, running_node
 from farpool.store.arguments import Payload, as_payload, as_target, as_targets, nbytes_of, parts_of
 from farpool.store.best_effort import About
@@ -128,6 +128,7 @@ def test_targets_are_measured_together_as_one_by_one() -> None:
         ([memoryview(numpy.zeros((2, 3)))], [48]),
         ([], []),
     ):
+        assert (target_sizes(buffers) is None) == any(isinstance(one, bytearray) for one in buffers)
         targets, measured = as_targets(buffers)
         assert measured == sizes == [nbytes_of(target) for target in targets]
         assert all(isinstance(part, memoryview | Slices) for target in targets for part in _parts(target))
@@ -142,8 +143,10 @@ def test_targets_are_measured_together_as_one_by_one() -> None:
         (numpy.zeros((4, 4)).T[1:], "not contiguous"),
         (released, "released"),
     ):
+        assert target_sizes([view, wrong]) is None
         with pytest.raises(ValueError, match=said):
             as_targets([view, wrong])
+    assert target_sizes([(Slices.__new__(Slices),)]) is None
     for nothing in ("text", 7, rows, (view, None), (view, (view,))):
         with pytest.raises(TypeError):
             as_targets([view, nothing])  # type: ignore[list-item]

@@ -10,9 +10,9 @@ checksums and headers are in it. Of the peers it is that of a lookup of all keys
 into memory that was written before, and the copy from there to the engine's memory; no hash is computed and nothing is
 verified. Mooncake and LMCache run in processes of their own, whose times are added. Redis runs here. LMCache's L1 is
 memory of the process that reads it: reading gives its blocks where they lie, and the copy to the engine's memory is the
-only one. Two more rows are limits: a copy of as many bytes in this process's memory, and C sockets that send as many
-from another process over TCP; nothing is looked up, checked or scattered. They count what follows a computation as
-well: a processor that wakes up, and caches that are full of something else.
+only one. Two more rows show what moving bytes takes by itself: a copy of as many in this process's memory, and a C
+program that sends as many from another process over TCP, where both sides sleep while they wait; nothing is looked up,
+checked or scattered. They follow a computation, too: a processor has to wake up, and caches are full of other things.
 
 Loading is always chosen here, and no request is held out: the decision itself is not what is measured. transformers'
 offloaded caches need a GPU and are not compared.

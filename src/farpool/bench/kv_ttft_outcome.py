@@ -29,7 +29,7 @@ class Settings:
     """
 
     device: str = "cpu"
-    rounds: int = 14
+    rounds: int = 28
     tokens: tuple[int, ...] = (16, 64, 256, 1024, 2048)
     hidden: int = 512
     layers: int = 8

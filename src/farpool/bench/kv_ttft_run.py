@@ -160,10 +160,10 @@ def _measure(
                 peer.each(True)
                 work = partial(_of_peer, peer.fetch, model.spare[..., :tokens, :], ring)
                 samples.append(_Sample(peer.name, model, tokens, work, wanted))
-        for name, copy in _limits(stack, model, sockets[0], tokens):
+        for name, copy in _bare(stack, model, sockets[0], tokens):
             samples.append(_Sample(name, model, tokens, copy, wanted))
         if sockets[0] is None:
-            missing.append(Row("limit: C sockets", None, None, None, None, None, sockets[1]))
+            missing.append(Row("bare C sockets", None, None, None, None, None, sockets[1]))
         for sample in samples:
             sample.take()
             sample.compute.clear()
@@ -218,10 +218,10 @@ def _own(
         yield f"farpool, {'TCP' if way == 'tcp' else way}", fetch
 
 
-def _limits(
+def _bare(
     stack: ExitStack, model: _Model, sockets: Path | None, tokens: int
 ) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Yield what any transport takes at least: as many bytes in one piece, not looked up, checked or scattered."""
+    """Yield the works of moving as many bytes in one piece, which are not looked up, checked or scattered."""
     nbytes = model.token_bytes * tokens
     target = model.spare.view(-1).view(torch.uint8)[:nbytes]
     into, source = memoryview(cast("Buffer", target.numpy())), memoryview(bytearray(nbytes))
@@ -229,10 +229,10 @@ def _limits(
     def copy() -> None:
         into[:] = source
 
-    works = {"limit: memcpy": copy}
+    works = {"bare memcpy": copy}
     if sockets is not None:
         server = stack.enter_context(Sockets(sockets, nbytes, 1))
-        works["limit: C sockets"] = partial(read, stack.enter_context(server.connect()), into)
+        works["bare C sockets"] = partial(read, stack.enter_context(server.connect()), into)
     for name, work in works.items():
 
         def taken(work: Callable[[], None] = work) -> float:

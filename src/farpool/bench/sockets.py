@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import struct
 import subprocess
 from pathlib import Path
 from typing import Self
@@ -42,6 +43,8 @@ def read(connection: socket.socket, into: memoryview) -> None:
     ------
     FarpoolError
         The server has ended the connection.
+    OSError
+        It says nothing any more.
     """
     connection.sendall(_REQUEST)
     while into.nbytes > 0:
@@ -116,7 +119,11 @@ class Sockets:
 
     def connect(self) -> socket.socket:
         """Open a connection of this process, over which one object after another can be read with `read`."""
-        return socket.create_connection(("127.0.0.1", int(self._port)), _TIMEOUT)
+        connection = socket.create_connection(("127.0.0.1", int(self._port)), _TIMEOUT)
+        # A timeout of Python's would have it ask again for each part that comes.
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_TIMEOUT), 0))
+        return connection
 
     def close(self) -> None:
         """Stop the server."""

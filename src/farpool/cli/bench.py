@@ -233,7 +233,9 @@ def kv_blocks(
 @app.command("kv-ttft")
 def kv_ttft(
     lmcache: LMCache = None,
-    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples of each; default: 9.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples behind a long prefix; default: 28.")
+    ] = None,
     quick: Quick = False,
     json: Json = False,
     report: Report = None,

@@ -340,16 +340,16 @@ class BlockCache:
                 answers = self._calls(left).get_into_many(own, places[piece], left)
             except FarpoolError as error:
                 answers = [error] * len(own)
-            seconds, first = time.monotonic() - start, len(outcomes)
+            seconds = time.monotonic() - start
             header = headers[piece.start * HEADER_BYTES : piece.stop * HEADER_BYTES]
-            outcomes += self._restored(own, header, answers, checked[piece], sizes[piece], start + left)
+            outcomes += self._checked_blocks(own, header, answers, checked[piece], sizes[piece], start + left)
             came = sum([answer for answer in answers if isinstance(answer, int)])
             if self._compression is not None and self._compression.choice is not None:
-                loaded = zip(sizes[first:], outcomes[first:], strict=False)
+                loaded = zip(sizes[piece], outcomes[piece], strict=True)
                 payload = sum(nbytes for nbytes, reason in loaded if reason is None)
                 self._compression.choice.received(came, seconds, payload)
             moved += came
-            if Reason.LATE in outcomes[first:]:  # the others would take as long, each piece again
+            if Reason.LATE in outcomes[piece]:  # the others would take as long, each piece again
                 outcomes += [Reason.LATE] * (len(keys) - len(outcomes))
                 break
         if any(outcomes):
@@ -674,7 +674,7 @@ class BlockCache:
         header = memoryview(pack_header(key, nbytes_of(payload), nbytes_of(stored)))
         return header, *(stored if isinstance(stored, tuple) else (stored,))
 
-    def _restored(
+    def _checked_blocks(
         self,
         keys: Sequence[bytes],
         headers: bytearray,
@@ -693,14 +693,17 @@ class BlockCache:
         for number, answer in enumerate(answers):
             if isinstance(answer, int):
                 header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-                outcomes.append(self._restore(keys[number], header, answer, targets[number], sizes[number], until))
+                outcomes.append(
+                    self._checked_block(keys[number], header, answer, targets[number], sizes[number], until)
+                )
             else:
                 outcomes.append(Reason.ABSENT if answer is None else reason_of(answer))
         return outcomes
 
-    def _restore(
+    def _checked_block(
         self, key: bytes, header: bytearray, came: int, target: Payload, nbytes: int, until: float
     ) -> Reason | None:
+        """Check what came for one block, `came` bytes with its header."""
         if came < HEADER_BYTES:
             return Reason.FOREIGN
         stored = came - HEADER_BYTES

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -441,9 +441,9 @@ class PrefixCache:
         usable, reason = self._usable(found, wanted.blocks)
         if reason is Reason.ABSENT and not any(found.found):
             reason = self._disagreements.reason(wanted.namespace, wanted.request, len(wanted.keys)) or reason
-        return self._matched(wanted, usable, reason, near, split, seconds)
+        return self._weighed(wanted, usable, reason, near, split, seconds)
 
-    def _matched(
+    def _weighed(
         self,
         wanted: _Wanted,
         usable: int,
@@ -618,7 +618,7 @@ class PrefixCache:
             answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
             match = self._decided(wanted, Found(answers), near, False, seconds)
         else:
-            match = self._matched(wanted, wanted.blocks, None, near, False, seconds, None if near else plan)
+            match = self._weighed(wanted, wanted.blocks, None, near, False, seconds, None if near else plan)
         if match.tokens and self._is_outdated(match):
             return msgspec.structs.replace(match, tokens=self._came(match, (), ()))
         self._judged(match, match.tokens, 0.0)
@@ -771,11 +771,10 @@ class PrefixCache:
         for number, blocks in needed:
             one = self._groups[number]
             sizes += [one.group.block_bytes] * len(blocks)
-            payloads = self._payloads(number, memory, blocks)
-            if None in payloads:
-                block = blocks[payloads.index(None)]
-                raise ConfigError(f"the memory has no place for block {block} of one of the layers {one.layers}")
-            targets += cast("Sequence[Payload]", payloads)
+            for block, payload in zip(blocks, self._payloads(number, memory, blocks), strict=True):
+                if payload is None:
+                    raise ConfigError(f"the memory has no place for block {block} of one of the layers {one.layers}")
+                targets.append(payload)
         return sizes, targets
 
     def _payloads(self, number: int, memory: KVMemory, blocks: range) -> Sequence[Payload | None]:

@@ -144,8 +144,10 @@ def as_target(buffer: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
         Its bytes are read-only or not contiguous.
     """
     if isinstance(buffer, tuple):
-        return tuple([_writable_slices(part) if isinstance(part, Slices) else _writable(part) for part in buffer])
-    return _writable(buffer)
+        return tuple(
+            [_writable_slices(part) if isinstance(part, Slices) else _writable_buffer(part) for part in buffer]
+        )
+    return _writable_buffer(buffer)
 
 
 def as_targets(buffers: Iterable[Buffer | tuple[Buffer | Slices, ...]]) -> tuple[list[Payload], list[int]]:
@@ -158,7 +160,7 @@ def as_targets(buffers: Iterable[Buffer | tuple[Buffer | Slices, ...]]) -> tuple
     return targets, [nbytes_of(target) for target in targets]
 
 
-def _writable(buffer: Buffer) -> memoryview:
+def _writable_buffer(buffer: Buffer) -> memoryview:
     view = buffer if type(buffer) is memoryview else memoryview(buffer)
     if view.readonly or not view.c_contiguous:
         wrong = "read-only" if view.readonly else "not contiguous"

@@ -260,6 +260,29 @@ def test_a_release_that_arrives_twice_leaves_the_next_reader_what_it_reads(
         assert opened.read() == b"one"
 
 
+def test_a_hold_that_arrives_twice_is_released(
+    make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = make(hold=0.0), make()
+    writer.publish("n", b"one")
+    registry = reader._registry
+    commit = registry.commit
+
+    def twice(*transaction: Any, timeout: float | None = None) -> Commit:
+        done = commit(*transaction, timeout=timeout)
+        commit(*transaction, timeout=timeout)
+        return done
+
+    monkeypatch.setattr(registry, "commit", twice)
+    opened = reader.open("n")
+    monkeypatch.undo()
+    opened.close()
+    writer.publish("n", b"two")
+    writer.sweep()
+    with pytest.raises(NameMissingError, match="not held in version 1 any more"):
+        writer.open("n", 1)
+
+
 @WAITS
 def test_a_reader_that_dies_holds_nothing(make: MakeNames) -> None:
     writer, reader = make(hold=0.0), make(lease=2.0)

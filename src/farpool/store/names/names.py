@@ -402,9 +402,18 @@ class Names:
             if readers > 1:
                 self._reading[reading] = revision, readers - 1
                 return
-            # The condition is for a deletion that is sent again and arrives late: the next reader's entry stays.
+            # The condition is for a deletion that is sent again and arrives late: the next reader's entry stays. If the
+            # entry itself was sent again and arrived late, it has another revision now.
             with suppress(RegistryError):  # it goes with the lease
-                self._registry.commit([Condition(key, revision)], [Delete(key)], timeout=self._timeout)
+                if (
+                    self._delete_hold(key, revision)
+                    or (entry := self._registry.get(key, timeout=self._timeout)) is None
+                ):
+                    return
+                self._delete_hold(key, entry.revision)
+
+    def _delete_hold(self, key: str, revision: int) -> bool:
+        return self._registry.commit([Condition(key, revision)], [Delete(key)], timeout=self._timeout).succeeded
 
 
 class Writer:
