@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from farpool.errors import ConfigError
 from farpool.kv import Reason
+from farpool.kv.cost import Arm, Plan
+from farpool.kv.judge import Judge
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
 from tests.kv.test_prefix import (
@@ -110,25 +113,31 @@ def test_a_load_that_has_ended_is_not_under_way_any_more(
     assert cache.judge.begun(0) == 0
 
 
-def test_what_lies_near_is_no_part_of_the_plan_and_computing_ends_a_load(
+def test_what_lies_near_is_no_part_of_the_decision_and_computing_ends_a_load(
     make: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = make([FULL], near_bytes=1 << 20, hold_out=False)
     save_steps(cache, [FULL], TOKENS)
     assert cache.prefetch_by(TOKENS[:8], PATIENCE, leave=0).result(PATIENCE) == 2
+    cache.judge = Judge(hold_out=False)  # which has not measured what that took
     teach(cache, linear=2.0, seconds_a_byte=1e-3)
     load, timeouts = cache._blocks.load, []
+    decide, decided = cache.judge.decide, []
 
     def spied(*given: object, timeout: float, **named: object) -> object:
         timeouts.append(timeout)
         return load(*given, timeout=timeout, **named)  # type: ignore[arg-type]
 
+    def told(tokens: int, nbytes: int, *, plan: Plan | None, **named: Any) -> tuple[Plan, Arm]:
+        decided.append((tokens, nbytes, plan))
+        return decide(tokens, nbytes, plan=plan, **named)
+
     monkeypatch.setattr(cache._blocks, "load", spied)
+    monkeypatch.setattr(cache.judge, "decide", told)
     into = target([FULL], TOKENS)
-    match = cache.fetch(TOKENS, into)
-    assert match.tokens == 28
+    assert cache.fetch(TOKENS, into).tokens == 28
     check([FULL], TOKENS, into, 28)
-    assert match.plan.seconds == pytest.approx(5 * BLOCK * FULL.nbytes * 1e-3, rel=0.2)
+    assert decided == [(28, 5 * BLOCK * FULL.nbytes, None)]
     (timeout,) = timeouts
     assert timeout == pytest.approx(28 * 2.0, rel=0.2)
 
