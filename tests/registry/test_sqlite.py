@@ -145,8 +145,8 @@ def test_a_writer_killed_at_any_point_leaves_all_of_a_transaction_or_nothing(tmp
         assert writer.stdout is not None
         told = [writer.stdout.readline() for _ in range(3 + trial)][-1]
         writer.send_signal(signal.SIGKILL)
-        told = [told, *writer.stdout.read().splitlines()][-1]  # `communicate` would lose what lies in its buffer
-        writer.wait(60)
+        told = [told, *writer.stdout][-1]  # `communicate` alone would lose what `readline` has buffered
+        writer.communicate(timeout=60)
         with SqliteRegistry(path, timeout=60) as registry:
             entries = {entry.key: entry for entry in registry.range("").entries}
             assert entries["a"].value == entries["b"].value

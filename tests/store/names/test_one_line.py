@@ -46,7 +46,8 @@ def test_every_version_has_one_publisher_and_follows_the_one_it_expected(place: 
         assert victim.stdout is not None
         told = [victim.stdout.readline() for _ in range(8)]
         victim.kill()
-        told += victim.communicate(timeout=60)[0].splitlines()
+        told += [*victim.stdout]  # `communicate` alone would lose what `readline` has buffered
+        victim.communicate(timeout=60)
         for one in started[1:]:
             told += one.communicate(timeout=240)[0].splitlines()
             assert one.returncode == 0
