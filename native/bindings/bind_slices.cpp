@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -68,6 +69,53 @@ nb::list blocks(const std::shared_ptr<Rows>& self, std::int64_t start, std::int6
     return found;
 }
 
+// Bytes of one part of a target; empty for what is neither a memoryview nor Slices, cannot be written, or is not contiguous.
+std::optional<std::size_t> part_nbytes(nb::handle part) {
+    if (nb::isinstance<Slices>(part) && nb::inst_ready(part)) {
+        const auto& slices = *nb::inst_ptr<Slices>(part);
+        return slices.readonly() ? std::nullopt : std::optional(slices.nbytes());
+    }
+    Py_buffer view{};
+    if (PyMemoryView_Check(part.ptr()) == 0) {
+        return std::nullopt;
+    }
+    if (PyObject_GetBuffer(part.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) != 0) {
+        PyErr_Clear();
+        return std::nullopt;
+    }
+    const auto nbytes = static_cast<std::size_t>(view.len);
+    PyBuffer_Release(&view);
+    return nbytes;
+}
+
+std::optional<std::size_t> target_nbytes(nb::handle target) {
+    if (PyTuple_Check(target.ptr()) == 0) {
+        return PyMemoryView_Check(target.ptr()) != 0 ? part_nbytes(target) : std::nullopt;
+    }
+    std::size_t total = 0;
+    for (const nb::handle part : nb::borrow<nb::tuple>(target)) {
+        const auto nbytes = part_nbytes(part);
+        if (!nbytes) {
+            return std::nullopt;
+        }
+        total += *nbytes;
+    }
+    return total;
+}
+
+// Bytes of each target; empty where Python has to look at one of them.
+std::optional<nb::list> target_sizes(const nb::list& targets) {
+    nb::list sizes;
+    for (const nb::handle one : targets) {
+        const auto nbytes = target_nbytes(one);
+        if (!nbytes) {
+            return std::nullopt;
+        }
+        sizes.append(*nbytes);
+    }
+    return sizes;
+}
+
 }  // namespace
 
 void bind_slices(nb::module_& m) {
@@ -79,4 +127,5 @@ void bind_slices(nb::module_& m) {
         .def_prop_ro("nbytes", &Slices::nbytes)
         .def_prop_ro("readonly", &Slices::readonly)
         .def("views", &Slices::views);
+    m.def("target_sizes", target_sizes, nb::arg("targets"));
 }

@@ -520,53 +520,6 @@ std::optional<nb::list> as_keys(const nb::list& given) {
     return keys;
 }
 
-// Bytes of one part of a target; empty for what is neither a memoryview nor Slices, cannot be written, or is not contiguous.
-std::optional<std::size_t> part_nbytes(nb::handle part) {
-    if (nb::isinstance<Slices>(part) && nb::inst_ready(part)) {
-        const auto& slices = *nb::inst_ptr<Slices>(part);
-        return slices.readonly() ? std::nullopt : std::optional(slices.nbytes());
-    }
-    Py_buffer view{};
-    if (PyMemoryView_Check(part.ptr()) == 0) {
-        return std::nullopt;
-    }
-    if (PyObject_GetBuffer(part.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) != 0) {
-        PyErr_Clear();
-        return std::nullopt;
-    }
-    const auto nbytes = static_cast<std::size_t>(view.len);
-    PyBuffer_Release(&view);
-    return nbytes;
-}
-
-std::optional<std::size_t> target_nbytes(nb::handle target) {
-    if (PyTuple_Check(target.ptr()) == 0) {
-        return PyMemoryView_Check(target.ptr()) != 0 ? part_nbytes(target) : std::nullopt;
-    }
-    std::size_t total = 0;
-    for (const nb::handle part : nb::borrow<nb::tuple>(target)) {
-        const auto nbytes = part_nbytes(part);
-        if (!nbytes) {
-            return std::nullopt;
-        }
-        total += *nbytes;
-    }
-    return total;
-}
-
-// Bytes of each target; empty where Python has to look at one of them.
-std::optional<nb::list> target_sizes(const nb::list& targets) {
-    nb::list sizes;
-    for (const nb::handle one : targets) {
-        const auto nbytes = target_nbytes(one);
-        if (!nbytes) {
-            return std::nullopt;
-        }
-        sizes.append(*nbytes);
-    }
-    return sizes;
-}
-
 // The fewest lookup requests that hold the keys at these places: the arguments of each, with its places.
 nb::list lookup_requests(const nb::list& keys, const nb::list& places, bool use) {
     constexpr std::size_t most_keys = 4096;  // the reply has 8 bytes for each, and some more
@@ -702,7 +655,6 @@ void bind_wire(nb::module_& m) {
     m.def("exchange", exchange, nb::arg("asks"), nb::arg("deadline"));
     m.def("by_first", by_first, nb::arg("keys"), nb::arg("seeds"));
     m.def("as_keys", as_keys, nb::arg("keys"));
-    m.def("target_sizes", target_sizes, nb::arg("targets"));
     m.def("lookup_requests", lookup_requests, nb::arg("keys"), nb::arg("places"), nb::arg("use"));
     m.def("looked_up", looked_up, nb::arg("meta"), nb::arg("places"), nb::arg("sizes"), nb::arg("node"));
     m.def("rank", rank, nb::arg("key"), nb::arg("seeds"));

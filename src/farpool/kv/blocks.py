@@ -429,7 +429,6 @@ class BlockCache:
             missing = sorted({*misfits, *(number for number, size in enumerate(there) if not isinstance(size, int))})
             if missing:
                 self._describe(namespace, self._left(None if timeout is None else began + timeout))
-            done = 0
             unsaved = [pairs[number] for number in missing]
             for piece, left in self._pieces([sizes[number] for number in missing], began, timeout):
                 until = time.monotonic() + left
@@ -437,7 +436,7 @@ class BlockCache:
                 start = time.monotonic()
                 answers = self._calls().put_many(items, max(0.0, until - start), about)
                 seconds, went, payload = time.monotonic() - start, 0, 0
-                for number, (_, parts), answer in zip(missing[done:], items, answers, strict=False):
+                for number, (_, parts), answer in zip(missing[piece], items, answers, strict=True):
                     if isinstance(answer, Exception):
                         outcomes[number] = reason_of(answer)
                     else:
@@ -446,9 +445,8 @@ class BlockCache:
                 if self._compression is not None and self._compression.choice is not None:
                     self._compression.choice.sent(went, seconds, payload)
                 moved += went
-                done = piece.stop
                 if any(outcomes[number] is Reason.LATE for number in missing[piece]):
-                    for number in missing[done:]:
+                    for number in missing[piece.stop :]:
                         outcomes[number] = Reason.LATE
                     break
         except FarpoolError as error:

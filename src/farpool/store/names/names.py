@@ -405,12 +405,8 @@ class Names:
             # The condition is for a deletion that is sent again and arrives late: the next reader's entry stays. If the
             # entry itself was sent again and arrived late, it has another revision now.
             with suppress(RegistryError):  # it goes with the lease
-                if (
-                    self._delete_hold(key, revision)
-                    or (entry := self._registry.get(key, timeout=self._timeout)) is None
-                ):
-                    return
-                self._delete_hold(key, entry.revision)
+                if not self._delete_hold(key, revision) and (entry := self._registry.get(key, timeout=self._timeout)):
+                    self._delete_hold(key, entry.revision)
 
     def _delete_hold(self, key: str, revision: int) -> bool:
         return self._registry.commit([Condition(key, revision)], [Delete(key)], timeout=self._timeout).succeeded
