@@ -373,7 +373,15 @@ def test_a_table_of_token_counts_is_said_to_name_no_prefixes(tmp_path: Path, tex
         (b"[" * 100_000, "line 1 of .* is not JSON"),
         (b'["\xff"]\n', "line 1 of .* is not JSON"),
         (b"[1]\n[1e999]\n", "line 2 of .* is not JSON: Number out of range"),
-        (b'[2026-01-01 00:00:00] {"event": }\n', "line 1 of .* looks like an entry of SGLang's log and is not JSON"),
+        (b'[2026-01-01 00:00:00] {"event": }\n', "line 1 of .* looks like an entry of an engine's log and is not JSON"),
+        (
+            b"Request 1 details: prompt: 'a', prompt_token_ids: [1,,2], prompt_embeds shape: None.",
+            "line 1 of .* looks like an entry of an engine's log and is not JSON",
+        ),
+        (
+            b'[2026-01-01 00:00:00] {"event": "request.received", "obj": {"input_ids": [[1], 2]}}',
+            "line 1 of .*: a prompt is 2, expected a list of token ids",
+        ),
     ],
 )
 def test_a_file_of_another_form_is_refused_with_what_it_is(tmp_path: Path, data: bytes, message: str) -> None:

@@ -170,26 +170,33 @@ def _log_lines(path: Path, texts: Iterable[tuple[int, bytes]], reason: str, labe
     for number, text in texts:
         if len(head) < 2 and text.strip():
             head.append((number, text))
+        where = f"line {number} of {path}"
         prompts: list[Any] = []
         if match := _VLLM.search(text):
-            prompts = [msgspec.json.decode(match[1])]
+            prompts = [_logged(match[1], where)]
         elif match := _SGLANG.match(text):
-            prompts = _sglang_prompts(match[1], f"line {number} of {path}")
+            prompts = _sglang_prompts(_logged(match[1], where))
         for prompt in prompts:
+            if not isinstance(prompt, list):
+                raise ConfigError(f"{where}: a prompt is {reprlib.repr(prompt)}, expected a list of token ids")
             if "..." in prompt:
-                raise ConfigError(f"line {number} of {path} has not all token ids; pass --log-requests-level 3")
+                raise ConfigError(f"{where} has not all token ids; pass --log-requests-level 3")
             any_prompt = True
             yield Request(number, None, prompt, None)
     if not any_prompt:
         raise ConfigError(_why_unreadable(path, head, reason, label_hash_ids))
 
 
-def _sglang_prompts(text: bytes, where: str) -> list[Any]:
-    """Return the prompts of one entry of SGLang's log."""
+def _logged(text: bytes, where: str) -> Any:
+    """Decode the part of a log's line that is JSON."""
     try:
-        entry = msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} looks like an entry of SGLang's log and is not JSON: {error}") from error
+        raise ConfigError(f"{where} looks like an entry of an engine's log and is not JSON: {error}") from error
+
+
+def _sglang_prompts(entry: dict[str, Any]) -> list[Any]:
+    """Return the prompts of one entry of SGLang's log."""
     received = entry.get("obj") if entry.get("event") == "request.received" else None
     ids = received.get("input_ids") if isinstance(received, dict) else None
     if not ids or not isinstance(ids, list):
