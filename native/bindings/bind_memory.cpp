@@ -2,12 +2,15 @@
 #include <nanobind/stl/optional.h>
 #include <algorithm>
 #include <cstring>
+#include <list>
 #include <new>
 #include <optional>
+#include <vector>
 
 #include "bindings.hpp"
 #include "core/crc32c.hpp"
 #include "core/crc32c_folding.hpp"
+#include "core/crc32c_many.hpp"
 #include "core/memory.hpp"
 
 using farpool::Folding;
@@ -37,6 +40,23 @@ void make_memory(Memory* self, std::int64_t nbytes) {
         PyErr_Format(PyExc_MemoryError, "Memory: the operating system does not map %lld bytes", static_cast<long long>(nbytes));
         throw nb::python_error();
     }
+}
+
+nb::list crc32c_many(const nb::list& data) {
+    std::list<BufferView> views;  // a view cannot be moved
+    std::vector<farpool::Summed> buffers;
+    std::size_t nbytes = 0;
+    for (const nb::handle one : data) {
+        const BufferView& view = views.emplace_back(one, PyBUF_C_CONTIGUOUS);
+        buffers.push_back({static_cast<const std::byte*>(view->buf), static_cast<std::size_t>(view->len)});
+        nbytes += buffers.back().nbytes;
+    }
+    without_lock_if(nbytes >= large_bytes, [&] { farpool::crc32c_many(buffers); });
+    nb::list sums;
+    for (const farpool::Summed& buffer : buffers) {
+        sums.append(buffer.crc);
+    }
+    return sums;
 }
 
 }  // namespace
@@ -74,6 +94,7 @@ void bind_memory(nb::module_& m) {
             return value;
         },
         nb::arg("data"), nb::arg("value") = 0);
+    m.def("crc32c_many", crc32c_many, nb::arg("data"));
     m.def(
         "crc32c_portable",
         [](nb::handle data, std::uint32_t value) {

@@ -433,6 +433,10 @@ def crc32c(data: object, value: int = 0) -> int:
     """CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions where there are some; without the interpreter
     lock."""
 
+def crc32c_many(data: list[Any]) -> list[int]:
+    """CRC32C of each of several contiguous buffers, also of a single one, by two threads if there is much to do; without the
+    interpreter lock."""
+
 def crc32c_portable(data: object, value: int = 0) -> int:
     """CRC32C by tables, to which `crc32c` falls back on a processor without the instructions."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from farpool.bench import kv, kv_requests
+from farpool.bench import kv, kv_request_lines, kv_requests
 from farpool.cli.bench import app
 from farpool.errors import ConfigError
 
@@ -263,7 +266,30 @@ def test_prompts_are_cut_into_full_blocks_named_by_all_tokens_before(tmp_path: P
     ("lines", "message"),
     [
         ([{"text": "hello"}], "line 1 .* neither hash_ids nor token ids"),
-        ([{"hash_ids": ["a"]}], "neither hash_ids"),
+        ([{"hash_ids": ["a"]}], "pass --block-tokens"),
+        (
+            [{"hash_ids": [1]}, {"hash_ids": [1, [2]]}],
+            r"line 2 .*: hash_ids: entry 1 is \[2\], expected names .* texts",
+        ),
+        ([{"hash_ids": [1, True]}], "entry 1 is True, expected names of blocks"),
+        ([{"hash_ids": [1.0]}], r"entry 0 is 1\.0, expected names of blocks"),
+        ([{"hash_ids": [1, "1"]}], "entry 1 is '1', expected names of blocks that are all whole numbers or all texts"),
+        ([{"hash_ids": "abc"}], "hash_ids is 'abc', expected a list"),
+        ([{"hash_ids": [1]}, {"hash_ids": ["1"]}], "line 2 .* are texts, and lines before it hold .* whole numbers"),
+        ([{"hash_ids": [1]}, [1, 2, 3]], "line 2 .* holds a prompt, and lines before it hold names"),
+        ([{"hash_ids": [1], "input_length": True}], "input_length is True, expected a whole number"),
+        ([{"hash_ids": [1], "input_length": -1}], "input_length is -1, expected a whole number"),
+        ([{"hash_ids": [1], "input_length": "9"}], "input_length is '9', expected a whole number"),
+        ([{"tokens": 512}], "tokens is 512, expected a list of token ids"),
+        (
+            [{"ContextTokens": 7, "GeneratedTokens": 1}],
+            "fields are 'ContextTokens', 'GeneratedTokens'. Nothing in it says",
+        ),
+        ([[1, 2], [3, True]], "line 2 .* no token ids: entry 1 is True"),
+        ([[1, 1 << 64]], "line 1 .* no token ids: entry 1 is 18446744073709551616"),
+        ([[1, -1]], "entry 1 is -1"),
+        ([[{"hash_ids": [1]}]], r"line 1 .* a list of requests, expected one request a line: .* jq -c '\.\[\]'"),
+        ([17], "line 1 .* is 17, expected an object with 'hash_ids'"),
         ([["hello"]], "line 1 .* no token ids"),
         ([{"hash_ids": [1]}], "pass --block-tokens"),
         ([], "no requests"),
@@ -273,6 +299,112 @@ def test_prompts_are_cut_into_full_blocks_named_by_all_tokens_before(tmp_path: P
 def test_a_file_that_is_no_log_is_named_with_its_line(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kv_requests.read(write(tmp_path / "log.jsonl", lines))
+
+
+def test_names_of_blocks_may_be_texts_or_numbers_of_any_size(tmp_path: Path) -> None:
+    digest = "7f" * 32
+    texts = [{"hash_ids": [digest, "a"]}, {"hash_ids": [digest, "b"]}, {"hash_ids": ["", "a"]}, {"hash_ids": []}]
+    found = kv_requests.read(write(tmp_path / "texts.jsonl", texts), 16)
+    assert (found.chains, found.folded) == ([[0, 1], [0, 2], [3, 4], []], 1)
+    wide = [{"hash_ids": [1 << 64, -1]}, {"hash_ids": [1 << 64, (1 << 64) - 1]}, {"hash_ids": [(1 << 64) + 1]}]
+    found = kv_requests.read(write(tmp_path / "wide.jsonl", wide), 16)
+    assert found.chains == [[0, 1], [0, 2], [3]]
+
+
+def packed(form: str, data: bytes) -> bytes:
+    if form == "gzip":
+        return gzip.compress(data)
+    return bytes(pytest.importorskip("zstandard").compress(data))
+
+
+@pytest.mark.parametrize("form", ["gzip", "zstd"])
+def test_a_compressed_file_has_the_requests_of_the_plain_one(trace: Path, form: str) -> None:
+    plain = trace.read_bytes()
+    twice = trace.parent / "no-suffix"
+    # Two parts that follow each other, cut in the middle of a line, with the zeros that tapes add.
+    twice.write_bytes(packed(form, plain[:200]) + packed(form, plain[200:]) + bytes(5000))
+    assert replace(kv_requests.read(twice), name=trace.name) == kv_requests.read(trace)
+
+
+@pytest.mark.parametrize("form", ["gzip", "zstd"])
+def test_a_compressed_file_that_is_cut_off_or_damaged_or_empty_is_named(tmp_path: Path, form: str) -> None:
+    dice = random.Random(7)
+    lines = [{"hash_ids": [dice.randrange(1 << 60) for _ in range(100)]} for _ in range(50)]
+    whole = packed(form, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    path = tmp_path / "log.jsonl.packed"
+    path.write_bytes(whole[:-2000])
+    with pytest.raises(ConfigError, match="its end is missing"):
+        kv_requests.read(path, 16)
+    path.write_bytes(whole[:4000] + bytes(4000) + whole[8000:])
+    with pytest.raises(ConfigError, match=r"damaged|line .* is not JSON"):
+        kv_requests.read(path, 16)
+    path.write_bytes(packed(form, b""))
+    with pytest.raises(ConfigError, match="is empty: it holds no requests"):
+        kv_requests.read(path, 16)
+    path.write_bytes(packed(form, b'{"hash_ids": [1]}\n\n{"hash_ids": [1}\n'))
+    with pytest.raises(ConfigError, match=r"line 3 of .* is not JSON"):
+        kv_requests.read(path, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:01:51.16,374,44\n", "TIMESTAMP, ContextTokens, Gen"),
+        ("Timestamp,Model,Request tokens,Log Type\r\n5,ChatGPT,472,API log\r\n", "Model, Request tokens, Log Type"),
+        ("\ufeffid;length\n1;2\n", "the columns id, length"),
+    ],
+)
+def test_a_table_of_token_counts_is_said_to_name_no_prefixes(tmp_path: Path, text: str, message: str) -> None:
+    for name, data in (("trace.csv", text.encode()), ("trace.csv.gz", gzip.compress(text.encode()))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError, match=r"table \(CSV\) .*not which of them begin alike") as raised:
+            kv_requests.read(tmp_path / name)
+        assert message in str(raised.value)
+        assert "needed are JSON lines, each an object with 'hash_ids'" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"time,hash_ids\n1,7 8\n", "tables are not read"),
+        (b"[\n{},\n{}]\n", "one JSON document over several lines"),
+        (b"PAR1\0\0\x01", "holds binary data"),
+        (b"\xff\xfe\xff", "line 1 of .* is not JSON"),
+        (b"[" * 100_000, "line 1 of .* is not JSON"),
+        (b'["\xff"]\n', "line 1 of .* is not JSON"),
+        (b"[1]\n[1e999]\n", "line 2 of .* is not JSON: Number out of range"),
+        (b'[2026-01-01 00:00:00] {"event": }\n', "line 1 of .* looks like an entry of an engine's log and is not JSON"),
+        (
+            b"Request 1 details: prompt: 'a', prompt_token_ids: [1,,2], prompt_embeds shape: None.",
+            "line 1 of .* looks like an entry of an engine's log and is not JSON",
+        ),
+        (
+            b'[2026-01-01 00:00:00] {"event": "request.received", "obj": {"input_ids": [[1], 2]}}',
+            "line 1 of .*: a prompt is 2, expected a list of token ids",
+        ),
+    ],
+)
+def test_a_file_of_another_form_is_refused_with_what_it_is(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "log").write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        kv_requests.read(tmp_path / "log")
+
+
+def test_reading_holds_one_line_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "long.jsonl.gz"
+    path.write_bytes(gzip.compress(b"[7]\n" * 10 + b" " * 5_000_000))
+    monkeypatch.setattr(kv_request_lines, "_LINE_BYTES_MAX", 4_000_000)
+    with pytest.raises(ConfigError, match="a line of more than 4,000,000 bytes"):
+        kv_requests.read(path)
+    path.write_bytes(gzip.compress((b"[7]" + b" " * 99 + b"\n") * 200_000))
+    tracemalloc.start()
+    for number, request in enumerate(kv_request_lines.read_lines(path, "", ""), 1):
+        assert (request.line, request.prompt) == (number, [7])
+        if number == 60_000:
+            break
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 << 20  # the file has 20 MB; 4 KiB of it can be 4 MiB of lines
 
 
 def test_a_file_that_is_not_json_or_not_there_is_named(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import random
 import threading
 
@@ -11,6 +12,7 @@ from farpool._native import (
     crc32c,
     crc32c_by,
     crc32c_foldings,
+    crc32c_many,
     crc32c_portable,
     memset,
 )
@@ -112,3 +114,44 @@ def test_a_summing_copy_refuses_buffers_of_different_sizes() -> None:
     with pytest.raises(BufferError):
         copy_crc32c_by(None, b"constant", b"other")
     assert target == b"kept"
+
+
+def test_many_buffers_have_the_sums_that_each_has_alone() -> None:
+    chance = random.Random(3)
+    chunk = 1 << 20  # what a thread takes at a time
+    sizes = [
+        0,
+        1,
+        chunk - 1,
+        chunk,
+        chunk + 1,
+        0,
+        2 * chunk,
+        3 * chunk + 12_345,
+        *(chance.randrange(5000) for _ in range(90)),
+    ]
+    data = memoryview(chance.randbytes(sum(sizes)))
+    for _ in range(3):  # with a second thread from the second time on
+        chance.shuffle(sizes)
+        ends = list(itertools.accumulate(sizes))
+        parts = [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        assert crc32c_many(parts) == [google_crc32c.value(bytes(part)) for part in parts]
+    assert crc32c_many([]) == []
+    with pytest.raises(BufferError):
+        crc32c_many([data, data[::2]])
+
+
+def test_many_buffers_are_summed_by_several_threads_at_once() -> None:
+    data = random.Random(4).randbytes(5 << 20)
+    expected = google_crc32c.value(data)
+    found: list[list[int]] = []
+
+    def work() -> None:
+        found.extend(crc32c_many([data, data[:7]]) for _ in range(8))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert found == [[expected, google_crc32c.value(data[:7])]] * 32

@@ -74,6 +74,7 @@ def test_csv_is_read_with_and_without_a_header(tmp_path: Path, text: str) -> Non
         ("a.bin", b"x" * 25, "25 bytes, which is no multiple"),
         ("a.bin", records((1, 1, -1), (1, 1, -7)), "record 2: its next use is -7"),
         ("a.bin.zst", b"\x28\xb5\x2f\xfd" + b"x" * 20, "zstd -d"),
+        ("a.bin.gz", b"\x1f\x8b\x08" + b"x" * 21, "gzip -d"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:

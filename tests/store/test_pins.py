@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farpool import AsyncStore, Store
-from farpool.errors import ConfigError, NodeError, StoreClosedError
+from farpool.errors import ChecksumError, ConfigError, NodeError, StoreClosedError
 from farpool.net.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.node.process import RunningNode, running_node
 from tests.node.nodes import Peer, node, until, walked
@@ -141,6 +141,25 @@ def test_all_copies_are_tried_for_a_mapped_view(local: Callable[[int], list[Loca
         eventually(lambda: all(status.stats is not None for status in store.nodes()))
         with store.pin_many(VALUES) as pins:
             assert [bytes(pin.view) for pin in pins if pin is not None and pin.is_mapped] == list(VALUES.values())
+
+
+def test_a_damaged_object_among_many_is_named_and_the_others_are_whole(
+    local: Callable[[int], list[LocalNode]],
+) -> None:
+    made = local(1)
+    with store_over(made) as store:
+        store.put_many(VALUES)
+        with store.pin_many(["none", *VALUES]) as pins:
+            pins.verify()
+            made[0].damage(VALUES["17"])
+            with pytest.raises(ChecksumError, match=r"b'17': the bytes of the pinned object"):
+                pins.verify()
+            for key, pin in zip(VALUES, pins[1:], strict=True):
+                assert pin is not None
+                with pytest.raises(ChecksumError) if key == "17" else contextlib.nullcontext():
+                    pin.verify()
+        with pytest.raises(ValueError, match="was released"):
+            pins.verify()
 
 
 def test_each_pin_of_an_object_is_ended_by_its_own_number(tmp_path: Path) -> None:

@@ -7,20 +7,28 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import farpool
-from farpool.errors import ConfigError, NameLostError, NameMissingError, QuotaExceededError, UnsupportedError
+from farpool.errors import (
+    ChecksumError,
+    ConfigError,
+    NameLostError,
+    NameMissingError,
+    QuotaExceededError,
+    UnsupportedError,
+)
 from farpool.node.process import RunningNode, running_node
-from farpool.store import Store
+from farpool.store import Pins, Store
 from farpool.store.names import Names, TensorEntry
 from farpool.store.names.manifest import Manifest, encode_manifest
 from farpool.store.names.sending import Sending
 from tests.nodes import stats
+from tests.store.local_nodes import LocalNode, store_over
 
 MIB = 1 << 20
 
@@ -179,6 +187,43 @@ def test_nothing_stays_pinned_once_the_tensors_are_gone(node: RunningNode, regis
         gc.collect()
         farpool.map_tensors(store, "other")
         assert [store.stat(key).pins for key in keys] == [0, 0]  # type: ignore[union-attr]
+
+
+def test_mapping_many_tensors_takes_few_calls_and_copying_them_takes_little_memory_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"{number}": torch.full((MIB // 8,), float(number)) for number in range(40)}  # 512 KiB each
+    farpool.publish_tensors(store, "many", tensors)
+    calls: list[int] = []
+    pin_many = store.pin_many
+
+    def counted(keys: Iterable[bytes]) -> Pins:
+        wanted = list(keys)
+        calls.append(len(wanted))
+        return pin_many(wanted)
+
+    monkeypatch.setattr(store, "pin_many", counted)
+    found = farpool.map_tensors(store, "many")
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert calls == ([8, 32] if store.nodes()[0].mapped else [8] * 5)
+
+
+def test_a_damaged_tensor_is_handed_to_no_one_and_leaves_nothing_pinned(tmp_path: Path, registry: Path) -> None:
+    torch.manual_seed(2)
+    tensors = {"small": torch.randn(100), "large": torch.randn(MIB), "last": torch.randn(50)}
+    node = LocalNode(tmp_path, 0, 32 * MIB, mapped=True)
+    try:
+        with store_over([node], registry=registry) as store:
+            farpool.publish_tensors(store, "whole", {"small": tensors["small"]})
+            farpool.publish_tensors(store, "damaged", tensors)
+            node.damage(tensors["large"].numpy().tobytes())
+            with pytest.raises(ChecksumError, match="the bytes of the pinned object are not those that were put"):
+                farpool.map_tensors(store, "damaged")
+            assert sum(info.pins for info in store.objects()) == 0
+            assert torch.equal(farpool.map_tensors(store, "whole")["small"], tensors["small"])
+    finally:
+        node.kill()
 
 
 def test_what_a_tenant_may_not_keep_is_not_published_and_goes(registry: Path) -> None:

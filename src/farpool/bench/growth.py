@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool.bench.pager_run import PagerRun
 from farpool.bench.resize_run import ResizeRun
 from farpool.errors import FarpoolError
+from farpool.observe.tables import Table
 from farpool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -155,9 +155,8 @@ def _child(module: str, result: type[_T], *arguments: int) -> _T:
 
 def table(outcome: Outcome) -> Group:
     """Time and memory by number of blocks, then the resident set round the resize."""
-    growth = Table(title="By number of blocks")
-    for name in ("blocks", "loop, us", "random, us", "bytes a block", "each further", "with history"):
-        growth.add_column(name, justify="right")
+    growth = Table("By number of blocks")
+    growth.add_figures("blocks", "loop, us", "random, us", "bytes a block", "each further", "with history")
     for point in outcome.points:
         growth.add_row(
             f"{point.blocks:,}",
@@ -171,9 +170,9 @@ def table(outcome: Outcome) -> Group:
         f"history of {outcome.history:,} accesses: {format_size(outcome.history_bytes)}, whatever the number of blocks"
     )
     resize = outcome.resize
-    sizes = Table(title=f"Budget from {format_size(resize.fast)} to {format_size(resize.smaller)} while a program runs")
-    sizes.add_column("step")
-    sizes.add_column("resident set", justify="right")
+    sizes = Table(f"Budget from {format_size(resize.fast)} to {format_size(resize.smaller)} while a program runs")
+    sizes.add_texts("step")
+    sizes.add_figures("resident set")
     half = len(resize.resident) // 2
     for step, nbytes in enumerate(resize.resident):
         sizes.add_row(f"{step + 1}" + (", the first after the change" if step == half else ""), format_size(nbytes))

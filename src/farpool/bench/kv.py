@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group as Lines
-from rich.table import Table
 from rich.text import Text
 
 from farpool._native import CacheSimulation, RequestTrace
@@ -32,6 +31,7 @@ from farpool.bench import kv_caches, kv_real, kv_requests
 from farpool.bench.kv_caches import NAMES, NODE, POOL
 from farpool.bench.kv_requests import Requests
 from farpool.errors import ConfigError
+from farpool.observe.tables import Table
 from farpool.sizes import format_size, parse_rate, parse_size
 
 if TYPE_CHECKING:
@@ -459,10 +459,8 @@ def table(outcome: Outcome) -> Lines:
             f"\n{outcome.folded:,} names of blocks stand behind different blocks; behind each they are another block"
         )
     made = Table()
-    for name in ("cache", "nodes", "policy"):
-        made.add_column(name, no_wrap=True)
-    for name in ("hits", "of inf.", "saved", "moved", "TTFT"):
-        made.add_column(name, justify="right", no_wrap=True)
+    made.add_names("cache", "nodes", "policy")
+    made.add_figures("hits", "of inf.", "saved", "moved", "TTFT")
     for size in sorted({one.size for one in outcome.runs}):
         first = format_size(size)
         for one in (one for one in outcome.runs if one.size == size):
@@ -485,11 +483,9 @@ def table(outcome: Outcome) -> Lines:
 
 
 def _table_of_real(outcome: Outcome) -> Table:
-    made = Table(title=f"Real bytes, each payload verified: the first {outcome.real[0].requests:,} requests")
-    for name in ("cache", "nodes", "policy"):
-        made.add_column(name, no_wrap=True)
-    for name in ("hits", "simulated", "loaded", "stored"):
-        made.add_column(name, justify="right", no_wrap=True)
+    made = Table(f"Real bytes, each payload verified: the first {outcome.real[0].requests:,} requests")
+    made.add_names("cache", "nodes", "policy")
+    made.add_figures("hits", "simulated", "loaded", "stored")
     for one in outcome.real:
         made.add_row(
             format_size(one.size),

@@ -20,11 +20,11 @@ from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool.bench.measure import in_turn, median_ratio, warm
 from farpool.errors import ConfigError
+from farpool.observe.tables import Table
 
 if TYPE_CHECKING:
     import torch
@@ -269,11 +269,10 @@ def _errors(blocks: torch.Tensor, codec: Any, stored: list[bytes]) -> tuple[floa
 
 def table(outcome: Outcome) -> Group:
     """Table of ratios and rates of all codecs, one element type after the other."""
-    made = Table(title="GB/s of payload for each core, medians of the rounds", caption="x memcpy: of its rate")
-    made.add_column("type", no_wrap=True)
-    made.add_column("codec", no_wrap=True)
-    for name in ("ratio", "enc.", "x memcpy", "dec.", "x memcpy", "pays below", "keys off", "values off"):
-        made.add_column(name, justify="right")
+    made = Table("GB/s of payload for each core, medians of the rounds", caption="x memcpy: of its rate")
+    made.add_names("type")
+    made.add_names("codec")
+    made.add_figures("ratio", "enc.", "x memcpy", "dec.", "x memcpy", "pays below", "keys off", "values off")
     for dtype in dict.fromkeys(row.dtype for row in outcome.rows):
         for row in outcome.rows:
             if row.dtype == dtype:

@@ -19,13 +19,13 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from farpool.bench.benchmark import Progress, check_device
 from farpool.bench.figures import INK, new_figure
 from farpool.bench.kv_generate_outcome import Case, Outcome, Settings
 from farpool.bench.text import milliseconds, peer_cells, rate_text, remarks
 from farpool.errors import ConfigError
+from farpool.observe.tables import Table
 
 __all__ = ["Case", "Outcome", "Settings", "figures", "run", "table"]
 
@@ -63,12 +63,12 @@ def table(outcome: Outcome) -> RenderableType:
 
 
 def _efficiencies(outcome: Outcome) -> Table:
-    result = Table(title="Limit over measured time, and how much faster farpool is")
-    result.add_column("link", no_wrap=True)
-    result.add_column("farpool", justify="right")
+    result = Table("Limit over measured time, and how much faster farpool is")
+    result.add_names("link")
+    result.add_figures("farpool")
     for peer in outcome.cases[0].peers:
-        result.add_column(peer.name, justify="right")
-        result.add_column("farpool is", justify="right")
+        result.add_figures(peer.name)
+        result.add_figures("farpool is")
     for case in outcome.cases:
         cells = [rate_text(case.rate), f"{case.efficiency:.0%}"]
         for peer in case.peers:
@@ -78,10 +78,9 @@ def _efficiencies(outcome: Outcome) -> Table:
 
 
 def _details(outcome: Outcome) -> Table:
-    result = Table(title=f"One token: {outcome.layers} layers, a context of {outcome.context} tokens, in steady state")
-    result.add_column("link", no_wrap=True)
-    for name in ("KV", "budget", "resident", "beside copies", "link", "farpool", "waiting", "bytes moved"):
-        result.add_column(name, justify="right")
+    result = Table(f"One token: {outcome.layers} layers, a context of {outcome.context} tokens, in steady state")
+    result.add_names("link")
+    result.add_figures("KV", "budget", "resident", "beside copies", "link", "farpool", "waiting", "bytes moved")
     for case in outcome.cases:
         result.add_row(
             rate_text(case.rate),

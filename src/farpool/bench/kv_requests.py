@@ -1,11 +1,7 @@
-"""Requests to a serving engine, as names of the blocks of their prompts: read from a log, or generated from a seed.
+"""Requests to a serving engine, as names of the blocks of their prompts: read from a file, or generated from a seed.
 
-Read are JSON lines. Objects with ``hash_ids``, ``input_length``, ``output_length`` and ``timestamp`` are Mooncake's
-traces and vLLM's timed traces; only ``hash_ids`` is needed. Objects with ``token_ids``, ``prompt_token_ids`` or
-``tokens``, and plain lists of numbers, are prompts, which are cut into full blocks; the name of a block then
-depends on all tokens up to its end. Read are also the engines' own logs where they have the token ids of prompts:
-vLLM's (``--enable-log-requests`` at level DEBUG) and SGLang's (``--log-requests --log-requests-level 3
---log-requests-format json``); their other lines are passed over.
+`kv_request_lines` reads the files. A prompt is cut into full blocks; the name of a block then depends on all tokens up
+to its end.
 
 A block with the same name behind another block is another block. Some timed traces name a block by its own tokens
 only.
@@ -14,27 +10,20 @@ only.
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from farpool.bench.kv_request_lines import read_lines
 from farpool.errors import ConfigError
 from farpool.kv.keys import token_chain
 
 __all__ = ["Requests", "generate", "read"]
 
-_PROMPTS = ("token_ids", "prompt_token_ids", "tokens")
-_Line = tuple[int, list[Any], Any, int | None]
-"""Number of a line, with its hashes, or its prompt, and the length of the prompt."""
-# The prompt's text comes before, in one line; it may look like anything.
-_VLLM = re.compile(
-    rb"Request \S+ details: prompt: .*, prompt_token_ids: (\[[0-9, ]*\]), prompt_embeds shape: [^']*\.\s*$"
-)
-_SGLANG = re.compile(rb"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] (\{.*\})\s*$")
+_PROMPT = "a prompt"
+_NUMBERS = "names of blocks that are whole numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +76,7 @@ def read(
     Parameters
     ----------
     path : Path
-        A file of JSON lines, or an engine's log.
+        A file of JSON lines or an engine's log, which gzip or zstd may have compressed.
     block_tokens : int, optional
         Tokens of a block. None finds them from the lengths where there are any, and takes 16 for prompts.
     label_hash_ids, label_input_length : str
@@ -101,20 +90,26 @@ def read(
     numbers: dict[tuple[int, Any], int] = {}
     before: dict[Any, int] = {}
     folded = set()
-    named = False
+    form = ""
     chains: list[list[int]] = []
     tokens: list[int | None] = []
     page = block_tokens or 16
-    for line, hashes, prompt, length in _lines(path, label_hash_ids, label_input_length):
-        if prompt is not None:
-            if not all(type(token) is int and 0 <= token < 1 << 64 for token in prompt):
-                raise ConfigError(f"line {line} of {path} holds no token ids; expected whole numbers below 2**64")
-            hashes = token_chain(prompt, page)
-            length = len(prompt)
+    for line, names, prompt, length in read_lines(path, label_hash_ids, label_input_length):
+        found = _form(names)
+        blocks: Sequence[int | str | bytes]
+        if names is None:
+            _check_tokens(prompt, f"line {line} of {path}")
+            blocks, length = token_chain(prompt, page), len(prompt)
         else:
-            named = True
+            blocks = names
+        # A name that is a number equals no name that is a text, so two forms in one file would share nothing.
+        if form and found and found != form:
+            raise ConfigError(
+                f"line {line} of {path} holds {found}, and lines before it hold {form}; expected one form"
+            )
+        form = form or found
         chain: list[int] = []
-        for name in hashes:
+        for name in blocks:
             parent = chain[-1] if chain else -1
             if before.setdefault(name, parent) != parent:
                 folded.add(name)
@@ -124,7 +119,7 @@ def read(
     if not any(chains):
         raise ConfigError(f"{path} holds no requests with a full block")
     size = page
-    if named:
+    if form != _PROMPT:
         size = block_tokens or _found_size(path, chains, tokens)
         for line, (chain, length) in enumerate(zip(chains, tokens, strict=True), 1):
             if length is not None and len(chain) > -(-length // size):
@@ -154,62 +149,19 @@ def generate(requests: int, seed: int = 1) -> Requests:
     return Requests("generated: conversations over 3 system prompts", 512, chains, [512 * len(one) for one in chains])
 
 
-def _lines(path: Path, label_hash_ids: str, label_input_length: str) -> Iterator[_Line]:
-    """Requests in a file of JSON lines, or in a log."""
-    try:
-        with path.open("rb") as file:
-            for line, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                try:
-                    found = msgspec.json.decode(text)
-                except msgspec.DecodeError as error:
-                    if line == 1:
-                        file.seek(0)
-                        yield from _log_lines(path, file, str(error))
-                        return
-                    raise ConfigError(f"line {line} of {path} is not JSON: {error}") from error
-                if isinstance(found, list):
-                    yield line, [], found, None
-                    continue
-                fields = found if isinstance(found, dict) else {}
-                prompt = next((fields[name] for name in _PROMPTS if isinstance(fields.get(name), list)), None)
-                hashes, length = fields.get(label_hash_ids), fields.get(label_input_length)
-                if isinstance(hashes, list) and all(isinstance(one, int) for one in hashes):
-                    yield line, hashes, None, length if isinstance(length, int) else None
-                elif prompt is not None:
-                    yield line, [], prompt, None
-                else:
-                    raise ConfigError(
-                        f"line {line} of {path} has neither {label_hash_ids} nor token ids; expected an object with "
-                        f"{label_hash_ids!r} or one of {', '.join(map(repr, _PROMPTS))}, or a list of token ids"
-                    )
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+def _form(names: list[int] | list[str] | None) -> str:
+    """Return the form of a request in words; empty if it has no blocks, which suits every form."""
+    if names is None:
+        return _PROMPT
+    return "" if not names else "names of blocks that are texts" if isinstance(names[0], str) else _NUMBERS
 
 
-def _log_lines(path: Path, file: Iterable[bytes], reason: str) -> Iterator[_Line]:
-    """Prompts in the log of an engine, with the numbers of their lines."""
-    any_prompt = False
-    for line, text in enumerate(file, 1):
-        prompts: list[Any] = []
-        if match := _VLLM.search(text):
-            prompts = [msgspec.json.decode(match[1])]
-        elif match := _SGLANG.match(text):
-            entry = msgspec.json.decode(match[1])
-            ids = entry.get("obj", {}).get("input_ids") if entry.get("event") == "request.received" else None
-            if ids and isinstance(ids, list):
-                prompts = ids if isinstance(ids[0], list) else [ids]
-        for prompt in prompts:
-            if "..." in prompt:
-                raise ConfigError(f"line {line} of {path} has not all token ids; pass --log-requests-level 3")
-            any_prompt = True
-            yield line, [], prompt, None
-    if not any_prompt:
-        raise ConfigError(
-            f"line 1 of {path} is not JSON: {reason}; there is no line of vLLM's or SGLang's log with the token ids of "
-            "a prompt either"
-        )
+def _check_tokens(prompt: list[Any], where: str) -> None:
+    for at, token in enumerate(prompt):
+        if type(token) is not int or not 0 <= token < 1 << 64:
+            raise ConfigError(
+                f"{where} holds no token ids: entry {at} is {reprlib.repr(token)}, expected whole numbers below 2**64"
+            )
 
 
 def _found_size(path: Path, chains: list[list[int]], tokens: list[int | None]) -> int:

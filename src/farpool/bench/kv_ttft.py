@@ -23,12 +23,11 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool.bench.kv_ttft_outcome import Outcome, Settings
+from farpool.observe.tables import Table
 from farpool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -56,11 +55,10 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 def table(outcome: Outcome) -> Group:
     """Table of the times, by lengths of the prefix."""
-    made = Table(title="First token, and until the KV is there (ms, and % of computing)", box=SIMPLE_HEAD)
-    made.add_column("", no_wrap=True)
-    for name in ("token", "faster", "KV", "KV, % (95 %)"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("equal")
+    made = Table("First token, and until the KV is there (ms, and % of computing)")
+    made.add_names("")
+    made.add_figures("token", "faster", "KV", "KV, % (95 %)")
+    made.add_texts("equal")
     missing: dict[str, str] = {}
     for point in outcome.points:
         made.add_section()

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool._native import Memory
@@ -30,6 +29,7 @@ from farpool.bench.fio import Fio, find_fio
 from farpool.bench.measure import in_turn, median_ratio
 from farpool.bench.sequential import Sequential, pass_over, rate
 from farpool.errors import ConfigError
+from farpool.observe.tables import Table
 from farpool.sizes import format_size
 from farpool.tiers import Nvme, Verified
 from farpool.tiers.pool_file import HEADER_BYTES
@@ -203,9 +203,9 @@ def _measure(
 
 def table(outcome: Outcome) -> Group:
     """Tables of the rates beside fio's, then of the bytes that storages take."""
-    rates = Table(title="GB/s, median of the rounds; depth: blocks under way")
-    for name in ("", "block", "depth", "GB/s", "fio", "of fio", "verified", "of GB/s"):
-        rates.add_column(name, justify="left" if not name else "right")
+    rates = Table("GB/s, median of the rounds; depth: blocks under way")
+    rates.add_names("")
+    rates.add_figures("block", "depth", "GB/s", "fio", "of fio", "verified", "of GB/s")
     for row in outcome.rows:
         rates.add_row(
             "write" if row.write else "read",
@@ -220,9 +220,8 @@ def table(outcome: Outcome) -> Group:
     peer = f"{outcome.fio.version} with {outcome.fio.engine}" if outcome.fio else f"not compared: {outcome.reason}"
     how = "round the page cache" if outcome.direct else "through the page cache"
     note = f"file of {format_size(outcome.nbytes)}, {how}{', io_uring' if outcome.ring else ''}; peer: {peer}"
-    sizes = Table(title="Bytes that storages of odd sizes take; 2^n: rounded up to a power of two")
-    for name in ("requested", "arena", "dram", "touched", "nvme", "locked", "2^n"):
-        sizes.add_column(name, justify="right")
+    sizes = Table("Bytes that storages of odd sizes take; 2^n: rounded up to a power of two")
+    sizes.add_figures("requested", "arena", "dram", "touched", "nvme", "locked", "2^n")
     for size in outcome.sizes:
         taken = (size.requested, size.arena, size.dram, size.dram_touched, size.nvme, size.page_locked)
         sizes.add_row(*(f"{nbytes:,}" for nbytes in taken), f"{1 << math.ceil(math.log2(size.requested)):,}")

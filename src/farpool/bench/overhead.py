@@ -19,10 +19,10 @@ import statistics
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool.bench.overhead_outcome import Layers, Operation, Outcome, Rows, Settings, Training
+from farpool.observe.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,10 +57,9 @@ def run(settings: Settings, progress: Progress) -> Outcome:
 
 def table(outcome: Outcome) -> Group:
     """Tables of operations and layers, then of training and rows where these were measured."""
-    operations = Table(title="One call, everything resident: median, in microseconds")
-    operations.add_column("operation")
-    for name in ("plain", "bare", "paged", "paged arguments", "for each", "over bare"):
-        operations.add_column(name, justify="right")
+    operations = Table("One call, everything resident: median, in microseconds")
+    operations.add_texts("operation")
+    operations.add_figures("plain", "bare", "paged", "paged arguments", "for each", "over bare")
     for item in outcome.operations:
         operations.add_row(
             item.name,
@@ -71,8 +70,8 @@ def table(outcome: Outcome) -> Group:
             f"{item.seconds_per_argument * 1e6:.1f}",
             f"{item.seconds_over_bare * 1e6:.1f}",
         )
-    layers = Table(title="A stack of transformer layers, everything resident")
-    for name in (
+    layers = Table("A stack of transformer layers, everything resident")
+    layers.add_figures(
         "plain, ms a layer",
         "paged, ms a layer",
         "paged / plain",
@@ -81,8 +80,7 @@ def table(outcome: Outcome) -> Group:
         "width",
         "tokens",
         "same bits",
-    ):
-        layers.add_column(name, justify="right")
+    )
     for stack in outcome.layers:
         layers.add_row(
             f"{stack.layer_seconds * 1e3:.2f}",
@@ -103,9 +101,8 @@ def table(outcome: Outcome) -> Group:
 
 
 def _training(training: Training) -> Table:
-    result = Table(title="A training step of small linear layers, fused AdamW, everything resident: medians")
-    for name in ("parameters", "plain, ms", "paged, ms", "µs more for each parameter", "same bits"):
-        result.add_column(name, justify="right")
+    result = Table("A training step of small linear layers, fused AdamW, everything resident: medians")
+    result.add_figures("parameters", "plain, ms", "paged, ms", "µs more for each parameter", "same bits")
     result.add_row(
         str(training.parameters),
         f"{statistics.median(training.plain) * 1e3:.2f}",
@@ -117,9 +114,8 @@ def _training(training: Training) -> Table:
 
 
 def _rows(rows: tuple[Rows, ...]) -> Table:
-    result = Table(title="Random rows of a table ten times as large as the budget: medians")
-    for name in ("rows a call", "KiB a row", "GB/s", "µs of the thread a row", "index_select, GB/s", "same bits"):
-        result.add_column(name, justify="right")
+    result = Table("Random rows of a table ten times as large as the budget: medians")
+    result.add_figures("rows a call", "KiB a row", "GB/s", "µs of the thread a row", "index_select, GB/s", "same bits")
     for one in rows:
         result.add_row(
             str(one.picked),

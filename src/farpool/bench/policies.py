@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool._native import CacheSimulation, RequestTrace, policy_names
 from farpool.bench import request_traces
 from farpool.errors import ConfigError
+from farpool.observe.tables import Table
 from farpool.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -168,10 +168,9 @@ def table(outcome: Outcome) -> Group:
     if outcome.left_out:
         about += f"; {outcome.left_out:,} requests of 0 bytes were left out"
     made = Table()
-    made.add_column("cache", no_wrap=True)
-    made.add_column("policy", no_wrap=True)
-    for name in ("misses", "of all", "bytes missed", "of all", "million/s"):
-        made.add_column(name, justify="right", no_wrap=True)
+    made.add_names("cache")
+    made.add_names("policy")
+    made.add_figures("misses", "of all", "bytes missed", "of all", "million/s")
     for size in sorted({one.size for one in outcome.runs}):
         for number, one in enumerate(one for one in outcome.runs if one.size == size):
             made.add_row(

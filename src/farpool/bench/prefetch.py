@@ -17,12 +17,12 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool.bench.benchmark import check_device
 from farpool.bench.measure import in_turn, median_ratio
 from farpool.bench.patterns import KINDS, pattern
+from farpool.observe.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,10 +149,9 @@ def _seconds(settings: Settings, kind: str, compute: float, prefetch: bool, seed
 
 def table(outcome: Outcome) -> Group:
     """Table with one row for each kind of program and amount of computing."""
-    rows = Table(title="Time with prefetching over time without: median over the programs")
-    rows.add_column("program")
-    for name in ("compute / transfer", "on demand", "with prefetching", "ratio"):
-        rows.add_column(name, justify="right")
+    rows = Table("Time with prefetching over time without: median over the programs")
+    rows.add_texts("program")
+    rows.add_figures("compute / transfer", "on demand", "with prefetching", "ratio")
     for program in outcome.programs:
         rows.add_row(
             program.kind,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from farpool.bench.race import Race
+from farpool.observe.tables import Table
 from farpool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -31,9 +31,8 @@ def table(outcome: Outcome) -> Group:
     view = outcome.view
     index = outcome.index
     crowd = outcome.crowd
-    objects = Table(title="One object among many, µs for a get of 64 bytes")
-    for name in ("objects", "mapped", "tcp"):
-        objects.add_column(name, justify="right")
+    objects = Table("One object among many, µs for a get of 64 bytes")
+    objects.add_figures("objects", "mapped", "tcp")
     for point in index.points:
         objects.add_row(f"{point.objects:,}", _micros(point.mapped), _micros(point.tcp))
     return Group(
@@ -70,9 +69,13 @@ def table(outcome: Outcome) -> Group:
 
 def races_table(title: str, races: Sequence[Race], *, rate: bool = True) -> Table:
     """Table of races, with rates where objects move."""
-    made = Table(title=title)
-    for name in ("", "size", "way", "µs", "GB/s", "beside", "µs", "ratio"):
-        made.add_column(name, justify="right" if name in ("size", "µs", "GB/s", "ratio") else "left")
+    made = Table(title)
+    made.add_texts("")
+    made.add_figures("size")
+    made.add_names("way")
+    made.add_figures("µs", "GB/s")
+    made.add_texts("beside")
+    made.add_figures("µs", "ratio")
     for race in races:
         moved = f"{race.nbytes / statistics.median(race.ours) / 1e9:.2f}" if rate else "-"
         what = race.what if race.batch == 1 else f"{race.what} ×{race.batch}"

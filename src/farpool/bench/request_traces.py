@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from farpool._native import RequestTrace
+from farpool.bench.kv_request_lines import GZIP_MAGIC, ZSTD_MAGIC
 from farpool.errors import ConfigError
 
 __all__ = ["KINDS", "generate", "object_sizes", "read"]
-
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def read(path: Path) -> RequestTrace:
@@ -32,9 +31,12 @@ def read(path: Path) -> RequestTrace:
     """
     try:
         with path.open("rb") as file:
-            start = file.read(len(_ZSTD_MAGIC))
-            if start == _ZSTD_MAGIC:
-                raise ConfigError(f"trace {path} is compressed; run 'zstd -d {path.name}' first")
+            start = file.read(len(ZSTD_MAGIC))
+            # Records begin with a time, which may look like gzip's first bytes, so that the name decides about these.
+            zipped = start.startswith(GZIP_MAGIC) and path.suffix.lower() in (".gz", ".csv")
+            if zipped or start == ZSTD_MAGIC:
+                tool = "gzip" if zipped else "zstd"
+                raise ConfigError(f"trace {path} is compressed; run '{tool} -d {path.name}' first")
             reader = RequestTrace.csv if path.suffix.lower() == ".csv" else RequestTrace.oracle_general
             if not start:
                 raise ConfigError(f"trace {path} is empty")

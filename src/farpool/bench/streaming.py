@@ -17,13 +17,13 @@ from collections import defaultdict
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from farpool.bench.benchmark import Progress, check_device
 from farpool.bench.figures import INK, new_figure
 from farpool.bench.streaming_outcome import Case, Outcome, Settings
 from farpool.bench.strip import draw_strip
 from farpool.bench.text import milliseconds, peer_cells, rate_text, remarks
+from farpool.observe.tables import Table
 
 __all__ = ["Case", "Outcome", "Settings", "figures", "run", "table"]
 
@@ -63,13 +63,12 @@ def table(outcome: Outcome) -> RenderableType:
 
 
 def _efficiencies(outcome: Outcome) -> Table:
-    result = Table(title="Limit over measured time, and how much faster farpool is")
-    result.add_column("link", no_wrap=True)
-    for name in ("transfer / compute", "farpool", "first pass"):
-        result.add_column(name, justify="right")
+    result = Table("Limit over measured time, and how much faster farpool is")
+    result.add_names("link")
+    result.add_figures("transfer / compute", "farpool", "first pass")
     for peer in outcome.cases[0].peers:
-        result.add_column(peer.name, justify="right")
-        result.add_column("farpool is", justify="right")
+        result.add_figures(peer.name)
+        result.add_figures("farpool is")
     for case in outcome.cases:
         cells = [rate_text(case.rate), f"{case.ratio:.2f}", f"{case.efficiency:.0%}", f"{case.first_efficiency:.0%}"]
         for peer in case.peers:
@@ -79,11 +78,9 @@ def _efficiencies(outcome: Outcome) -> Table:
 
 
 def _details(outcome: Outcome) -> Table:
-    result = Table(title="One pass, in steady state")
-    for name in ("link", "model", "tokens"):
-        result.add_column(name)
-    for name in ("resident", "farpool", "waiting", "fewest bytes", "bytes moved"):
-        result.add_column(name, justify="right")
+    result = Table("One pass, in steady state")
+    result.add_texts("link", "model", "tokens")
+    result.add_figures("resident", "farpool", "waiting", "fewest bytes", "bytes moved")
     for case in outcome.cases:
         result.add_row(
             rate_text(case.rate),

@@ -22,13 +22,13 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from farpool.bench.benchmark import Progress, check_device
 from farpool.bench.figures import INK, new_figure
 from farpool.bench.strip import draw_strip
 from farpool.bench.text import milliseconds, peer_cells, rate_text, remarks
 from farpool.bench.training_outcome import Case, Outcome, Phase, Settings
+from farpool.observe.tables import Table
 
 __all__ = ["Case", "Outcome", "Phase", "Settings", "figures", "run", "table"]
 
@@ -74,13 +74,12 @@ def table(outcome: Outcome) -> RenderableType:
 
 
 def _efficiencies(outcome: Outcome) -> Table:
-    result = Table(title=f"Limit over measured time; {rate_text(outcome.rate)} in each direction")
-    for name in ("transfer / compute", "farpool", "of the limit by phases", "in backward", "first step"):
-        result.add_column(name, justify="right")
+    result = Table(f"Limit over measured time; {rate_text(outcome.rate)} in each direction")
+    result.add_figures("transfer / compute", "farpool", "of the limit by phases", "in backward", "first step")
     peers = [number for number, peer in enumerate(outcome.cases[0].peers) if peer.efficiency is not None]
     for number in peers:
-        result.add_column(outcome.cases[0].peers[number].name, justify="right")
-        result.add_column("farpool is", justify="right")
+        result.add_figures(outcome.cases[0].peers[number].name)
+        result.add_figures("farpool is")
     for case in outcome.cases:
         stepped = "" if case.in_backward is None else f"{case.in_backward.efficiency:.0%}"
         shares = [f"{case.efficiency:.0%}", f"{case.efficiency_by_phases:.0%}", stepped, f"{case.first_efficiency:.0%}"]
@@ -92,9 +91,10 @@ def _efficiencies(outcome: Outcome) -> Table:
 
 
 def _details(outcome: Outcome) -> Table:
-    result = Table(title=f"One step of {outcome.layers} blocks of width {outcome.width}, in steady state")
-    for name in ("tokens", "resident", "farpool", "waiting", "read at least", "read", "written at least", "written"):
-        result.add_column(name, justify="right")
+    result = Table(f"One step of {outcome.layers} blocks of width {outcome.width}, in steady state")
+    result.add_figures(
+        "tokens", "resident", "farpool", "waiting", "read at least", "read", "written at least", "written"
+    )
     for case in outcome.cases:
         result.add_row(
             str(case.tokens),
@@ -110,9 +110,8 @@ def _details(outcome: Outcome) -> Table:
 
 
 def _in_backward(outcome: Outcome) -> Table:
-    result = Table(title="One step inside the backward pass (farpool.step_in_backward)")
-    for name in ("transfer / compute", "farpool", "read at least", "read", "written at least", "written"):
-        result.add_column(name, justify="right")
+    result = Table("One step inside the backward pass (farpool.step_in_backward)")
+    result.add_figures("transfer / compute", "farpool", "read at least", "read", "written at least", "written")
     for case in outcome.cases:
         stepped = case.in_backward
         if stepped is not None:
@@ -128,9 +127,8 @@ def _in_backward(outcome: Outcome) -> Table:
 
 
 def _phases(outcome: Outcome) -> Table:
-    result = Table(title="Phases of a step")
-    for name in ("transfer / compute", "phase", "resident", "farpool", "read", "needed", "written", "needed"):
-        result.add_column(name, justify="right")
+    result = Table("Phases of a step")
+    result.add_figures("transfer / compute", "phase", "resident", "farpool", "read", "needed", "written", "needed")
     for case in outcome.cases:
         for phase in case.phases:
             result.add_row(

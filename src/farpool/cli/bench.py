@@ -291,11 +291,10 @@ def _perform(
     picture: Path | None = None,
 ) -> None:
     """Run one benchmark and show its result; options that are None keep the defaults of its settings."""
-    from rich.console import Console
-
     from farpool.bench import results
     from farpool.bench.page import Section, page
     from farpool.observe.provenance import provenance
+    from farpool.observe.tables import show
 
     check_device(device)
     for file in filter(None, (report, picture)):
@@ -319,7 +318,7 @@ def _perform(
     if json:
         sys.stdout.write(results.encode(section) + "\n")
     else:
-        Console().print(benchmark.table(outcome))
+        show(benchmark.table(outcome))
 
 
 def _check_writable(path: Path) -> None:

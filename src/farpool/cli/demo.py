@@ -78,7 +78,7 @@ def demo(
     if kv:
         _shared_context(context, json=json)
         return
-    from rich.console import Console
+    from farpool.observe.tables import show
 
     try:
         from farpool.demo.job import run
@@ -93,7 +93,7 @@ def demo(
         result = {"provenance": provenance(), "result": outcome}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     else:
-        Console().print(report(outcome))
+        show(report(outcome))
     start_up = outcome.start_up
     if not outcome.equal or (start_up is not None and not (start_up.equal and start_up.followed)):
         raise typer.Exit(1)
@@ -101,7 +101,7 @@ def demo(
 
 def _shared_context(tokens: int, *, json: bool) -> None:
     """Run the part of the demo that shares KV between processes."""
-    from rich.console import Console
+    from farpool.observe.tables import show
 
     try:
         from farpool.demo.shared_context import report, run
@@ -113,6 +113,6 @@ def _shared_context(tokens: int, *, json: bool) -> None:
         result = {"provenance": provenance(), "result": outcome}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
     else:
-        Console().print(report(outcome))
+        show(report(outcome))
     if not outcome.passed:
         raise typer.Exit(1)

@@ -6,8 +6,9 @@ import importlib
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -15,6 +16,9 @@ import typer
 from farpool.cli.store import Node, Timeout, open_store
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["app", "why"]
 
@@ -47,9 +51,7 @@ def why(
 
     Asks all engines of this user on this host that keep KV with farpool. Exit code 1: no such request is known.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from farpool.observe.tables import show
 
     steps = [(process, entry) for process, entries in _module("journal").runs(request) for entry in entries]
     steps = sorted(steps, key=lambda step: step[1].when)[-last:]
@@ -57,29 +59,41 @@ def why(
         shown = [{"process": process, **msgspec.to_builtins(entry)} for process, entry in steps]
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown)).decode() + "\n")
     elif steps:
-        table = Table(expand=True)
-        for name in ("when", "process", "request", "step"):
-            table.add_column(name, no_wrap=name != "request", overflow="fold")
-        for name in ("done", "blocks", "time"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("why", ratio=1, overflow="fold")
-        for process, entry in steps:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in entry.reasons.items())
-            table.add_row(
-                time.strftime("%H:%M:%S", time.localtime(entry.when)),
-                str(process),
-                escape(entry.request),
-                entry.step,
-                str(entry.done),
-                str(entry.blocks),
-                f"{entry.seconds * 1e3:.1f} ms",
-                escape("; ".join(filter(None, (reasons, entry.note)))),
-            )
-        Console().print(table)
+        show(_steps_by_request(steps))
     if not steps:
         if not json:
             typer.echo(f"no step of a request like {request!r} is known to any engine of this user here", err=True)
         raise typer.Exit(1)
+
+
+def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
+    """Make a table of the steps of each request; its name is whole, so that `why` can be called with it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from farpool.observe.tables import Table
+
+    requests: dict[tuple[str, int], Table] = {}
+    for process, entry in steps:
+        table = requests.get((entry.request, process))
+        if table is None:
+            table = requests[entry.request, process] = Table()
+            table.add_names("when", "step")
+            table.add_figures("done", "blocks", "time")
+            table.add_texts("why")
+        reasons = ", ".join(f"{count} {reason}" for reason, count in entry.reasons.items())
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(entry.when)),
+            Text(entry.step),
+            str(entry.done),
+            str(entry.blocks),
+            f"{entry.seconds * 1e3:.1f} ms",
+            Text("; ".join(filter(None, (reasons, entry.note)))),
+        )
+    parts: list[RenderableType] = []
+    for (request, process), table in requests.items():
+        parts += [Text(request, no_wrap=True, overflow="ignore"), Text(f"in process {process}"), table]
+    return Group(*parts)
 
 
 @app.command("ls")
@@ -88,8 +102,7 @@ def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout 
 
     A namespace with question marks has blocks, and its description is lost: "farpool kv purge --namespace" removes it.
     """
-    from rich.console import Console
-    from rich.table import Table
+    from farpool.observe.tables import show
 
     blocks, keys = _module("blocks"), _module("keys")
     with open_store(node, replicas, timeout) as store:
@@ -112,18 +125,26 @@ def list_namespaces(node: Node = None, replicas: Replicas = 1, timeout: Timeout 
         ]
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown)).decode() + "\n")
         return
-    table = Table()
-    for name in ("namespace", "engine", "model", "weights", "type", "tenant"):
-        table.add_column(name, overflow="fold")
-    for name in ("blocks", "bytes"):
-        table.add_column(name, justify="right")
-    for digest, about in rows:
-        named = ("?",) * 5 if about is None else (about.engine, about.model, about.weights, about.dtype, about.tenant)
-        table.add_row(digest.hex(), *named, str(counts[digest]), format_size(nbytes[digest]))
-    Console().print(table)
+    show(_namespaces_table([(digest, about, counts[digest], nbytes[digest]) for digest, about in rows]))
     for digest, about in rows:
         if about is None:
             typer.echo(_left_over(digest, counts[digest]), err=True)
+
+
+def _namespaces_table(rows: Iterable[tuple[bytes, Any, int, int]]) -> RenderableType:
+    """Make a table of namespaces: each one's digest and description, and how many blocks and bytes it has."""
+    from rich.text import Text
+
+    from farpool.observe.tables import Table
+
+    table = Table()
+    # "purge" takes the namespace, the weights and the tenant as they are shown here.
+    table.add_names("namespace", "engine", "model", "weights", "type", "tenant")
+    table.add_figures("blocks", "bytes")
+    for digest, about, count, size in rows:
+        named = ("?",) * 5 if about is None else (about.engine, about.model, about.weights, about.dtype, about.tenant)
+        table.add_row(digest.hex(), *map(Text, named), f"{count:,}", format_size(size))
+    return table
 
 
 @app.command("purge")

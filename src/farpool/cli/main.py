@@ -60,5 +60,7 @@ def main() -> None:
         from rich.markup import escape
 
         message = " ".join(str(error).split())
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}", highlight=False)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
+            f"[bold red]error:[/] [red]{escape(message)}", highlight=False
+        )
         sys.exit(2)

@@ -54,7 +54,7 @@ def _missing(key: str) -> typer.Exit:
     from rich.markup import escape
 
     shown = escape(as_shown(os.fsencode(key)))
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]missing:[/] {shown}", highlight=False)
+    Console(stderr=True, soft_wrap=True, emoji=False).print(f"[yellow]missing:[/] {shown}", highlight=False)
     return typer.Exit(1)
 
 
@@ -151,9 +151,9 @@ def stat(
     timeout: Timeout = 10.0,
 ) -> None:
     """Show the properties of an object (exit code 1 if there is none), or the state of the nodes."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
+
+    from farpool.observe.tables import Table, show
 
     with open_store(node, replicas, timeout) as store:
         if key is None:
@@ -161,15 +161,19 @@ def stat(
             if json:
                 typer.echo(msgspec.json.encode(statuses).decode())
                 return
-            table = Table("node", "state", "objects", "bytes", "capacity", box=None, pad_edge=False)
+            table = Table()
+            table.add_names("node")
+            table.add_texts("state")
+            table.add_figures("objects", "bytes", "capacity")
             for status in statuses:
                 stats = status.stats or {}
                 sizes = [
                     format_size(int(stats[name])) if name in stats else "" for name in ("object_bytes", "capacity")
                 ]
-                state = escape(status.error) if status.error else "mapped" if status.mapped else "reachable"
-                table.add_row(escape(status.node), state, str(stats.get("objects", "")), *sizes)
-            Console(soft_wrap=True).print(table, highlight=False)
+                state = status.error or ("mapped" if status.mapped else "reachable")
+                objects = f"{stats['objects']:,}" if "objects" in stats else ""
+                table.add_row(Text(status.node), Text(state), objects, *sizes)
+            show(table)
             return
         info = store.stat(os.fsencode(key))
         if info is None:

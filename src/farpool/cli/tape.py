@@ -40,6 +40,7 @@ def show(
     from rich.console import Console
     from rich.markup import escape
 
+    from farpool.observe.tables import show
     from farpool.observe.tape_figure import draw_tape
     from farpool.observe.tape_report import access_lines, report
     from farpool.observe.tape_summary import summarize
@@ -56,9 +57,10 @@ def show(
         result = {"metadata": tape.metadata, "summary": summary, "accesses": first}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
         return
-    console = Console()
     if trace.cut_off:
-        Console(stderr=True, soft_wrap=True).print(f"[yellow]incomplete:[/] {escape(trace.cut_off)}", highlight=False)
-    console.print(report(tape.metadata, summary))
-    if first:
-        console.print("\n".join(access_lines(first)), markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
+            f"[yellow]incomplete:[/] {escape(trace.cut_off)}", highlight=False
+        )
+    show(report(tape.metadata, summary))
+    for line in access_lines(first) if first else []:
+        typer.echo(line)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from farpool.demo.figures import Counts
 from farpool.demo.job import Outcome
 from farpool.demo.start_up import Start, StartUp
+from farpool.observe.tables import Table
 
 __all__ = ["report"]
 
@@ -28,10 +28,9 @@ def report(outcome: Outcome) -> RenderableType:
 
 
 def _answers(outcome: Outcome) -> Table:
-    table = Table(title=f"[bold]{escape(outcome.question)}", title_justify="left", expand=True, show_lines=False)
-    table.add_column("score", justify="right", style="cyan", no_wrap=True)
-    table.add_column("where", style="green", overflow="fold", ratio=3)
-    table.add_column("passage", ratio=8)
+    table = Table(f"[bold]{escape(outcome.question)}", expand=True)
+    table.add_figures("score")
+    table.add_texts("where", "passage")
     for answer in outcome.answers:
         text = answer.text if len(answer.text) <= 160 else answer.text[:157].rstrip() + "..."
         table.add_row(f"{answer.score:.3f}", escape(answer.source), escape(text))
@@ -54,10 +53,9 @@ def _verdict(outcome: Outcome) -> Panel:
 
 
 def _run(outcome: Outcome) -> Table:
-    table = Table(title="Time", title_justify="left", expand=True)
-    table.add_column("")
-    for name in ("first batch", f"other {outcome.batches - 1} batches", "texts per second"):
-        table.add_column(name, justify="right")
+    table = Table("Time", expand=True)
+    table.add_texts("")
+    table.add_figures("first batch", f"other {outcome.batches - 1} batches", "texts per second")
     for name, timing in (("all resident", outcome.plain), ("inside the budget", outcome.paged)):
         table.add_row(
             name, f"{timing.first_seconds:.2f} s", f"{timing.rest_seconds:.2f} s", f"{timing.texts_per_second:.1f}"
@@ -70,20 +68,17 @@ def _traffic(outcome: Outcome) -> Table:
     if outcome.nodes:
         tiers += f" on {' and '.join(outcome.nodes)}, over TCP"
     table = Table(
-        title="What the pool did",
-        title_justify="left",
+        "What the pool did",
         caption=f"Tiers below the fast one: {tiers}. The first batch is recorded, the others follow the recording."
         + (
             f" Memory beside the pool (activations, the interpreter): at most {_mb(outcome.unpaged_peak)}."
             if outcome.unpaged_peak
             else ""
         ),
-        caption_justify="left",
         expand=True,
     )
-    table.add_column("")
-    table.add_column("first batch", justify="right")
-    table.add_column(f"other {outcome.batches - 1} batches", justify="right")
+    table.add_texts("")
+    table.add_figures("first batch", f"other {outcome.batches - 1} batches")
     rows: list[tuple[str, Callable[[Counts], str]]] = [
         ("accesses", lambda counts: f"{counts.accesses:,}"),
         ("found everything in place", lambda counts: _share(counts.hit_rate)),
@@ -121,17 +116,14 @@ def _start_up_verdict(start_up: StartUp) -> Panel:
 
 def _start_up(start_up: StartUp) -> Table:
     table = Table(
-        title="Starting",
-        title_justify="left",
+        "Starting",
         caption=f"Medians of {start_up.processes} new processes each. From the file: as transformers loads it, mapped "
         "out of the page cache and not verified. From the node: mapped and verified. The publisher, which "
         f"built the model, read the file and copied the weights, took {start_up.load_seconds * 1e3:,.1f} ms.",
-        caption_justify="left",
         expand=True,
     )
-    table.add_column("")
-    for name in ("weights from the file", "weights from the node"):
-        table.add_column(name, justify="right")
+    table.add_texts("")
+    table.add_figures("weights from the file", "weights from the node")
     rows: list[tuple[str, Callable[[Start], float]]] = [
         ("importing packages", lambda start: start.importing),
         ("weights", lambda start: start.weights),

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import msgspec
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 
 from farpool.demo.corpus import library_passages, pick
 from farpool.demo.nodes import lending
 from farpool.errors import FarpoolError
+from farpool.observe.tables import Table
 
 __all__ = ["BLOCK_TOKENS", "Answer", "ContextOutcome", "ContextReply", "ContextRequest", "report", "run"]
 
@@ -202,10 +202,9 @@ def _ask(request: ContextRequest, step: str) -> ContextReply:
 
 def report(outcome: ContextOutcome) -> RenderableType:
     """Build the report: whether the answers are the same, and when their first tokens came."""
-    table = Table(title="Time to the first token, in the second process", title_justify="left", expand=True)
-    table.add_column("question", ratio=3)
-    for name in ("computed", "loaded", "of that lookup and load", "times faster"):
-        table.add_column(name, justify="right", ratio=1)
+    table = Table("Time to the first token, in the second process", expand=True)
+    table.add_texts("question")
+    table.add_figures("computed", "loaded", "of that lookup and load", "times faster")
     for question, computed, loaded, loading in zip(
         outcome.questions, outcome.computed, outcome.loaded, outcome.loading, strict=True
     ):

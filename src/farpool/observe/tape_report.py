@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from farpool.observe.tables import Table
 from farpool.observe.tape_summary import TapeSummary
 from farpool.pager import Mode
 from farpool.sizes import format_size
@@ -73,10 +73,9 @@ def access_lines(accesses: Iterable[Access]) -> list[str]:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
+    table = Table(title)
+    table.add_texts(first)
+    table.add_figures(*others)
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +16,15 @@ from farpool.tensors.factories import materialize
 from farpool.tensors.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from farpool.store import Pin, Store
+    from farpool.store import Pin, Pins, Store
     from farpool.store.names import NameInfo, OpenedName, TensorEntry, TensorSource
 
 __all__ = ["map_tensors", "publish_tensors", "read_tensor", "read_tensors", "tensor_source"]
 
-_BATCH = 4 << 20
-"""Bytes of small tensors that are pinned in one call; the timeout applies to each such batch."""
+_BATCH_BYTES = 4 << 20
+"""Bytes of tensors that the first call pins; the timeout applies to each call."""
+_MAPPED_BATCH_BYTES = 256 << 20
+"""Bytes that a call pins if all objects of the call before are mapped, and so take no memory for copies."""
 
 
 def publish_tensors(
@@ -138,8 +140,13 @@ def map_tensors(store: Store, name: str, version: int | None = None) -> dict[str
     weakref.finalize(held, opened.defer, opened.close).atexit = False
     tensors: dict[str, torch.Tensor] = {}
     try:
-        for batch in _batches(opened.tensors()):
-            tensors.update(_mapped(store, opened, batch, held))
+        entries = iter(opened.tensors())
+        room = _BATCH_BYTES
+        while batch := _batch(entries, room):
+            pins = store.pin_many(entry.key for entry in batch if entry.nbytes)
+            is_mapped = all(pin is not None and pin.is_mapped for pin in pins)
+            room = _MAPPED_BATCH_BYTES if is_mapped else _BATCH_BYTES
+            tensors.update(_over_pins(pins, opened, batch, held))
     except BaseException:
         opened.close()
         raise
@@ -153,23 +160,23 @@ class _Held:
         self.store = store
 
 
-def _batches(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+def _batch(entries: Iterator[TensorEntry], room: int) -> list[TensorEntry]:
+    """Take the next tensors, until they have `room` bytes; empty at the end."""
     batch: list[TensorEntry] = []
-    nbytes = 0
     for entry in entries:
         batch.append(entry)
-        nbytes += entry.nbytes
-        if nbytes >= _BATCH:
-            yield batch
-            batch, nbytes = [], 0
-    yield batch
+        room -= entry.nbytes
+        if room <= 0:
+            break
+    return batch
 
 
-def _mapped(
-    store: Store, opened: OpenedName, entries: Sequence[TensorEntry], held: _Held
+def _over_pins(
+    pins: Pins, opened: OpenedName, entries: Sequence[TensorEntry], held: _Held
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    pins = store.pin_many(entry.key for entry in entries if entry.nbytes)
+    """Yield tensors over pinned objects, in the order of those that have bytes, all of them verified before."""
     try:
+        pins.verify()
         left = iter(pins)
         for entry in entries:
             if not entry.nbytes:
@@ -185,9 +192,8 @@ def _mapped(
 
 
 def _over(pin: Pin, opened: OpenedName, entry: TensorEntry, held: _Held) -> torch.Tensor:
-    """A tensor over a pinned object, or a copy of one that is not mapped."""
+    """Make a tensor over a verified object, or a copy of one that is not mapped."""
     dtype = _dtype_of(entry)
-    pin.verify()
     if pin.view.nbytes != entry.nbytes:
         raise ConfigError(
             f"the object of the tensor {entry.name!r} has {pin.view.nbytes} bytes, expected {entry.nbytes}",
