@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 import msgspec
 
 from farpool.errors import ConfigError
+from farpool.kv.agreement import Agreement, Offer
 from farpool.kv.background import Background
 from farpool.kv.blocks import BlockCache, Found
 from farpool.kv.cost import Arm, Plan
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from farpool._native import Slices
     from farpool.kv.objects import Objects
+    from farpool.kv.ranks import Exchange, Ranks
     from farpool.store.arguments import Payload
 
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
@@ -70,6 +72,11 @@ class _Wanted(msgspec.Struct, frozen=True):
 
     def key(self, group: int, block: int) -> bytes:
         return self.keys[group * self.blocks + block]
+
+    @property
+    def last(self) -> bytes:
+        """Key of the last block, whose hash covers all tokens; empty if there is no block."""
+        return self.keys[self.blocks - 1] if self.blocks else b""
 
     def keys_of(self, group: int, blocks: range) -> Sequence[bytes]:
         return self.keys[group * self.blocks + blocks.start : group * self.blocks + blocks.stop]
@@ -109,6 +116,7 @@ class Match(msgspec.Struct, frozen=True):
     seconds: float
     _wanted: _Wanted
     _far_bytes: int
+    _ends: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,11 @@ class PrefixCache:
     rank : int
         Number of this process's part among all that `parallel` makes, 0 to their product less 1. Each part is stored by
         itself, and is never loaded for another one.
+    ranks : Ranks, optional
+        How the ranks that `parallel` makes agree, such as `StoreRanks`. Rank 0 decides for all, and all ranks get the
+        same `Match.tokens` and the same result of each load. They have to make the same calls in the same order. If it
+        is left out, each rank loads all that it finds, and the engine has to take the least of what its ranks found,
+        and of what they loaded (docs/kv.md).
     extra : mapping of str to (str or int), optional
         Whatever else makes bytes differ.
     tenant : str
@@ -246,6 +259,7 @@ class PrefixCache:
         head_dim: int = 0,
         parallel: Mapping[str, int] | None = None,
         rank: int = 0,
+        ranks: Ranks | None = None,
         extra: Mapping[str, str | int] | None = None,
         tenant: str = "",
         codec: str = "",
@@ -255,10 +269,7 @@ class PrefixCache:
         **settings: Any,
     ) -> None:
         sizes = dict(parallel or {})
-        if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-            raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")
-        if not isinstance(rank, int) or not 0 <= rank < math.prod(sizes.values()):
-            raise ConfigError(f"rank is {rank!r}, expected 0 to {math.prod(sizes.values()) - 1}", setting="rank")
+        is_alone = _count_of_ranks(sizes, rank, ranks) == 1
         self._groups = layer_groups(layers, block, pieces)
         self._full = next((number for number, one in enumerate(self._groups) if _needs_all(one)), None)
         self._all_full = all(map(_needs_all, self._groups))
@@ -281,7 +292,10 @@ class PrefixCache:
             codec=codec,
             extra=tuple(sorted((extra or {}).items())),
         )
-        self.judge = Judge(hold_out=hold_out)
+        self._agreement = None if is_alone or ranks is None else Agreement(ranks, has_ends=not self._all_full)
+        # A decision rests on times, which differ from rank to rank: one rank decides for all, or none does.
+        self._decides = is_alone or (ranks is not None and rank == 0)
+        self.judge = Judge(hold_out=hold_out and self._decides)
         self._blocks = BlockCache(nodes, self._namespace, judge=self.judge, **settings)
         self._background = Background(self._blocks.submit)
         self._near = NearMemory(near_bytes)
@@ -358,7 +372,7 @@ class PrefixCache:
             self._wanted(namespace, tokens, leave, request)
             for tokens, request in zip(prompts, _each(requests, prompts, ""), strict=True)
         ]
-        return self._match(wanted, split, timeout)
+        return self._match(wanted, split, timeout, self._exchange())
 
     def lookup_async(
         self,
@@ -371,9 +385,13 @@ class PrefixCache:
     ) -> Future[Match]:
         """Begin a `lookup` on a thread of this cache; its result is that of `lookup`."""
         namespace, tokens, until = self._namespace, list(tokens), self._until(timeout, 0)
-        return self._background.begin(
-            lambda: self._match([self._wanted(namespace, tokens, leave, request)], split, _seconds_to(until))[0], until
-        )
+        exchange = self._exchange()
+
+        def look_up() -> Match:
+            wanted = self._wanted(namespace, tokens, leave, request)
+            return self._match([wanted], split, _seconds_to(until), exchange)[0]
+
+        return self._background.begin(look_up, until)
 
     def _chains(self, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
         return token_chain(tokens, self._block, namespace.digest)
@@ -390,8 +408,54 @@ class PrefixCache:
         own = tokens[: max(0, len(tokens) - leave)]
         return _Wanted(namespace, self._token_keys(namespace, own), len(own) // self._block, len(tokens), request)
 
-    def _match(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
-        """Look up sequences together, and decide about each."""
+    def _exchange(self) -> Exchange | None:
+        """Begin an exchange with the other ranks, in the order of calls; None if there are no others to agree with."""
+        return None if self._agreement is None else self._agreement.begin()
+
+    def _match(
+        self, wanted: Sequence[_Wanted], split: bool, timeout: float | None, exchange: Exchange | None
+    ) -> list[Match]:
+        """Look up sequences together, and decide about each, with the other ranks if there is an exchange."""
+        matches = self._match_here(wanted, split, timeout)
+        return matches if exchange is None else self._agreed(matches, exchange)
+
+    def _agreed(self, matches: Sequence[Match], exchange: Exchange) -> list[Match]:
+        """Return what all ranks load of what this one has found."""
+        assert self._agreement is not None
+        step = self._block
+        offers = [
+            Offer(
+                match._wanted.blocks,
+                match.tokens // step,
+                match.compute // step,
+                match._ends if match.tokens else (),
+                match._wanted.last,
+            )
+            for match in matches
+        ]
+        return [
+            self._cut(match, usable * step, compute * step)
+            for match, (usable, compute) in zip(matches, self._agreement.found(exchange, offers), strict=True)
+        ]
+
+    def _cut(self, match: Match, tokens: int, compute: int) -> Match:
+        """Return a match of which all ranks load so many tokens."""
+        if (tokens, compute) == (match.tokens, match.compute):
+            return match
+        if tokens == match.tokens:
+            return msgspec.structs.replace(match, compute=compute)
+        self._outdone("lookup", match, match.tokens - tokens)
+        if not tokens and self._decides:
+            self.judge.missed(match._wanted.blocks * self._block, match.seconds)
+        return msgspec.structs.replace(match, tokens=tokens, compute=compute, reason=Reason.OTHER_RANK)
+
+    def _outdone(self, step: str, match: Match, tokens: int) -> None:
+        """Write into the journal that this rank could have used more tokens than all ranks together."""
+        said = "another rank lacks it, computes it, or did not answer in time"
+        self._blocks.missed(step, match.request, tokens // self._block, Reason.OTHER_RANK, said)
+
+    def _match_here(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
+        """Look up sequences together, and decide about each as far as this rank can."""
         step = self._block
         passed = [bool(one.blocks) and self.judge.passes_over(one.blocks * step, step, one.request) for one in wanted]
         if any(passed):
@@ -441,7 +505,11 @@ class PrefixCache:
         usable, reason = self._usable(found, wanted.blocks)
         if reason is Reason.ABSENT and not any(found.found):
             reason = self._disagreements.reason(wanted.namespace, wanted.request, len(wanted.keys)) or reason
-        return self._weighed(wanted, usable, reason, near, split, seconds)
+        match = self._weighed(wanted, usable, reason, near, split, seconds)
+        if self._agreement is None or self._all_full:
+            return match
+        ends = set(self._ends(self._rows(found, wanted.blocks), usable))
+        return msgspec.structs.replace(match, _ends=[int(end in ends) for end in range(1, wanted.blocks + 1)])
 
     def _weighed(
         self,
@@ -464,7 +532,10 @@ class PrefixCache:
                 if key not in near
             )
         arm: Arm = "load"
-        if nbytes:
+        if nbytes and not self._decides:
+            seconds_computing = self.judge.prefill_seconds(there) or None
+            plan = Plan(0, None, seconds_computing, "load: another rank or the engine decides")
+        elif nbytes:
             plan, arm = self.judge.decide(
                 there, nbytes, step=self._block, request=wanted.request, split=split, plan=plan
             )
@@ -495,22 +566,28 @@ class PrefixCache:
         """Return up to which block every layer has what it needs, and why not further."""
         if found.is_whole or not blocks:
             return blocks, None
-        there = found.found
-        rows = [there[number * blocks : (number + 1) * blocks] for number in range(len(self._groups))]
+        rows = self._rows(found, blocks)
         most = blocks
         for one, row in zip(self._groups, rows, strict=True):
             if _needs_all(one) and not all(row[:most]):
                 most = row.index(False)
+        usable = next(self._ends(rows, most), 0)
+        reasons = (found.reasons[number * blocks + usable] for number in range(len(self._groups)) if usable < blocks)
+        return usable, next((reason for reason in reasons if reason is not None), None)
+
+    def _rows(self, found: Found, blocks: int) -> list[list[bool]]:
+        """Return which blocks of each group were found."""
+        there = found.found
+        return [there[number * blocks : (number + 1) * blocks] for number in range(len(self._groups))]
+
+    def _ends(self, rows: Sequence[Sequence[bool]], most: int) -> Iterator[int]:
+        """Yield the numbers of blocks, at most so many, behind which every layer can go on, the largest first."""
         for usable in range(most, 0, -1):
             if all(
                 all(row[one.first_block(usable, self._block) : usable])
                 for one, row in zip(self._groups, rows, strict=True)
             ):
-                break
-        else:
-            usable = 0
-        reasons = (found.reasons[number * blocks + usable] for number in range(len(self._groups)) if usable < blocks)
-        return usable, next((reason for reason in reasons if reason is not None), None)
+                yield usable
 
     def _needed(self, usable: int, first: int = 0, groups: Sequence[int] | None = None) -> Iterator[tuple[int, range]]:
         """Yield each group with the blocks from `first` on that it needs to go on behind `usable` blocks."""
@@ -568,7 +645,8 @@ class PrefixCache:
         list of int
             Result of `load` for each.
         """
-        return self._load_judged(matches, memories, time.monotonic(), self._load_until(matches, timeout))
+        until = self._load_until(matches, timeout)
+        return self._load_judged(matches, memories, time.monotonic(), until, self._exchange())
 
     def fetch(
         self,
@@ -603,16 +681,18 @@ class PrefixCache:
         wanted = self._wanted(self._namespace, tokens, leave, request)
         there, nbytes = wanted.blocks * self._block, self._nbytes(wanted.blocks)
         plan = None
-        if self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
+        if self._agreement is None and self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
             plan = self.judge.planned(there, nbytes, step=self._block)
         if plan is None:
-            (match,) = self._match([wanted], False, timeout)
+            (match,) = self._match([wanted], False, timeout, self._exchange())
             return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
         sizes, targets = self._targets(memory, self._needed(wanted.blocks))
         near = self._near.held(wanted.keys)
-        outcomes = self._fetch(wanted.keys, targets, sizes, request, until)
+        outcomes, under_way, moving = self._fetch(wanted.keys, targets, sizes, request, until)
+        if moving:
+            self.judge.loaded(under_way, moving)
         seconds = time.monotonic() - began
         if any(outcomes):
             answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
@@ -627,7 +707,8 @@ class PrefixCache:
     def load_async(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> Future[int]:
         """Begin a `load` on a thread of this cache; its result is that of `load`."""
         began, until = time.monotonic(), self._load_until([match], timeout)
-        return self._background.begin(lambda: self._load_judged([match], [memory], began, until)[0], until)
+        exchange = self._exchange()
+        return self._background.begin(lambda: self._load_judged([match], [memory], began, until, exchange)[0], until)
 
     def load_layers(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> list[LayerLoad]:
         """Begin to load, the first layers first, so that they can compute while the others are loaded.
@@ -647,7 +728,8 @@ class PrefixCache:
         began, until = time.monotonic(), self._load_until([match], timeout)
 
         def begin(number: int) -> Future[int]:
-            return self._background.begin(lambda: self._load([match], [memory], [number], until)[0], until)
+            exchange = self._exchange()
+            return self._background.begin(lambda: self._load([match], [memory], [number], until, exchange)[0], until)
 
         loads = [LayerLoad(self._groups[number].layers, begin(number)) for number in self._order]
         lock, waiting = threading.Lock(), len(loads)
@@ -675,17 +757,27 @@ class PrefixCache:
         return self._until(timeout, sum(self._nbytes(match.tokens // self._block) for match in matches))
 
     def _load_judged(
-        self, matches: Sequence[Match], memories: Sequence[KVMemory], began: float, until: float
+        self,
+        matches: Sequence[Match],
+        memories: Sequence[KVMemory],
+        began: float,
+        until: float,
+        exchange: Exchange | None,
     ) -> list[int]:
         """Load prompts whole, and compare the time with that of computing them."""
-        usable = self._load(matches, memories, range(len(self._groups)), until)
+        usable = self._load(matches, memories, range(len(self._groups)), until, exchange)
         seconds, total = time.monotonic() - began, sum(match.tokens for match in matches)
         for match, tokens in zip(matches, usable, strict=True):
             self._judged(match, tokens, seconds * match.tokens / max(1, total))
         return usable
 
     def _load(
-        self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
+        self,
+        matches: Sequence[Match],
+        memories: Sequence[KVMemory],
+        groups: Sequence[int],
+        until: float,
+        exchange: Exchange | None,
     ) -> list[int]:
         """Load some groups of layers of prompts; return how many tokens of each they have then."""
         keys: list[bytes] = []
@@ -707,11 +799,29 @@ class PrefixCache:
             if len(matches) == 1
             else [match.request for match, own in zip(matches, places, strict=True) for _ in own]
         )
-        outcomes = iter(self._fetch(keys, targets, sizes, names, until))
-        return [
+        came, under_way, seconds = self._fetch(keys, targets, sizes, names, until)
+        outcomes = iter(came)
+        usable = [
             self._came(match, own, list(itertools.islice(outcomes, len(own))))
             for match, own in zip(matches, places, strict=True)
         ]
+        if exchange is not None:
+            usable, seconds = self._agreed_load(matches, usable, seconds, exchange)
+        if seconds:
+            self.judge.loaded(under_way, seconds)
+        return usable
+
+    def _agreed_load(
+        self, matches: Sequence[Match], usable: Sequence[int], seconds: float, exchange: Exchange
+    ) -> tuple[list[int], float]:
+        """Return how many tokens all ranks can use of what has come, and the time of the slowest rank, if known."""
+        assert self._agreement is not None
+        lasts = [match._wanted.last for match in matches]
+        agreed, slowest = self._agreement.loaded(exchange, lasts, usable, seconds)
+        for match, own, tokens in zip(matches, usable, agreed, strict=True):
+            if tokens < own:
+                self._outdone("load", match, own - tokens)
+        return agreed, max(seconds, slowest) if seconds else 0.0
 
     def _is_outdated(self, match: Match) -> bool:
         """Tell if other weights are in use than those of a lookup."""
@@ -736,12 +846,19 @@ class PrefixCache:
         sizes: Sequence[int],
         request: str | Sequence[str],
         until: float,
-    ) -> list[Reason | None]:
-        """Copy blocks that are in this process's memory, and load the others, of which the time is measured."""
+    ) -> tuple[list[Reason | None], int, float]:
+        """Copy blocks that are in this process's memory, and load the others.
+
+        Returns
+        -------
+        tuple of list, int and float
+            For each block None or why it did not come, and for the judge the bytes under way and the seconds that the
+            load took; 0 seconds where they say nothing.
+        """
         outcomes: list[Reason | None] = [None] * len(keys)
         far = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
         if not far:
-            return outcomes
+            return outcomes, 0, 0.0
         if len(far) < len(keys):
             keys, targets, sizes = _take(keys, far), _take(targets, far), _take(sizes, far)
             request = request if isinstance(request, str) else _take(request, far)
@@ -752,11 +869,12 @@ class PrefixCache:
             loaded = self._blocks.load(keys, targets, request=request, timeout=_seconds_to(until))
         finally:
             self.judge.ended(nbytes)
+        seconds = 0.0
         if not any(loaded) or Reason.LATE in loaded:  # what was late has taken so long at least
-            self.judge.loaded(under_way, time.monotonic() - began)
+            seconds = time.monotonic() - began
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
-        return outcomes
+        return outcomes, under_way, seconds
 
     def _targets(self, memory: KVMemory, needed: Iterable[tuple[int, range]]) -> tuple[list[int], list[Payload]]:
         """Return the bytes of blocks, and the memory into which each is loaded.
@@ -1146,7 +1264,7 @@ class PrefixCache:
             handed = msgspec.msgpack.decode(note, type=_Note)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
-        namespace = self._namespace
+        namespace, exchange = self._namespace, self._exchange()
         is_ours = handed.namespace == namespace.digest
         chains = handed.chains if is_ours else []
         keys = self._keys(namespace, chains)
@@ -1155,8 +1273,10 @@ class PrefixCache:
             said = "the note is of other weights, layers or settings"
             self._blocks.missed("lookup", request, len(handed.chains), Reason.FOREIGN, said)
             match = self._decided(wanted, Found([]), set(), False, 0.0)
+            if exchange is not None:
+                self._agreed([match], exchange)
             return msgspec.structs.replace(match, reason=Reason.FOREIGN)
-        (match,) = self._match([wanted], False, timeout)
+        (match,) = self._match([wanted], False, timeout, exchange)
         if match.found and handed.kept:
             # By this process's own session, as the giver's may end.
             self._background.begin(
@@ -1207,13 +1327,15 @@ class PrefixCache:
             # A node that is to keep a block in memory reads it from its file first.
             return self._blocks.pin(keys, left, owner=b"prefetch", request=wanted.request, timeout=left).count(None)
         places = self._near.reserve(needed)
-        came = self._fetch(
+        came, under_way, seconds = self._fetch(
             list(places),
             [memoryview(place) for place in places.values()],
             [len(place) for place in places.values()],
             wanted.request,
             until,
         )
+        if seconds:
+            self.judge.loaded(under_way, seconds)
         for (key, place), outcome in zip(places.items(), came, strict=True):
             if outcome is None:
                 self._near.keep(key, place)
@@ -1256,6 +1378,25 @@ class PrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None) -> int:
+    """Return how many ranks there are.
+
+    Raises
+    ------
+    ConfigError
+        There is no such rank, or no such number of ranks.
+    """
+    if not all(isinstance(size, int) and size > 0 for size in parallel.values()):
+        raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")
+    count = math.prod(parallel.values())
+    if not isinstance(rank, int) or not 0 <= rank < count:
+        raise ConfigError(f"rank is {rank!r}, expected 0 to {count - 1}", setting="rank")
+    if ranks is not None and (ranks.rank, ranks.size) != (rank, count):
+        said = f"ranks is rank {ranks.rank} of {ranks.size}, expected rank {rank} of {count}, as parallel and rank say"
+        raise ConfigError(said, setting="ranks")
+    return count
 
 
 def _passed_over(wanted: _Wanted) -> Match:
