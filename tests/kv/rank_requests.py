@@ -71,7 +71,7 @@ class Engine:
         return happens
 
     def drop_some(self, tokens: Sequence[int]) -> None:
-        keys, _ = self.cache._sequence(tokens)
+        keys, _ = self.cache._sequence(tokens, "")
         self.cache._blocks.drop(self.luck.sample(keys, 1))
 
     def request(self, number: int) -> Answer:

@@ -126,7 +126,7 @@ def loaded_by(cache: PrefixCache, match: Any) -> int:
 
 
 def drop(cache: PrefixCache, block: int) -> None:
-    keys, _ = cache._sequence(prompt(1))
+    keys, _ = cache._sequence(prompt(1), "")
     assert cache._blocks.drop(keys[block : block + 1]) == 1
 
 

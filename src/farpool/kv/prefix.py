@@ -35,7 +35,7 @@ from farpool.kv.disagreement import Disagreements
 from farpool.kv.header import HEADER_BYTES
 from farpool.kv.journal import record
 from farpool.kv.judge import Judge
-from farpool.kv.keys import block_keys, token_chain, token_keys
+from farpool.kv.keys import block_keys, chain_seed, salt_bytes, token_chain, token_keys
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, TensorMemory, layer_groups
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
@@ -69,6 +69,7 @@ class _Wanted(msgspec.Struct, frozen=True):
     blocks: int
     tokens: int
     request: str
+    salt: bytes
 
     def key(self, group: int, block: int) -> bytes:
         return self.keys[group * self.blocks + block]
@@ -103,6 +104,8 @@ class Match(msgspec.Struct, frozen=True):
         The engine's name of the request.
     weights_id : str
         Name of the weights that the KV is of. Once others are in use, a load gives nothing.
+    salt : bytes
+        The salt of the request.
     """
 
     tokens: int
@@ -112,6 +115,7 @@ class Match(msgspec.Struct, frozen=True):
     plan: Plan
     request: str
     weights_id: str
+    salt: bytes
     arm: Arm
     seconds: float
     _wanted: _Wanted
@@ -179,6 +183,7 @@ class _Note(msgspec.Struct, frozen=True):
     owner: bytes
     ttl: Annotated[float, msgspec.Meta(gt=0)]
     kept: int
+    salt: bytes = b""  # notes of releases without salts have none
 
 
 class PrefixCache:
@@ -325,6 +330,7 @@ class PrefixCache:
         self,
         tokens: Sequence[int],
         *,
+        salt: bytes | str = "",
         request: str = "",
         split: bool = False,
         leave: int = 1,
@@ -336,6 +342,10 @@ class PrefixCache:
         ----------
         tokens : sequence of int
             The prompt.
+        salt : bytes or str
+            All that the KV depends on besides the tokens and this cache's settings, such as the name of a LoRA adapter,
+            a digest of all images, or a user who shares nothing with others. KV that was saved with one salt is never
+            found with another one.
         request : str
             Name of the request, for ``farpool why``.
         split : bool
@@ -345,12 +355,15 @@ class PrefixCache:
         timeout : float or None
             Seconds that it may take; None for the cache's own time.
         """
-        return self.lookup_many([tokens], requests=[request], split=split, leave=leave, timeout=timeout)[0]
+        return self.lookup_many([tokens], salts=[salt], requests=[request], split=split, leave=leave, timeout=timeout)[
+            0
+        ]
 
     def lookup_many(
         self,
         prompts: Sequence[Sequence[int]],
         *,
+        salts: Sequence[bytes | str] = (),
         requests: Sequence[str] = (),
         split: bool = False,
         leave: int = 1,
@@ -362,22 +375,23 @@ class PrefixCache:
         ----------
         prompts : sequence of sequence of int
             The prompts.
+        salts : sequence of (bytes or str)
+            Salt of each, as of `lookup`; left out for none.
         requests : sequence of str
             Name of the request of each; left out for none.
         split, leave, timeout
             As of `lookup`.
         """
         namespace = self._namespace
-        wanted = [
-            self._wanted(namespace, tokens, leave, request)
-            for tokens, request in zip(prompts, _each(requests, prompts, ""), strict=True)
-        ]
+        each = zip(prompts, _each(salts, prompts, b""), _each(requests, prompts, ""), strict=True)
+        wanted = [self._wanted(namespace, tokens, salt, leave, request) for tokens, salt, request in each]
         return self._match(wanted, split, timeout, self._exchange())
 
     def lookup_async(
         self,
         tokens: Sequence[int],
         *,
+        salt: bytes | str = "",
         request: str = "",
         split: bool = False,
         leave: int = 1,
@@ -388,25 +402,28 @@ class PrefixCache:
         exchange = self._exchange()
 
         def look_up() -> Match:
-            wanted = self._wanted(namespace, tokens, leave, request)
+            wanted = self._wanted(namespace, tokens, salt, leave, request)
             return self._match([wanted], split, _seconds_to(until), exchange)[0]
 
         return self._background.begin(look_up, until)
 
-    def _chains(self, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
-        return token_chain(tokens, self._block, namespace.digest)
+    def _chains(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
+        return token_chain(tokens, self._block, chain_seed(namespace.digest, salt))
 
     def _keys(self, namespace: Namespace, chains: Sequence[bytes]) -> list[bytes]:
         """Compose the keys of all blocks of a sequence, one group of layers after the other."""
         return block_keys(namespace.digest, chains, range(len(self._groups)), self._rank)
 
-    def _token_keys(self, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
+    def _token_keys(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """Compose the keys of all blocks of a sequence; the result is that of `_keys`."""
-        return token_keys(tokens, self._block, namespace.digest, len(self._groups), self._rank)
+        return token_keys(tokens, self._block, namespace.digest, len(self._groups), self._rank, salt)
 
-    def _wanted(self, namespace: Namespace, tokens: Sequence[int], leave: int, request: str) -> _Wanted:
-        own = tokens[: max(0, len(tokens) - leave)]
-        return _Wanted(namespace, self._token_keys(namespace, own), len(own) // self._block, len(tokens), request)
+    def _wanted(
+        self, namespace: Namespace, tokens: Sequence[int], salt: bytes | str, leave: int, request: str
+    ) -> _Wanted:
+        own, salt = tokens[: max(0, len(tokens) - leave)], salt_bytes(salt)
+        keys = self._token_keys(namespace, own, salt)
+        return _Wanted(namespace, keys, len(own) // self._block, len(tokens), request, salt)
 
     def _exchange(self) -> Exchange | None:
         """Begin an exchange with the other ranks, in the order of calls; None if there are no others to agree with."""
@@ -556,6 +573,7 @@ class PrefixCache:
             plan=plan,
             request=wanted.request,
             weights_id=wanted.namespace.weights,
+            salt=wanted.salt,
             arm=arm,
             seconds=seconds,
             _wanted=wanted,
@@ -653,6 +671,7 @@ class PrefixCache:
         tokens: Sequence[int],
         memory: KVMemory,
         *,
+        salt: bytes | str = "",
         request: str = "",
         leave: int = 1,
         timeout: float | None = None,
@@ -663,7 +682,7 @@ class PrefixCache:
 
         Parameters
         ----------
-        tokens, request, leave
+        tokens, salt, request, leave
             As of `lookup`.
         memory, timeout
             As of `load`.
@@ -678,7 +697,7 @@ class PrefixCache:
         ConfigError
             The memory lacks a place for a layer.
         """
-        wanted = self._wanted(self._namespace, tokens, leave, request)
+        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
         there, nbytes = wanted.blocks * self._block, self._nbytes(wanted.blocks)
         plan = None
         if self._agreement is None and self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
@@ -946,6 +965,7 @@ class PrefixCache:
         memory: KVMemory,
         *,
         start: int = 0,
+        salt: bytes | str = "",
         request: str = "",
         weights_id: str | None = None,
         timeout: float | None = None,
@@ -961,6 +981,8 @@ class PrefixCache:
             have left a sliding window, states of boundaries at which none was kept.
         start : int
             Tokens at the front that need not be looked at.
+        salt : bytes or str
+            As of `lookup`.
         request : str
             Name of the request, for ``farpool why``.
         weights_id : str or None
@@ -975,7 +997,13 @@ class PrefixCache:
             Number of blocks that are there now, of all groups of layers.
         """
         return self.save_many(
-            [tokens], [memory], starts=[start], requests=[request], weights_id=weights_id, timeout=timeout
+            [tokens],
+            [memory],
+            starts=[start],
+            salts=[salt],
+            requests=[request],
+            weights_id=weights_id,
+            timeout=timeout,
         )[0]
 
     def save_many(
@@ -984,6 +1012,7 @@ class PrefixCache:
         memories: Sequence[KVMemory],
         *,
         starts: Sequence[int] = (),
+        salts: Sequence[bytes | str] = (),
         requests: Sequence[str] = (),
         weights_id: str | None = None,
         timeout: float | None = None,
@@ -996,6 +1025,8 @@ class PrefixCache:
             For each sequence, arguments of `save`.
         starts : sequence of int
             Tokens at the front of each that need not be looked at; left out for none.
+        salts : sequence of (bytes or str)
+            Salt of each, as of `lookup`; left out for none.
         requests : sequence of str
             Name of the request of each; left out for none.
         weights_id : str or None
@@ -1014,6 +1045,7 @@ class PrefixCache:
             sequences,
             memories,
             _each(starts, sequences, 0),
+            _each(salts, sequences, b""),
             _each(requests, sequences, ""),
             range(len(self._groups)),
             until,
@@ -1025,13 +1057,14 @@ class PrefixCache:
         memory: KVMemory,
         *,
         start: int = 0,
+        salt: bytes | str = "",
         request: str = "",
         weights_id: str | None = None,
         timeout: float | None = None,
     ) -> Future[int]:
         """Begin a `save` on a thread of this cache; its result is that of `save`."""
         groups = range(len(self._groups))
-        return self._begin_save(tokens, memory, groups, start, request, weights_id, timeout)
+        return self._begin_save(tokens, memory, groups, start, salt, request, weights_id, timeout)
 
     def save_layers(
         self,
@@ -1040,6 +1073,7 @@ class PrefixCache:
         layers: Collection[int],
         *,
         start: int = 0,
+        salt: bytes | str = "",
         request: str = "",
         weights_id: str | None = None,
         timeout: float | None = None,
@@ -1048,7 +1082,7 @@ class PrefixCache:
 
         Parameters
         ----------
-        tokens, memory, start, request, weights_id, timeout
+        tokens, memory, start, salt, request, weights_id, timeout
             As of `save`.
         layers : collection of int
             Numbers of the layers: one or more of `parts`.
@@ -1066,7 +1100,7 @@ class PrefixCache:
         groups = [number for number in self._order if set(self._groups[number].layers) <= set(layers)]
         if {layer for number in groups for layer in self._groups[number].layers} != set(layers):
             raise ConfigError(f"layers {sorted(layers)} are not stored by themselves, expected some of {self.parts}")
-        return self._begin_save(tokens, memory, groups, start, request, weights_id, timeout)
+        return self._begin_save(tokens, memory, groups, start, salt, request, weights_id, timeout)
 
     def _begin_save(
         self,
@@ -1074,6 +1108,7 @@ class PrefixCache:
         memory: KVMemory,
         groups: Sequence[int],
         start: int,
+        salt: bytes | str,
         request: str,
         weights_id: str | None,
         timeout: float | None,
@@ -1081,7 +1116,7 @@ class PrefixCache:
         # All that the save rests on is taken now: by the time it begins, other weights may be in use.
         namespace, tokens, until = self._of(weights_id), list(tokens), self._save_until([tokens], timeout)
         return self._background.begin(
-            lambda: self._save(namespace, [tokens], [memory], [start], [request], groups, until)[0], until
+            lambda: self._save(namespace, [tokens], [memory], [start], [salt], [request], groups, until)[0], until
         )
 
     def _of(self, weights_id: str | None) -> Namespace:
@@ -1100,6 +1135,7 @@ class PrefixCache:
         sequences: Sequence[Sequence[int]],
         memories: Sequence[KVMemory],
         starts: Sequence[int],
+        salts: Sequence[bytes | str],
         requests: Sequence[str],
         groups: Sequence[int],
         until: float,
@@ -1109,8 +1145,9 @@ class PrefixCache:
         parents: dict[bytes, bytes] = {}
         names: list[str] = []
         saved: list[list[bytes]] = []
-        for tokens, memory, start, request in zip(sequences, memories, starts, requests, strict=True):
-            wanted = self._wanted(namespace, tokens, 0, request)
+        each = zip(sequences, memories, starts, salts, requests, strict=True)
+        for tokens, memory, start, salt, request in each:
+            wanted = self._wanted(namespace, tokens, salt, 0, request)
             own: list[bytes] = []
             # Those that others need go first.
             for number in sorted(groups, key=lambda number: not _needs_all(self._groups[number])):
@@ -1146,48 +1183,58 @@ class PrefixCache:
         # A window or a state is of use with all that layers with full attention have before it.
         return None if self._full is None else wanted.key(self._full, block)
 
-    def pin(self, tokens: Sequence[int], ttl: float, *, request: str = "") -> int:
+    def pin(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = "", request: str = "") -> int:
         """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay.
 
-        Each sequence has pins of its own: what it shares with another one stays until both are unpinned. Nodes let
-        pins go before their time when this process has ended for longer than their grace, or when they are restarted.
+        A sequence is its tokens and its salt (see `lookup`), and has pins of its own: what it shares with another one
+        stays until both are unpinned. Nodes let pins go before their time when this process has ended for longer than
+        their grace, or when they are restarted.
         """
-        keys, owner = self._sequence(tokens)
+        keys, owner = self._sequence(tokens, salt)
         return self._blocks.pin(keys, ttl, owner=owner, request=request).count(None)
 
-    def unpin(self, tokens: Sequence[int]) -> None:
+    def unpin(self, tokens: Sequence[int], *, salt: bytes | str = "") -> None:
         """Let the KV of a sequence be evicted again; that of weights which are no longer in use goes by its time."""
-        keys, owner = self._sequence(tokens)
+        keys, owner = self._sequence(tokens, salt)
         self._blocks.unpin(keys, owner=owner)
 
-    def _sequence(self, tokens: Sequence[int]) -> tuple[list[bytes], bytes]:
-        """Return the keys of a sequence's blocks, and a name that stands for all of its tokens."""
+    def _sequence(self, tokens: Sequence[int], salt: bytes | str) -> tuple[list[bytes], bytes]:
+        """Return the keys of a sequence's blocks, and a name that stands for all of its tokens and its salt."""
         namespace = self._namespace
-        chains = self._chains(namespace, tokens)
+        chains = self._chains(namespace, tokens, salt_bytes(salt))
         return self._keys(namespace, chains), self._owner(chains, tokens)
 
     def _owner(self, chains: Sequence[bytes], tokens: Sequence[int]) -> bytes:
         """Return a name that stands for all tokens of a sequence, those of a last block that is not full too."""
         return b"".join(chains[-1:]) + array("Q", list(tokens[len(chains) * self._block :])).tobytes()
 
-    def supersede(self, old: Sequence[int], new: Sequence[int]) -> int:
+    def supersede(self, old: Sequence[int], new: Sequence[int], *, salt: bytes | str = "") -> int:
         """Drop the KV of a sequence that another one replaces, except for what both share.
 
         Parameters
         ----------
         old, new : sequence of int
             Tokens, such as a conversation before and after its tool results were cut.
+        salt : bytes or str
+            Salt of both, as of `lookup`.
 
         Returns
         -------
         int
             Number of blocks that went. Other sequences that go on from the old one are computed again.
         """
-        namespace = self._namespace
-        kept = set(self._token_keys(namespace, new))
-        return self._blocks.drop([key for key in self._token_keys(namespace, old) if key not in kept])
+        namespace, salt = self._namespace, salt_bytes(salt)
+        kept = set(self._token_keys(namespace, new, salt))
+        return self._blocks.drop([key for key in self._token_keys(namespace, old, salt) if key not in kept])
 
-    def demote(self, tokens: Sequence[int], *, request: str = "", timeout: float | None = None) -> Demoted:
+    def demote(
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: bytes | str = "",
+        request: str = "",
+        timeout: float | None = None,
+    ) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that others have room.
 
         It is found as before, and comes back when it is loaded, or by `prefetch_by`. Other sequences that begin alike
@@ -1197,6 +1244,8 @@ class PrefixCache:
         ----------
         tokens : sequence of int
             The sequence, such as a conversation that waits for a slow tool.
+        salt : bytes or str
+            As of `lookup`.
         request : str
             Name of the request, for ``farpool why``.
         timeout : float or None
@@ -1207,11 +1256,11 @@ class PrefixCache:
         Demoted
             How many blocks went, and why the others did not: without a lower tier all of them stay.
         """
-        keys, _ = self._sequence(tokens)
+        keys, _ = self._sequence(tokens, salt)
         outcomes = self._blocks.demote(keys, request=request, timeout=timeout)
         return Demoted(outcomes.count(None), _counted(outcomes))
 
-    def handoff(self, tokens: Sequence[int], ttl: float, *, request: str = "") -> Handoff:
+    def handoff(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = "", request: str = "") -> Handoff:
         """Keep the KV of a sequence for another process, and make a note for it.
 
         Parameters
@@ -1221,6 +1270,8 @@ class PrefixCache:
         ttl : float
             Seconds for which it is kept, here until the other process takes it, and as long again there. A node ends
             what is kept for this process when it has been gone for longer than the node's grace.
+        salt : bytes or str
+            As of `lookup`. The note holds it, so `take` needs none.
         request : str
             Name of the request, for ``farpool why``.
 
@@ -1229,12 +1280,12 @@ class PrefixCache:
         Handoff
             The note, and how many blocks are kept. If none is, the note is of no use.
         """
-        namespace = self._namespace
-        chains = self._chains(namespace, tokens)
+        namespace, salt = self._namespace, salt_bytes(salt)
+        chains = self._chains(namespace, tokens, salt)
         owner = self._owner(chains, tokens)
         outcomes = self._blocks.pin(self._keys(namespace, chains), ttl, owner=owner, request=request)
         kept = outcomes.count(None)
-        note = msgspec.msgpack.encode(_Note(namespace.digest, chains, owner, ttl, kept))
+        note = msgspec.msgpack.encode(_Note(namespace.digest, chains, owner, ttl, kept, salt))
         return Handoff(note, kept, _counted(outcomes))
 
     def take(self, note: bytes, *, request: str = "", timeout: float | None = None) -> Match:
@@ -1268,7 +1319,7 @@ class PrefixCache:
         is_ours = handed.namespace == namespace.digest
         chains = handed.chains if is_ours else []
         keys = self._keys(namespace, chains)
-        wanted = _Wanted(namespace, keys, len(chains), len(handed.chains) * self._block, request)
+        wanted = _Wanted(namespace, keys, len(chains), len(handed.chains) * self._block, request, handed.salt)
         if not is_ours:
             said = "the note is of other weights, layers or settings"
             self._blocks.missed("lookup", request, len(handed.chains), Reason.FOREIGN, said)
@@ -1284,7 +1335,15 @@ class PrefixCache:
             )
         return match
 
-    def prefetch_by(self, tokens: Sequence[int], deadline: float, *, request: str = "", leave: int = 1) -> Future[int]:
+    def prefetch_by(
+        self,
+        tokens: Sequence[int],
+        deadline: float,
+        *,
+        salt: bytes | str = "",
+        request: str = "",
+        leave: int = 1,
+    ) -> Future[int]:
         """Bring the KV of a sequence near, for a request that will come: what a `lookup` of it would load.
 
         Parameters
@@ -1293,6 +1352,8 @@ class PrefixCache:
             The sequence.
         deadline : float
             Seconds from now after which it is of no use.
+        salt : bytes or str
+            As of `lookup`.
         request : str
             Name of the request, for ``farpool why``.
         leave : int
@@ -1307,7 +1368,7 @@ class PrefixCache:
         """
         namespace, tokens, until = self._namespace, list(tokens), time.monotonic() + deadline
         return self._background.begin(
-            lambda: self._prefetch(self._wanted(namespace, tokens, leave, request), until), until
+            lambda: self._prefetch(self._wanted(namespace, tokens, salt, leave, request), until), until
         )
 
     def _prefetch(self, wanted: _Wanted, until: float) -> int:
@@ -1403,7 +1464,7 @@ def _passed_over(wanted: _Wanted) -> Match:
     """Return what is known of a sequence that was not looked up."""
     plan = Plan(wanted.tokens, None, None, "compute: loading has cost time lately")
     weights = wanted.namespace.weights
-    return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, "hold-out", 0.0, wanted, 0)
+    return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, wanted.salt, "hold-out", 0.0, wanted, 0)
 
 
 def _payload(memory: KVMemory, layers: Iterable[int], start: int, stop: int) -> Payload | None:
