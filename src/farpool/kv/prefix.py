@@ -355,9 +355,8 @@ class PrefixCache:
         timeout : float or None
             Seconds that it may take; None for the cache's own time.
         """
-        return self.lookup_many([tokens], salts=[salt], requests=[request], split=split, leave=leave, timeout=timeout)[
-            0
-        ]
+        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
+        return self._match([wanted], split, timeout, self._exchange())[0]
 
     def lookup_many(
         self,
