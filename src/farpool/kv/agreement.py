@@ -1,4 +1,4 @@
-"""What the ranks of one engine tell each other about a lookup and a load, and what all of them do then.
+"""Ranks of one engine tell each other about a lookup and a load, and agree on what all of them do then.
 
 Rank 0 decides if a prefix is loaded, and each rank says how far it could go on. All ranks load up to the last block at
 which every one of them can. A load ends likewise: what one rank did not get, no rank uses.
