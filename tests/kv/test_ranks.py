@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
@@ -22,7 +23,7 @@ from farpool.node.process import RunningNode
 from tests.forking import in_forked_child
 from tests.kv.rank_requests import BLOCK, BLOCKS, FULL, WAITING, Answer, Engine, cache_of, memory, prompt
 from tests.kv.test_prefix import node
-from tests.nodes import PATIENCE
+from tests.nodes import PATIENCE, eventually
 
 __all__ = ["node"]  # fixture
 
@@ -87,7 +88,7 @@ def test_all_ranks_decide_and_load_alike_for_two_thousand_requests(node: Running
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "requests"), [(2, 2000), (4, 500)])
+@pytest.mark.parametrize(("size", "requests"), [(2, 2000), (4, 300)])
 def test_processes_agree_and_their_collectives_fit(node: RunningNode, size: int, requests: int) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = [sys.executable, "-m", "tests.kv.rank_requests", node.address, str(store.port)]
@@ -171,7 +172,13 @@ def test_a_rank_that_never_comes_holds_the_other_up_for_its_timeout_only(node: R
         match = both[1 - rank].lookup(prompt(1))
         assert (match.tokens, match.found, match.reason) == (0, WHOLE, Reason.OTHER_RANK)
         assert both[rank].lookup(prompt(1)).tokens == 0  # it comes late, and is answered the same
-        assert [match.tokens for match in on_all(both, lambda cache: cache.lookup(prompt(1)))] == [WHOLE, WHOLE]
+
+        def agree() -> bool:
+            first, second = on_all(both, lambda cache: cache.lookup(prompt(1)).tokens)
+            assert first == second
+            return first == WHOLE
+
+        eventually(agree)
 
 
 def test_ranks_that_ask_about_different_tokens_load_nothing(
@@ -194,7 +201,7 @@ def test_rank_0_decides_by_the_slowest_link(pair: list[PrefixCache], monkeypatch
         pair[0].computed(WHOLE, 0.01)  # longer than rank 0's own load takes, and shorter than that of rank 1
     tokens = []
     for _ in range(12):
-        matches = on_all(pair, lambda cache: cache.lookup(prompt(1)))
+        matches = on_all(pair, lambda cache: cache.lookup(prompt(1), timeout=PATIENCE))
         loads = on_all([*zip(pair, matches, strict=True)], lambda one: one[0].load(one[1], room(), timeout=PATIENCE))
         assert loads[0] == loads[1]
         tokens.append(loads[0])
@@ -243,13 +250,13 @@ def test_ranks_that_contradict_parallel_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_answers_and_refusals_that_race_are_the_same_on_all_ranks(size: int) -> None:
-    ranks = rank_threads(size, timeout=0.002)
+    ranks = rank_threads(size, timeout=0.005)
 
     def exchanges(one: StoreRanks) -> list[tuple[int, ...]]:
         luck, answers = random.Random(one.rank), []
         for number in range(300):
             exchange = one.begin()
-            time.sleep(luck.choice([0, 0, 0.0005, 0.0015, 0.002, 0.0025]))
+            time.sleep(luck.choice([0, 0, 0, 0.002, 0.004, 0.005, 0.006]))
             answers.append(tuple(exchange([number + one.rank + 1, 50 - one.rank])))
         return answers
 
@@ -291,7 +298,7 @@ def test_keys_of_exchanges_do_not_pile_up_and_a_rank_that_slept_gets_an_error(mo
     monkeypatch.setattr(ranks_module, "_KEPT", 16)
     monkeypatch.setattr(ranks_module, "_STEP", 4)
     store = HashStore()
-    ranks = [StoreRanks(store, rank, 3, timeout=0.1) for rank in range(3)]
+    ranks = [StoreRanks(store, rank, 3, timeout=PATIENCE) for rank in range(3)]
     slept = ranks[2].begin()
     others = [ranks[0].begin(), ranks[1].begin()]
     store.set("farpool.kv/0/2", "7")  # it has given its number, and has stopped before the answer
@@ -299,6 +306,7 @@ def test_keys_of_exchanges_do_not_pile_up_and_a_rank_that_slept_gets_an_error(mo
     for _ in range(200):
         assert on_all([one.begin() for one in ranks], lambda exchange: list(exchange([3]))) == [[3]] * 3
     assert store.num_keys() < 3 * (16 + 4 + 4)
+    monkeypatch.setattr(ranks[2], "_timeout", timedelta(seconds=0.05))
     for _ in range(2):  # a refusal that it has left there itself is no answer either
         with pytest.raises(NodeError, match=r"exchange 0 failed .* end this rank"):
             slept([7])
