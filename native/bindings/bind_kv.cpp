@@ -98,12 +98,12 @@ std::optional<std::vector<Digest>> chain_of(PyObject* const* tokens, std::size_t
 
 // The keys of all whole pages of tokens, one group after the other; None where Python has to make them.
 nb::object token_keys(const nb::object& tokens, std::size_t page, const nb::bytes& scope, std::uint32_t groups,
-                      std::uint32_t shard) {
+                      std::uint32_t shard, const nb::bytes& prior) {
 #ifdef FARPOOL_OPENSSL
     BlockKey key{};
     if (page > 0 && scope.size() == sizeof key.scope && (PyList_Check(tokens.ptr()) != 0 || PyTuple_Check(tokens.ptr()) != 0)) {
         const auto pages = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(tokens.ptr())) / page;
-        if (const auto chain = chain_of(PySequence_Fast_ITEMS(tokens.ptr()), pages, page, scope)) {
+        if (const auto chain = chain_of(PySequence_Fast_ITEMS(tokens.ptr()), pages, page, prior)) {
             std::memcpy(key.scope, scope.c_str(), sizeof key.scope);
             key.shard = __builtin_bswap32(shard);
             nb::list keys;
@@ -125,5 +125,5 @@ nb::object token_keys(const nb::object& tokens, std::size_t page, const nb::byte
 
 void bind_kv(nb::module_& m) {
     m.def("token_keys", token_keys, nb::arg("tokens"), nb::arg("page"), nb::arg("namespace"), nb::arg("groups"),
-          nb::arg("shard"));
+          nb::arg("shard"), nb::arg("prior"));
 }

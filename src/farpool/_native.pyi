@@ -400,8 +400,12 @@ class Slices:
     def views(self) -> list[memoryview]:
         """Return them as memory of Python, one for each buffer."""
 
-def token_keys(tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int) -> list[bytes] | None:
+def token_keys(
+    tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int, prior: bytes
+) -> list[bytes] | None:
     """Compose the keys of all blocks of tokens, as `farpool.kv.keys` describes them, one group of layers after the other.
+
+    `prior` is hashed before the first block's tokens.
 
     None where Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.
     """

@@ -127,7 +127,7 @@ def check(layers: Sequence[Layer], tokens: Sequence[int], into: Made, usable: in
 
 def keys_of(cache: PrefixCache, tokens: Sequence[int]) -> list[bytes]:
     """Keys of all blocks of a sequence."""
-    return cache._sequence(tokens)[0]
+    return cache._sequence(tokens, "")[0]
 
 
 def save_steps(cache: PrefixCache, layers: Sequence[Layer], tokens: Sequence[int]) -> None:

@@ -67,7 +67,7 @@ def test_whatever_is_not_there_is_a_miss_with_its_reason(make: Callable[..., Pre
     assert (match.tokens, match.found, match.reason) == (0, 0, Reason.ABSENT)
     assert cache.fetch([], target([FULL], [])).tokens == 0
     save_steps(cache, [FULL], TOKENS)
-    gone = cache._blocks.drop([cache._sequence(TOKENS)[0][2]])
+    gone = cache._blocks.drop([cache._sequence(TOKENS, "")[0][2]])
     match = cache.fetch(TOKENS, target([FULL], TOKENS))
     assert (gone, match.tokens, match.reason) == (1, 2 * BLOCK, Reason.ABSENT)
     assert cache.fetch(TOKENS, target([FULL], TOKENS), timeout=0.0).reason == Reason.LATE

@@ -6,6 +6,7 @@ from farpool.kv.blocks import BlockCache, Found
 from farpool.kv.judge import Judge
 from farpool.kv.keys import block_key, token_chain
 from farpool.kv.namespace import Group, Namespace
+from farpool.kv.ranks import Ranks, StoreRanks
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -32,7 +33,9 @@ __all__ = [
     "PoolObjects",
     "PooledWeights",
     "PrefixCache",
+    "Ranks",
     "Reason",
+    "StoreRanks",
     "TensorMemory",
     "block_key",
     "prefix_blocks",

@@ -16,8 +16,10 @@ __all__ = [
     "NAMESPACE_MAGIC",
     "block_key",
     "block_keys",
+    "chain_seed",
     "group_of",
     "namespace_key",
+    "salt_bytes",
     "token_chain",
     "token_keys",
 ]
@@ -27,6 +29,9 @@ NAMESPACE_MAGIC = b"fpn1"
 _KEY = struct.Struct("!4s16s32sII4x")
 KEY_BYTES = _KEY.size
 _LARGEST_U32 = 0xFFFFFFFF
+_SALT = b"farpool.kv.transformers salt"
+"""Hashed before a salt, so that no tokens give the same hash. It names the first program that had salts: with another
+text, KV that was stored with a salt before would not be found."""
 
 
 def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
@@ -62,7 +67,29 @@ def block_keys(namespace: bytes, chains: Sequence[bytes], groups: Iterable[int],
         raise ConfigError(f"groups {groups!r}, shard {shard!r}: expected whole numbers below 2**32") from None
 
 
-def token_keys(tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int = 0) -> list[bytes]:
+def salt_bytes(salt: bytes | str) -> bytes:
+    """Return a salt as bytes; a text stands for its UTF-8.
+
+    Raises
+    ------
+    ConfigError
+        It is neither bytes nor a text.
+    """
+    if isinstance(salt, str):
+        return salt.encode()
+    if not isinstance(salt, bytes):
+        raise ConfigError(f"salt is {salt!r}, expected bytes or a text, empty for none", setting="salt")
+    return salt
+
+
+def chain_seed(namespace: bytes, salt: bytes) -> bytes:
+    """Return the hash that comes before the first block of a sequence with a salt, empty for none."""
+    return hashlib.sha256(_SALT + namespace + salt).digest() if salt else namespace
+
+
+def token_keys(
+    tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int = 0, salt: bytes = b""
+) -> list[bytes]:
     """Compose the keys of all whole blocks of a sequence.
 
     Parameters
@@ -72,11 +99,13 @@ def token_keys(tokens: Sequence[int], page: int, namespace: bytes, groups: int, 
     page : int
         Tokens of a block.
     namespace : bytes
-        Digest of the namespace, 16 bytes; the hash of the first block's tokens begins with it.
+        Digest of the namespace, 16 bytes; the hash of the first block's tokens begins with it, or with `chain_seed`.
     groups : int
         Number of groups of layers.
     shard : int
         Number of the part that one rank holds.
+    salt : bytes
+        Whatever else the KV depends on; sequences with different salts have no key in common.
 
     Returns
     -------
@@ -88,12 +117,13 @@ def token_keys(tokens: Sequence[int], page: int, namespace: bytes, groups: int, 
     ConfigError
         A token is no number of that range, or another argument is wrong.
     """
+    seed = chain_seed(namespace, salt)
     try:
-        found = native_token_keys(tokens, page, namespace, groups, shard)
+        found = native_token_keys(tokens, page, namespace, groups, shard, seed)
     except TypeError:  # Python says which argument is wrong
         found = None
     if found is None:
-        found = block_keys(namespace, token_chain(tokens, page, namespace), range(groups), shard)
+        found = block_keys(namespace, token_chain(tokens, page, seed), range(groups), shard)
     return found
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 import msgspec
 
 from farpool.errors import ConfigError
+from farpool.kv.agreement import Agreement, Offer
 from farpool.kv.background import Background
 from farpool.kv.blocks import BlockCache, Found
 from farpool.kv.cost import Arm, Plan
@@ -34,7 +35,7 @@ from farpool.kv.disagreement import Disagreements
 from farpool.kv.header import HEADER_BYTES
 from farpool.kv.journal import record
 from farpool.kv.judge import Judge
-from farpool.kv.keys import block_keys, token_chain, token_keys
+from farpool.kv.keys import block_keys, chain_seed, salt_bytes, token_chain, token_keys
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, TensorMemory, layer_groups
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from farpool._native import Slices
     from farpool.kv.objects import Objects
+    from farpool.kv.ranks import Exchange, Ranks
     from farpool.store.arguments import Payload
 
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
@@ -67,9 +69,15 @@ class _Wanted(msgspec.Struct, frozen=True):
     blocks: int
     tokens: int
     request: str
+    salt: bytes
 
     def key(self, group: int, block: int) -> bytes:
         return self.keys[group * self.blocks + block]
+
+    @property
+    def last(self) -> bytes:
+        """Key of the last block, whose hash covers all tokens; empty if there is no block."""
+        return self.keys[self.blocks - 1] if self.blocks else b""
 
     def keys_of(self, group: int, blocks: range) -> Sequence[bytes]:
         return self.keys[group * self.blocks + blocks.start : group * self.blocks + blocks.stop]
@@ -96,6 +104,8 @@ class Match(msgspec.Struct, frozen=True):
         The engine's name of the request.
     weights_id : str
         Name of the weights that the KV is of. Once others are in use, a load gives nothing.
+    salt : bytes
+        The salt of the request.
     """
 
     tokens: int
@@ -105,10 +115,12 @@ class Match(msgspec.Struct, frozen=True):
     plan: Plan
     request: str
     weights_id: str
+    salt: bytes
     arm: Arm
     seconds: float
     _wanted: _Wanted
     _far_bytes: int
+    _ends: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +183,7 @@ class _Note(msgspec.Struct, frozen=True):
     owner: bytes
     ttl: Annotated[float, msgspec.Meta(gt=0)]
     kept: int
+    salt: bytes = b""  # notes of releases without salts have none
 
 
 class PrefixCache:
@@ -206,6 +219,11 @@ class PrefixCache:
     rank : int
         Number of this process's part among all that `parallel` makes, 0 to their product less 1. Each part is stored by
         itself, and is never loaded for another one.
+    ranks : Ranks, optional
+        How the ranks that `parallel` makes agree, such as `StoreRanks`. Rank 0 decides for all, and all ranks get the
+        same `Match.tokens` and the same result of each load. They have to make the same calls in the same order. If it
+        is left out, each rank loads all that it finds, and the engine has to take the least of what its ranks found,
+        and of what they loaded (docs/kv.md).
     extra : mapping of str to (str or int), optional
         Whatever else makes bytes differ.
     tenant : str
@@ -246,6 +264,7 @@ class PrefixCache:
         head_dim: int = 0,
         parallel: Mapping[str, int] | None = None,
         rank: int = 0,
+        ranks: Ranks | None = None,
         extra: Mapping[str, str | int] | None = None,
         tenant: str = "",
         codec: str = "",
@@ -255,10 +274,7 @@ class PrefixCache:
         **settings: Any,
     ) -> None:
         sizes = dict(parallel or {})
-        if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-            raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")
-        if not isinstance(rank, int) or not 0 <= rank < math.prod(sizes.values()):
-            raise ConfigError(f"rank is {rank!r}, expected 0 to {math.prod(sizes.values()) - 1}", setting="rank")
+        is_alone = _count_of_ranks(sizes, rank, ranks) == 1
         self._groups = layer_groups(layers, block, pieces)
         self._full = next((number for number, one in enumerate(self._groups) if _needs_all(one)), None)
         self._all_full = all(map(_needs_all, self._groups))
@@ -281,7 +297,10 @@ class PrefixCache:
             codec=codec,
             extra=tuple(sorted((extra or {}).items())),
         )
-        self.judge = Judge(hold_out=hold_out)
+        self._agreement = None if is_alone or ranks is None else Agreement(ranks, has_ends=not self._all_full)
+        # A decision rests on times, which differ from rank to rank: one rank decides for all, or none does.
+        self._decides = is_alone or (ranks is not None and rank == 0)
+        self.judge = Judge(hold_out=hold_out and self._decides)
         self._blocks = BlockCache(nodes, self._namespace, judge=self.judge, **settings)
         self._background = Background(self._blocks.submit)
         self._near = NearMemory(near_bytes)
@@ -311,6 +330,7 @@ class PrefixCache:
         self,
         tokens: Sequence[int],
         *,
+        salt: bytes | str = "",
         request: str = "",
         split: bool = False,
         leave: int = 1,
@@ -322,6 +342,10 @@ class PrefixCache:
         ----------
         tokens : sequence of int
             The prompt.
+        salt : bytes or str
+            All that the KV depends on besides the tokens and this cache's settings, such as the name of a LoRA adapter,
+            a digest of all images, or a user who shares nothing with others. KV that was saved with one salt is never
+            found with another one.
         request : str
             Name of the request, for ``farpool why``.
         split : bool
@@ -331,12 +355,14 @@ class PrefixCache:
         timeout : float or None
             Seconds that it may take; None for the cache's own time.
         """
-        return self.lookup_many([tokens], requests=[request], split=split, leave=leave, timeout=timeout)[0]
+        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
+        return self._match([wanted], split, timeout, self._exchange())[0]
 
     def lookup_many(
         self,
         prompts: Sequence[Sequence[int]],
         *,
+        salts: Sequence[bytes | str] = (),
         requests: Sequence[str] = (),
         split: bool = False,
         leave: int = 1,
@@ -348,22 +374,23 @@ class PrefixCache:
         ----------
         prompts : sequence of sequence of int
             The prompts.
+        salts : sequence of (bytes or str)
+            Salt of each, as of `lookup`; left out for none.
         requests : sequence of str
             Name of the request of each; left out for none.
         split, leave, timeout
             As of `lookup`.
         """
         namespace = self._namespace
-        wanted = [
-            self._wanted(namespace, tokens, leave, request)
-            for tokens, request in zip(prompts, _each(requests, prompts, ""), strict=True)
-        ]
-        return self._match(wanted, split, timeout)
+        each = zip(prompts, _each(salts, prompts, b""), _each(requests, prompts, ""), strict=True)
+        wanted = [self._wanted(namespace, tokens, salt, leave, request) for tokens, salt, request in each]
+        return self._match(wanted, split, timeout, self._exchange())
 
     def lookup_async(
         self,
         tokens: Sequence[int],
         *,
+        salt: bytes | str = "",
         request: str = "",
         split: bool = False,
         leave: int = 1,
@@ -371,27 +398,80 @@ class PrefixCache:
     ) -> Future[Match]:
         """Begin a `lookup` on a thread of this cache; its result is that of `lookup`."""
         namespace, tokens, until = self._namespace, list(tokens), self._until(timeout, 0)
-        return self._background.begin(
-            lambda: self._match([self._wanted(namespace, tokens, leave, request)], split, _seconds_to(until))[0], until
-        )
+        exchange = self._exchange()
 
-    def _chains(self, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
-        return token_chain(tokens, self._block, namespace.digest)
+        def look_up() -> Match:
+            wanted = self._wanted(namespace, tokens, salt, leave, request)
+            return self._match([wanted], split, _seconds_to(until), exchange)[0]
+
+        return self._background.begin(look_up, until)
+
+    def _chains(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
+        return token_chain(tokens, self._block, chain_seed(namespace.digest, salt))
 
     def _keys(self, namespace: Namespace, chains: Sequence[bytes]) -> list[bytes]:
         """Compose the keys of all blocks of a sequence, one group of layers after the other."""
         return block_keys(namespace.digest, chains, range(len(self._groups)), self._rank)
 
-    def _token_keys(self, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
+    def _token_keys(self, namespace: Namespace, tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """Compose the keys of all blocks of a sequence; the result is that of `_keys`."""
-        return token_keys(tokens, self._block, namespace.digest, len(self._groups), self._rank)
+        return token_keys(tokens, self._block, namespace.digest, len(self._groups), self._rank, salt)
 
-    def _wanted(self, namespace: Namespace, tokens: Sequence[int], leave: int, request: str) -> _Wanted:
-        own = tokens[: max(0, len(tokens) - leave)]
-        return _Wanted(namespace, self._token_keys(namespace, own), len(own) // self._block, len(tokens), request)
+    def _wanted(
+        self, namespace: Namespace, tokens: Sequence[int], salt: bytes | str, leave: int, request: str
+    ) -> _Wanted:
+        own, salt = tokens[: max(0, len(tokens) - leave)], salt_bytes(salt)
+        keys = self._token_keys(namespace, own, salt)
+        return _Wanted(namespace, keys, len(own) // self._block, len(tokens), request, salt)
 
-    def _match(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
-        """Look up sequences together, and decide about each."""
+    def _exchange(self) -> Exchange | None:
+        """Begin an exchange with the other ranks, in the order of calls; None if there are no others to agree with."""
+        return None if self._agreement is None else self._agreement.begin()
+
+    def _match(
+        self, wanted: Sequence[_Wanted], split: bool, timeout: float | None, exchange: Exchange | None
+    ) -> list[Match]:
+        """Look up sequences together, and decide about each, with the other ranks if there is an exchange."""
+        matches = self._match_here(wanted, split, timeout)
+        return matches if exchange is None else self._agreed(matches, exchange)
+
+    def _agreed(self, matches: Sequence[Match], exchange: Exchange) -> list[Match]:
+        """Return what all ranks load of what this one has found."""
+        assert self._agreement is not None
+        step = self._block
+        offers = [
+            Offer(
+                match._wanted.blocks,
+                match.tokens // step,
+                match.compute // step,
+                match._ends if match.tokens else (),
+                match._wanted.last,
+            )
+            for match in matches
+        ]
+        return [
+            self._cut(match, usable * step, compute * step)
+            for match, (usable, compute) in zip(matches, self._agreement.found(exchange, offers), strict=True)
+        ]
+
+    def _cut(self, match: Match, tokens: int, compute: int) -> Match:
+        """Return a match of which all ranks load so many tokens."""
+        if (tokens, compute) == (match.tokens, match.compute):
+            return match
+        if tokens == match.tokens:
+            return msgspec.structs.replace(match, compute=compute)
+        self._outdone("lookup", match, match.tokens - tokens)
+        if not tokens and self._decides:
+            self.judge.missed(match._wanted.blocks * self._block, match.seconds)
+        return msgspec.structs.replace(match, tokens=tokens, compute=compute, reason=Reason.OTHER_RANK)
+
+    def _outdone(self, step: str, match: Match, tokens: int) -> None:
+        """Write into the journal that this rank could have used more tokens than all ranks together."""
+        said = "another rank lacks it, computes it, or did not answer in time"
+        self._blocks.missed(step, match.request, tokens // self._block, Reason.OTHER_RANK, said)
+
+    def _match_here(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
+        """Look up sequences together, and decide about each as far as this rank can."""
         step = self._block
         passed = [bool(one.blocks) and self.judge.passes_over(one.blocks * step, step, one.request) for one in wanted]
         if any(passed):
@@ -441,7 +521,11 @@ class PrefixCache:
         usable, reason = self._usable(found, wanted.blocks)
         if reason is Reason.ABSENT and not any(found.found):
             reason = self._disagreements.reason(wanted.namespace, wanted.request, len(wanted.keys)) or reason
-        return self._weighed(wanted, usable, reason, near, split, seconds)
+        match = self._weighed(wanted, usable, reason, near, split, seconds)
+        if self._agreement is None or self._all_full:
+            return match
+        ends = set(self._ends(self._rows(found, wanted.blocks), usable))
+        return msgspec.structs.replace(match, _ends=[int(end in ends) for end in range(1, wanted.blocks + 1)])
 
     def _weighed(
         self,
@@ -464,7 +548,10 @@ class PrefixCache:
                 if key not in near
             )
         arm: Arm = "load"
-        if nbytes:
+        if nbytes and not self._decides:
+            seconds_computing = self.judge.prefill_seconds(there) or None
+            plan = Plan(0, None, seconds_computing, "load: another rank or the engine decides")
+        elif nbytes:
             plan, arm = self.judge.decide(
                 there, nbytes, step=self._block, request=wanted.request, split=split, plan=plan
             )
@@ -485,6 +572,7 @@ class PrefixCache:
             plan=plan,
             request=wanted.request,
             weights_id=wanted.namespace.weights,
+            salt=wanted.salt,
             arm=arm,
             seconds=seconds,
             _wanted=wanted,
@@ -495,22 +583,28 @@ class PrefixCache:
         """Return up to which block every layer has what it needs, and why not further."""
         if found.is_whole or not blocks:
             return blocks, None
-        there = found.found
-        rows = [there[number * blocks : (number + 1) * blocks] for number in range(len(self._groups))]
+        rows = self._rows(found, blocks)
         most = blocks
         for one, row in zip(self._groups, rows, strict=True):
             if _needs_all(one) and not all(row[:most]):
                 most = row.index(False)
+        usable = next(self._ends(rows, most), 0)
+        reasons = (found.reasons[number * blocks + usable] for number in range(len(self._groups)) if usable < blocks)
+        return usable, next((reason for reason in reasons if reason is not None), None)
+
+    def _rows(self, found: Found, blocks: int) -> list[list[bool]]:
+        """Return which blocks of each group were found."""
+        there = found.found
+        return [there[number * blocks : (number + 1) * blocks] for number in range(len(self._groups))]
+
+    def _ends(self, rows: Sequence[Sequence[bool]], most: int) -> Iterator[int]:
+        """Yield the numbers of blocks, at most so many, behind which every layer can go on, the largest first."""
         for usable in range(most, 0, -1):
             if all(
                 all(row[one.first_block(usable, self._block) : usable])
                 for one, row in zip(self._groups, rows, strict=True)
             ):
-                break
-        else:
-            usable = 0
-        reasons = (found.reasons[number * blocks + usable] for number in range(len(self._groups)) if usable < blocks)
-        return usable, next((reason for reason in reasons if reason is not None), None)
+                yield usable
 
     def _needed(self, usable: int, first: int = 0, groups: Sequence[int] | None = None) -> Iterator[tuple[int, range]]:
         """Yield each group with the blocks from `first` on that it needs to go on behind `usable` blocks."""
@@ -568,13 +662,15 @@ class PrefixCache:
         list of int
             Result of `load` for each.
         """
-        return self._load_judged(matches, memories, time.monotonic(), self._load_until(matches, timeout))
+        until = self._load_until(matches, timeout)
+        return self._load_judged(matches, memories, time.monotonic(), until, self._exchange())
 
     def fetch(
         self,
         tokens: Sequence[int],
         memory: KVMemory,
         *,
+        salt: bytes | str = "",
         request: str = "",
         leave: int = 1,
         timeout: float | None = None,
@@ -585,7 +681,7 @@ class PrefixCache:
 
         Parameters
         ----------
-        tokens, request, leave
+        tokens, salt, request, leave
             As of `lookup`.
         memory, timeout
             As of `load`.
@@ -600,19 +696,21 @@ class PrefixCache:
         ConfigError
             The memory lacks a place for a layer.
         """
-        wanted = self._wanted(self._namespace, tokens, leave, request)
+        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
         there, nbytes = wanted.blocks * self._block, self._nbytes(wanted.blocks)
         plan = None
-        if self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
+        if self._agreement is None and self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
             plan = self.judge.planned(there, nbytes, step=self._block)
         if plan is None:
-            (match,) = self._match([wanted], False, timeout)
+            (match,) = self._match([wanted], False, timeout, self._exchange())
             return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
         sizes, targets = self._targets(memory, self._needed(wanted.blocks))
         near = self._near.held(wanted.keys)
-        outcomes = self._fetch(wanted.keys, targets, sizes, request, until)
+        outcomes, under_way, moving = self._fetch(wanted.keys, targets, sizes, request, until)
+        if moving:
+            self.judge.loaded(under_way, moving)
         seconds = time.monotonic() - began
         if any(outcomes):
             answers = [outcome or HEADER_BYTES + size for outcome, size in zip(outcomes, sizes, strict=True)]
@@ -627,7 +725,8 @@ class PrefixCache:
     def load_async(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> Future[int]:
         """Begin a `load` on a thread of this cache; its result is that of `load`."""
         began, until = time.monotonic(), self._load_until([match], timeout)
-        return self._background.begin(lambda: self._load_judged([match], [memory], began, until)[0], until)
+        exchange = self._exchange()
+        return self._background.begin(lambda: self._load_judged([match], [memory], began, until, exchange)[0], until)
 
     def load_layers(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> list[LayerLoad]:
         """Begin to load, the first layers first, so that they can compute while the others are loaded.
@@ -647,7 +746,8 @@ class PrefixCache:
         began, until = time.monotonic(), self._load_until([match], timeout)
 
         def begin(number: int) -> Future[int]:
-            return self._background.begin(lambda: self._load([match], [memory], [number], until)[0], until)
+            exchange = self._exchange()
+            return self._background.begin(lambda: self._load([match], [memory], [number], until, exchange)[0], until)
 
         loads = [LayerLoad(self._groups[number].layers, begin(number)) for number in self._order]
         lock, waiting = threading.Lock(), len(loads)
@@ -675,17 +775,27 @@ class PrefixCache:
         return self._until(timeout, sum(self._nbytes(match.tokens // self._block) for match in matches))
 
     def _load_judged(
-        self, matches: Sequence[Match], memories: Sequence[KVMemory], began: float, until: float
+        self,
+        matches: Sequence[Match],
+        memories: Sequence[KVMemory],
+        began: float,
+        until: float,
+        exchange: Exchange | None,
     ) -> list[int]:
         """Load prompts whole, and compare the time with that of computing them."""
-        usable = self._load(matches, memories, range(len(self._groups)), until)
+        usable = self._load(matches, memories, range(len(self._groups)), until, exchange)
         seconds, total = time.monotonic() - began, sum(match.tokens for match in matches)
         for match, tokens in zip(matches, usable, strict=True):
             self._judged(match, tokens, seconds * match.tokens / max(1, total))
         return usable
 
     def _load(
-        self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
+        self,
+        matches: Sequence[Match],
+        memories: Sequence[KVMemory],
+        groups: Sequence[int],
+        until: float,
+        exchange: Exchange | None,
     ) -> list[int]:
         """Load some groups of layers of prompts; return how many tokens of each they have then."""
         keys: list[bytes] = []
@@ -707,11 +817,29 @@ class PrefixCache:
             if len(matches) == 1
             else [match.request for match, own in zip(matches, places, strict=True) for _ in own]
         )
-        outcomes = iter(self._fetch(keys, targets, sizes, names, until))
-        return [
+        came, under_way, seconds = self._fetch(keys, targets, sizes, names, until)
+        outcomes = iter(came)
+        usable = [
             self._came(match, own, list(itertools.islice(outcomes, len(own))))
             for match, own in zip(matches, places, strict=True)
         ]
+        if exchange is not None:
+            usable, seconds = self._agreed_load(matches, usable, seconds, exchange)
+        if seconds:
+            self.judge.loaded(under_way, seconds)
+        return usable
+
+    def _agreed_load(
+        self, matches: Sequence[Match], usable: Sequence[int], seconds: float, exchange: Exchange
+    ) -> tuple[list[int], float]:
+        """Return how many tokens all ranks can use of what has come, and the time of the slowest rank, if known."""
+        assert self._agreement is not None
+        lasts = [match._wanted.last for match in matches]
+        agreed, slowest = self._agreement.loaded(exchange, lasts, usable, seconds)
+        for match, own, tokens in zip(matches, usable, agreed, strict=True):
+            if tokens < own:
+                self._outdone("load", match, own - tokens)
+        return agreed, max(seconds, slowest) if seconds else 0.0
 
     def _is_outdated(self, match: Match) -> bool:
         """Tell if other weights are in use than those of a lookup."""
@@ -736,12 +864,19 @@ class PrefixCache:
         sizes: Sequence[int],
         request: str | Sequence[str],
         until: float,
-    ) -> list[Reason | None]:
-        """Copy blocks that are in this process's memory, and load the others, of which the time is measured."""
+    ) -> tuple[list[Reason | None], int, float]:
+        """Copy blocks that are in this process's memory, and load the others.
+
+        Returns
+        -------
+        tuple of list, int and float
+            For each block None or why it did not come, and for the judge the bytes under way and the seconds that the
+            load took; 0 seconds where they say nothing.
+        """
         outcomes: list[Reason | None] = [None] * len(keys)
         far = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
         if not far:
-            return outcomes
+            return outcomes, 0, 0.0
         if len(far) < len(keys):
             keys, targets, sizes = _take(keys, far), _take(targets, far), _take(sizes, far)
             request = request if isinstance(request, str) else _take(request, far)
@@ -752,11 +887,12 @@ class PrefixCache:
             loaded = self._blocks.load(keys, targets, request=request, timeout=_seconds_to(until))
         finally:
             self.judge.ended(nbytes)
+        seconds = 0.0
         if not any(loaded) or Reason.LATE in loaded:  # what was late has taken so long at least
-            self.judge.loaded(under_way, time.monotonic() - began)
+            seconds = time.monotonic() - began
         for number, outcome in zip(far, loaded, strict=True):
             outcomes[number] = outcome
-        return outcomes
+        return outcomes, under_way, seconds
 
     def _targets(self, memory: KVMemory, needed: Iterable[tuple[int, range]]) -> tuple[list[int], list[Payload]]:
         """Return the bytes of blocks, and the memory into which each is loaded.
@@ -828,6 +964,7 @@ class PrefixCache:
         memory: KVMemory,
         *,
         start: int = 0,
+        salt: bytes | str = "",
         request: str = "",
         weights_id: str | None = None,
         timeout: float | None = None,
@@ -843,6 +980,8 @@ class PrefixCache:
             have left a sliding window, states of boundaries at which none was kept.
         start : int
             Tokens at the front that need not be looked at.
+        salt : bytes or str
+            As of `lookup`.
         request : str
             Name of the request, for ``farpool why``.
         weights_id : str or None
@@ -857,7 +996,13 @@ class PrefixCache:
             Number of blocks that are there now, of all groups of layers.
         """
         return self.save_many(
-            [tokens], [memory], starts=[start], requests=[request], weights_id=weights_id, timeout=timeout
+            [tokens],
+            [memory],
+            starts=[start],
+            salts=[salt],
+            requests=[request],
+            weights_id=weights_id,
+            timeout=timeout,
         )[0]
 
     def save_many(
@@ -866,6 +1011,7 @@ class PrefixCache:
         memories: Sequence[KVMemory],
         *,
         starts: Sequence[int] = (),
+        salts: Sequence[bytes | str] = (),
         requests: Sequence[str] = (),
         weights_id: str | None = None,
         timeout: float | None = None,
@@ -878,6 +1024,8 @@ class PrefixCache:
             For each sequence, arguments of `save`.
         starts : sequence of int
             Tokens at the front of each that need not be looked at; left out for none.
+        salts : sequence of (bytes or str)
+            Salt of each, as of `lookup`; left out for none.
         requests : sequence of str
             Name of the request of each; left out for none.
         weights_id : str or None
@@ -896,6 +1044,7 @@ class PrefixCache:
             sequences,
             memories,
             _each(starts, sequences, 0),
+            _each(salts, sequences, b""),
             _each(requests, sequences, ""),
             range(len(self._groups)),
             until,
@@ -907,13 +1056,14 @@ class PrefixCache:
         memory: KVMemory,
         *,
         start: int = 0,
+        salt: bytes | str = "",
         request: str = "",
         weights_id: str | None = None,
         timeout: float | None = None,
     ) -> Future[int]:
         """Begin a `save` on a thread of this cache; its result is that of `save`."""
         groups = range(len(self._groups))
-        return self._begin_save(tokens, memory, groups, start, request, weights_id, timeout)
+        return self._begin_save(tokens, memory, groups, start, salt, request, weights_id, timeout)
 
     def save_layers(
         self,
@@ -922,6 +1072,7 @@ class PrefixCache:
         layers: Collection[int],
         *,
         start: int = 0,
+        salt: bytes | str = "",
         request: str = "",
         weights_id: str | None = None,
         timeout: float | None = None,
@@ -930,7 +1081,7 @@ class PrefixCache:
 
         Parameters
         ----------
-        tokens, memory, start, request, weights_id, timeout
+        tokens, memory, start, salt, request, weights_id, timeout
             As of `save`.
         layers : collection of int
             Numbers of the layers: one or more of `parts`.
@@ -948,7 +1099,7 @@ class PrefixCache:
         groups = [number for number in self._order if set(self._groups[number].layers) <= set(layers)]
         if {layer for number in groups for layer in self._groups[number].layers} != set(layers):
             raise ConfigError(f"layers {sorted(layers)} are not stored by themselves, expected some of {self.parts}")
-        return self._begin_save(tokens, memory, groups, start, request, weights_id, timeout)
+        return self._begin_save(tokens, memory, groups, start, salt, request, weights_id, timeout)
 
     def _begin_save(
         self,
@@ -956,6 +1107,7 @@ class PrefixCache:
         memory: KVMemory,
         groups: Sequence[int],
         start: int,
+        salt: bytes | str,
         request: str,
         weights_id: str | None,
         timeout: float | None,
@@ -963,7 +1115,7 @@ class PrefixCache:
         # All that the save rests on is taken now: by the time it begins, other weights may be in use.
         namespace, tokens, until = self._of(weights_id), list(tokens), self._save_until([tokens], timeout)
         return self._background.begin(
-            lambda: self._save(namespace, [tokens], [memory], [start], [request], groups, until)[0], until
+            lambda: self._save(namespace, [tokens], [memory], [start], [salt], [request], groups, until)[0], until
         )
 
     def _of(self, weights_id: str | None) -> Namespace:
@@ -982,6 +1134,7 @@ class PrefixCache:
         sequences: Sequence[Sequence[int]],
         memories: Sequence[KVMemory],
         starts: Sequence[int],
+        salts: Sequence[bytes | str],
         requests: Sequence[str],
         groups: Sequence[int],
         until: float,
@@ -991,8 +1144,9 @@ class PrefixCache:
         parents: dict[bytes, bytes] = {}
         names: list[str] = []
         saved: list[list[bytes]] = []
-        for tokens, memory, start, request in zip(sequences, memories, starts, requests, strict=True):
-            wanted = self._wanted(namespace, tokens, 0, request)
+        each = zip(sequences, memories, starts, salts, requests, strict=True)
+        for tokens, memory, start, salt, request in each:
+            wanted = self._wanted(namespace, tokens, salt, 0, request)
             own: list[bytes] = []
             # Those that others need go first.
             for number in sorted(groups, key=lambda number: not _needs_all(self._groups[number])):
@@ -1028,48 +1182,58 @@ class PrefixCache:
         # A window or a state is of use with all that layers with full attention have before it.
         return None if self._full is None else wanted.key(self._full, block)
 
-    def pin(self, tokens: Sequence[int], ttl: float, *, request: str = "") -> int:
+    def pin(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = "", request: str = "") -> int:
         """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay.
 
-        Each sequence has pins of its own: what it shares with another one stays until both are unpinned. Nodes let
-        pins go before their time when this process has ended for longer than their grace, or when they are restarted.
+        A sequence is its tokens and its salt (see `lookup`), and has pins of its own: what it shares with another one
+        stays until both are unpinned. Nodes let pins go before their time when this process has ended for longer than
+        their grace, or when they are restarted.
         """
-        keys, owner = self._sequence(tokens)
+        keys, owner = self._sequence(tokens, salt)
         return self._blocks.pin(keys, ttl, owner=owner, request=request).count(None)
 
-    def unpin(self, tokens: Sequence[int]) -> None:
+    def unpin(self, tokens: Sequence[int], *, salt: bytes | str = "") -> None:
         """Let the KV of a sequence be evicted again; that of weights which are no longer in use goes by its time."""
-        keys, owner = self._sequence(tokens)
+        keys, owner = self._sequence(tokens, salt)
         self._blocks.unpin(keys, owner=owner)
 
-    def _sequence(self, tokens: Sequence[int]) -> tuple[list[bytes], bytes]:
-        """Return the keys of a sequence's blocks, and a name that stands for all of its tokens."""
+    def _sequence(self, tokens: Sequence[int], salt: bytes | str) -> tuple[list[bytes], bytes]:
+        """Return the keys of a sequence's blocks, and a name that stands for all of its tokens and its salt."""
         namespace = self._namespace
-        chains = self._chains(namespace, tokens)
+        chains = self._chains(namespace, tokens, salt_bytes(salt))
         return self._keys(namespace, chains), self._owner(chains, tokens)
 
     def _owner(self, chains: Sequence[bytes], tokens: Sequence[int]) -> bytes:
         """Return a name that stands for all tokens of a sequence, those of a last block that is not full too."""
         return b"".join(chains[-1:]) + array("Q", list(tokens[len(chains) * self._block :])).tobytes()
 
-    def supersede(self, old: Sequence[int], new: Sequence[int]) -> int:
+    def supersede(self, old: Sequence[int], new: Sequence[int], *, salt: bytes | str = "") -> int:
         """Drop the KV of a sequence that another one replaces, except for what both share.
 
         Parameters
         ----------
         old, new : sequence of int
             Tokens, such as a conversation before and after its tool results were cut.
+        salt : bytes or str
+            Salt of both, as of `lookup`.
 
         Returns
         -------
         int
             Number of blocks that went. Other sequences that go on from the old one are computed again.
         """
-        namespace = self._namespace
-        kept = set(self._token_keys(namespace, new))
-        return self._blocks.drop([key for key in self._token_keys(namespace, old) if key not in kept])
+        namespace, salt = self._namespace, salt_bytes(salt)
+        kept = set(self._token_keys(namespace, new, salt))
+        return self._blocks.drop([key for key in self._token_keys(namespace, old, salt) if key not in kept])
 
-    def demote(self, tokens: Sequence[int], *, request: str = "", timeout: float | None = None) -> Demoted:
+    def demote(
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: bytes | str = "",
+        request: str = "",
+        timeout: float | None = None,
+    ) -> Demoted:
         """Move the KV of a sequence out of memory into the tier below, so that others have room.
 
         It is found as before, and comes back when it is loaded, or by `prefetch_by`. Other sequences that begin alike
@@ -1079,6 +1243,8 @@ class PrefixCache:
         ----------
         tokens : sequence of int
             The sequence, such as a conversation that waits for a slow tool.
+        salt : bytes or str
+            As of `lookup`.
         request : str
             Name of the request, for ``farpool why``.
         timeout : float or None
@@ -1089,11 +1255,11 @@ class PrefixCache:
         Demoted
             How many blocks went, and why the others did not: without a lower tier all of them stay.
         """
-        keys, _ = self._sequence(tokens)
+        keys, _ = self._sequence(tokens, salt)
         outcomes = self._blocks.demote(keys, request=request, timeout=timeout)
         return Demoted(outcomes.count(None), _counted(outcomes))
 
-    def handoff(self, tokens: Sequence[int], ttl: float, *, request: str = "") -> Handoff:
+    def handoff(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = "", request: str = "") -> Handoff:
         """Keep the KV of a sequence for another process, and make a note for it.
 
         Parameters
@@ -1103,6 +1269,8 @@ class PrefixCache:
         ttl : float
             Seconds for which it is kept, here until the other process takes it, and as long again there. A node ends
             what is kept for this process when it has been gone for longer than the node's grace.
+        salt : bytes or str
+            As of `lookup`. The note holds it, so `take` needs none.
         request : str
             Name of the request, for ``farpool why``.
 
@@ -1111,12 +1279,12 @@ class PrefixCache:
         Handoff
             The note, and how many blocks are kept. If none is, the note is of no use.
         """
-        namespace = self._namespace
-        chains = self._chains(namespace, tokens)
+        namespace, salt = self._namespace, salt_bytes(salt)
+        chains = self._chains(namespace, tokens, salt)
         owner = self._owner(chains, tokens)
         outcomes = self._blocks.pin(self._keys(namespace, chains), ttl, owner=owner, request=request)
         kept = outcomes.count(None)
-        note = msgspec.msgpack.encode(_Note(namespace.digest, chains, owner, ttl, kept))
+        note = msgspec.msgpack.encode(_Note(namespace.digest, chains, owner, ttl, kept, salt))
         return Handoff(note, kept, _counted(outcomes))
 
     def take(self, note: bytes, *, request: str = "", timeout: float | None = None) -> Match:
@@ -1146,17 +1314,19 @@ class PrefixCache:
             handed = msgspec.msgpack.decode(note, type=_Note)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
-        namespace = self._namespace
+        namespace, exchange = self._namespace, self._exchange()
         is_ours = handed.namespace == namespace.digest
         chains = handed.chains if is_ours else []
         keys = self._keys(namespace, chains)
-        wanted = _Wanted(namespace, keys, len(chains), len(handed.chains) * self._block, request)
+        wanted = _Wanted(namespace, keys, len(chains), len(handed.chains) * self._block, request, handed.salt)
         if not is_ours:
             said = "the note is of other weights, layers or settings"
             self._blocks.missed("lookup", request, len(handed.chains), Reason.FOREIGN, said)
             match = self._decided(wanted, Found([]), set(), False, 0.0)
+            if exchange is not None:
+                self._agreed([match], exchange)
             return msgspec.structs.replace(match, reason=Reason.FOREIGN)
-        (match,) = self._match([wanted], False, timeout)
+        (match,) = self._match([wanted], False, timeout, exchange)
         if match.found and handed.kept:
             # By this process's own session, as the giver's may end.
             self._background.begin(
@@ -1164,7 +1334,15 @@ class PrefixCache:
             )
         return match
 
-    def prefetch_by(self, tokens: Sequence[int], deadline: float, *, request: str = "", leave: int = 1) -> Future[int]:
+    def prefetch_by(
+        self,
+        tokens: Sequence[int],
+        deadline: float,
+        *,
+        salt: bytes | str = "",
+        request: str = "",
+        leave: int = 1,
+    ) -> Future[int]:
         """Bring the KV of a sequence near, for a request that will come: what a `lookup` of it would load.
 
         Parameters
@@ -1173,6 +1351,8 @@ class PrefixCache:
             The sequence.
         deadline : float
             Seconds from now after which it is of no use.
+        salt : bytes or str
+            As of `lookup`.
         request : str
             Name of the request, for ``farpool why``.
         leave : int
@@ -1187,7 +1367,7 @@ class PrefixCache:
         """
         namespace, tokens, until = self._namespace, list(tokens), time.monotonic() + deadline
         return self._background.begin(
-            lambda: self._prefetch(self._wanted(namespace, tokens, leave, request), until), until
+            lambda: self._prefetch(self._wanted(namespace, tokens, salt, leave, request), until), until
         )
 
     def _prefetch(self, wanted: _Wanted, until: float) -> int:
@@ -1207,13 +1387,15 @@ class PrefixCache:
             # A node that is to keep a block in memory reads it from its file first.
             return self._blocks.pin(keys, left, owner=b"prefetch", request=wanted.request, timeout=left).count(None)
         places = self._near.reserve(needed)
-        came = self._fetch(
+        came, under_way, seconds = self._fetch(
             list(places),
             [memoryview(place) for place in places.values()],
             [len(place) for place in places.values()],
             wanted.request,
             until,
         )
+        if seconds:
+            self.judge.loaded(under_way, seconds)
         for (key, place), outcome in zip(places.items(), came, strict=True):
             if outcome is None:
                 self._near.keep(key, place)
@@ -1258,11 +1440,30 @@ class PrefixCache:
         self.close()
 
 
+def _count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None) -> int:
+    """Return how many ranks there are.
+
+    Raises
+    ------
+    ConfigError
+        There is no such rank, or no such number of ranks.
+    """
+    if not all(isinstance(size, int) and size > 0 for size in parallel.values()):
+        raise ConfigError(f"parallel is {parallel!r}, expected sizes above 0", setting="parallel")
+    count = math.prod(parallel.values())
+    if not isinstance(rank, int) or not 0 <= rank < count:
+        raise ConfigError(f"rank is {rank!r}, expected 0 to {count - 1}", setting="rank")
+    if ranks is not None and (ranks.rank, ranks.size) != (rank, count):
+        said = f"ranks is rank {ranks.rank} of {ranks.size}, expected rank {rank} of {count}, as parallel and rank say"
+        raise ConfigError(said, setting="ranks")
+    return count
+
+
 def _passed_over(wanted: _Wanted) -> Match:
     """Return what is known of a sequence that was not looked up."""
     plan = Plan(wanted.tokens, None, None, "compute: loading has cost time lately")
     weights = wanted.namespace.weights
-    return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, "hold-out", 0.0, wanted, 0)
+    return Match(0, 0, 0, Reason.BYPASSED, plan, wanted.request, weights, wanted.salt, "hold-out", 0.0, wanted, 0)
 
 
 def _payload(memory: KVMemory, layers: Iterable[int], start: int, stop: int) -> Payload | None:

@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLay
 
 from farpool.errors import ConfigError, UnsupportedError
 from farpool.kv.journal import record
-from farpool.kv.keys import token_chain
+from farpool.kv.keys import chain_seed, salt_bytes, token_chain
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.settings import CacheSettings
 from farpool.kv.transformers_config import check_prefixes, config_of, dtype_of, inputs_beside_tokens, left_padding
@@ -58,8 +58,6 @@ _ENGINE = "transformers"
 _LAYOUT = "lshtd"
 """Axes of payloads: layers, keys and values, heads, tokens, elements. States of layers with sliding windows are cut
 into pieces of as many tokens as a block has, which lie like layers."""
-_SALT = b"farpool.kv.transformers salt"
-"""Hashed before a salt, so that no tokens give the same hash."""
 _NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Settings in a model's configuration that leave its keys and values as they are."""
 
@@ -523,10 +521,7 @@ class FarpoolCache(Cache):
 
     def _hashed(self, ids: Sequence[int], salt: bytes | str) -> list[bytes]:
         """Return the hashes of blocks of tokens, which depend on the namespace and the salt, too."""
-        salt = salt.encode() if isinstance(salt, str) else salt
-        digest = self._blocks.digest
-        prior = hashlib.sha256(_SALT + digest + salt).digest() if salt else digest
-        return token_chain(ids, self._block_tokens, prior)
+        return token_chain(ids, self._block_tokens, chain_seed(self._blocks.digest, salt_bytes(salt)))
 
     @property
     def _blocks(self) -> BlockCache:

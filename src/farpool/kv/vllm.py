@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.base import (
@@ -114,6 +115,13 @@ class FarpoolTier(SecondaryTierManager):
         if locality is not None and locality not in Locality.__members__:
             raise ConfigError(f"locality is {locality!r}, expected LOCAL or REMOTE", setting="locality")
         self.locality = None if locality is None else Locality[locality]
+        ranks = self._offloading_spec.config.parallel.world_size
+        if ranks > 1 and model_parallel_is_initialized():  # this scheduler's process is a rank itself
+            raise ConfigError(
+                f"each of {ranks} ranks has a scheduler (distributed_executor_backend is external_launcher), and would "
+                'load what the others compute; expected one scheduler for all ranks: use another backend, such as "mp"',
+                setting="distributed_executor_backend",
+            )
         self._hash_algorithm = prefix_caching_hash_algo
         self._settings = CacheSettings.of(settings, where="secondary tier FarpoolTier")
         self._cache: BlockCache | None = None

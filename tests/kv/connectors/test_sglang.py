@@ -145,6 +145,8 @@ def test_latents_are_shared_by_ranks_and_all_else_is_not(checks: Facts) -> None:
         "states: equal": True,
         "heads: first saves, second sees": [8, 0],
         "heads: first sees": 8,
+        "heads: decide": [True, False],  # SGLang takes the least of all ranks, so one decision counts for all
+        **{f"part {number} decides": number == 1 for number in range(3)},
         **{f"part {number} sees": 0 for number in range(4)},
     }
 

@@ -86,6 +86,7 @@ def test_what_became_of_blocks_is_counted_for_the_engines_metrics(found: tuple[s
         ("lossy", "use the codec zstd"),
         ("transport", "transport is 'carrier pigeon', expected"),
         ("nodes", "an address is missing"),
+        ("schedulers", "each of 2 ranks has a scheduler"),
     ],
 )
 def test_wrong_settings_are_refused_when_the_engine_starts(

@@ -273,10 +273,12 @@ def ranks(node: RunningNode) -> Facts:
     with heads[0] as first, heads[1] as second:
         facts["heads: first saves, second sees"] = [sum(first.batch_set_v1(keys, indices)), second.batch_exists(keys)]
         facts["heads: first sees"] = first.batch_exists(keys)
+        facts["heads: decide"] = [first._judge.is_on, second._judge.is_on]
     other_parts = [dict(pp_rank=1, pp_size=2), dict(pp_rank=0, pp_size=2), dict(attn_cp_rank=1, attn_cp_size=2)]
     for number, fields in enumerate(other_parts):
         with backend(pool, _settings(node), **fields) as part:
             facts[f"part {number} sees"] = part.batch_exists(keys)
+            facts[f"part {number} decides"] = part._judge.is_on
             part.batch_set_v1(keys, indices)
     with backend(pool, _settings(node), attn_cp_rank=0, attn_cp_size=2) as part:
         facts["part 3 sees"] = part.batch_exists(keys)

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from vllm.utils.hashing import sha256, sha256_cbor
@@ -73,6 +74,7 @@ class Engine:
         *,
         dtype: str = "bfloat16",
         weights: str = "1",
+        ranks: int = 1,
         **other: Any,
     ) -> None:
         tier = {"type": "FarpoolTier", "module_path": "farpool.kv.vllm", "nodes": [node.address for node in running]}
@@ -86,7 +88,7 @@ class Engine:
             engine_id=f"farpool-test-{uuid.uuid4().hex[:12]}",
             model=OffloadingModelConfig("model", dtype),
             cache=OffloadingCacheConfig(TOKENS, 1),
-            parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+            parallel=OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True),
         )
         self.manager = OffloadingSpecFactory.create_spec(config).get_manager()
         self.region = self.manager.primary_tier._mmap_region
@@ -529,6 +531,12 @@ def settings(transport: str) -> Facts:
             Engine([], **{"transport": transport, "nodes": ["tcp://127.0.0.1:1"], **given}).close()
         except ConfigError as error:
             said[name] = str(error)
+    with patch("farpool.kv.vllm.model_parallel_is_initialized", return_value=True):
+        Engine([], transport, nodes=["tcp://127.0.0.1:1"]).close()  # a single rank may be its own scheduler
+        try:
+            Engine([], transport, nodes=["tcp://127.0.0.1:1"], ranks=2).close()
+        except ConfigError as error:
+            said["schedulers"] = str(error)
     return said
 
 

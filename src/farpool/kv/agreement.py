@@ -1,0 +1,148 @@
+"""Ranks of one engine tell each other about a lookup and a load, and agree on what all of them do then.
+
+Rank 0 decides if a prefix is loaded, and each rank says how far it could go on. All ranks load up to the last block at
+which every one of them can. A load ends likewise: what one rank did not get, no rank uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farpool.kv.ranks import Exchange, Ranks
+
+__all__ = ["Agreement", "Offer"]
+
+_LOG = logging.getLogger("farpool.kv")
+
+_MOST = (1 << 62) - 1
+"""Number that a rank gives where it has no objection."""
+_CHAIN = slice(4, 52)
+"""Bytes of a block's key that are the same on all ranks: its namespace, and the hash of all tokens up to its end."""
+_PER_SECOND = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Lookup of one sequence, as one rank sees it.
+
+    Attributes
+    ----------
+    blocks : int
+        Blocks of the sequence that were looked up.
+    usable : int
+        Blocks, from the first on, that this rank would load.
+    compute : int
+        Blocks at the front of these that are computed meanwhile.
+    ends : sequence of int
+        For models whose layers do not all need all blocks: 1 for each block behind which this rank could go on, 0 for
+        the others. Empty where every block up to `usable` is such an end.
+    last : bytes
+        Key of the last of `blocks`; empty if there are none.
+    """
+
+    blocks: int
+    usable: int
+    compute: int
+    ends: Sequence[int]
+    last: bytes
+
+
+class Agreement:
+    """The exchanges of one cache with those of the other ranks.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks.
+    has_ends : bool
+        The model has layers that do not need all blocks (see `Offer.ends`).
+
+    Attributes
+    ----------
+    begin : callable
+        `Ranks.begin`.
+    """
+
+    def __init__(self, ranks: Ranks, *, has_ends: bool) -> None:
+        self.begin = ranks.begin
+        self._leads = ranks.rank == 0
+        self._has_ends = has_ends
+
+    def found(self, exchange: Exchange, offers: Sequence[Offer]) -> list[tuple[int, int]]:
+        """Agree on what is loaded.
+
+        Returns
+        -------
+        list of tuple of int
+            For each sequence, the blocks that all ranks load, those included that all compute at the front, and the
+            number of these; both 0 if nothing is loaded.
+        """
+        name = _name(b"found", [offer.last for offer in offers], [offer.blocks for offer in offers])
+        values = list(name)
+        for offer in offers:
+            values.append(offer.compute if self._leads else _MOST)
+            if self._has_ends:
+                values += offer.ends or [0] * offer.blocks
+            else:
+                values.append(offer.usable)
+        has_any = any(offer.usable for offer in offers)
+        least = iter(self._least(exchange, name, values, has_any)[len(name) :])
+        agreed = []
+        for offer in offers:
+            compute = next(least)
+            if self._has_ends:
+                ends = [next(least) for _ in range(offer.blocks)]
+                usable = max((number for number, is_end in enumerate(ends, 1) if is_end), default=0)
+            else:
+                usable = next(least)
+            agreed.append((usable, compute) if compute < usable else (0, 0))
+        return agreed
+
+    def loaded(
+        self, exchange: Exchange, keys: Sequence[bytes], usable: Sequence[int], seconds: float
+    ) -> tuple[list[int], float]:
+        """Agree on what has come.
+
+        Parameters
+        ----------
+        exchange : callable
+            The exchange, from `begin`.
+        keys : sequence of bytes
+            Key of the last block that was to be loaded of each sequence.
+        usable : sequence of int
+            Tokens of each sequence that this rank can use.
+        seconds : float
+            Time that this rank's load has taken.
+
+        Returns
+        -------
+        tuple of list of int and float
+            Tokens that all ranks can use, and the time of the slowest rank; 0 if that is not known.
+        """
+        name = _name(b"loaded", keys, [len(keys)])
+        values = [*name, max(0, _MOST - int(seconds * _PER_SECOND)), *usable]
+        _, _, left, *tokens = self._least(exchange, name, values, any(usable))
+        return tokens, (_MOST - left) / _PER_SECOND if left else 0.0
+
+    def _least(self, exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
+        """Return the least of all ranks' numbers, or zeros unless all of them are about the same tokens."""
+        nothing = [0] * len(values)
+        # A rank that has nothing gives zeros only, as then it need not wait for the others.
+        least = exchange(values if has_any else nothing)
+        if tuple(least[:2]) == name:
+            return least
+        if least[0]:
+            _LOG.warning(
+                "ranks of one engine asked about different tokens, so none of them loads: they must call alike"
+            )
+        return nothing
+
+
+def _name(step: bytes, keys: Sequence[bytes], numbers: Sequence[int]) -> tuple[int, int]:
+    """Name what an exchange is about by two numbers, whose minima differ from both of them unless all ranks agree."""
+    data = b"".join([step, *(key[_CHAIN] for key in keys), *(b"%d," % number for number in numbers)])
+    name = int.from_bytes(hashlib.sha256(data).digest()[:7], "big") | 1
+    return name, _MOST - name

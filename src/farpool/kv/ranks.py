@@ -1,0 +1,217 @@
+"""The ranks of one engine give their numbers, and all of them get the same answer, or none of them gets one.
+
+Ranks of a tensor-parallel engine have to load the same number of tokens: an engine whose ranks differ hangs in its
+collectives. Each rank has blocks, a clock and a link of its own, so ranks find and load different amounts. They agree
+on the least.
+
+A rank that waits cannot tell a late rank from a dead one, and it must not guess: the late rank may have been answered.
+So the answer of an exchange is one key of a store that all ranks use, and the store lets only the first writer set it.
+Rank 0 writes the least of all numbers there once it has those of all ranks; a rank whose time is over writes a refusal.
+Every rank takes the answer that the store has kept, however late the rank comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from farpool.errors import ConfigError, NodeError
+
+__all__ = ["Exchange", "Ranks", "StoreRanks"]
+
+Exchange = Callable[[Sequence[int]], Sequence[int]]
+"""Takes the numbers of one rank, which are 0 or more, and returns the least of each number over all ranks."""
+
+_REFUSED = "refused"
+_KEPT = 1 << 12
+"""Exchanges whose keys stay in the store after they have ended. A rank that stands still for longer than that gets an
+error instead of an answer."""
+_STEP = 1 << 8
+"""Exchanges after which rank 0 says again which answers it may have deleted; saying so each time would cost a trip to
+the store."""
+
+
+class Ranks(Protocol):
+    """The ranks among which an engine's KV is divided, as `farpool.kv.PrefixCache` needs them.
+
+    An engine that can compute the minimum over its ranks implements this over its own collectives.
+
+    Attributes
+    ----------
+    rank, size : int
+        Number of this rank, and how many ranks there are.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def begin(self) -> Exchange:
+        """Begin an exchange; all ranks begin their exchanges in the same order.
+
+        Returns
+        -------
+        callable
+            It is called once, perhaps later and on another thread, with as many numbers on each rank. It returns the
+            same numbers on all ranks: the least of each, or zeros if a rank did not give its numbers in time.
+        """
+
+
+class Store(Protocol):
+    """A store of ``torch.distributed``, which says little of it to type checkers; see its documentation."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes: ...
+
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class StoreRanks:
+    """Ranks that agree through a store of ``torch.distributed``. Thread-safe.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+        Store that all ranks use, such as the `TCPStore` with which the engine has set up its process group.
+    rank, size : int
+        Number of this rank, and how many ranks there are.
+    timeout : float
+        Seconds that a rank waits for the others before it refuses an exchange.
+    name : str
+        Beginning of the keys in the store. Each cache of an engine needs a name of its own.
+
+    Attributes
+    ----------
+    rank, size : int
+        As they were given.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 1.0, name: str = "farpool.kv") -> None:
+        if not isinstance(size, int) or not isinstance(rank, int) or not 0 <= rank < size:
+            raise ConfigError(f"rank is {rank!r} of {size!r}, expected 0 to the number of ranks less 1", setting="rank")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+            raise ConfigError(f"timeout is {timeout!r}, expected seconds above 0 and at most 1e6", setting="timeout")
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._timeout = timedelta(seconds=timeout)
+        self._name = name
+        self._numbers = itertools.count()  # taking the next one is atomic
+        self._process = os.getpid()
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._deleted = 0  # rank 0 has said that answers before this number may be gone
+
+    def begin(self) -> Exchange:
+        """Begin an exchange; see `Ranks.begin`.
+
+        Raises
+        ------
+        NodeError
+            The returned callable raises it if the store cannot be asked, or if this rank stood still for so long that
+            the answer has been deleted. Nobody can tell then what the other ranks do: end this rank.
+        """
+        number = next(self._numbers)
+        return lambda values: values if self.size == 1 else self._least(number, values)
+
+    def _least(self, number: int, values: Sequence[int]) -> Sequence[int]:
+        nothing = [0] * len(values)
+        try:
+            store = self._connection()
+            answer = (self._lead if self.rank == 0 else self._follow)(store, number, values)
+            self._tidy(store, number)
+        except RuntimeError as error:
+            raise NodeError(
+                f"rank {self.rank} of {self.size}: exchange {number} failed in the store of torch.distributed "
+                f"({error}); what the other ranks were answered is not known, so end this rank"
+            ) from error
+        found = nothing if answer == _REFUSED else [int(value) for value in answer.split(",")]
+        return found if len(found) == len(values) else nothing
+
+    def _lead(self, store: Store, number: int, values: Sequence[int]) -> str:
+        """Collect the numbers of all ranks, and write the answer, unless a rank has refused."""
+        answer = _REFUSED
+        if any(values):
+            keys = [self._key(number, rank) for rank in range(1, self.size)]
+            try:
+                store.wait(keys, self._timeout)
+            except RuntimeError:  # no time is left; a store that has failed says so in the next call
+                pass
+            else:
+                given = [[*map(int, one.decode().split(","))] for one in store.multi_get(keys)]
+                if all(len(one) == len(values) for one in given):
+                    answer = ",".join(str(min(column)) for column in zip(values, *given, strict=True))
+        return store.compare_set(self._key(number), "", answer).decode()
+
+    def _follow(self, store: Store, number: int, values: Sequence[int]) -> str:
+        """Give this rank's numbers, and take the answer."""
+        store.set(self._key(number, self.rank), ",".join(map(str, values)))
+        if not any(values):
+            return _REFUSED  # the least of all numbers is 0, whatever the others give
+        key = self._key(number)
+        try:
+            store.wait([key], self._timeout)
+        except RuntimeError:  # no time is left; a store that has failed says so in the next call
+            answer = store.compare_set(key, "", _REFUSED).decode()
+        else:
+            answer = store.get(key).decode()
+        if answer == _REFUSED and self._is_deleted(store, number):
+            raise RuntimeError("this rank stood still until its answer was deleted")
+        return answer
+
+    def _is_deleted(self, store: Store, number: int) -> bool:
+        """Tell if rank 0 may have deleted the answer of an exchange, so that a refusal there may be a later one."""
+        key = self._key("deleted")
+        return store.check([key]) and int(store.get(key)) > number
+
+    def _tidy(self, store: Store, number: int) -> None:
+        """Delete this rank's key of an exchange that has ended long ago."""
+        old = number - _KEPT - _STEP
+        if self.rank:
+            if old >= 0:
+                store.delete_key(self._key(old, self.rank))
+            return
+        with self._lock:
+            if number - _KEPT >= self._deleted + _STEP:
+                # The store knows of it before anything goes: a rank that finds no answer looks there for the reason.
+                key, deleted = self._key("deleted"), number - _KEPT
+                store.set(key, str(deleted))
+                store.check([key])  # `set` does not wait for the store
+                self._deleted = deleted
+        if 0 <= old < self._deleted:
+            store.delete_key(self._key(old))
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._name, *parts)))
+
+    def _connection(self) -> Store:
+        """Return this thread's own connection: a rank that waits on one would hold up all others on it."""
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"process {os.getpid()} was forked from rank {self.rank}, and is no rank: give its cache no ranks"
+            )
+        store: Store | None = getattr(self._own, "store", None)
+        if store is None:
+            shared: Any = self._store  # torch does not tell type checkers of `clone`
+            store = self._own.store = shared.clone()
+        return store
