@@ -24,6 +24,7 @@ from farpool.errors import (
     RegistryCompactedError,
     RegistryError,
     RegistryLeaseError,
+    RegistryUnwritableError,
 )
 from farpool.registry import Condition, Delete, Entry, Operation, Put, Registry, Watch, open_registry
 from farpool.store.names.objects import ObjectStore
@@ -228,7 +229,9 @@ class Names:
     def open(self, name: str, version: int | None = None) -> OpenedName:
         """Open a name for reading; its objects stay until it is closed.
 
-        While the registry is away this gives the version that this program has known last.
+        While the registry is away this gives the version that this program has known last, and while it can only be
+        read the current one. Neither is held then (`OpenedName.held`): it stays for as long as it is the current one,
+        and for `hold` seconds after.
 
         Parameters
         ----------
@@ -262,6 +265,8 @@ class Names:
                     release = self._hold_for_reader(quoted, record, unmoved, self._patience())
                     if release is None and time.monotonic() < deadline:
                         continue  # the name has moved
+                except RegistryUnwritableError:
+                    pass  # it can be read, so what is current is known
                 except RegistryAwayError:
                     self._note_away()
             return self._opened(name, record, release)
