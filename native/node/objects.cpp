@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "node/extent_head.hpp"
+#include "node/files.hpp"
 
 namespace farpool {
 
@@ -18,16 +19,34 @@ constexpr std::uint64_t swept_for_each = 64;
 // Time at which a time to live ends, in ms since 1970; 0 for never.
 std::uint64_t end_of(std::uint64_t ttl_ms) {
     const std::uint64_t now = now_milliseconds();
-    return ttl_ms == 0 ? 0 : now + std::min(ttl_ms, kept_flag - 1 - now);
+    return ttl_ms == 0 ? 0 : now + std::min(ttl_ms, numbered_flag - 1 - now);
 }
 
+// The end in an expiry word, 0 for never.
+std::uint64_t end_in(std::uint64_t word) { return (word & numbered_flag) != 0 ? 0 : word & ~kept_flag; }
+
 std::uint64_t left_until(std::uint64_t expiry) {
-    const std::uint64_t end = expiry & ~kept_flag;
+    const std::uint64_t end = end_in(expiry);
     const std::uint64_t now = end == 0 ? 0 : now_milliseconds();
     return end == 0 ? 0 : end > now ? end - now : 1;
 }
 
 std::uint64_t later(std::uint64_t one, std::uint64_t other) { return one == 0 || other == 0 ? 0 : std::max(one, other); }
+
+// Moves the end in an expiry word away, never nearer. A word with a number stays as it is.
+std::uint64_t extended(std::uint64_t word, std::uint64_t end) {
+    return (word & numbered_flag) != 0 ? word : later(word & ~kept_flag, end) | (word & kept_flag);
+}
+
+// The word that keeps an object. A number without an end makes it another word each time, so that a touch which names the word
+// before it is refused, also after a restart.
+std::uint64_t kept_until(std::uint64_t word, std::uint64_t end) {
+    const std::uint64_t last = later(end_in(word), end);
+    return kept_flag | (last == 0 ? numbered_flag | random_word() >> 2 : last);
+}
+
+// 0 on the wire stands for no mark, so the word of an object without an end gets another: a time that has never been.
+std::uint64_t mark_of(std::uint64_t word) { return word == 0 ? 1 : word; }
 
 bool has_expired(std::uint64_t expiry) { return expiry != 0 && expiry <= now_milliseconds(); }
 
@@ -111,7 +130,7 @@ Found Objects::find(std::string_view key, bool visit) {
 // Reply for a key that already has an object; putting it again counts as a use.
 Found Objects::present(std::uint32_t slot, std::uint64_t expiry) {
     const std::uint64_t word = index_->at(slot).expiry;
-    index_->set_expiry(slot, later(word & ~kept_flag, expiry) | (word & kept_flag));
+    index_->set_expiry(slot, extended(word, expiry));
     marks_.set(slot);
     Found found = found_at(slot);
     found.status = Status::present;
@@ -310,20 +329,26 @@ void Objects::take_out_over(std::uint32_t slot) {
     take_out(slot);
 }
 
-Status Objects::touch(std::string_view key, std::uint64_t ttl_ms, Keep keep) {
+Touched Objects::touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, std::uint64_t seen) {
     const std::uint32_t slot = live_slot(key, index_->hash(key));
     if (slot == Index::none) {
-        return Status::missing;
+        return {Status::missing, 0};
     }
     const std::uint64_t word = index_->at(slot).expiry;
-    if (keep == Keep::keep && (word & kept_flag) == 0 && !may_fix(found_at(slot))) {
-        return Status::busy;
+    const bool is_kept = (word & kept_flag) != 0;
+    // To keep what others keep takes nothing from them.
+    if (seen != 0 && seen != mark_of(word) && !(keep == Keep::keep && is_kept)) {
+        return {Status::unknown, mark_of(word)};
+    }
+    if (keep == Keep::keep && !is_kept && !may_fix(found_at(slot))) {
+        return {Status::busy, mark_of(word)};
     }
     const std::uint64_t end = end_of(ttl_ms);
-    const std::uint64_t kept = keep == Keep::as_it_is ? word & kept_flag : keep == Keep::keep ? kept_flag : 0;
-    set_expiry(slot, (keep == Keep::let_go ? end : later(word & ~kept_flag, end)) | kept);
+    const std::uint64_t let_go = end + (end == word && end != 0 ? 1 : 0);  // another word, as when it is kept
+    const std::uint64_t now = keep == Keep::let_go ? let_go : keep == Keep::keep ? kept_until(word, end) : extended(word, end);
+    set_expiry(slot, now);
     marks_.set(slot);
-    return Status::done;
+    return {Status::done, mark_of(now)};
 }
 
 void Objects::set_expiry(std::uint32_t slot, std::uint64_t expiry) {

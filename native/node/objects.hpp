@@ -59,6 +59,12 @@ struct Rotated {
 
 enum class Keep : std::uint8_t { as_it_is = 0, keep = 1, let_go = 2 };
 
+// Outcome of a touch. The mark names the object's time to live and whether it is kept, as they are now; 0 without an object.
+struct Touched {
+    Status status;
+    std::uint64_t mark;
+};
+
 class Objects {
 public:
     struct Counts {
@@ -104,7 +110,9 @@ public:
     Found commit(std::uint64_t offset, std::uint64_t serial, std::uint32_t crc);
     bool abort(std::uint64_t offset, std::uint64_t serial);
     Status remove(std::string_view key);
-    Status touch(std::string_view key, std::uint64_t ttl_ms, Keep keep);
+    // With `seen` only if that is the object's mark, else `unknown`: another has kept it, let it go or extended it since. What
+    // is kept already may be kept again in any case.
+    Touched touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, std::uint64_t seen = 0);
 
     std::uint32_t epoch() const noexcept { return epoch_; }
     // Objects that the epoch made unreadable when it began; zeros after a restart.

@@ -324,8 +324,9 @@ void Server::answer_touch(Peer& peer) {
     if (keep > static_cast<std::uint64_t>(Keep::let_go)) {
         return reply(peer, Status::bad_request, 0, "expected 0 (as it is), 1 (keep) or 2 (let go) behind the time to live");
     }
-    const Status status = peer.objects->touch(key, number_at<std::uint64_t>(peer.meta, 0), static_cast<Keep>(keep));
-    reply(peer, status, 0, status == Status::busy ? beyond_share : "");
+    const Touched touched =
+        peer.objects->touch(key, number_at<std::uint64_t>(peer.meta, 0), static_cast<Keep>(keep), peer.header.serial);
+    reply(peer, touched.status, touched.mark, touched.status == Status::busy ? beyond_share : "");
 }
 
 // Answers all keys of a lookup at once: as many as a frame has room for take a fraction of a millisecond, and the connection's

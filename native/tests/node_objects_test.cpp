@@ -130,7 +130,7 @@ TEST("where the system has less memory than is lent, objects go for those that c
         Objects objects = opened(folder, budget);
         system.most = 4 * mib;
         CHECK(put(objects, "kept", nbytes) == Status::done);
-        CHECK(objects.touch("kept", 0, Keep::keep) == Status::done);
+        CHECK(objects.touch("kept", 0, Keep::keep).status == Status::done);
         for (std::uint64_t at = 0; at < 32 * mib; at += nbytes) {
             CHECK(put(objects, std::to_string(at), nbytes) == Status::done);
             CHECK(objects.find(std::to_string(at), false).status == Status::done);
@@ -325,7 +325,7 @@ TEST("what one tenant fixes leaves the shares of all that are expected") {
     }
     int kept = 0;
     for (int number = 0; number < 11; ++number) {
-        kept += one.touch(std::to_string(number), 0, Keep::keep) == Status::done ? 1 : 0;
+        kept += one.touch(std::to_string(number), 0, Keep::keep).status == Status::done ? 1 : 0;
     }
     CHECK_EQUAL(kept, 3);  // of 4 MiB, and an eighth is for what comes and goes
     CHECK(budget.may_fix(2, 4 * mib));
@@ -362,7 +362,7 @@ TEST("an object is demoted when it is asked for, unless somebody needs it in mem
     CHECK(put(objects, "one", mib) == Status::done);
     CHECK(put(objects, "kept", mib) == Status::done);
     CHECK(put(objects, "large", 3 * mib) == Status::done);
-    CHECK(objects.touch("kept", 0, Keep::keep) == Status::done);
+    CHECK(objects.touch("kept", 0, Keep::keep).status == Status::done);
     const std::uint64_t used = own.used;
     const Found one = objects.find("one", false);
     objects.pin(one);
@@ -419,8 +419,8 @@ TEST("a mapped reader's mark is worth what the object costs, and a kept object k
     Budget budget{4 * mib};
     Objects objects = opened(folder, budget);
     CHECK(put(objects, "costly", 30'000, 1'000'000) == Status::done);
-    CHECK(objects.touch("costly", 0, Keep::keep) == Status::done);
-    CHECK(objects.touch("costly", 0, Keep::let_go) == Status::done);
+    CHECK(objects.touch("costly", 0, Keep::keep).status == Status::done);
+    CHECK(objects.touch("costly", 0, Keep::let_go).status == Status::done);
     CHECK_EQUAL(objects.find("costly", false).head.recompute_us, 1'000'000u);
     const farpool::File marks(objects.visits().open(7));
     const farpool::Mapping area(marks.fd(), objects.visits().session_nbytes(), true);
@@ -433,6 +433,38 @@ TEST("a mapped reader's mark is worth what the object costs, and a kept object k
         }
     }
     objects.end_visits(7);
+}
+
+TEST("a touch that names a mark is refused once another has kept the object, let it go or extended it") {
+    const Folder folder;
+    Budget budget{4 * mib};
+    Objects objects = opened(folder, budget);
+    CHECK_EQUAL(objects.touch("never", 0, Keep::let_go).mark, 0u);
+    CHECK(put(objects, "never", 100) == Status::done);
+    const auto touch = [&](Keep keep, std::uint64_t seen, std::uint64_t ttl_ms = 0) {
+        return objects.touch("never", ttl_ms, keep, seen);
+    };
+    const std::uint64_t fresh = touch(Keep::as_it_is, 0).mark;  // without an end
+    CHECK(fresh != 0);
+    const farpool::Touched kept = touch(Keep::keep, fresh);
+    CHECK(kept.status == Status::done);
+    CHECK(touch(Keep::let_go, fresh, 60'000).status == Status::unknown);
+    const farpool::Touched again = touch(Keep::keep, fresh);  // kept is kept
+    CHECK(again.status == Status::done);
+    CHECK(again.mark != kept.mark);
+    CHECK(touch(Keep::let_go, kept.mark, 60'000).status == Status::unknown);
+    CHECK(put(objects, "never", 100) == Status::present);
+    CHECK_EQUAL(touch(Keep::as_it_is, 0).mark, again.mark);
+    CHECK_EQUAL(objects.find("never", false).head.ttl_ms, 0u);
+    const farpool::Touched gone = touch(Keep::let_go, again.mark, 60'000);
+    CHECK(gone.status == Status::done);
+    CHECK(objects.find("never", false).head.ttl_ms > 0);
+    const farpool::Touched twice = touch(Keep::let_go, gone.mark, 60'000);
+    CHECK(twice.mark != gone.mark);
+    CHECK(touch(Keep::keep, gone.mark).status == Status::unknown);
+    CHECK(touch(Keep::as_it_is, gone.mark).status == Status::unknown);
+    CHECK((objects.find("never", false).head.flags & farpool::kept_object) == 0);
+    CHECK(touch(Keep::keep, twice.mark).status == Status::done);
 }
 
 int main() { return farpool::testing::run(); }

@@ -85,6 +85,8 @@ static_assert(sizeof(IndexSlot) == 48);
 
 // Flag in IndexSlot::expiry of a kept object, which is never evicted and does not expire, as the word lies beyond all times.
 constexpr std::uint64_t kept_flag = std::uint64_t{1} << 63;
+// Flag of a kept object without an end: the bits below it are a random number of the touch that kept it.
+constexpr std::uint64_t numbered_flag = std::uint64_t{1} << 62;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
 
 // Word of SegmentHeader::epoch: the epoch below its complement, so that damage shows; 0 for the first one.

@@ -34,9 +34,12 @@ __all__ = [
     "QuotaExceededError",
     "RegistryAwayError",
     "RegistryCompactedError",
+    "RegistryDamagedError",
     "RegistryDeniedError",
     "RegistryError",
     "RegistryLeaseError",
+    "RegistryReplacedError",
+    "RegistryUnwritableError",
     "ReplicationError",
     "StoreClosedError",
     "TapeFileError",
@@ -265,6 +268,31 @@ class RegistryAwayError(RegistryError, TimeoutError):
         super().__init__(message, registry=registry)
         self.endpoints = endpoints or {}
         self.uncertain = uncertain
+
+
+class RegistryUnwritableError(RegistryAwayError):
+    """The registry cannot be written now, for example because its disk is full or read-only. Reading may go on."""
+
+
+class RegistryReplacedError(RegistryError):
+    """The registry is not the one that the program opened: its file was removed or replaced, or its etcd made again.
+
+    A change that was under way may be lost. Open the registry again.
+    """
+
+
+class RegistryDamagedError(RegistryError):
+    """The registry's file or an entry in it is damaged. ``farpool registry check`` lists the damage.
+
+    Attributes
+    ----------
+    key : str
+        The damaged entry, empty if it is not known which.
+    """
+
+    def __init__(self, message: str, *, registry: str = "", key: str = "") -> None:
+        super().__init__(message, registry=registry)
+        self.key = key
 
 
 class RegistryCompactedError(RegistryError, LookupError):

@@ -176,8 +176,7 @@ def watch(
 def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
     """Release the objects of old versions that nobody holds. Each publish does so, too."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
-        swept = names.sweep()
-        typer.echo("another program is doing so" if swept is None else f"{swept} objects let go")
+        typer.echo(f"{names.sweep()} objects let go")
 
 
 def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:

@@ -11,13 +11,14 @@ Every call has a deadline and uses it up: it tries again, at other endpoints too
 from __future__ import annotations
 
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from farpool.errors import ConfigError, RegistryLeaseError
+from farpool.errors import ConfigError, RegistryDamagedError, RegistryLeaseError
 
 __all__ = [
     "LARGEST_OPERATIONS",
@@ -36,6 +37,8 @@ __all__ = [
     "checked_key",
     "checked_transaction",
     "checked_ttl",
+    "checksum",
+    "damaged",
     "deadline_of",
     "no_lease",
 ]
@@ -196,7 +199,10 @@ class Registry(ABC):
 
     Keys are text of 1 to 1024 bytes, values bytes of at most 1 MiB. All calls raise `RegistryAwayError` when the
     registry cannot be reached before the deadline, `RegistryDeniedError` where the user lacks the right, and
-    `ConfigError` for arguments that no registry takes.
+    `ConfigError` for arguments that no registry takes. Calls that change something raise `RegistryUnwritableError`
+    while it can only be read. Entries are stored with checksums: `RegistryDamagedError` is raised for an entry that is
+    not as it was written, and for one that was written and cannot be found. Entries of earlier releases have none.
+    `RegistryReplacedError` is raised once the registry is not the one that was opened.
 
     Attributes
     ----------
@@ -255,6 +261,10 @@ class Registry(ABC):
         RegistryAwayError
             With `uncertain` if the transaction was sent and its outcome is not known.
         """
+
+    @abstractmethod
+    def check(self, *, timeout: float | None = None) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+        """Read all entries, also while some are damaged; return those that are whole, and what is wrong with others."""
 
     @abstractmethod
     def watch(self, prefix: str, after: int) -> Watch:
@@ -368,6 +378,21 @@ def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Op
                 f"the value of {operation.key!r} has {len(operation.value)} bytes, expected at most {LARGEST_VALUE}",
                 setting="value",
             )
+
+
+def damaged(address: str, why: str, key: str = "") -> RegistryDamagedError:
+    """Make the error of an entry, or of something else in a registry, that is not as it was written."""
+    what = f"its entry {key!r} " if key else ""
+    return RegistryDamagedError(
+        f"the registry {address} is damaged: {what}{why}; see `farpool registry check`, and restore a backup",
+        registry=address,
+        key=key,
+    )
+
+
+def checksum(key: bytes, value: bytes) -> int:
+    """Return the CRC32 of an entry: of its key's length, its key and its value."""
+    return zlib.crc32(value, zlib.crc32(len(key).to_bytes(4, "little") + key))
 
 
 def no_lease(address: str, lease: int) -> RegistryLeaseError:

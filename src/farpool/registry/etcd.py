@@ -1,8 +1,14 @@
 """The registry in an etcd cluster (version 3.4 or newer), for many hosts.
 
-One thing is added to etcd's own promises: a transaction that was sent again because a reply was lost is done once.
-Each value is stored behind 16 random bytes of its write. If a repeated transaction finds its conditions broken, the
-entry's older revisions tell whether it was this very write that broke them.
+Three things are added to etcd's own promises. A transaction that was sent again because a reply was lost is done once.
+Each value is stored behind 16 bytes, the first of them random bytes of its write. If a repeated transaction finds its
+conditions broken, the entry's older revisions tell whether it was this very write that broke them.
+
+The other bytes are the checksum of the entry. Earlier releases wrote 16 random bytes and look at none of them, so both
+read what the other has written.
+
+An etcd that was made again, or restored from a backup, under the same address is noticed: its replies name another
+cluster, or an earlier revision than one that was read before.
 """
 
 from __future__ import annotations
@@ -12,11 +18,17 @@ import secrets
 import ssl
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError
+from farpool.errors import (
+    RegistryAwayError,
+    RegistryCompactedError,
+    RegistryDamagedError,
+    RegistryError,
+    RegistryReplacedError,
+)
 from farpool.registry.base import (
     Changes,
     Commit,
@@ -31,6 +43,8 @@ from farpool.registry.base import (
     checked_key,
     checked_transaction,
     checked_ttl,
+    checksum,
+    damaged,
     deadline_of,
     no_lease,
 )
@@ -40,6 +54,7 @@ from farpool.registry.messages import (
     Compare,
     DeleteRequest,
     Empty,
+    Header,
     KeyValue,
     LeaseAliveReply,
     LeaseReply,
@@ -57,9 +72,19 @@ from farpool.registry.messages import (
 
 __all__ = ["EtcdRegistry"]
 
-_Reply = TypeVar("_Reply")
+
+class _Headed(Protocol):
+    """A reply that says who has answered."""
+
+    @property
+    def header(self) -> Header: ...
+
+
+_Answer = TypeVar("_Answer", bound=_Headed)
 
 _MARK = 16
+_RANDOM = 8  # bytes of a mark, which name the write
+_CHECKSUM = b"FPc1"  # behind them, if the CRC32 of the entry follows; 16 random bytes otherwise
 _PAGE = 1000  # entries read at a time
 _SILENCE = 2.0  # seconds without a change after which a watch asks whether its member still follows the cluster
 _NOT_FOUND, _FAILED_PRECONDITION, _OUT_OF_RANGE = 5, 9, 11  # codes of gRPC
@@ -97,50 +122,85 @@ class EtcdRegistry(Registry):
         self._timeout = timeout
         self._gateway = Gateway(self.address, list(endpoints), context=context, user=user, password=password)
         self._seen = 0  # the highest revision that this registry has been told
+        self._cluster = 0  # the number of the cluster, once it has answered
+
+    def _call(self, path: str, request: msgspec.Struct, reply: type[_Answer], deadline: float) -> tuple[_Answer, bool]:
+        """Send a request; the reply, and True if an earlier try may have been done. Checks who has answered."""
+        before = self._seen
+        answer, uncertain = self._gateway.call(path, request, reply, deadline)
+        reads = isinstance(answer, RangeReply | TxnReply)  # other replies have the revision of one member
+        self.check_header(answer.header, before if reads else 0)
+        return answer, uncertain
+
+    def check_header(self, header: Header, least: int = 0) -> None:
+        """Raise RegistryReplacedError unless a reply is of this cluster, and of a revision of at least `least`."""
+        cluster = header.cluster_id or self._cluster
+        self._cluster = self._cluster or cluster
+        if cluster != self._cluster or header.revision < least:
+            raise RegistryReplacedError(
+                f"the registry {self.address} was replaced while this program had it open: cluster {self._cluster:x} "
+                f"at revision {least} or later was expected, {cluster:x} at revision {header.revision} answered. What "
+                "was changed last may be lost; open the registry again",
+                registry=self.address,
+            )
 
     # Entries
 
     def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
         request = RangeRequest(self._prefix + checked_key(key))
-        reply = self._gateway.call("/v3/kv/range", request, RangeReply, deadline_of(timeout, self._timeout))[0]
+        reply = self._call("/v3/kv/range", request, RangeReply, deadline_of(timeout, self._timeout))[0]
         self._saw(reply.header.revision)
         return self._entry(reply.kvs[0]) if reply.kvs else None
 
     def range(self, *prefixes: str, timeout: float | None = None) -> Snapshot:
-        deadline = deadline_of(timeout, self._timeout)
+        revision, found = self._read(prefixes, deadline_of(timeout, self._timeout))
+        return Snapshot(revision, tuple(map(self._entry, found)))
+
+    def check(self, *, timeout: float | None = None) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+        entries: list[Entry] = []
+        wrong: list[str] = []
+        for found in self._read([""], deadline_of(timeout, self._timeout))[1]:
+            try:
+                entries.append(self._entry(found))
+            except RegistryDamagedError as error:
+                wrong.append(str(error))
+        return tuple(entries), tuple(wrong)
+
+    def _read(self, prefixes: Sequence[str], deadline: float) -> tuple[int, list[KeyValue]]:
+        """Read all keys with these prefixes at one revision."""
         ranges = [_range_of(self._prefix + checked_key(prefix, "prefix", fewest=0)) for prefix in prefixes]
         while True:
             reads = tuple(RequestOp(request_range=RangeRequest(*one, limit=_PAGE)) for one in ranges)
-            reply = self._gateway.call("/v3/kv/txn", TxnRequest(success=reads), TxnReply, deadline)[0]
+            reply = self._call("/v3/kv/txn", TxnRequest(success=reads), TxnReply, deadline)[0]
             revision = reply.header.revision
             self._saw(revision)
-            entries: list[Entry] = []
+            found: list[KeyValue] = []
             try:
                 for (_, end), response in zip(ranges, reply.responses, strict=True):
                     page = response.response_range or RangeReply()
-                    entries += map(self._entry, page.kvs)
+                    found += page.kvs
                     while page.more:
                         following = RangeRequest(page.kvs[-1].key + b"\0", end, limit=_PAGE, revision=revision)
-                        page = self._gateway.call("/v3/kv/range", following, RangeReply, deadline)[0]
-                        entries += map(self._entry, page.kvs)
+                        page = self._call("/v3/kv/range", following, RangeReply, deadline)[0]
+                        found += page.kvs
             except RefusedError as refusal:
                 if refusal.code != _OUT_OF_RANGE:
                     raise
                 continue  # the revision was compacted between two pages
-            return Snapshot(revision, tuple(entries))
+            return revision, found
 
     def commit(
         self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
     ) -> Commit:
         checked_transaction(conditions, operations)
-        deadline, before, mark = deadline_of(timeout, self._timeout), self._seen, secrets.token_bytes(_MARK)
+        deadline, before, mark = deadline_of(timeout, self._timeout), self._seen, secrets.token_bytes(_RANDOM)
         request = TxnRequest(
             tuple(self._compare(condition) for condition in conditions),
             tuple(self._operation(operation, mark) for operation in operations),
         )
         lease = next((one.lease for one in operations if isinstance(one, Put) and one.lease), 0)
         try:
-            reply, uncertain = self._gateway.call("/v3/kv/txn", request, TxnReply, deadline)
+            reply, uncertain = self._call("/v3/kv/txn", request, TxnReply, deadline)
         except RefusedError as refusal:
             if refusal.code != _NOT_FOUND:
                 raise
@@ -162,13 +222,13 @@ class EtcdRegistry(Registry):
             while at > before:
                 request = RangeRequest(self._prefix + operation.key.encode(), revision=at)
                 try:
-                    reply = self._gateway.call("/v3/kv/range", request, RangeReply, deadline)[0]
+                    reply = self._call("/v3/kv/range", request, RangeReply, deadline)[0]
                 except RefusedError:
                     break  # compacted
                 if not reply.kvs:
                     break  # deleted, nobody says when; another key may tell
                 found = reply.kvs[0]
-                if found.value[:_MARK] == mark:
+                if found.value[:_RANDOM] == mark:
                     return found.mod_revision
                 at = found.mod_revision - 1
             else:
@@ -185,7 +245,7 @@ class EtcdRegistry(Registry):
 
     def compact(self, revision: int, *, timeout: float | None = None) -> None:
         try:
-            self._gateway.call("/v3/kv/compaction", Compact(revision), Empty, deadline_of(timeout, self._timeout))
+            self._call("/v3/kv/compaction", Compact(revision), Empty, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
             if "has been compacted" not in str(refusal):
                 raise
@@ -196,7 +256,7 @@ class EtcdRegistry(Registry):
         number = secrets.randbelow(2**62) + 1
         request = LeaseRequest(number, math.ceil(checked_ttl(ttl)))
         try:
-            self._gateway.call("/v3/lease/grant", request, LeaseReply, deadline_of(timeout, self._timeout))
+            self._call("/v3/lease/grant", request, LeaseReply, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
             if refusal.code != _FAILED_PRECONDITION:  # an earlier try was done
                 raise
@@ -204,21 +264,21 @@ class EtcdRegistry(Registry):
 
     def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
         deadline = deadline_of(timeout, self._timeout)
-        reply = self._gateway.call("/v3/lease/keepalive", LeaseRequest(lease), LeaseAliveReply, deadline)[0]
+        reply = self._call("/v3/lease/keepalive", LeaseRequest(lease), LeaseAliveReply, deadline)[0]
         if reply.result.TTL <= 0:
             raise no_lease(self.address, lease)
         return float(reply.result.TTL)
 
     def remaining(self, lease: int, *, timeout: float | None = None) -> float:
         deadline = deadline_of(timeout, self._timeout)
-        reply = self._gateway.call("/v3/lease/timetolive", LeaseRequest(lease), LeaseReply, deadline)[0]
+        reply = self._call("/v3/lease/timetolive", LeaseRequest(lease), LeaseReply, deadline)[0]
         if reply.TTL < 0:
             raise no_lease(self.address, lease)
         return float(reply.TTL)
 
     def revoke(self, lease: int, *, timeout: float | None = None) -> None:
         try:
-            self._gateway.call("/v3/lease/revoke", LeaseRequest(lease), Empty, deadline_of(timeout, self._timeout))
+            self._call("/v3/lease/revoke", LeaseRequest(lease), Empty, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
             if refusal.code != _NOT_FOUND:
                 raise
@@ -230,8 +290,12 @@ class EtcdRegistry(Registry):
         self._seen = max(self._seen, revision)
 
     def _entry(self, found: KeyValue) -> Entry:
-        key = found.key[len(self._prefix) :].decode(errors="surrogateescape")
-        return Entry(key, found.value[_MARK:], found.mod_revision, found.lease)
+        name, mark, value = found.key[len(self._prefix) :], found.value[:_MARK], found.value[_MARK:]
+        key = name.decode(errors="surrogateescape")
+        written = mark[_RANDOM : _RANDOM + len(_CHECKSUM)] == _CHECKSUM
+        if written and int.from_bytes(mark[-4:], "little") != checksum(name, value):
+            raise damaged(self.address, "is not as it was written", key)
+        return Entry(key, value, found.mod_revision, found.lease)
 
     def _compare(self, condition: Condition) -> Compare:
         key = self._prefix + condition.key.encode()
@@ -243,6 +307,7 @@ class EtcdRegistry(Registry):
         key = self._prefix + operation.key.encode()
         if isinstance(operation, Delete):
             return RequestOp(request_delete_range=DeleteRequest(key))
+        mark += _CHECKSUM + checksum(operation.key.encode(), operation.value).to_bytes(4, "little")
         return RequestOp(request_put=PutRequest(key, mark + operation.value, operation.lease))
 
 
@@ -333,6 +398,7 @@ class _EtcdWatch(Watch):
             self._gateway.forget_token()
             raise ConnectionError(reply.error.message if reply.error else "an empty line of a watch")
         result = reply.result
+        self._registry.check_header(result.header)
         if result.compact_revision:
             self._drop()
             raise RegistryCompactedError(

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError
+from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError, RegistryUnwritableError
 from farpool.registry.messages import Authenticate, Authenticated, Refusal
 
 __all__ = ["Gateway", "RefusedError", "Stream"]
@@ -240,6 +240,12 @@ class Gateway:
             if refusal.code == _UNAUTHENTICATED and self._user and not fresh_token:
                 self.forget_token()
                 continue
+            if refusal.code == _EXHAUSTED and "space exceeded" in refusal.text:
+                raise RegistryUnwritableError(
+                    f"the registry {self.address} cannot be written now: {refusal.text}; compact and defragment it, "
+                    "and disarm its alarm",
+                    registry=self.address,
+                )
             if refusal.code in (_DEADLINE, _EXHAUSTED, _ABORTED, _UNAVAILABLE):
                 raise _FailedError(refusal.text, sent=True)
             if refusal.code in (_DENIED, _UNAUTHENTICATED) or "user name is empty" in refusal.text:

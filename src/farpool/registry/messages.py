@@ -39,9 +39,10 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 class Header(_Reply, frozen=True):
-    """The revision at which a request was answered."""
+    """The revision at which a request was answered, and the cluster that has answered; 0 if the reply names none."""
 
     revision: int = 0
+    cluster_id: int = 0
 
 
 class KeyValue(_Reply, frozen=True):
@@ -133,12 +134,14 @@ class LeaseRequest(_Request, frozen=True):
 class LeaseReply(_Reply, frozen=True):
     """Reply about a lease; `TTL` is the seconds left of it."""
 
+    header: Header = Header()
     TTL: int = 0
 
 
 class LeaseAlive(_Reply, frozen=True):
     """Result of keeping a lease alive; a `TTL` of 0 says that it has ended."""
 
+    header: Header = Header()
     TTL: int = 0
 
 
@@ -146,6 +149,11 @@ class LeaseAliveReply(_Reply, frozen=True):
     """Reply to a request to keep a lease alive."""
 
     result: LeaseAlive = LeaseAlive()
+
+    @property
+    def header(self) -> Header:
+        """Header of the result."""
+        return self.result.header
 
 
 class Compact(_Request, frozen=True):
@@ -155,7 +163,9 @@ class Compact(_Request, frozen=True):
 
 
 class Empty(_Reply, frozen=True):
-    """Reply whose content is ignored."""
+    """Reply of which only the header counts."""
+
+    header: Header = Header()
 
 
 class Authenticate(_Request, frozen=True):
@@ -208,6 +218,7 @@ class WatchEvent(_Reply, frozen=True):
 class WatchResult(_Reply, frozen=True):
     """Changes that a watch reports, or its state: created, cancelled or compacted."""
 
+    header: Header = Header()
     canceled: bool = False
     compact_revision: int = 0
     cancel_reason: str = ""

@@ -5,6 +5,10 @@ it or nothing. A watch looks every `POLL_SECONDS` at the file's change counter (
 read of the file; so that is its latency, half of it on average. Leases end by ``CLOCK_BOOTTIME``, which all processes
 of a host share, nobody can set and sleep does not stop; after a restart of the host all have ended. Whoever writes or
 watches sweeps what has ended; whoever only reads does not see it.
+
+Checksums are in tables of their own, which programs of earlier releases do not know. Triggers, which those programs
+obey, too, delete the checksum of an entry that is deleted or written without one. So a checksum without its entry, or
+with another entry than it was made of, shows damage.
 """
 
 from __future__ import annotations
@@ -21,8 +25,11 @@ from pathlib import Path
 from farpool.errors import (
     RegistryAwayError,
     RegistryCompactedError,
+    RegistryDamagedError,
     RegistryDeniedError,
     RegistryError,
+    RegistryReplacedError,
+    RegistryUnwritableError,
 )
 from farpool.registry.base import (
     Changes,
@@ -37,6 +44,8 @@ from farpool.registry.base import (
     checked_key,
     checked_transaction,
     checked_ttl,
+    checksum,
+    damaged,
     deadline_of,
     no_lease,
 )
@@ -61,6 +70,21 @@ CREATE TABLE change (
 CREATE TABLE lease (number INTEGER PRIMARY KEY, milliseconds INTEGER NOT NULL, ends INTEGER NOT NULL);
 CREATE INDEX lease_ends ON lease (ends);
 """
+_CHECKSUMS = """
+CREATE TABLE IF NOT EXISTS entry_checksum (
+    key BLOB PRIMARY KEY, revision INTEGER NOT NULL, crc INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS change_checksum (
+    revision INTEGER NOT NULL, key BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (revision, key)
+) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS entry_deleted AFTER DELETE ON entry BEGIN
+    DELETE FROM entry_checksum WHERE key = OLD.key; END;
+CREATE TRIGGER IF NOT EXISTS entry_written AFTER INSERT ON entry BEGIN
+    DELETE FROM entry_checksum WHERE key = NEW.key; END;
+CREATE TRIGGER IF NOT EXISTS change_forgotten AFTER DELETE ON change BEGIN
+    DELETE FROM change_checksum WHERE revision = OLD.revision AND key = OLD.key; END;
+"""
+_LARGEST_REVISION = 1 << 62
 _LAST = b"\xff"  # above every byte of UTF-8
 
 
@@ -91,6 +115,8 @@ class SqliteRegistry(Registry):
         self._idle: list[sqlite3.Connection] = []
         self._closed = False
         self._pid = os.getpid()
+        self._file: tuple[int, int] | None = None  # device and inode of the file that was opened
+        self._sums = False  # the file has tables for checksums
         self._begin(deadline_of(None, timeout))
 
     # Connections: one for each call that is under way, since a transaction belongs to its connection.
@@ -99,7 +125,9 @@ class SqliteRegistry(Registry):
         try:
             with contextlib.suppress(FileExistsError):
                 self._path.parent.mkdir(parents=True, mode=0o700)
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = _identity(os.fstat(descriptor))
+            os.close(descriptor)
         except OSError as error:
             raise RegistryDeniedError(
                 f"{self._path} cannot be opened: {error.strerror}; expected a file for the registry",
@@ -113,6 +141,20 @@ class SqliteRegistry(Registry):
                 connection.close()
                 raise
             self._return(connection)
+        self._check_place()
+
+    def _check_place(self) -> None:
+        """Raise RegistryReplacedError unless the path names the file that was opened."""
+        try:
+            there = _identity(os.stat(self._path))
+        except OSError:
+            there = None
+        if there != self._file:
+            raise RegistryReplacedError(
+                f"the file of the registry {self.address} was {'replaced' if there else 'removed'} while this program "
+                "had it open, so no other program sees what this one changes in it; open the registry again",
+                registry=self.address,
+            )
 
     def _prepare(self, connection: sqlite3.Connection, deadline: float) -> None:
         """Check what the file is, and write the schema into a new one."""
@@ -125,7 +167,7 @@ class SqliteRegistry(Registry):
             _begin_writing(connection, deadline)
             try:
                 if not self._known(connection):  # nobody else has made it in between
-                    for statement in _SCHEMA.split(";\n"):
+                    for statement in _SCHEMA.split(";\n") + _CHECKSUMS.split(";\n"):
                         connection.execute(statement)
                     connection.execute("INSERT INTO state VALUES (1, 0, ?)", (_boot(),))
                     connection.execute(f"PRAGMA application_id = {_MAGIC}")
@@ -189,6 +231,8 @@ class SqliteRegistry(Registry):
         began = time.monotonic()
         try:
             yield
+        except UnicodeDecodeError as error:  # of a text in an error of SQLite
+            raise damaged(self.address, str(error)) from error
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -199,6 +243,13 @@ class SqliteRegistry(Registry):
                     registry=self.address,
                     endpoints={self.address: waited},
                 ) from error
+            if code in _FULL or (code in _DENIED and done == "written"):
+                raise RegistryUnwritableError(
+                    f"the registry {self.address} cannot be {done} now: {error}; see to its disk and its rights",
+                    registry=self.address,
+                ) from error
+            if code in _DAMAGED:
+                raise damaged(self.address, str(error)) from error
             kind = RegistryDeniedError if code in _DENIED else RegistryError
             raise kind(f"the registry {self.address} could not be {done}: {error}", registry=self.address) from error
 
@@ -209,7 +260,9 @@ class SqliteRegistry(Registry):
             connection = self._borrow(deadline)
             try:
                 connection.execute("BEGIN")
+                self._look_for_checksums(connection)
                 yield connection
+                self._check_place()
             finally:
                 connection.rollback()
                 self._return(connection)
@@ -221,32 +274,81 @@ class SqliteRegistry(Registry):
             connection = self._borrow(deadline)
             try:
                 _begin_writing(connection, deadline)
-                _sweep(connection)
+                self._check_place()
+                self._look_for_checksums(connection)
+                if not self._sums:  # the file of an earlier release
+                    for statement in _CHECKSUMS.split(";\n"):
+                        connection.execute(statement)
+                _sweep(connection, self.address)
                 yield connection
                 connection.execute("COMMIT")
+                self._check_place()  # before the change is confirmed
             finally:
                 connection.rollback()  # of no effect after the commit
                 self._return(connection)
+
+    def _look_for_checksums(self, connection: sqlite3.Connection) -> None:
+        if not self._sums:
+            made = connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'change_forgotten'").fetchone()
+            self._sums = bool(made[0])
 
     # Entries
 
     def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
         data = checked_key(key)
         with self._reading(timeout) as connection:
-            row = connection.execute(f"{_SELECT} WHERE key = ? AND {_ALIVE}", (data, *_alive(connection))).fetchone()
-        return None if row is None else _entry(row)
+            found = self._find(connection, data, alive=True)
+        return found
+
+    def _find(self, connection: sqlite3.Connection, key: bytes, *, alive: bool = False) -> Entry | None:
+        """Read an entry, with `alive` only if its lease has not ended; None if there is none."""
+        row = connection.execute(f"{self._select()} WHERE entry.key = ?", (key,)).fetchone()
+        if row is None:
+            self._check_absent(connection, key, key + b"\0")
+            return None
+        entry = self._entry(row)
+        if alive and entry.lease:
+            boot, now = _alive(connection, self.address)
+            lease = _lease(connection, self.address, entry.lease)
+            if not boot or lease is None or lease[1] <= now:
+                return None
+        return entry
+
+    def _select(self) -> str:
+        return _SELECT if self._sums else _SELECT_WITHOUT
+
+    def _entry(self, row: tuple[object, ...]) -> Entry:
+        """Make an entry of a row of `entry` or `change` with its checksum; raise RegistryDamagedError."""
+        key, value, revision, lease, crc = row[:5]
+        try:
+            text = key.decode() if isinstance(key, bytes) else ""
+        except UnicodeDecodeError:
+            text = ""
+        if not (text and isinstance(value, bytes) and isinstance(revision, int) and isinstance(lease, int)):
+            raise damaged(self.address, f"is no entry: {key!r}")
+        if crc is not None and crc != _crc(text.encode(), value, revision, lease):
+            raise damaged(self.address, "is not as it was written", text)
+        return Entry(text, value, revision, lease, bool(row[5]) if len(row) == 6 else False)
+
+    def _check_absent(self, connection: sqlite3.Connection, begin: bytes, end: bytes) -> None:
+        """Raise RegistryDamagedError if one of these keys has a checksum and no entry."""
+        lost = self._sums and connection.execute(f"{_LOST} LIMIT 1", (begin, end)).fetchone()
+        if lost:
+            raise damaged(self.address, "was written and is not there", bytes(lost[0]).decode(errors="replace"))
 
     def range(self, *prefixes: str, timeout: float | None = None) -> Snapshot:
         wanted = [checked_key(prefix, "prefix", fewest=0) for prefix in prefixes]
         entries: list[Entry] = []
         with self._reading(timeout) as connection:
-            revision = _revision(connection)
-            alive = _alive(connection)
+            revision = _revision(connection, self.address)
+            alive = _alive(connection, self.address)
             for prefix in wanted:
+                self._check_absent(connection, prefix, prefix + _LAST)
                 rows = connection.execute(
-                    f"{_SELECT} WHERE key >= ? AND key < ? AND {_ALIVE} ORDER BY key", (prefix, prefix + _LAST, *alive)
+                    f"{self._select()} WHERE entry.key >= ? AND entry.key < ? AND {_ALIVE} ORDER BY entry.key",
+                    (prefix, prefix + _LAST, *alive),
                 )
-                entries += map(_entry, rows)
+                entries += map(self._entry, rows)
         return Snapshot(revision, tuple(entries))
 
     def commit(
@@ -255,29 +357,46 @@ class SqliteRegistry(Registry):
         checked_transaction(conditions, operations)
         with self._writing(timeout) as connection:
             for condition in conditions:
-                row = connection.execute(
-                    "SELECT revision FROM entry WHERE key = ?", (condition.key.encode(),)
-                ).fetchone()
-                if (row[0] if row else 0) != condition.revision:
-                    return Commit(False, _revision(connection))
+                found = self._find(connection, condition.key.encode())
+                if (found.revision if found else 0) != condition.revision:
+                    return Commit(False, _revision(connection, self.address))
             changes: list[tuple[bytes, bytes | None, int]] = []
             for operation in operations:
                 key = operation.key.encode()
                 if isinstance(operation, Delete):
-                    if connection.execute("SELECT 1 FROM entry WHERE key = ?", (key,)).fetchone():
+                    if self._find(connection, key):
                         changes.append((key, None, 0))
                     continue
-                if operation.lease and not _lease(connection, operation.lease):
+                if operation.lease and not _lease(connection, self.address, operation.lease):
                     raise no_lease(self.address, operation.lease)
                 changes.append((key, bytes(operation.value), operation.lease))
-            return Commit(True, _apply(connection, changes) if changes else _revision(connection))
+            return Commit(True, (_apply if changes else _unchanged)(connection, self.address, changes))
+
+    def check(self, *, timeout: float | None = None) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+        entries: list[Entry] = []
+        wrong: list[str] = []
+        with self._reading(timeout) as connection:
+            try:
+                told = [str(line) for (line,) in connection.execute("PRAGMA integrity_check").fetchall()]
+                wrong += [] if told == ["ok"] else told
+                _state(connection, self.address)
+                lost = connection.execute(_LOST, (b"", _LAST)).fetchall() if self._sums else []
+                wrong += [f"the entry {bytes(key).decode(errors='replace')!r} is not there" for (key,) in lost]
+                for row in connection.execute(f"{self._select()} ORDER BY entry.key").fetchall():
+                    try:
+                        entries.append(self._entry(row))
+                    except RegistryDamagedError as error:
+                        wrong.append(str(error))
+            except (sqlite3.DatabaseError, RegistryDamagedError, UnicodeDecodeError) as error:
+                wrong.append(str(error))
+        return tuple(entries), tuple(wrong)
 
     def watch(self, prefix: str, after: int) -> Watch:
         return _SqliteWatch(self, checked_key(prefix, "prefix", fewest=0), after)
 
     def compact(self, revision: int, *, timeout: float | None = None) -> None:
         with self._writing(timeout) as connection:
-            now = _revision(connection)
+            now = _revision(connection, self.address)
             if revision > now:
                 raise RegistryError(
                     f"the registry {self.address} is at revision {now}; it cannot be compacted at {revision}",
@@ -296,7 +415,7 @@ class SqliteRegistry(Registry):
 
     def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
         with self._writing(timeout) as connection:
-            row = _lease(connection, lease)
+            row = _lease(connection, self.address, lease)
             if row is None:
                 raise no_lease(self.address, lease)
             connection.execute("UPDATE lease SET ends = ? WHERE number = ?", (_now() + row[0], lease))
@@ -304,14 +423,14 @@ class SqliteRegistry(Registry):
 
     def remaining(self, lease: int, *, timeout: float | None = None) -> float:
         with self._reading(timeout) as connection:
-            row, boot, now = _lease(connection, lease), *_alive(connection)
+            row, boot, now = _lease(connection, self.address, lease), *_alive(connection, self.address)
             if row is None or row[1] <= now or not boot:
                 raise no_lease(self.address, lease)
         return (row[1] - now) / 1000
 
     def revoke(self, lease: int, *, timeout: float | None = None) -> None:
         with self._writing(timeout) as connection:
-            _end_leases(connection, [lease])
+            _end_leases(connection, self.address, [lease])
 
     def close(self) -> None:
         with self._lock:
@@ -325,10 +444,21 @@ class SqliteRegistry(Registry):
 
 _FORKED: list[sqlite3.Connection] = []
 """Connections of the process that this one was forked from: closing them would drop its locks."""
-_SELECT = "SELECT key, value, revision, lease FROM entry"
+_SELECT = (
+    "SELECT entry.key, value, entry.revision, lease, crc FROM entry LEFT JOIN entry_checksum "
+    "ON entry_checksum.key = entry.key"
+)
+_SELECT_WITHOUT = "SELECT key, value, revision, lease, NULL FROM entry"  # in the file of an earlier release
+_LOST = (
+    "SELECT key FROM entry_checksum WHERE key >= ? AND key < ? "
+    "AND NOT EXISTS (SELECT 1 FROM entry WHERE entry.key = entry_checksum.key)"
+)
 # An entry is there if it has no lease or its lease has not ended. The parameters are those of `_alive`.
 _ALIVE = "(lease = 0 OR (? AND EXISTS (SELECT 1 FROM lease WHERE number = entry.lease AND ends > ?)))"
 _DENIED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+# A row that is there twice shows a damaged number, and an error without a code text that is not UTF-8.
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, 0)
 
 
 class _SqliteWatch(Watch):
@@ -361,6 +491,7 @@ class _SqliteWatch(Watch):
 
     def _counter(self, deadline: float) -> int:
         """Read a number that changes when another connection changes the file; sweeps ended leases first."""
+        self._registry._check_place()
         if self._connection is None or self._pid != os.getpid():
             self._drop()
             self._connection = self._registry._borrow(deadline)
@@ -380,7 +511,7 @@ class _SqliteWatch(Watch):
     def _look(self, timeout: float) -> Changes:
         registry = self._registry
         with registry._reading(timeout) as connection:
-            revision, compacted = connection.execute("SELECT revision, compacted FROM state").fetchone()
+            revision, compacted, _ = _state(connection, registry.address)
             if self._after < compacted:
                 raise RegistryCompactedError(
                     f"the registry {registry.address} keeps changes after revision {compacted}, expected those after "
@@ -388,21 +519,28 @@ class _SqliteWatch(Watch):
                     registry=registry.address,
                     oldest=compacted,
                 )
+            crc = "(SELECT crc FROM change_checksum AS c WHERE c.revision = change.revision AND c.key = change.key)"
+            crc = crc if registry._sums else "NULL"
             rows = connection.execute(
-                "SELECT key, coalesce(value, x''), revision, lease, value IS NULL FROM change "
-                "WHERE revision > ? AND key >= ? AND key < ? ORDER BY revision, key",
+                f"SELECT key, coalesce(value, x''), revision, lease, {crc}, value IS NULL FROM change WHERE "
+                "revision > ? AND key >= ? AND key < ? ORDER BY revision, key",
                 (self._after, self._prefix, self._prefix + _LAST),
             ).fetchall()
-        self._after = max(self._after, revision)
-        return Changes(self._after, tuple(map(_entry, rows)))
+            changes = Changes(max(self._after, revision), tuple(map(registry._entry, rows)))
+        self._after = changes.revision
+        return changes
 
     def close(self) -> None:
         self._closed = True
         self._drop()
 
 
-def _entry(row: tuple[bytes, bytes, int, int] | tuple[bytes, bytes, int, int, int]) -> Entry:
-    return Entry(row[0].decode(), row[1], row[2], row[3], bool(row[4]) if len(row) == 5 else False)
+def _crc(key: bytes, value: bytes, revision: int, lease: int) -> int:
+    return checksum(key, revision.to_bytes(8, "little") + lease.to_bytes(8, "little") + value)
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
 
 
 def _milliseconds_left(deadline: float) -> int:
@@ -414,8 +552,26 @@ def _begin_writing(connection: sqlite3.Connection, deadline: float) -> None:
     connection.execute("BEGIN IMMEDIATE")
 
 
-def _revision(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("SELECT revision FROM state").fetchone()[0])
+def _state(connection: sqlite3.Connection, address: str) -> tuple[int, int, str]:
+    """Read the revision, the one up to which changes are forgotten, and the boot id of the last writer."""
+    rows = connection.execute("SELECT revision, compacted, boot FROM state").fetchall()
+    newest = connection.execute("SELECT max(revision) FROM change").fetchone()[0] or 0
+    if (
+        len(rows) != 1
+        or [type(value) for value in rows[0]] != [int, int, str]
+        or not max(newest, rows[0][1]) <= rows[0][0] < _LARGEST_REVISION
+    ):
+        raise damaged(address, f"its state is {rows!r} and its newest change {newest!r}")
+    state: tuple[int, int, str] = rows[0]
+    return state
+
+
+def _revision(connection: sqlite3.Connection, address: str) -> int:
+    return _state(connection, address)[0]
+
+
+def _unchanged(connection: sqlite3.Connection, address: str, _: object) -> int:
+    return _revision(connection, address)
 
 
 def _now() -> int:
@@ -431,48 +587,53 @@ def _boot() -> str:
 _THIS_BOOT = _boot()
 
 
-def _alive(connection: sqlite3.Connection) -> tuple[bool, int]:
+def _alive(connection: sqlite3.Connection, address: str) -> tuple[bool, int]:
     """Parameters of `_ALIVE`: False if the host was restarted, so that no lease is alive; and the time."""
-    return connection.execute("SELECT boot FROM state").fetchone()[0] == _THIS_BOOT, _now()
+    return _state(connection, address)[2] == _THIS_BOOT, _now()
 
 
-def _lease(connection: sqlite3.Connection, number: int) -> tuple[int, int] | None:
+def _lease(connection: sqlite3.Connection, address: str, number: int) -> tuple[int, int] | None:
     """Read a lease's time to live and end, in milliseconds; None if there is no such lease."""
     row: tuple[int, int] | None = connection.execute(
         "SELECT milliseconds, ends FROM lease WHERE number = ?", (number,)
     ).fetchone()
+    if row is not None and [type(value) for value in row] != [int, int]:
+        raise damaged(address, f"its lease {number} is {row!r}")
     return row
 
 
-def _sweep(connection: sqlite3.Connection) -> None:
+def _sweep(connection: sqlite3.Connection, address: str) -> None:
     """End the leases whose time is over."""
-    boot, now = _alive(connection)
+    boot, now = _alive(connection, address)
     if boot:
         ended = connection.execute("SELECT number FROM lease WHERE ends <= ?", (now,)).fetchall()
     else:
         ended = connection.execute("SELECT number FROM lease").fetchall()
         connection.execute("UPDATE state SET boot = ?", (_THIS_BOOT,))
-    _end_leases(connection, [number for (number,) in ended])
+    _end_leases(connection, address, [number for (number,) in ended])
 
 
-def _end_leases(connection: sqlite3.Connection, numbers: list[int]) -> None:
+def _end_leases(connection: sqlite3.Connection, address: str, numbers: list[int]) -> None:
     for number in numbers:
         bound = connection.execute("SELECT key FROM entry WHERE lease = ? AND lease != 0", (number,)).fetchall()
         if bound:
-            _apply(connection, [(key, None, 0) for (key,) in bound])
+            _apply(connection, address, [(key, None, 0) for (key,) in bound])
         connection.execute("DELETE FROM lease WHERE number = ?", (number,))
 
 
-def _apply(connection: sqlite3.Connection, changes: list[tuple[bytes, bytes | None, int]]) -> int:
+def _apply(connection: sqlite3.Connection, address: str, changes: list[tuple[bytes, bytes | None, int]]) -> int:
     """Change entries under a new revision; None as a value deletes."""
-    revision = _revision(connection) + 1
+    revision = _revision(connection, address) + 1
     connection.execute("UPDATE state SET revision = ?", (revision,))
     for key, value, lease in changes:
+        crc = _crc(key, value or b"", revision, lease)
         connection.execute("INSERT INTO change VALUES (?, ?, ?, ?)", (revision, key, value, lease))
+        connection.execute("INSERT INTO change_checksum VALUES (?, ?, ?)", (revision, key, crc))
         if value is None:
             connection.execute("DELETE FROM entry WHERE key = ?", (key,))
         else:
             connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?)", (key, value, revision, lease))
+            connection.execute("INSERT INTO entry_checksum VALUES (?, ?, ?)", (key, revision, crc))
     if revision % 1000 == 0:
         _forget(connection, revision - _CHANGES_KEPT)
     return revision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
@@ -126,9 +126,16 @@ class AsyncStore:
         """Asynchronous `Store.touch`."""
         return await self._call(self._store.touch, key, ttl, keep=keep)
 
-    async def touch_many(self, keys: Iterable[Key], ttl: float | None, *, keep: bool | None = None) -> Touched:
+    async def touch_many(
+        self,
+        keys: Iterable[Key],
+        ttl: float | None,
+        *,
+        keep: bool | None = None,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
         """Asynchronous `Store.touch_many`."""
-        return await self._call(self._store.touch_many, keys, ttl, keep=keep)
+        return await self._call(self._store.touch_many, keys, ttl, keep=keep, seen=seen)
 
     @contextlib.asynccontextmanager
     async def pin(self, key: Key, *, ttl: float | None = None) -> AsyncIterator[Pin]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -112,10 +112,17 @@ class Touched:
         Number of nodes that have touched their copy, for each key in the order of the keys.
     complete : bool
         True if all nodes have answered. Otherwise those that have not may hold untouched copies.
+    marks : sequence of mapping
+        For each key the mark of each touched copy, by the number of its node. A copy's mark changes when it is kept,
+        let go, or given more time to live. It is 0 from a node of an earlier release, which knows no marks.
+    refused : sequence of int
+        Places of the keys of which a copy was not touched, because its mark was not the expected one.
     """
 
     copies: Sequence[int]
     complete: bool
+    marks: Sequence[Mapping[int, int]] = ()
+    refused: Sequence[int] = ()
 
 
 class Ask(msgspec.Struct, gc=False):

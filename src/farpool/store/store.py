@@ -364,22 +364,49 @@ class Store:
         """
         return self._touch([key], ttl, keep, copies=1).copies[0] > 0
 
-    def touch_many(self, keys: Iterable[Key], ttl: float | None, *, keep: bool | None = None) -> Touched:
+    def touch_many(
+        self,
+        keys: Iterable[Key],
+        ttl: float | None,
+        *,
+        keep: bool | None = None,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
         """Touch many values at the same time and return how many copies that has reached; see `touch`.
+
+        Parameters
+        ----------
+        keys : iterable of str or bytes
+            The keys.
+        ttl : float or None
+            As of `touch`.
+        keep : bool or None
+            As of `touch`.
+        seen : sequence of mapping, optional
+            The ``marks`` of an earlier touch of the same keys. Only these copies are touched, and only those that
+            nobody has kept, let go or given more time to live since. With `keep` True a copy that is kept by now is
+            touched in any case.
 
         Raises
         ------
         QuotaExceededError
             With `keep` True: too few of the copies that a value is to have may be kept.
         """
-        return self._touch(keys, ttl, keep, copies=self.replicas if keep else 1)
+        return self._touch(keys, ttl, keep, copies=self.replicas if keep else 1, seen=seen)
 
-    def _touch(self, keys: Iterable[Key], ttl: float | None, keep: bool | None, *, copies: int) -> Touched:
+    def _touch(
+        self,
+        keys: Iterable[Key],
+        ttl: float | None,
+        keep: bool | None,
+        *,
+        copies: int,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
         cluster = self._open()
         arguments = TOUCH.pack(ttl_of(ttl), 0 if keep is None else 1 if keep else 2)
-        return everywhere(
-            cluster, Op.TOUCH, [arguments + as_key(key) for key in keys], cluster.deadline(), copies=copies
-        )
+        metas = [arguments + as_key(key) for key in keys]
+        return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
 
     def pin(self, key: Key, *, ttl: float | None = None) -> Pin:
         """Hold a value in memory; on a node of this host without a copy.

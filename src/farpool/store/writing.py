@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -185,7 +185,15 @@ def _write(
     return cluster.ask(asks, deadline)
 
 
-def everywhere(cluster: Cluster, op: Op, metas: Sequence[bytes], deadline: float, *, copies: int = 1) -> Touched:
+def everywhere(
+    cluster: Cluster,
+    op: Op,
+    metas: Sequence[bytes],
+    deadline: float,
+    *,
+    copies: int = 1,
+    seen: Sequence[Mapping[int, int]] | None = None,
+) -> Touched:
     """Send an operation on objects to all nodes.
 
     Parameters
@@ -200,35 +208,48 @@ def everywhere(cluster: Cluster, op: Op, metas: Sequence[bytes], deadline: float
         By the monotonic clock. Nodes are asked again until then for objects of which no node has said anything.
     copies : int
         Number of nodes on which it has to succeed; refusals by others are then ignored.
+    seen : sequence of mapping, optional
+        Marks of each object's copies, from an earlier touch. Only these copies are asked for, and each node does the
+        operation only if the copy has that mark still.
 
     Raises
     ------
     NodeError
         No node could be asked by the deadline, or one refuses it.
     """
-    done = [0] * len(metas)
+    done, marks = [0] * len(metas), [dict[int, int]() for _ in metas]
     left = list(range(len(metas)))
-    complete = True
+    complete, refused = True, list[int]()
+    usual = (Status.DONE, Status.MISSING) if seen is None else (Status.DONE, Status.MISSING, Status.UNKNOWN)
     while left:
         nodes = cluster.reachable(deadline)
-        asks = [Ask(node, op, metas[number]) for number in left for node in nodes]
-        answers = cluster.ask(asks, share_of(deadline, last=len(nodes) == 1))
+        asked = [[node for node in nodes if seen is None or node in seen[number]] for number in left]
+        asks = [
+            Ask(node, op, metas[number], seen[number][node] if seen is not None else 0)
+            for number, some in zip(left, asked, strict=True)
+            for node in some
+        ]
+        answers = iter(cluster.ask(asks, share_of(deadline, last=len(nodes) == 1)))
         unknown, failures = [], []
-        for place, number in enumerate(left):
-            answered = answers[place * len(nodes) : (place + 1) * len(nodes)]
-            replies = [answer for answer in answered if not isinstance(answer, Exception)]
-            done[number] = sum(reply.status == Status.DONE for reply in replies)
+        for number, some in zip(left, asked, strict=True):
+            answered = [(node, next(answers)) for node in some]
+            replies = [(node, answer) for node, answer in answered if not isinstance(answer, Exception)]
+            marks[number] = {node: reply.serial for node, reply in replies if reply.status == Status.DONE}
+            done[number] = len(marks[number])
+            if seen is not None and any(reply.status == Status.UNKNOWN for _, reply in replies):
+                refused.append(number)
             if done[number] < copies:
-                for node, answer in zip(nodes, answered, strict=True):
-                    if not isinstance(answer, Exception) and answer.status not in (Status.DONE, Status.MISSING):
-                        said = answer.meta.decode(errors="replace")
-                        raise refusal(answer.status, said, cluster.members[node].name, op)
-            if replies:
-                complete = complete and len(replies) == len(cluster.members)
+                for node, reply in replies:
+                    if reply.status not in usual:
+                        said = reply.meta.decode(errors="replace")
+                        raise refusal(reply.status, said, cluster.members[node].name, op)
+            if replies or not some:
+                expected = len(cluster.members) if seen is None else len(seen[number])
+                complete = complete and len(replies) == expected
             else:
                 unknown.append(number)
-                failures += [answer for answer in answered if isinstance(answer, Exception)]
+                failures += [answer for _, answer in answered if isinstance(answer, Exception)]
         left = unknown
         if left and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
             raise failures[0]
-    return Touched(done, complete)
+    return Touched(done, complete, marks, refused)

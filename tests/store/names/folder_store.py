@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +42,40 @@ class FolderStore:
             sizes.append(None if data is None else len(data))
         return sizes
 
-    def touch_many(self, keys: Iterable[str], ttl: float | None, *, keep: bool | None = None) -> Touched:
-        there = []
-        for key in keys:
-            if keep is False:
-                (self.folder / key).unlink(missing_ok=True)
-            there.append(int((self.folder / key).exists()))
-        return Touched(there, True)
+    def touch_many(
+        self,
+        keys: Iterable[str],
+        ttl: float | None,
+        *,
+        keep: bool | None = None,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
+        keys = list(keys)
+        told = []
+        with (self.folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for place, key in enumerate(keys):
+                told.append(self._touch(key, keep, None if seen is None else seen[place].get(0, 0)))
+        return Touched(
+            [int(bool(mark)) for mark in told],
+            True,
+            [{0: mark} if mark else {} for mark in told],
+            [place for place, mark in enumerate(told) if mark == 0],
+        )
+
+    def _touch(self, key: str, keep: bool | None, seen: int | None) -> int | None:
+        """The mark afterwards; None without an object, 0 if its mark is not the one that was seen."""
+        number = self.folder / f".{key}.mark"
+        if seen == 0 or not (self.folder / key).exists():
+            return None
+        mark = int(number.read_text()) if number.exists() else 1
+        if seen not in (None, mark) and not (keep and mark > 1):
+            return 0
+        if keep is False:
+            (self.folder / key).unlink()
+            number.unlink(missing_ok=True)
+            return mark
+        if keep:
+            mark = random.SystemRandom().randrange(2, 2**60)
+            number.write_text(str(mark))
+        return mark

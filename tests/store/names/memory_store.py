@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from farpool.store.arguments import content_key
@@ -25,6 +26,8 @@ class MemoryStore:
         self.now = 0.0
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.kept: set[str] = set()
+        self.marks: dict[str, int] = {}  # another one whenever an object is kept, let go or given more time to live
+        self.changes = itertools.count(1)
         self.sent = 0  # values that came over the wire
         self.requests = 0  # batches of puts and touches
         self.away = False  # another node, which may have copies
@@ -61,28 +64,52 @@ class MemoryStore:
             sizes.append(None if data is None else len(data))
         return sizes
 
-    def touch_many(self, keys: Iterable[str], ttl: float | None, *, keep: bool | None = None) -> Touched:
+    def touch_many(
+        self,
+        keys: Iterable[str],
+        ttl: float | None,
+        *,
+        keep: bool | None = None,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
         self.requests += 1
-        return Touched([int(self.touch(key, ttl, keep)) for key in keys], not self.away)
+        keys = list(keys)
+        wanted = [None] * len(keys) if seen is None else [one.get(0, -1) for one in seen]
+        told = [self.touch(key, ttl, keep, mark) for key, mark in zip(keys, wanted, strict=True)]
+        return Touched(
+            [int(mark is not None and mark > 0) for mark in told],
+            not self.away,
+            [{0: mark} if mark is not None and mark > 0 else {} for mark in told],
+            [place for place, mark in enumerate(told) if mark == 0],
+        )
 
-    def touch(self, key: str, ttl: float | None, keep: bool | None) -> bool:
+    def touch(self, key: str, ttl: float | None, keep: bool | None, seen: int | None = None) -> int | None:
+        """The mark afterwards; None without an object, 0 if its mark is not the one that was seen."""
         if keep is False:
             time.sleep(self.pause)
         with self.lock:
             self.expire()
-            if key not in self.objects:
-                return False
+            if key not in self.objects or seen == -1:
+                return None
+            if seen not in (None, self.marks[key]) and not (keep and key in self.kept):
+                return 0
             if keep is False:
                 self.kept.discard(key)
                 self.objects[key] = self.objects[key][0], -math.inf
             elif keep:
                 self.kept.add(key)
+            if keep is not None:
+                self.marks[key] = next(self.changes)
             self.extend(key, ttl)
-            return True
+            return self.marks[key]
 
     def extend(self, key: str, ttl: float | None) -> None:
-        data, ends = self.objects[key]
-        self.objects[key] = data, max(ends, math.inf if ttl is None else self.now + ttl)
+        data, before = self.objects[key]
+        ends = max(before, math.inf if ttl is None else self.now + ttl)
+        if ends != before:
+            self.objects[key] = data, ends
+            if key not in self.kept:
+                self.marks[key] = next(self.changes)
 
     def expire(self) -> None:
         for key in [key for key, (_, ends) in self.objects.items() if ends <= self.now and key not in self.kept]:

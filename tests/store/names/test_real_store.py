@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from farpool import Names, Store
-from farpool.errors import NameLostError, NodeError
+from farpool.errors import NameHeldError, NameLostError, NameMissingError, NodeError
 from farpool.node.process import RunningNode, running_node
+from tests.registry.cluster import needs_etcd, running_cluster
 
 
 @pytest.fixture
@@ -97,3 +101,117 @@ def test_a_name_lives_while_its_nodes_die_one_after_the_other_with_repairs_betwe
         assert reader.stdout.readline() == f"1 {values[0].hex()}\n"
         assert reader.stdout.readline() == f"2 {values[1].hex()}\n"
         assert reader.wait(60) == 0
+
+
+def test_a_node_refuses_to_keep_or_let_go_of_what_others_have_kept_or_let_go_since(nodes: list[RunningNode]) -> None:
+    with Store(*(node.address for node in nodes), replicas=2, timeout=30.0) as store:
+        store.put("k", b"value", ttl=1000)
+        first = store.touch_many(["k", "missing"], 1.0)
+        assert (first.copies, [len(marks) for marks in first.marks]) == ([2, 0], [2, 0])
+        seen = first.marks[:1]
+        assert store.touch_many(["k"], None, keep=True, seen=seen).copies == [2]
+        late = store.touch_many(["k"], 1.0, keep=False, seen=seen)
+        assert (late.copies, late.refused) == ([0], [0])
+        kept = store.touch_many(["k"], None, keep=True, seen=seen)  # what is kept may be kept again
+        assert kept.copies == [2]
+        info = store.stat("k")
+        assert info is not None
+        assert (info.kept, info.ttl) == (True, None)
+        assert store.touch_many(["k"], 60.0, keep=False, seen=kept.marks).copies == [2]
+        assert store.touch_many(["k"], None, keep=True, seen=kept.marks).copies == [0]
+        info = store.stat("k")
+        assert info is not None
+        assert not info.kept
+        assert store.touch_many(["missing"], 1.0, keep=False, seen=[{}]).copies == [0]
+
+
+PUBLISHER = """
+import contextlib, itertools, sys, farpool
+
+registry, node, name = sys.argv[1:]
+times = {"hold": 0.0, "lease": 1.0, "timeout": 30.0}
+with farpool.Store(node, timeout=30.0) as store, farpool.Names(store, registry, **times) as names:
+    for turn in itertools.count():
+        with contextlib.suppress(farpool.NameHeldError, farpool.NameMovedError, farpool.NameMissingError):
+            names.publish(name, [b"%d" % (turn % 3) * 20000, b"%d" % (turn % 2) * 10000])
+            if turn % 5 == 4:
+                names.unpublish(name)
+        print(turn, flush=True)
+"""
+
+
+def test_no_name_waits_for_publishers_of_others_that_were_killed(tmp_path: Path) -> None:
+    chance, registry = random.Random(5), tmp_path / "registry"
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(running_node("64MiB"))
+        store = stack.enter_context(Store(node.address, timeout=30.0, registry=registry))
+        for trial in range(2):
+            other = stack.enter_context(_publisher(str(registry), node.address, f"other {trial}"))
+            stack.callback(other.kill)
+            _await_turns(other, 2 + chance.randrange(10))
+            other.kill()
+            assert store.publish("ours", b"%d" % trial * 20000).version == trial + 1
+            with store.open("ours") as opened:
+                assert opened.read() == b"%d" % trial * 20000
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_publishers_that_are_stopped_past_their_lease_and_go_on_lose_no_object_of_a_name(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    contents = [[b"%d" % (turn % 3) * 20000, b"%d" % (turn % 2) * 10000] for turn in range(6)]
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(running_cluster(1))
+        node = stack.enter_context(running_node("64MiB"))
+        registry = f"etcd://{cluster.hosts}"
+        store = stack.enter_context(Store(node.address, timeout=30.0))
+        names = stack.enter_context(Names(store, registry, hold=0.0, timeout=30.0))
+        others = [stack.enter_context(_publisher(registry, node.address, name)) for name in ("theirs", "more")]
+        for other in others:
+            stack.callback(other.kill)
+        for turn in range(10):
+            for other in others:
+                _await_turns(other, 1 + chance.randrange(4))
+                time.sleep(chance.random() / 50)
+                other.send_signal(signal.SIGSTOP)
+            _publish_after_its_lease(names, "theirs", contents[turn % 6])
+            names.publish("ours", contents[(turn + 1) % 6])
+            names.unpublish("theirs")
+            names.sweep()
+            for other in others:
+                other.send_signal(signal.SIGCONT)
+            for other in others:
+                _await_turns(other, 2)
+            assert read(names, "ours") == b"".join(contents[(turn + 1) % 6])
+            with contextlib.suppress(NameMissingError):
+                assert len(read(names, "more")) == 30000
+        for other in others:
+            other.kill()
+        with names.open("ours") as opened:
+            for piece in opened.manifest.pieces:
+                info = store.stat(piece.key)
+                assert info is not None
+                assert info.kept
+
+
+def _publisher(registry: str, node: str, name: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", PUBLISHER, registry, node, name]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def _await_turns(publisher: subprocess.Popen[bytes], turns: int) -> None:
+    assert publisher.stdout is not None
+    for _ in range(turns):
+        assert publisher.stdout.readline(), "the publisher has ended"
+
+
+def _publish_after_its_lease(names: Names, name: str, content: list[bytes]) -> None:
+    until = time.monotonic() + 60
+    while True:
+        try:
+            names.publish(name, content)
+        except NameHeldError:
+            assert time.monotonic() < until, "the lease of a stopped writer does not end"
+            time.sleep(0.1)
+        else:
+            return

@@ -24,6 +24,7 @@ from farpool.errors import (
     RegistryCompactedError,
     RegistryError,
     RegistryLeaseError,
+    RegistryUnwritableError,
 )
 from farpool.registry import Condition, Delete, Entry, Operation, Put, Registry, Watch, open_registry
 from farpool.store.names.objects import ObjectStore
@@ -44,7 +45,7 @@ from farpool.store.names.records import (
     publication_key,
     writer_key,
 )
-from farpool.store.names.sending import PAUSE, Sending, writer_lost
+from farpool.store.names.sending import PAUSE, Sending, clock, wait_for_sweeper, writer_lost
 from farpool.store.names.session import Session
 from farpool.store.names.sweep import sweep
 
@@ -77,7 +78,7 @@ class Names:
     orphan_ttl : float
         Seconds that objects live whose name was never moved to them.
     timeout : float
-        Seconds that a call may wait for the registry, and for a sweep that is at work.
+        Seconds that a call may wait for the registry.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class Names:
     def _held(self, name: str, who: str, lease: int) -> NameHeldError:
         until = time.time() + self._registry.remaining(lease, timeout=self._timeout)
         return NameHeldError(
-            f"the name {name!r} is held by the writer {who} until {_clock(until)}, longer if that renews its lease; "
+            f"the name {name!r} is held by the writer {who} until {clock(until)}, longer if that renews its lease; "
             "try again when it has ended",
             name=name,
             holder=who,
@@ -215,19 +216,22 @@ class Names:
         with self.writer(name) as writer:
             return writer.unpublish(expect=expect)
 
-    def sweep(self) -> int | None:
-        """Release the objects of versions that nobody holds; return how many, or None if another program is doing so.
+    def sweep(self) -> int:
+        """Release the objects of versions that nobody holds; return how many.
 
-        Each publish does it, too. Call it where names are published rarely and memory is short.
+        Each publish does it, too. Call it where names are published rarely and memory is short. Several programs may
+        do so at the same time, and no other call waits for it.
         """
-        return sweep(self._store, self._registry, self._who, max(1.0, self._hold))
+        return sweep(self._store, self._registry, max(1.0, self._hold))
 
     # Reading
 
     def open(self, name: str, version: int | None = None) -> OpenedName:
         """Open a name for reading; its objects stay until it is closed.
 
-        While the registry is away this gives the version that this program has known last.
+        While the registry is away this gives the version that this program has known last, and while it can only be
+        read the current one. Neither is held then (`OpenedName.held`): it stays for as long as it is the current one,
+        and for `hold` seconds after.
 
         Parameters
         ----------
@@ -261,6 +265,8 @@ class Names:
                     release = self._hold_for_reader(quoted, record, unmoved, self._patience())
                     if release is None and time.monotonic() < deadline:
                         continue  # the name has moved
+                except RegistryUnwritableError:
+                    pass  # it can be read, so what is current is known
                 except RegistryAwayError:
                     self._note_away()
             return self._opened(name, record, release)
@@ -359,18 +365,12 @@ class Names:
             held = self._registry.get(first, timeout=self._timeout)
             if held is None:
                 break
-            release = self._hold_for_reader(
-                quoted, record, [Condition(first, held.revision), Condition(SWEEPER, 0)], self._timeout
-            )
+            # A sweep takes the entry away before it lets objects go.
+            there = [Condition(first, held.revision), Condition(SWEEPER, 0)]
+            release = self._hold_for_reader(quoted, record, there, self._timeout)
             if release is not None:
                 return self._opened(name, record, release)
-            if time.monotonic() >= deadline:
-                raise RegistryAwayError(
-                    f"version {version} of {name!r} could not be held within {self._timeout:.1f} s: another program is "
-                    "letting go of old versions all the time",
-                    registry=self._registry.address,
-                )
-            time.sleep(PAUSE)
+            wait_for_sweeper(self._registry, name, deadline)
         raise NameMissingError(f"the name {name!r} is not held in version {version} any more; open the current one")
 
     def _hold_for_reader(
@@ -588,7 +588,3 @@ class NameWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))

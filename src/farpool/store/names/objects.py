@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from farpool.store.messages import Touched
@@ -25,11 +25,20 @@ class ObjectStore(Protocol):
     ) -> object:
         """Store values. Those that are there already stay; the longer time to live counts."""
 
-    def touch_many(self, keys: Iterable[str], ttl: float | None, /, *, keep: bool | None = None) -> Touched:
-        """Renew the time to live of values, and return how many copies of each there are.
+    def touch_many(
+        self,
+        keys: Iterable[str],
+        ttl: float | None,
+        /,
+        *,
+        keep: bool | None = None,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
+        """Renew the time to live of values, and return how many copies of each there are, with their marks.
 
         With `keep` True the values are never evicted and do not expire. With False they may be, and `ttl` counts even
-        if it is shorter than what was left.
+        if it is shorter than what was left. With `seen`, the marks of an earlier touch, only copies are touched that
+        have that mark still, and with `keep` True those that are kept by now.
         """
 
     def get(self, key: str, /) -> bytes | None:

@@ -4,11 +4,11 @@
 ``name/NAME``                      the version that counts now, or that the name was unpublished
 ``history/NAME/VERSION``           what was published (or unpublished), the last hundred
 ``publication/NAME/ID/PART``       which objects a version holds, 10,000 in a part; there before the name moves
-``released/NAME/ID/PART``          the same, of a version that was let go while a node was away
+``released/NAME/ID/PART``          the same, of a version that nobody can begin to hold: a sweep lets its objects go
 ``hold/NAME/ID/WHO``               why a version that is not the current one has to stay: its writer is at work, it is
                                    the previous one, or somebody reads it; bound to a lease of whoever that is
 ``writer/NAME``                    who may move the name; bound to the writer's lease
-``sweeper``                        who lets go of what nobody holds; bound to a lease
+``sweeper``                        the program of an earlier release that sweeps; bound to a lease
 ================================== ==============================================================================
 """
 
@@ -51,6 +51,8 @@ _LONGEST_NAME = 200
 """Most bytes of a name."""
 _HASH = "sha256-"
 _FORMAT = 1
+_PUBLICATION_FORMAT = 2
+"""Programs of releases whose sweeps look at no marks cannot read this one, and so do not sweep."""
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
@@ -73,7 +75,7 @@ class Publication(msgspec.Struct, frozen=True):
 
     hashes: tuple[bytes, ...]
     others: tuple[str, ...]
-    format: int = _FORMAT
+    format: int = _PUBLICATION_FORMAT
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Publication:
@@ -89,7 +91,7 @@ class Publication(msgspec.Struct, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Registry record of the program that holds a version, writes a name or sweeps."""
+    """Registry record of the program that holds a version or writes a name."""
 
     who: str
     format: int = _FORMAT
@@ -205,9 +207,10 @@ def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
     """
     try:
         written = msgspec.msgpack.decode(data, type=_Format).format
-        if written > _FORMAT:
+        known = _PUBLICATION_FORMAT if issubclass(kind, Publication) else _FORMAT
+        if written > known:
             raise ConfigError(
-                f"the registry's entry {key!r} has format {written}, this farpool reads format {_FORMAT}",
+                f"the registry's entry {key!r} has format {written}, this farpool reads format {known}",
                 setting="registry",
             )
         return msgspec.msgpack.decode(data, type=kind)

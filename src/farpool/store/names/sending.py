@@ -1,9 +1,11 @@
 """Sending the objects of a version that is about to be published.
 
 Objects are sent with a time to live, small ones together, and those that have all their copies already are not sent
-again. Then the registry is told, in a publication with a hold of its writer, that they
-are to be held, and only then are they kept for ever: so whoever sweeps knows of all that is kept. An object that went
-in between, since a sweep let it go for an older version or the node needed the room, is sent again.
+again. The sender notes the mark that each copy then has. After that it records in the registry, in a publication with a
+hold of its writer, which objects the version holds. Only then does it have the copies kept for ever, each if it still
+has its mark or is kept already. So each sweep knows of all that is kept, and a writer that was stopped past its lease
+keeps nothing that a sweep let go meanwhile (sweep.py). A copy that has another mark, or was evicted, is looked at
+again, sent again if it is gone, and kept once the registry has confirmed that the writer's hold is still there.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from farpool.errors import NameLostError, NameMovedError, RegistryLeaseError
+from farpool.errors import NameHeldError, NameLostError, NameMovedError, RegistryLeaseError
 from farpool.registry import Condition, Operation, Put, Registry
 from farpool.store.arguments import content_key
 from farpool.store.names.manifest import Manifest, Piece, TensorEntry, encode_manifest
@@ -35,7 +38,7 @@ from farpool.store.names.sources import sources_of
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BATCH", "PAUSE", "PIECE", "Sending", "writer_lost"]
+__all__ = ["BATCH", "PAUSE", "PIECE", "Sending", "clock", "wait_for_sweeper", "writer_lost"]
 
 PIECE = 64 << 20
 """Bytes of a piece of a value, and about the memory that it takes to publish a value that is given in parts."""
@@ -43,7 +46,9 @@ BATCH = 4 << 20
 """Bytes of small objects that are sent together, and about the memory that it takes to publish tensors."""
 PAUSE = 0.05
 """Seconds between two checks of whether another program is done."""
-_TRIES = 3
+_TRIES = 5
+_A_LITTLE = 1.0
+"""Seconds to live with which marks are read: objects that are sent have more, so theirs do not change."""
 
 
 class Sending:
@@ -68,7 +73,7 @@ class Sending:
     ttl : float
         Seconds that objects live whose name was never moved to them.
     timeout : float
-        Seconds to wait for a sweep that is at work.
+        Seconds that a call of the registry may take.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Sending:
         self._outgoing_bytes = 0
         self._waiting: dict[str, Callable[[], Buffer]] = {}  # sent, and not yet held: how to get the bytes again
         self._waiting_bytes = 0  # in memory for that reason
+        self._seen: dict[str, Mapping[int, int]] = {}  # marks of the copies of what was sent, and is not yet held
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:
@@ -161,9 +167,17 @@ class Sending:
         """Send the collected objects that lack copies."""
         outgoing, self._outgoing = self._outgoing, {}
         self._outgoing_bytes = 0
-        copies = self._store.touch_many(outgoing, self._ttl).copies
-        lacking = [item for item, there in zip(outgoing.items(), copies, strict=True) if there < self._store.replicas]
-        self._store.put_many(lacking, ttl=self._ttl, check=True)
+        lacking = self._look(outgoing, self._ttl)
+        if lacking:
+            self._store.put_many([(key, outgoing[key]) for key in lacking], ttl=self._ttl, check=True)
+            self._look(lacking, _A_LITTLE)
+
+    def _look(self, keys: Iterable[str], ttl: float) -> list[str]:
+        """Note the marks of objects' copies; return the keys of objects that lack copies."""
+        keys = list(keys)
+        touched = self._store.touch_many(keys, ttl)
+        self._seen.update(zip(keys, touched.marks, strict=True))
+        return [key for key, there in zip(keys, touched.copies, strict=True) if there < self._store.replicas]
 
     def _hold_all(self) -> None:
         """Send what is left, record all objects sent as held, then have their copies kept for ever."""
@@ -171,12 +185,14 @@ class Sending:
         self._announce(list(self._waiting))
         left = list(self._waiting)
         for _ in range(_TRIES):
-            copies = self._store.touch_many(left, None, keep=True).copies
+            copies = self._store.touch_many(left, None, keep=True, seen=[self._seen[key] for key in left]).copies
             left = [key for key, kept in zip(left, copies, strict=True) if kept < self._store.replicas]
             if not left:
                 break
-            for key in left:
+            for key in self._look(left, _A_LITTLE):
                 self._store.put_many([(key, self._waiting[key]())], ttl=self._ttl, check=True)
+                self._look([key], _A_LITTLE)
+            self._check_hold()
         else:
             raise NameLostError(
                 f"copies of the object {left[0]} of {self._name!r} go again and again before they can be kept; nothing "
@@ -185,17 +201,27 @@ class Sending:
                 key=left[0],
             )
         self._waiting.clear()
+        self._seen.clear()
         self._waiting_bytes = 0
 
+    def _check_hold(self) -> None:
+        """Raise NameMovedError if the writer's hold has ended. Marks noted before this are good if it has not."""
+        assert self.hold is not None
+        held = self._registry.get(self.hold.key, timeout=self._timeout)
+        if held is None or held.revision != self.hold.revision:
+            raise writer_lost(self._registry, self._name, self._quoted)
+
     def _announce(self, keys: list[str]) -> None:
-        """Record in the registry, while nobody sweeps, which objects the version will hold."""
-        deadline = time.monotonic() + self._timeout
+        """Record in the registry which objects the version will hold."""
         part = publication_key(self._quoted, self.publication, self._parts)
         operations: list[Operation] = [Put(part, encode(Publication.of(keys)))]
+        conditions = [Condition(part, 0), Condition(SWEEPER, 0), self._writer]
         if self.hold is None:
             hold = hold_key(self._quoted, self.publication, "writer")
             operations.append(Put(hold, encode(Holder(self._who)), self._lease))
-        conditions = [Condition(part, 0), Condition(SWEEPER, 0), self._writer]
+        else:
+            conditions.append(self.hold)
+        deadline = time.monotonic() + self._timeout
         while True:
             try:
                 done = self._registry.commit(conditions, operations, timeout=self._timeout)
@@ -203,10 +229,10 @@ class Sending:
                 raise writer_lost(self._registry, self._name, self._quoted) from error
             if done.succeeded:
                 break
-            mine = self._registry.get(self._writer.key, timeout=self._timeout)
-            if time.monotonic() >= deadline or mine is None or mine.revision != self._writer.revision:
-                raise writer_lost(self._registry, self._name, self._quoted)
-            time.sleep(PAUSE)
+            if not wait_for_sweeper(self._registry, self._name, deadline):
+                mine = self._registry.get(self._writer.key, timeout=self._timeout)
+                if mine is None or mine.revision != self._writer.revision or time.monotonic() >= deadline:
+                    raise writer_lost(self._registry, self._name, self._quoted)
         self._parts += 1
         if self.hold is None:
             self.hold = Condition(hold, done.revision)
@@ -217,11 +243,45 @@ def writer_lost(registry: Registry, name: str, quoted: str) -> NameMovedError:
     entry = registry.get(name_key(quoted))
     version = decode(entry.value, NameRecord, entry.key).version if entry else 0
     return NameMovedError(
-        f"the lease of the writer of {name!r} has ended before the name was moved, or others sweep all the time; "
+        f"the lease of the writer of {name!r} has ended before the name was moved; "
         f"nothing was published, and the name has version {version}. Try again",
         name=name,
         version=version,
     )
+
+
+def wait_for_sweeper(registry: Registry, name: str, deadline: float) -> bool:
+    """Wait a little if a program of an earlier release sweeps; return False if none does.
+
+    Such programs sweep one at a time, under an entry with a lease, and let objects go without looking at marks. They
+    cannot read the format of a publication of this release, so once there is one they sweep no more.
+
+    Raises
+    ------
+    NameHeldError
+        One still sweeps at the deadline.
+    """
+    entry = registry.get(SWEEPER)
+    if entry is None:
+        return False
+    if time.monotonic() >= deadline:
+        who = decode(entry.value, Holder, SWEEPER).who
+        with suppress(RegistryLeaseError):  # it has ended in between
+            until = time.time() + registry.remaining(entry.lease)
+            raise NameHeldError(
+                f"the name {name!r} waits for {who}, a program of an earlier farpool that sweeps this registry until "
+                f"{clock(until)}, longer if that renews its lease; try again when it has ended",
+                name=name,
+                holder=who,
+                until=until,
+            )
+    time.sleep(PAUSE)
+    return True
+
+
+def clock(seconds: float) -> str:
+    """Return a time of day for people."""
+    return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:

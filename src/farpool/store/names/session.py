@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from farpool.errors import RegistryAwayError, RegistryError, RegistryLeaseError
+from farpool.errors import RegistryError, RegistryLeaseError
 from farpool.registry import Registry
 
 __all__ = ["Session"]
@@ -74,5 +74,5 @@ class Session:
             self._ended.set()
             lease, self._lease = self._lease, 0
         if lease and self._pid == os.getpid():
-            with contextlib.suppress(RegistryAwayError):
+            with contextlib.suppress(RegistryError):  # it ends by itself; an error here would hide the program's own
                 self._registry.revoke(lease)

@@ -1,32 +1,55 @@
 """Sweep: release the objects of versions that nobody holds any more.
 
 A version is held while it is the current one of its name or has an entry under ``hold/``. Objects are shared by
-content, so an object goes only if no version that is held has it. One sweep at a time runs in a registry, and no
-version is added to ``publication/`` meanwhile. So each version is either among those that the sweep has seen, or its
-writer makes sure of its objects after the sweep has ended.
+content, so an object goes only if no version that is held has it.
 
-A node that is away keeps its copies as they are. So versions are noted under ``released/`` until all nodes could be
-asked.
+Nobody waits for a sweep, and many programs may sweep at the same time, be stopped at any point and go on much later.
+Each sweep takes these steps:
+
+1. Read the registry, and move each version that nobody holds from ``publication/`` to ``released/``, on the condition
+   that it is unchanged. From then on nobody can begin to hold it: a reader that opens an older version does so on the
+   condition that its entry under ``publication/`` is there.
+2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it is kept or let go.
+3. Read the registry again. The objects to let go are those under ``released/`` that no version under ``publication/``
+   has, and no version that is held: the hold of a reader that came before step 1 shows now.
+4. Have each node let go of its copy if the copy has the mark of step 2.
+5. Delete the entries under ``released/``, if they are unchanged, once all their copies were let go.
+
+One that reads a name can read all its objects, because the writer records them under ``publication/`` before it has
+their copies kept. If a copy was kept before step 2, then the record was there before step 3, which leaves the object
+alone. If it was kept after step 2, it has another mark, and the node refuses step 4, however late that arrives; the
+sweep begins again with step 2. If it is kept after step 4, the writer sees whether the object is still there.
+
+Nothing stays kept for ever by a writer that was stopped past its lease. It noted the marks of its copies before it
+recorded them, and has a copy kept only if the copy still has that mark or is kept by others. Before the record was
+deleted a sweep has let go of each copy, which then had another mark.
+
+A node that is away keeps its copies as they are, and one of an earlier release has no marks. So versions stay under
+``released/`` until all nodes could be asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from farpool.errors import RegistryAwayError
-from farpool.registry import Condition, Delete, Entry, Operation, Put, Registry
+from farpool.registry import Condition, Delete, Entry, Put, Registry
 from farpool.store.names.objects import ObjectStore
-from farpool.store.names.records import SWEEPER, Holder, NameRecord, Publication, decode, encode
+from farpool.store.names.records import NameRecord, Publication, decode
 
 __all__ = ["sweep"]
 
-_LEASE = 60.0
-_TOUCHES = 100  # objects between two looks at the lease, and entries of the registry in one transaction
+_TOUCHES = 100
+"""Objects that nodes are asked for in one call, and most entries of the registry in one transaction."""
+_TRANSACTION_BYTES = 1 << 19
+"""Most bytes of entries in one transaction of several."""
+_TRIES = 3
+"""Attempts to let go of objects that others keep or let go at the same time."""
+_A_LITTLE = 1.0
+"""Seconds to live with which marks are read; an object that has less gets so much."""
 
 
-def sweep(store: ObjectStore, registry: Registry, who: str, grace: float) -> int | None:
+def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
     """Release the objects that belong to no held version.
 
     Parameters
@@ -35,103 +58,134 @@ def sweep(store: ObjectStore, registry: Registry, who: str, grace: float) -> int
         Store of the objects.
     registry : Registry
         Registry of the names.
-    who : str
-        Shown to others who want to sweep meanwhile.
     grace : float
         Seconds that an object lives after it was let go.
 
     Returns
     -------
-    int or None
-        Number of objects that were let go; None if another sweep is at work.
+    int
+        Number of objects that were let go.
     """
-    with _sweeper(registry, who) as (lease, mine):
-        if mine is None:
-            return None
-        garbage = _garbage(registry)
-        complete = _let_go(store, registry, lease, garbage.fresh, grace)
-        _forget(registry, mine, garbage.publications, released=not complete)
-        if not garbage.late or not _let_go(store, registry, lease, garbage.late, grace, patient=False):
-            return len(garbage.fresh)
-        _forget(registry, mine, garbage.released)
-    return len(garbage.fresh | garbage.late)
+    versions = _versions(registry)
+    _retire(registry, versions.unheld)
+    fresh = _keys(versions.unheld)
+    marks = _marks(store, fresh)
+    # What was released before is there because a node was away. One request tells that it still is.
+    late = _marks(store, _keys(versions.released) - fresh, patient=False)
+    if not late.incomplete:
+        marks.seen.update(late.seen)
+    released: set[str] = set()
+    for _ in range(_TRIES):
+        if not marks.seen:
+            break
+        versions = _versions(registry)
+        mine = _keys(versions.released) - versions.needed
+        refused = _let_go(store, marks, mine, grace)
+        released |= mine & marks.seen.keys() - refused
+        _forget(registry, versions.released, marks.seen.keys() - marks.incomplete - refused)
+        marks = _marks(store, refused)
+    return len(released)
 
 
 @dataclass(frozen=True, slots=True)
-class _Garbage:
-    """Objects that belong only to versions that nobody holds, and the registry's entries of these versions.
+class _Versions:
+    """Entries of the versions that nobody holds, and the objects that have to stay.
 
-    The late ones were released before, when a node was away that may have had copies of them.
+    `unheld` are under ``publication/`` yet, `released` are not. All objects of versions under ``publication/`` stay.
     """
 
-    fresh: set[str]
-    publications: list[Entry]
-    late: set[str]
+    unheld: list[Entry]
     released: list[Entry]
+    needed: set[str]
 
 
-def _garbage(registry: Registry) -> _Garbage:
-    snapshot = registry.range("name/", "hold/", "publication/", "released/")
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Marks of objects' copies, and the objects of which a node could not be asked or knows no marks."""
+
+    seen: dict[str, Mapping[int, int]]
+    incomplete: set[str]
+
+
+def _versions(registry: Registry) -> _Versions:
     held: set[str] = set()
-    kept: set[str] = set()
-    garbage = _Garbage(set(), [], set(), [])
-    for entry in snapshot.entries:
+    versions = _Versions([], [], set())
+    for entry in registry.range("name/", "hold/", "publication/", "released/").entries:
         kind, name, *rest = entry.key.split("/")
         if kind == "name":
             held.add(f"{name}/{decode(entry.value, NameRecord, entry.key).publication}")
         elif kind == "hold":
             held.add(f"{name}/{rest[0]}")
+        elif kind == "publication" or f"{name}/{rest[0]}" in held:
+            versions.needed.update(_keys([entry]))
+            if f"{name}/{rest[0]}" not in held:
+                versions.unheld.append(entry)
         else:
-            keys = decode(entry.value, Publication, entry.key).keys
-            if kind == "released":
-                garbage.late.update(keys)
-                garbage.released.append(entry)
-            elif f"{name}/{rest[0]}" in held:
-                kept.update(keys)
-            else:
-                garbage.fresh.update(keys)
-                garbage.publications.append(entry)
-    garbage.fresh.difference_update(kept)
-    garbage.late.difference_update(kept)
-    return garbage
+            versions.released.append(entry)
+    return versions
 
 
-def _let_go(
-    store: ObjectStore, registry: Registry, lease: int, keys: set[str], grace: float, *, patient: bool = True
-) -> bool:
-    """Release objects; return False if a node could not be asked. Without `patient`, stop there."""
-    ordered, complete = sorted(keys), True
+def _keys(entries: Iterable[Entry]) -> set[str]:
+    return {key for entry in entries for key in decode(entry.value, Publication, entry.key).keys}
+
+
+def _retire(registry: Registry, entries: list[Entry]) -> None:
+    """Move entries of versions to ``released/``."""
+    for batch in _batches(entries):
+        _commit(registry, batch, [Put(f"released/{entry.key.partition('/')[2]}", entry.value) for entry in batch])
+
+
+def _forget(registry: Registry, entries: list[Entry], done: set[str]) -> None:
+    """Delete the entries of versions whose objects were all let go, or belong to others."""
+    finished = [entry for entry in entries if _keys([entry]) <= done]
+    for begin in range(0, len(finished), _TOUCHES):
+        _commit(registry, finished[begin : begin + _TOUCHES], [])
+
+
+def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
+    """Delete entries that are unchanged and write others for them; an entry that another sweep has changed is left."""
+    conditions = [Condition(entry.key, entry.revision) for entry in entries]
+    done = registry.commit(conditions, [*(Delete(entry.key) for entry in entries), *puts])
+    if not done.succeeded and len(entries) > 1:
+        for place, entry in enumerate(entries):
+            _commit(registry, [entry], puts[place : place + 1])
+
+
+def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
+    """Cut entries into parts that fit into a transaction which writes them."""
+    batch: list[Entry] = []
+    for entry in entries:
+        full = sum(len(one.value) for one in batch) + len(entry.value) > _TRANSACTION_BYTES
+        if batch and (full or len(batch) == _TOUCHES // 2):
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
+
+
+def _marks(store: ObjectStore, keys: set[str], *, patient: bool = True) -> _Marks:
+    """Note the marks of objects' copies. Without `patient`, stop where a node could not be asked."""
+    found, ordered = _Marks({}, set()), sorted(keys)
     for begin in range(0, len(ordered), _TOUCHES):
-        registry.keep_alive(lease)
-        touched = store.touch_many(ordered[begin : begin + _TOUCHES], grace, keep=False)
-        complete = complete and touched.complete
-        if not complete and not patient:
+        batch = ordered[begin : begin + _TOUCHES]
+        touched = store.touch_many(batch, _A_LITTLE)
+        for key, marks in zip(batch, touched.marks, strict=True):
+            found.seen[key] = {node: mark for node, mark in marks.items() if mark}
+            if not touched.complete or not all(marks.values()):
+                found.incomplete.add(key)
+        if found.incomplete and not patient:
             break
-    return complete
+    return found
 
 
-def _forget(registry: Registry, mine: Condition, entries: list[Entry], *, released: bool = False) -> None:
-    """Delete entries of versions; with `released`, note their objects to be released once more."""
-    step = 1 if released else _TOUCHES  # the entry of a version may be as large as a transaction
-    for begin in range(0, len(entries), step):
-        batch = entries[begin : begin + step]
-        operations: list[Operation] = [Delete(entry.key) for entry in batch]
-        if released:
-            operations += [Put(f"released/{entry.key.partition('/')[2]}", entry.value) for entry in batch]
-        if not registry.commit([mine], operations).succeeded:
-            break  # the lease has ended; another one goes on
-
-
-@contextmanager
-def _sweeper(registry: Registry, who: str) -> Iterator[tuple[int, Condition | None]]:
-    """Take the sweeper's role: its lease, and the condition that it is still held; None if another program has it."""
-    if registry.get(SWEEPER) is not None:
-        yield 0, None
-        return
-    lease = registry.grant(_LEASE)
-    try:
-        done = registry.commit([Condition(SWEEPER, 0)], [Put(SWEEPER, encode(Holder(who)), lease)])
-        yield lease, Condition(SWEEPER, done.revision) if done.succeeded else None
-    finally:
-        with suppress(RegistryAwayError):
-            registry.revoke(lease)
+def _let_go(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> set[str]:
+    """Have nodes let go of their copies of marked objects; return those that have a copy with another mark."""
+    ordered, refused = sorted(keys & marks.seen.keys()), set[str]()
+    for begin in range(0, len(ordered), _TOUCHES):
+        batch = ordered[begin : begin + _TOUCHES]
+        touched = store.touch_many(batch, grace, keep=False, seen=[marks.seen[key] for key in batch])
+        refused.update(batch[place] for place in touched.refused)
+        if not touched.complete:
+            marks.incomplete.update(batch)
+    return refused

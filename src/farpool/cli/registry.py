@@ -1,0 +1,105 @@
+"""``farpool registry``: back up, check and restore the registry of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import unquote
+
+import typer
+
+if TYPE_CHECKING:
+    from farpool.registry import Registry
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Back up, check and restore the registry of names.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--registry",
+        metavar="URL",
+        envvar="FARPOOL_REGISTRY",
+        show_envvar=True,
+        help="A path, or etcd://HOST,HOST2/PREFIX. Default: a file of yours on this host.",
+    ),
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Time that a request may take.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The backup.", show_default=False)]
+
+
+@app.command()
+def backup(file: File, registry: Where = None, timeout: Timeout = 30.0) -> None:
+    """Write all names, as they are at one moment, to a new file. Programs may use the registry at the same time."""
+    from farpool.registry.backup import back_up
+
+    with _open(registry, timeout) as opened:
+        typer.echo(f"{back_up(opened, file)} entries of {opened.address} written to {file}")
+
+
+@app.command()
+def restore(
+    file: File,
+    registry: Where = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace a registry's file, which no program may have open.")
+    ] = False,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Write a backup's names to an empty registry of either kind. What programs held is not restored."""
+    from farpool.errors import ConfigError
+    from farpool.registry import backup as backups
+    from farpool.registry import default_registry, open_registry
+
+    where = registry or default_registry()
+    if replace:
+        if where.startswith("etcd://"):
+            raise ConfigError("--replace is for a registry in a file; restore to an empty prefix of an etcd instead")
+        count = backups.replace(file, _path(where))
+    else:
+        with open_registry(where, timeout=timeout) as opened:
+            count = backups.restore(file, opened)
+    typer.echo(f"{count} entries restored from {file}")
+
+
+@app.command()
+def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
+    """Read all entries, compare their checksums, and look for what names point to. Exit code 1 if there is damage."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from farpool.store.names.check import check as checked_names
+
+    with _open(registry, timeout) as opened:
+        found = checked_names(opened)
+    table = Table("entries", "number", "bytes", box=None, pad_edge=False)
+    for kind, (count, nbytes) in found.entries.items():
+        table.add_row(escape(kind), str(count), str(nbytes))
+    console = Console(width=80)
+    console.print(table, highlight=False)
+    for one in found.damage:
+        console.print(f"[red]damage:[/] {escape(one)}", highlight=False)
+    if found.damage:
+        raise typer.Exit(1)
+    console.print("no damage", highlight=False)
+
+
+def _open(where: str | None, timeout: float) -> Registry:
+    """Open a registry that is there: a file is not made."""
+    from farpool.errors import ConfigError
+    from farpool.registry import default_registry, open_registry
+
+    address = where or default_registry()
+    if not address.startswith("etcd://") and not _path(address).exists():
+        raise ConfigError(f"there is no file {_path(address)}, expected a registry", setting="registry")
+    return open_registry(address, timeout=timeout)
+
+
+def _path(where: str) -> Path:
+    return Path(unquote(where.removeprefix("sqlite://")) if where.startswith("sqlite://") else where).absolute()

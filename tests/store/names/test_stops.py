@@ -1,0 +1,252 @@
+"""Programs that are killed, or stopped past their lease, at each step of a publish or a sweep: deterministic.
+
+Each call of the registry and of the store is a step. A program that is killed does nothing from there on. One that is
+stopped goes on after others have taken its lease away, published, unpublished and swept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farpool.errors import FarpoolError, NameMissingError
+from farpool.registry.sqlite import SqliteRegistry
+from farpool.store.names import Names
+from tests.store.names.memory_store import MemoryStore
+
+SETTINGS: dict[str, Any] = {"hold": 0.0, "lease": 3600.0, "timeout": 60.0, "orphan_ttl": 100.0}
+CONTENTS = ([b"one", b"two"], [b"two", b"three"], [b"one", b"three", b"four"])
+MOST_STEPS = 60
+
+
+class KilledError(BaseException):
+    """The program has ended."""
+
+
+class Steps:
+    """Something whose calls are steps of one program."""
+
+    def __init__(self, of: object, step: Callable[[], None], calls: tuple[str, ...]) -> None:
+        self._of, self._step, self._calls = of, step, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._of, name)
+        if name not in self._calls:
+            return found
+
+        def call(*arguments: object, **settings: object) -> object:
+            self._step()
+            return found(*arguments, **settings)
+
+        return call
+
+
+class World:
+    """One store, one registry, and the programs that use them: `ours` takes steps, `theirs` never stops."""
+
+    def __init__(self, path: Path) -> None:
+        self.store = MemoryStore()
+        self.registry = SqliteRegistry(path, timeout=60.0)
+        self.theirs = Names(self.store, self.registry, writer="theirs", **SETTINGS)
+        self.steps = 0
+        self.at = 0
+        self.act: Callable[[], None] = lambda: None
+        self.ours = Names(self.store, self.registry, writer="ours", **SETTINGS)
+        registry = Steps(self.registry, self.step, ("get", "range", "commit", "grant"))
+        self.ours._registry = registry  # type: ignore[assignment]
+        self.ours._store = Steps(self.store, self.step, ("put_many", "touch_many"))  # type: ignore[assignment]
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps == self.at:
+            self.act()
+
+    def take_away(self) -> None:
+        """End the lease of our program, as if it had not renewed it."""
+        lease = self.ours._session._lease
+        if lease:
+            self.registry.revoke(lease)
+
+    def verify(self) -> None:
+        """Each name has all its objects, and nothing else is kept once a sweep has run."""
+        self.theirs.sweep()
+        self.theirs.sweep()
+        self.store.evict()
+        self.store.pass_time(1000.0)
+        live: set[str] = set()
+        for info in self.theirs.list_names():
+            with self.theirs.open(info.name) as opened:
+                assert opened.read() == b"".join(part for _, part in sorted(parts(opened.manifest, self.store)))
+                live |= {piece.key for piece in opened.manifest.pieces}
+        manifests = {key for key in self.store.kept if self.store.objects[key][0].startswith(b"FPNAME")}
+        assert self.store.kept - manifests == live
+        assert len(manifests) <= len(self.theirs.list_names())
+        assert not self.registry.range("released/", "hold/", "writer/").entries
+
+    def close(self) -> None:
+        self.theirs.close()
+        self.ours._session.close()
+        self.registry.close()
+
+
+def parts(manifest: Any, store: MemoryStore) -> list[tuple[int, bytes]]:
+    return [(place, store.objects[piece.key][0]) for place, piece in enumerate(manifest.pieces)]
+
+
+def publishes(world: World, others: Callable[[World], None]) -> None:
+    """Our program publishes; `others` happen at one of its steps."""
+    world.act = lambda: others(world)
+    with contextlib.suppress(KilledError, FarpoolError):
+        world.ours.publish("n", CONTENTS[1])
+
+
+def sweeps(world: World, others: Callable[[World], None]) -> None:
+    """Our program sweeps what others have left; `others` happen at one of its steps."""
+    world.theirs.publish("n", CONTENTS[0])
+    world.theirs.publish("m", CONTENTS[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.theirs, "sweep", lambda: 0)
+        world.theirs.publish("n", CONTENTS[2])
+        world.theirs.unpublish("m")
+    world.act = lambda: others(world)
+    with contextlib.suppress(KilledError, FarpoolError):
+        world.ours.sweep()
+
+
+def killed(world: World) -> None:
+    def nothing() -> None:
+        raise KilledError
+
+    world.take_away()
+    world.step = nothing  # type: ignore[method-assign]
+    world.ours._registry._step = nothing  # type: ignore[attr-defined]
+    world.ours._store._step = nothing  # type: ignore[attr-defined]
+    raise KilledError
+
+
+def published_the_same(world: World) -> None:
+    world.take_away()
+    world.theirs.publish("other", CONTENTS[1])
+
+
+def published_and_took_away(world: World) -> None:
+    world.take_away()
+    world.theirs.publish("n", CONTENTS[1])
+    world.theirs.unpublish("n")
+    world.theirs.sweep()
+
+
+def swept(world: World) -> None:
+    world.take_away()
+    world.theirs.sweep()
+    world.store.pass_time(50.0)
+
+
+def swept_and_published(world: World) -> None:
+    swept(world)
+    for name, content in zip("nmo", CONTENTS, strict=True):
+        world.theirs.publish(name, content)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [killed, published_the_same, published_and_took_away, swept, swept_and_published],
+    ids=lambda one: one.__name__,
+)
+@pytest.mark.parametrize("work", [publishes, sweeps], ids=lambda one: one.__name__)
+def test_a_program_that_is_stopped_or_killed_at_any_step_changes_nothing_later(
+    tmp_path: Path, work: Callable[..., None], others: Callable[[World], None]
+) -> None:
+    for at in range(1, MOST_STEPS):
+        world = World(tmp_path / f"{at}.sqlite")
+        world.at = at
+        with contextlib.closing(world):
+            work(world, others)
+            world.verify()
+            if world.steps < at:
+                break
+    else:
+        pytest.fail("the program takes more steps than were expected")
+    assert at > 6
+
+
+def test_no_publish_waits_for_a_program_that_died_while_it_swept(tmp_path: Path) -> None:
+    for at in range(1, MOST_STEPS):
+        world = World(tmp_path / f"{at}.sqlite")
+        world.at, world.take_away = at, lambda: None  # type: ignore[method-assign]  # its lease has not ended
+        with contextlib.closing(world):
+            sweeps(world, killed)
+            before = world.theirs.publish("p", b"value").version
+            assert before == 1
+            if world.steps < at:
+                break
+    assert at > 6
+
+
+def test_a_reader_that_opens_an_older_version_keeps_it_from_a_sweep_at_any_step(tmp_path: Path) -> None:
+    opens = 0
+    for at in range(1, MOST_STEPS):
+        world = World(tmp_path / f"{at}.sqlite")
+        world.at = at
+        opened: list[Any] = []
+
+        def others(world: World, opened: list[Any] = opened) -> None:
+            with contextlib.suppress(NameMissingError):
+                opened.append(world.theirs.open("n", 1))
+
+        with contextlib.closing(world):
+            sweeps(world, others)
+            world.store.evict()
+            world.store.pass_time(50.0)
+            for one in opened:
+                assert one.read() == b"".join(CONTENTS[0])
+                one.close()
+            opens += len(opened)
+            world.verify()
+            if world.steps < at:
+                break
+    assert 1 < opens < at
+
+
+def test_a_keep_that_arrives_after_its_writer_has_given_up_keeps_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path / "registry")
+    late: list[Any] = []
+    touch_many = world.store.touch_many
+
+    def lost(keys: Any, ttl: float | None, **settings: Any) -> Any:
+        if settings.get("keep"):
+            late.append((list(keys), ttl, settings))
+            raise TimeoutError("no answer")
+        return touch_many(keys, ttl, **settings)
+
+    with contextlib.closing(world), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.store, "touch_many", lost)
+        with pytest.raises(TimeoutError):
+            world.ours.publish("n", CONTENTS[0])
+        patch.undo()
+        world.theirs.sweep()
+        ((keys, ttl, settings),) = late
+        assert world.store.touch_many(keys, ttl, **settings).copies == [0] * len(keys)
+        assert not world.store.kept
+        world.verify()
+
+
+def test_a_sweep_of_an_earlier_release_is_waited_for_and_named(tmp_path: Path) -> None:
+    from farpool.errors import NameHeldError
+    from farpool.registry import Condition, Put
+    from farpool.store.names.records import SWEEPER, Holder, encode
+
+    world = World(tmp_path / "registry")
+    with contextlib.closing(world), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.theirs, "_timeout", 0.2)
+        lease = world.registry.grant(3600.0)
+        world.registry.commit([Condition(SWEEPER, 0)], [Put(SWEEPER, encode(Holder("old@host")), lease)])
+        with pytest.raises(NameHeldError, match=r"waits for old@host, .* until \d\d:\d\d:\d\d UTC") as error:
+            world.theirs.publish("n", b"value")
+        assert error.value.holder == "old@host"
+        world.registry.revoke(lease)
+        assert world.theirs.publish("n", b"value").version == 1
