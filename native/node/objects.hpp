@@ -274,7 +274,9 @@ private:
     }
     bool evict_from_bucket(std::uint64_t hash);
     void evict_around(std::uint32_t units);
-    bool back_extent(std::uint64_t offset, std::uint32_t units, bool strict);
+    // True if `nbytes` more are free or can be freed by eviction, and the system can back them with memory.
+    bool can_take(std::uint64_t nbytes) const;
+    bool back_extent(std::uint64_t offset, std::uint32_t units, std::optional<std::uint32_t> ahead = {});
     bool back_pages(std::uint64_t begin, std::uint64_t end);
     std::uint64_t mark_pages(std::uint64_t begin, std::uint64_t end, bool backed);  // bytes that were not so before
     void forget_backing(bool backed);

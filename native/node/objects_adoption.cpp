@@ -67,7 +67,7 @@ void Objects::leave_old_file() {
             continue;
         }
         const Index::Entry entry = index_->at(slot);
-        if (back_extent(entry.offset, entry.units, false)) {
+        if (back_extent(entry.offset, entry.units)) {
             std::memcpy(at(entry.offset), old.memory.data() + entry.offset, std::uint64_t{entry.units} * unit_nbytes);
         } else {
             take_out(slot);

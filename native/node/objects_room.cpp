@@ -37,8 +37,8 @@ void Objects::give(std::uint32_t units) {
 }
 
 std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t taken) {
-    if (!may_announce(std::uint64_t{units - taken} * unit_nbytes) || !reserve_slot() ||
-        !budget_.can_make_room(tenant_, std::uint64_t{units} * unit_nbytes) ||
+    const std::uint64_t most = std::uint64_t{units} * unit_nbytes;
+    if (!may_announce(std::uint64_t{units - taken} * unit_nbytes) || !can_take(most) || !reserve_slot() ||
         !budget_.make_room(tenant_, std::uint64_t{taken} * unit_nbytes)) {
         return std::nullopt;
     }
@@ -46,7 +46,6 @@ std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t t
     // itself a hole there, at the price of a little more that goes; what comes in slices must not evict before its bytes
     // are here.
     const auto dense = static_cast<std::int64_t>((room() - (shelf_ == nullptr ? 2 : 1) * budget_.limit) / unit_nbytes);
-    const std::uint64_t most = std::uint64_t{units} * unit_nbytes;
     const std::uint64_t used = used_;
     std::int64_t first = space_->alloc_lowest(units);
     if (first + units > dense && taken < units && budget_.left() < std::uint64_t{units - taken} * unit_nbytes) {
@@ -73,7 +72,7 @@ std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t t
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
     take(taken);
-    if (!back_extent(offset, taken, true)) {
+    if (!back_extent(offset, taken, units - taken)) {
         space_->free(first, units);
         give(taken);
         return std::nullopt;
@@ -88,11 +87,12 @@ Status Objects::extend(std::uint64_t offset) {
     if (!budget_.may_fix(tenant_, nbytes)) {
         return Status::busy;
     }
-    if (!budget_.make_room(tenant_, nbytes)) {
+    // Others may have taken since what was there for all of it.
+    if (!can_take(std::uint64_t{prepared.units - prepared.taken} * unit_nbytes) || !budget_.make_room(tenant_, nbytes)) {
         return Status::full;
     }
     take(more);
-    if (!back_extent(offset + std::uint64_t{prepared.taken} * unit_nbytes, more, true)) {
+    if (!back_extent(offset + std::uint64_t{prepared.taken} * unit_nbytes, more, prepared.units - prepared.taken - more)) {
         give(more);
         return Status::full;
     }
@@ -229,9 +229,14 @@ void Objects::release(std::uint64_t begin, std::uint64_t end) {
     }
 }
 
-// Backs an extent with memory, in whole chunks, so that few system calls are needed. Where that would be more than the node may
-// take, free memory is returned first, and only the pages of the extent are backed.
-bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict) {
+bool Objects::can_take(std::uint64_t nbytes) const {
+    return budget_.can_make_room(tenant_, nbytes) && budget_.can_be_backed(tenant_, nbytes);
+}
+
+// Backs an extent with memory, in whole chunks, so that few system calls are needed. If that would be more than the node may
+// take, free memory is returned first, and only the pages of the extent are backed. `ahead`: units that the same object takes
+// next; nothing is evicted if there is no memory for them, and without `ahead` nothing is evicted at all.
+bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, std::optional<std::uint32_t> ahead) {
     const std::uint64_t begin = down(offset, page_nbytes);
     const std::uint64_t end = up(offset + std::uint64_t{units} * unit_nbytes, page_nbytes);
     const auto first = backed_.begin() + static_cast<std::ptrdiff_t>(begin / page_nbytes);
@@ -245,7 +250,7 @@ bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict
         return true;
     }
     const auto missing = static_cast<std::uint64_t>(std::count(first, last, false)) * page_nbytes;
-    if (strict && !budget_.make_backing_room(tenant_, missing)) {
+    if (ahead && !budget_.make_backing_room(tenant_, missing)) {
         return false;
     }
     if (back_pages(begin, end)) {
@@ -253,7 +258,8 @@ bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict
     }
     budget_.trim();
     while (!back_pages(begin, end)) {
-        if (!strict || !is_lack_of_memory(errno) || !budget_.return_backing(tenant_, missing)) {
+        if (!ahead || !is_lack_of_memory(errno) ||
+            !budget_.return_backing(tenant_, missing, std::uint64_t{*ahead} * unit_nbytes)) {
             return false;
         }
     }

@@ -54,7 +54,7 @@ bool Objects::demote(std::uint32_t slot) {
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
     take(units);
-    if (!back_extent(offset, units, false)) {
+    if (!back_extent(offset, units)) {
         free_extent(offset, units);
         free_blocks(*block, blocks);
         return false;

@@ -36,7 +36,9 @@ Server::Server(Settings settings)
       settings_(std::move(settings)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       alarm_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-      budget_(settings_.capacity, settings_.shares),
+      budget_(
+          settings_.capacity, settings_.shares,
+          settings_.ephemeral ? Budget::SystemLeft() : [this] { return left_in(settings_.folder); }),
       leases_(settings_.folder, settings_.ephemeral),
       scratch_(scratch_nbytes) {
     if (epoll_.fd() < 0 || alarm_.fd() < 0) {
