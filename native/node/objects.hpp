@@ -228,7 +228,7 @@ private:
     std::size_t key_nbytes(std::uint32_t slot) const { return std::size_t{shapes_[slot].last_of_key} + 1; }
     std::uint64_t payload_nbytes(std::uint32_t slot) const;
     bool adopt(std::uint32_t slot);
-    void leave_old_file();
+    void leave_old_file(std::string& note);
     std::uint32_t slot_of(std::string_view key, std::uint64_t hash) const;
     bool is_intact(std::uint32_t slot) const;
     ObjectHeader& header_at(std::uint64_t offset) const noexcept { return *data_.memory.at<ObjectHeader>(offset); }

@@ -376,5 +376,3 @@ def test_nothing_is_evicted_for_what_the_system_has_no_memory_for(
         after = server.stats()
         assert (after["objects"], after["evictions"]) == (before["objects"], before["evictions"])
         assert put(server, peer, 7 << 20) == Status.DONE  # all that leaves for it, and what is left, is enough
-
-

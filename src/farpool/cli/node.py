@@ -179,7 +179,8 @@ def _announce(line: str) -> None:
 
 def _ready_line(running: Node, *, json: bool) -> str:
     if not json:
-        return f"farpool node {running.name} ready: {running.address}, {format_size(running.capacity)}\n"
+        less = f" (room for {format_size(running.room)} now)" if running.room < running.capacity else ""
+        return f"farpool node {running.name} ready: {running.address}, {format_size(running.capacity)}{less}\n"
     metrics = running.metrics_address
     event = {
         "event": "ready",
@@ -188,6 +189,7 @@ def _ready_line(running: Node, *, json: bool) -> str:
         "socket": running.socket_path,
         "metrics": None if metrics is None else f"http://{str(metrics).removeprefix('tcp://')}/metrics",
         "capacity": running.capacity,
+        "room": running.room,
         "pid": os.getpid(),
     }
     return msgspec.json.encode(event).decode() + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from farpool.node.control import ControlService
 from farpool.node.exposures import Exposures
 from farpool.node.folder import Folder, check_name, default_folder
 from farpool.node.listener import Listener
+from farpool.node.logs import log
 from farpool.node.users import group_id
 from farpool.sizes import format_size
 
@@ -117,6 +119,7 @@ class Node:
         self._tls = tls
         self._insecure_plaintext = insecure_plaintext
         self._socket_group = socket_group
+        self._room = capacity
         self._folder: Folder | None = None
         self._server: NodeServer | None = None
         self._listener: Listener | None = None
@@ -126,6 +129,11 @@ class Node:
     def capacity(self) -> int:
         """Bytes to lend."""
         return self._capacity
+
+    @property
+    def room(self) -> int:
+        """Bytes of `capacity` that the file system of the folder had at the start."""
+        return self._room
 
     @property
     def socket_path(self) -> str:
@@ -169,6 +177,13 @@ class Node:
             self._folder = folder or self._own_folder(self.name)
             self._open(listening, self._folder, undo)
             self._undo = undo.pop_all()
+        if self._room < self._capacity:
+            log(
+                "the file system has less room than --dram; the node lends what it gets",
+                level=logging.WARNING,
+                dram=self._capacity,
+                room=self._room,
+            )
 
     def reload(self, keys: Mapping[str, Grant] | None) -> None:
         """Use other keys from now on, and read the certificate again from its folder.
@@ -283,7 +298,11 @@ class Node:
     def _own_folder(self, name: str) -> Folder:
         group = group_id(self._socket_group) if self._socket_group else None
         folder = Folder(default_folder(name) if self._path is None else self._path, group)
-        folder.check(0 if self._ephemeral else self._capacity)
+        self._room = self._capacity
+        if self._ephemeral:
+            folder.check(0)
+        else:
+            self._room = folder.check(self._capacity)
         if self._ephemeral and self._capacity > (room := available_memory()):
             raise ConfigError(
                 f"--dram is {format_size(self._capacity)}, but the host has {format_size(room)} of memory left; lend "
