@@ -1,6 +1,7 @@
 // Room for objects: free extents, their backing with memory by the system, and eviction.
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 
 #include "node/objects.hpp"
 
@@ -9,6 +10,8 @@ namespace farpool {
 namespace {
 
 constexpr std::uint64_t page_nbytes = 4096;
+// Bytes of places that are looked at in a round for memory to give back: a millisecond.
+constexpr std::uint64_t looked_nbytes = std::uint64_t{4} << 30;
 
 constexpr std::uint64_t down(std::uint64_t value, std::uint64_t step) { return value / step * step; }
 constexpr std::uint64_t up(std::uint64_t value, std::uint64_t step) { return down(value + step - 1, step); }
@@ -216,17 +219,67 @@ void Objects::trim() {
     }
 }
 
-// Gives the memory of whole pages in a range back to the system.
-void Objects::release(std::uint64_t begin, std::uint64_t end) {
+std::uint64_t Objects::hole_nbytes() const {
+    const std::uint64_t places = room() - static_cast<std::uint64_t>(space_->free_units()) * unit_nbytes;
+    return backed_nbytes_ - std::min(backed_nbytes_, places);
+}
+
+// Holes that were needed a moment ago are needed again soon, and taking memory from the system costs more than keeping it. So
+// only as much goes back as was free in each of the last rounds: the largest holes first, since they cost the fewest calls.
+bool Objects::return_idle(std::uint64_t most) {
+    if (idle_nbytes_ == 0) {
+        least_holes_ = rounds_ == 0 ? hole_nbytes() : std::min(least_holes_, hole_nbytes());
+        if (++rounds_ < idle_rounds) {
+            return false;
+        }
+        rounds_ = 0;
+        idle_nbytes_ = least_holes_;
+        next_idle_ = {std::numeric_limits<std::int64_t>::max(), 0};
+    }
+    most = std::min(most, idle_nbytes_);
+    std::uint64_t looked = 0;
+    std::uint64_t returned = 0;
+    auto hole = space_->holes().upper_bound(next_idle_);
+    while (returned < most && looked < looked_nbytes) {
+        const bool is_last = hole == space_->holes().begin();
+        const std::uint64_t nbytes = is_last ? 0 : static_cast<std::uint64_t>((--hole)->first) * unit_nbytes;
+        if (nbytes < page_nbytes) {  // the rest lies in pages with objects
+            idle_nbytes_ = 0;
+            return true;
+        }
+        const std::uint64_t begin = segment_header_nbytes + static_cast<std::uint64_t>(hole->second) * unit_nbytes;
+        std::uint64_t end = *hole == next_idle_ ? next_idle_end_ : begin + nbytes;
+        end = std::min(end, std::max(begin, backed_end_));
+        while (begin < end && returned < most && looked < looked_nbytes) {
+            const std::uint64_t step = std::min(end - begin, std::max(most - returned, page_nbytes));
+            const std::uint64_t from = std::max(begin, down(end - step, page_nbytes));
+            returned += release(from, end);
+            looked += end - from;
+            end = from;
+        }
+        next_idle_ = *hole;
+        next_idle_end_ = end;
+    }
+    idle_nbytes_ -= std::min(idle_nbytes_, returned);
+    return most > 0;
+}
+
+std::uint64_t Objects::release(std::uint64_t begin, std::uint64_t end) {
     if (begin >= backed_end_) {
-        return;
+        return 0;
     }
     const bool is_last = end == data_.memory.nbytes();  // nothing shares its last page, which may be a part of one
     begin = up(begin, page_nbytes);
     end = std::min(is_last ? up(end, page_nbytes) : down(end, page_nbytes), backed_end_);
-    if (begin < end && mark_pages(begin, end, false) > 0) {
+    if (begin >= end) {
+        return 0;
+    }
+    const std::uint64_t returned = mark_pages(begin, end, false);
+    if (returned > 0) {
         discard(data_, begin, end - begin);
     }
+    backed_end_ = end == backed_end_ ? begin : backed_end_;
+    return returned;
 }
 
 bool Objects::can_take(std::uint64_t nbytes) const {

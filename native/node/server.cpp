@@ -23,7 +23,8 @@ namespace {
 
 constexpr std::size_t scratch_nbytes = 64 * 1024;
 constexpr std::size_t swept_slots = 20'000;
-constexpr std::size_t listed_slices = 32;  // in one turn
+constexpr std::uint64_t returned_nbytes = std::uint64_t{64} << 20;  // to the system in one tick, which takes milliseconds
+constexpr std::size_t listed_slices = 32;                           // in one turn
 constexpr std::size_t largest_events = 10'000;
 constexpr auto tick_period = std::chrono::seconds(1);
 
@@ -433,6 +434,10 @@ void Server::tick() {
     }
     for (const auto& [tenant, objects] : objects_) {
         objects->sweep(swept_slots);
+    }
+    bool has_looked = false;  // one tenant at a time: requests wait meanwhile
+    for (const auto& [tenant, objects] : objects_) {
+        has_looked = objects->return_idle(has_looked ? 0 : returned_nbytes) || has_looked;
     }
 }
 

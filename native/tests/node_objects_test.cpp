@@ -457,3 +457,56 @@ TEST("a mapped reader's mark is worth what the object costs, and a kept object k
 }
 
 int main() { return farpool::testing::run(); }
+
+TEST("memory that holes have kept for long goes back to the system, a part at a time, and comes again when it is needed") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    put_small(objects, 150);
+    const std::uint64_t full = objects.taken();
+    for (int number = 0; number < 150; number += 2) {
+        CHECK(objects.remove(std::to_string(number)) == Status::done);
+    }
+    for (int round = 1; round < Objects::idle_rounds; ++round) {
+        CHECK(!objects.return_idle(16 * mib));
+    }
+    CHECK_EQUAL(objects.taken(), full);
+    CHECK(objects.return_idle(2 * mib));
+    CHECK(objects.taken() >= full - 2 * mib - 4096 && objects.taken() < full - mib);
+    while (objects.return_idle(2 * mib)) {
+    }
+    CHECK(objects.taken() <= full - 75 * 90'000);
+    CHECK_EQUAL(objects.counts().evictions, 0u);
+    for (int number = 0; number < 150; number += 2) {
+        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
+    }
+    for (int number = 0; number < 150; ++number) {
+        CHECK(objects.remove(std::to_string(number)) == Status::done);
+    }
+    for (int round = 0; round < 20 * Objects::idle_rounds; ++round) {
+        static_cast<void>(objects.return_idle(16 * mib));
+    }
+    CHECK(budget.backed <= 4096);
+    CHECK(objects.taken() <= full - 14 * mib);
+}
+
+TEST("memory of holes that were used in one of the last rounds stays") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    put_small(objects, 100);
+    for (int number = 0; number < 100; ++number) {
+        CHECK(objects.remove(std::to_string(number)) == Status::done);
+    }
+    const std::uint64_t full = objects.taken();
+    for (int round = 0; round < 10 * Objects::idle_rounds; ++round) {
+        if (round % (Objects::idle_rounds / 2) == 0) {
+            put_small(objects, 80);
+        }
+        static_cast<void>(objects.return_idle(16 * mib));
+        for (int number = 0; number < 80; ++number) {
+            static_cast<void>(objects.remove(std::to_string(number)));
+        }
+    }
+    CHECK(objects.taken() >= 8 * mib - mib && objects.taken() <= full - mib);
+}
