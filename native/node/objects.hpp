@@ -63,6 +63,8 @@ class Objects {
 public:
     struct Counts {
         std::uint64_t evictions = 0;
+        std::uint64_t damaged = 0;    // of `evictions`: because their headers or keys were damaged
+        std::uint64_t from_file = 0;  // of `evictions`: because the NVMe file had no room for them or failed
         std::uint64_t expired = 0;
         std::uint64_t adopted = 0;
         std::uint64_t payload_bytes = 0;  // in memory and in the file

@@ -22,6 +22,7 @@ std::optional<std::uint32_t> Objects::alloc_blocks(std::uint32_t blocks) {
             return std::nullopt;
         }
         evict(victim);
+        ++counts_.from_file;
         first = shelf_->alloc(blocks);
     }
     return first;
@@ -110,6 +111,7 @@ bool Objects::written(std::uint64_t job, bool ok) {
     } else {
         if (slot != Index::none) {
             evict(slot);
+            ++counts_.from_file;
         }
         free_extent(to.offset, to.units);
         free_blocks(to.block, to.blocks);

@@ -382,9 +382,8 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t use = budget_.use(tenant);
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
-        const Objects::Counts& counts = objects->counts();
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          counts.searches, counts.gets, counts.hits, quotas_.of_tenant(tenant)});
+                                          objects->counts(), quotas_.of_tenant(tenant)});
     }
     for (const auto& lease : leases_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {
@@ -406,6 +405,16 @@ void Server::note(std::string kind, std::uint64_t session, std::string text) {
 std::vector<Server::Event> Server::events() {
     const Hold hold(mutex_);
     return std::exchange(events_, {});
+}
+
+std::map<std::uint8_t, Latencies> Server::latencies() {
+    const Hold hold(mutex_);
+    return tallies_.latencies();
+}
+
+std::map<std::uint32_t, Tallies::Refusals> Server::refusals() {
+    const Hold hold(mutex_);
+    return tallies_.refusals();
 }
 
 void Server::tick() {

@@ -159,7 +159,7 @@ def _shares(given: list[str]) -> dict[int, int]:
 def _reload(running: Node, keys: Path | None) -> None:
     """Make the node use the current keys and certificate; if they are invalid, log why and keep the old ones."""
     try:
-        running.reload(None if keys is None else load_keys(keys))
+        running.reload(lambda: None if keys is None else load_keys(keys))
     except ConfigError as error:
         log("not reloaded, the keys and the certificate stay as they were", level=logging.ERROR, reason=str(error))
     except Exception:  # the thread that this runs in also waits for SIGTERM
