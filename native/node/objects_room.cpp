@@ -12,6 +12,8 @@ namespace {
 constexpr std::uint64_t page_nbytes = 4096;
 // Bytes of places that are looked at in a round for memory to give back: a millisecond.
 constexpr std::uint64_t looked_nbytes = std::uint64_t{4} << 30;
+// Bytes as which each hole counts in addition: a system call for it takes as long as looking at so many.
+constexpr std::uint64_t hole_cost_nbytes = std::uint64_t{1} << 20;
 
 constexpr std::uint64_t down(std::uint64_t value, std::uint64_t step) { return value / step * step; }
 constexpr std::uint64_t up(std::uint64_t value, std::uint64_t step) { return down(value + step - 1, step); }
@@ -257,6 +259,7 @@ bool Objects::return_idle(std::uint64_t most) {
             looked += end - from;
             end = from;
         }
+        looked += hole_cost_nbytes;
         next_idle_ = *hole;
         next_idle_end_ = end;
     }

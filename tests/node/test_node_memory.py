@@ -376,3 +376,21 @@ def test_nothing_is_evicted_for_what_the_system_has_no_memory_for(
         after = server.stats()
         assert (after["objects"], after["evictions"]) == (before["objects"], before["evictions"])
         assert put(server, peer, 7 << 20) == Status.DONE  # all that leaves for it, and what is left, is enough
+
+
+@pytest.mark.slow
+def test_memory_that_is_not_used_for_half_a_minute_goes_back_to_the_host(tmp_path: Path) -> None:
+    with node(tmp_path, 16 << 20) as server:
+        peer = Peer(server)
+        for n in range(70):
+            peer.published(b"%d" % n, bytes(200 * KIB))
+        full = taken(tmp_path)
+        for n in range(1, 70):
+            assert peer.drop(b"%d" % n) == Status.DONE
+        assert taken(tmp_path) == full
+        deadline = time.monotonic() + 120
+        while taken(tmp_path) > 1 << 20:
+            assert time.monotonic() < deadline, "the node kept the memory"
+            time.sleep(0.2)
+        assert server.stats()["backed"] < 1 << 20
+        assert peer.get(b"0").payload == bytes(200 * KIB)
