@@ -9,6 +9,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from farpool.net.address import Address
 from farpool.net.authority import Authority, Role
 from farpool.net.handshake import ClientHandshake, Purpose
@@ -34,6 +38,24 @@ class Certificates:
         path = self.folder / f"{name}-{sum(1 for _ in self.folder.iterdir())}"
         self.authority.issue(path, name, role, hosts, days=days, begin=begin)
         return path
+
+
+def with_usages(folder: Path, authority: Path, usages: Sequence[x509.ObjectIdentifier]) -> Path:
+    """A copy of a certificate's folder, issued again by the authority in a folder, with this extended key usage."""
+    copy = folder.with_name(f"{folder.name}-with-{len(usages)}-usages")
+    shutil.copytree(folder, copy)
+    old = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
+    builder = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number + 1)
+    builder = builder.not_valid_before(old.not_valid_before_utc).not_valid_after(old.not_valid_after_utc)
+    for extension in old.extensions:
+        if not isinstance(extension.value, x509.ExtendedKeyUsage):
+            builder = builder.add_extension(extension.value, extension.critical)
+    if usages:
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+    key = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    (copy / "tls.crt").write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    return copy
 
 
 def believing(folder: Path, bundle: Path) -> Path:

@@ -237,14 +237,39 @@ void bind_node(nb::module_& m) {
                      made["taken"] = stats.taken;
                      made["lent"] = stats.lent;
                      made["share"] = stats.share;
-                     made["searches"] = stats.searches;
-                     made["gets"] = stats.gets;
-                     made["hits"] = stats.hits;
+                     made["searches"] = stats.counts.searches;
+                     made["gets"] = stats.counts.gets;
+                     made["hits"] = stats.counts.hits;
+                     made["evictions"] = stats.counts.evictions;
+                     made["evictions_of_damaged"] = stats.counts.damaged;
+                     made["evictions_from_file"] = stats.counts.from_file;
+                     made["expired"] = stats.counts.expired;
                      add_charges(made, stats.charges);
                      found[nb::int_(tenant)] = made;
                  }
                  return found;
              })
+        .def("refusals", [](Server& self) { return refusing([&] { return self.refusals(); }); })
+        .def("latencies",
+             [](Server& self) {
+                 nb::dict found;
+                 for (const auto& [op, latencies] : refusing([&] { return self.latencies(); })) {
+                     nb::list counts;
+                     for (const std::uint64_t count : latencies.counts) {
+                         counts.append(count);
+                     }
+                     found[nb::int_(op)] = nb::make_tuple(counts, static_cast<double>(latencies.sum_ns) / 1e9);
+                 }
+                 return found;
+             })
+        .def_prop_ro_static("latency_ends",
+                            [](nb::handle) {
+                                nb::list ends;
+                                for (std::size_t bucket = 0; bucket < farpool::Latencies::buckets; ++bucket) {
+                                    ends.append(farpool::Latencies::end_s(bucket));
+                                }
+                                return ends;
+                            })
         .def("keys",
              [](Server& self) {
                  nb::dict found;

@@ -114,6 +114,21 @@ bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
     return left() >= nbytes || left() + evictable(tenant, {}) >= nbytes;
 }
 
+bool Budget::can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const {
+    const std::uint64_t holes = backed - std::min(backed, objects + leaving);
+    if (!system_left_ || nbytes <= holes || nbytes <= holes + evictable(tenant, {})) {
+        return true;  // without asking the system, which costs a call
+    }
+    const std::uint64_t left = system_left_();
+    const std::uint64_t lacking = nbytes - holes - std::min(nbytes - holes, left);
+    // A page more: the extent may begin and end within one.
+    return lacking == 0 || lacking + page_nbytes <= evictable(tenant, {given(left)});
+}
+
+double Budget::given(std::uint64_t more) const {
+    return std::min(1.0, (static_cast<double>(taken()) + static_cast<double>(more)) / static_cast<double>(limit));
+}
+
 bool Budget::make_room(std::uint32_t tenant, std::uint64_t nbytes) {
     if (!can_make_room(tenant, nbytes)) {
         return false;
@@ -142,13 +157,13 @@ bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
     return true;
 }
 
-bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes) {
+bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uint64_t ahead) {
     nbytes = std::max<std::uint64_t>(nbytes, 1);
-    const double given = std::min(1.0, static_cast<double>(taken()) / static_cast<double>(limit));
-    if (evictable(tenant, {given}) < nbytes || !evict_some(tenant, nbytes, {given, true})) {
+    const double part = given(0);
+    if (evictable(tenant, {part}) < nbytes + ahead || !evict_some(tenant, nbytes, {part, true})) {
         return false;
     }
-    evict_some(tenant, used / 64, {given});  // for what comes next: there is time for them to go to the file
+    evict_some(tenant, used / 64, {part});  // for what comes next: there is time for them to go to the file
     trim();
     return true;
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <set>
 #include <utility>
@@ -20,8 +21,12 @@ public:
     static constexpr std::uint64_t most_leaving = std::uint64_t{64} << 20;
 
     using Shares = std::map<std::uint32_t, std::uint64_t>;
+    // Returns the bytes that the system can give to objects and leases in addition to those that it has given.
+    using SystemLeft = std::function<std::uint64_t()>;
 
-    explicit Budget(std::uint64_t limit, Shares shares = {}) : limit(limit), shares_(std::move(shares)) {}
+    // Without `system_left` the system seems to have no limit until it refuses.
+    explicit Budget(std::uint64_t limit, Shares shares = {}, SystemLeft system_left = {})
+        : limit(limit), shares_(std::move(shares)), system_left_(std::move(system_left)) {}
 
     const std::uint64_t limit;
     std::uint64_t used = 0;     // objects, their tables, leases
@@ -51,14 +56,17 @@ public:
     std::uint64_t share_of_objects(std::uint32_t tenant) const;
     // True if `nbytes` are free or can be freed by eviction.
     bool can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const;
+    // True if the system can back `nbytes` more with memory, after eviction if need be: other programs use the same file
+    // system, so it may have less than the limit. Ask before anything is evicted.
+    bool can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const;
     // Evicts until `nbytes` are free; false, and evicts nothing, if that is impossible.
     bool make_room(std::uint32_t tenant, std::uint64_t nbytes);
     // Makes sure that the system may give `nbytes` more memory: first by returning that of holes, then by evicting.
     bool make_backing_room(std::uint32_t tenant, std::uint64_t nbytes);
-    // Evicts objects and returns their memory to the system, which had no `nbytes` more to give: other programs use the same
-    // file system or host, so it may have less than the limit. Shares are parts of what it has given, then. False, and evicts
-    // nothing, where that would not be enough.
-    bool return_backing(std::uint32_t tenant, std::uint64_t nbytes);
+    // Evicts objects and returns their memory to the system, which had no `nbytes` more to give. Shares are parts of what it
+    // has given, then. False, and evicts nothing, if all that can be evicted has less than `nbytes` and `ahead` together: bytes
+    // that the same object or lease takes next.
+    bool return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uint64_t ahead = 0);
     void trim();
 
 private:
@@ -84,8 +92,11 @@ private:
     bool evict_some(std::uint32_t tenant, std::uint64_t nbytes, Way way);
     // Bytes of objects that could be evicted for a tenant.
     std::uint64_t evictable(std::uint32_t tenant, Way way) const;
+    // The part of the limit that the system gives, if it has `more` bytes left.
+    double given(std::uint64_t more) const;
 
     Shares shares_;
+    SystemLeft system_left_;
     std::set<std::uint32_t> expected_;
     std::map<std::uint32_t, Tenant> tenants_;
 };

@@ -4,9 +4,11 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <limits>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -146,6 +148,12 @@ bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes) {
     }
     errno = code != 0 ? code : errno;
     return code == 0;
+}
+
+std::uint64_t left_in(const std::string& folder) noexcept {
+    struct statvfs state{};
+    const bool is_known = statvfs(folder.c_str(), &state) == 0 && state.f_blocks > 0;
+    return is_known ? std::uint64_t{state.f_bavail} * state.f_frsize : std::numeric_limits<std::uint64_t>::max();
 }
 
 bool is_lack_of_memory(int error) noexcept { return error == ENOSPC || error == ENOMEM || error == EDQUOT; }

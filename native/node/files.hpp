@@ -62,6 +62,8 @@ Segment make_nameless_segment(const std::string& name, const SegmentHeader& sett
 Segment open_segment(const std::string& path, SegmentKind kind, std::optional<std::uint64_t> nbytes = {});
 // Makes the system back the range with memory, so that no later access to it can fail; false, with errno set, where it cannot.
 bool back(const Segment& segment, std::uint64_t offset, std::uint64_t nbytes);
+// Bytes that the file system of a folder can still give; the largest number if it has no limit or does not say.
+std::uint64_t left_in(const std::string& folder) noexcept;
 // True if an error of back() says that there is no more memory: giving some back may help.
 bool is_lack_of_memory(int error) noexcept;
 // Gives whole pages of the range back to the system, where the file system knows holes. Their content is undefined from now on.

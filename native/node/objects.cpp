@@ -71,6 +71,7 @@ std::uint32_t Objects::live_slot(std::string_view key, std::uint64_t hash) {
     if (damaged != Index::none) {
         take_out(damaged);
         ++counts_.evictions;
+        ++counts_.damaged;
         return live_slot(key, hash);
     }
     if (slot != Index::none && is_over(index_->at(slot))) {

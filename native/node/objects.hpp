@@ -69,6 +69,8 @@ class Objects {
 public:
     struct Counts {
         std::uint64_t evictions = 0;
+        std::uint64_t damaged = 0;    // of `evictions`: because their headers or keys were damaged
+        std::uint64_t from_file = 0;  // of `evictions`: because the NVMe file had no room for them or failed
         std::uint64_t expired = 0;
         std::uint64_t adopted = 0;
         std::uint64_t payload_bytes = 0;  // in memory and in the file
@@ -168,6 +170,10 @@ public:
     void sweep(std::size_t slots);
     // Gives the memory of holes back to the system.
     void trim();
+    // Gives the memory back that holes have kept without a use for the last `idle_rounds` calls, at most `most` bytes in this
+    // one. Returns true if it looked at holes, which takes up to some milliseconds.
+    static constexpr int idle_rounds = 30;
+    bool return_idle(std::uint64_t most);
 
     // Place from which a listing goes on behind the key `after`; 0 for an empty one, the beginning.
     std::uint64_t place_of(std::string_view after) const { return after.empty() ? 0 : Index::reversed(index_->hash(after)); }
@@ -236,7 +242,7 @@ private:
     std::size_t key_nbytes(std::uint32_t slot) const { return std::size_t{shapes_[slot].last_of_key} + 1; }
     std::uint64_t payload_nbytes(std::uint32_t slot) const;
     bool adopt(std::uint32_t slot);
-    void leave_old_file();
+    void leave_old_file(std::string& note);
     std::uint32_t slot_of(std::string_view key, std::uint64_t hash) const;
     bool is_intact(std::uint32_t slot) const;
     ObjectHeader& header_at(std::uint64_t offset) const noexcept { return *data_.memory.at<ObjectHeader>(offset); }
@@ -263,7 +269,10 @@ private:
     std::optional<std::uint64_t> alloc(std::uint32_t units, std::uint32_t taken);
     std::optional<std::uint64_t> alloc(std::uint32_t units) { return alloc(units, units); }
     void free_prepared(std::uint64_t offset, const Preparation& prepared);
-    void release(std::uint64_t begin, std::uint64_t end);
+    // Gives the memory of whole pages in a range back to the system; returns the bytes.
+    std::uint64_t release(std::uint64_t begin, std::uint64_t end);
+    // Bytes of memory in holes, with pages that a hole shares with an object.
+    std::uint64_t hole_nbytes() const;
     void free_extent(std::uint64_t offset, std::uint32_t units);
     void free_blocks(std::uint32_t block, std::uint32_t blocks);
     // Takes an object out of the index and frees its memory unless it is held.
@@ -282,7 +291,9 @@ private:
     }
     bool evict_from_bucket(std::uint64_t hash);
     void evict_around(std::uint32_t units);
-    bool back_extent(std::uint64_t offset, std::uint32_t units, bool strict);
+    // True if `nbytes` more are free or can be freed by eviction, and the system can back them with memory.
+    bool can_take(std::uint64_t nbytes) const;
+    bool back_extent(std::uint64_t offset, std::uint32_t units, std::optional<std::uint32_t> ahead = {});
     bool back_pages(std::uint64_t begin, std::uint64_t end);
     std::uint64_t mark_pages(std::uint64_t begin, std::uint64_t end, bool backed);  // bytes that were not so before
     void forget_backing(bool backed);
@@ -320,7 +331,12 @@ private:
     std::vector<std::uint8_t> free_units_;  // by slot: whole units behind the payload in its last block; empty without a file
     std::vector<bool> backed_;              // by page of the data segment
     std::uint64_t backed_nbytes_ = 0;
-    std::uint64_t backed_end_ = 0;  // offset from which on no page is backed
+    std::uint64_t backed_end_ = 0;                       // offset from which on no page is backed
+    int rounds_ = 0;                                     // since the holes are watched
+    std::uint64_t least_holes_ = 0;                      // bytes of holes in the round that had the fewest
+    std::uint64_t idle_nbytes_ = 0;                      // bytes of holes that are to be given back
+    std::pair<std::int64_t, std::int64_t> next_idle_{};  // the hole to look at next: units, offset
+    std::uint64_t next_idle_end_ = 0;                    // end of the part of it that was not looked at
     std::uint64_t used_ = 0;
     std::uint64_t tables_ = 0;  // bytes of `used_`, as tables()
     std::uint64_t indexed_units_ = 0;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <charconv>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 
@@ -35,7 +36,7 @@ Objects::Objects(const std::string& folder, std::uint32_t tenant, Budget& budget
     index_->adopt([this](std::uint32_t slot) { return adopt(slot); });
     charge_tables();
     if (index_->lent_out()) {
-        leave_old_file();
+        leave_old_file(note);
     } else {
         forget_backing(true);
         trim();  // what the holes of an earlier start have kept
@@ -54,21 +55,37 @@ Objects::~Objects() { budget_.leave(tenant_); }
 // Moves the objects to a new data file. Programs of an earlier start may still read their pins or write their preparations in
 // the old file; as they are not known, they keep it for as long as one of them has it mapped. The new file replaces the old one
 // when all objects are there: a node that is killed meanwhile begins again.
-void Objects::leave_old_file() {
+void Objects::leave_old_file(std::string& note) {
     SegmentHeader header{};  // not the old file's: those programs can write it
     std::memcpy(header.id, index_->segment().header().id, sizeof header.id);
     header.tenant = tenant_;
     header.kind = static_cast<std::uint32_t>(SegmentKind::objects);
     header.capacity = room();
-    const Segment old = std::exchange(data_, draft_segment(paths_.data, header));
+    std::optional<Segment> old;
+    try {
+        old = std::exchange(data_, draft_segment(paths_.data, header));
+    } catch (const std::system_error& error) {
+        if (!is_lack_of_memory(error.code().value())) {
+            throw;
+        }
+        note = "the objects of an earlier start are forgotten: the file system has no memory for a file without programs in it";
+        for (std::uint32_t slot = 0; slot < index_->slots_used(); ++slot) {
+            if (index_->is_live(slot)) {
+                take_out(slot);
+            }
+        }
+        remove_file(paths_.data);
+        data_ = {};  // frees its memory, unless a program has it mapped
+        data_ = draft_segment(paths_.data, header);
+    }
     forget_backing(false);
     for (std::uint32_t slot = 0; slot < index_->slots_used(); ++slot) {
         if (!index_->is_live(slot)) {
             continue;
         }
         const Index::Entry entry = index_->at(slot);
-        if (back_extent(entry.offset, entry.units, false)) {
-            std::memcpy(at(entry.offset), old.memory.data() + entry.offset, std::uint64_t{entry.units} * unit_nbytes);
+        if (back_extent(entry.offset, entry.units)) {
+            std::memcpy(at(entry.offset), old->memory.data() + entry.offset, std::uint64_t{entry.units} * unit_nbytes);
         } else {
             take_out(slot);
         }

@@ -1,6 +1,7 @@
 // Room for objects: free extents, their backing with memory by the system, and eviction.
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 
 #include "node/objects.hpp"
 
@@ -9,6 +10,10 @@ namespace farpool {
 namespace {
 
 constexpr std::uint64_t page_nbytes = 4096;
+// Bytes of places that are looked at in a round for memory to give back: a millisecond.
+constexpr std::uint64_t looked_nbytes = std::uint64_t{4} << 30;
+// Bytes as which each hole counts in addition: a system call for it takes as long as looking at so many.
+constexpr std::uint64_t hole_cost_nbytes = std::uint64_t{1} << 20;
 
 constexpr std::uint64_t down(std::uint64_t value, std::uint64_t step) { return value / step * step; }
 constexpr std::uint64_t up(std::uint64_t value, std::uint64_t step) { return down(value + step - 1, step); }
@@ -37,8 +42,8 @@ void Objects::give(std::uint32_t units) {
 }
 
 std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t taken) {
-    if (!may_announce(std::uint64_t{units - taken} * unit_nbytes) || !reserve_slot() ||
-        !budget_.can_make_room(tenant_, std::uint64_t{units} * unit_nbytes) ||
+    const std::uint64_t most = std::uint64_t{units} * unit_nbytes;
+    if (!may_announce(std::uint64_t{units - taken} * unit_nbytes) || !can_take(most) || !reserve_slot() ||
         !budget_.make_room(tenant_, std::uint64_t{taken} * unit_nbytes)) {
         return std::nullopt;
     }
@@ -46,7 +51,6 @@ std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t t
     // itself a hole there, at the price of a little more that goes; what comes in slices must not evict before its bytes
     // are here.
     const auto dense = static_cast<std::int64_t>((room() - (shelf_ == nullptr ? 2 : 1) * budget_.limit) / unit_nbytes);
-    const std::uint64_t most = std::uint64_t{units} * unit_nbytes;
     const std::uint64_t used = used_;
     std::int64_t first = space_->alloc_lowest(units);
     if (first + units > dense && taken < units && budget_.left() < std::uint64_t{units - taken} * unit_nbytes) {
@@ -73,7 +77,7 @@ std::optional<std::uint64_t> Objects::alloc(std::uint32_t units, std::uint32_t t
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
     take(taken);
-    if (!back_extent(offset, taken, true)) {
+    if (!back_extent(offset, taken, units - taken)) {
         space_->free(first, units);
         give(taken);
         return std::nullopt;
@@ -88,11 +92,12 @@ Status Objects::extend(std::uint64_t offset) {
     if (!budget_.may_fix(tenant_, nbytes)) {
         return Status::busy;
     }
-    if (!budget_.make_room(tenant_, nbytes)) {
+    // Others may have taken since what was there for all of it.
+    if (!can_take(std::uint64_t{prepared.units - prepared.taken} * unit_nbytes) || !budget_.make_room(tenant_, nbytes)) {
         return Status::full;
     }
     take(more);
-    if (!back_extent(offset + std::uint64_t{prepared.taken} * unit_nbytes, more, true)) {
+    if (!back_extent(offset + std::uint64_t{prepared.taken} * unit_nbytes, more, prepared.units - prepared.taken - more)) {
         give(more);
         return Status::full;
     }
@@ -216,22 +221,78 @@ void Objects::trim() {
     }
 }
 
-// Gives the memory of whole pages in a range back to the system.
-void Objects::release(std::uint64_t begin, std::uint64_t end) {
+std::uint64_t Objects::hole_nbytes() const {
+    const std::uint64_t places = room() - static_cast<std::uint64_t>(space_->free_units()) * unit_nbytes;
+    return backed_nbytes_ - std::min(backed_nbytes_, places);
+}
+
+// Holes that were needed a moment ago are needed again soon, and taking memory from the system costs more than keeping it. So
+// only as much goes back as was free in each of the last rounds: the largest holes first, since they cost the fewest calls.
+bool Objects::return_idle(std::uint64_t most) {
+    if (idle_nbytes_ == 0) {
+        least_holes_ = rounds_ == 0 ? hole_nbytes() : std::min(least_holes_, hole_nbytes());
+        if (++rounds_ < idle_rounds) {
+            return false;
+        }
+        rounds_ = 0;
+        idle_nbytes_ = least_holes_;
+        next_idle_ = {std::numeric_limits<std::int64_t>::max(), 0};
+    }
+    most = std::min(most, idle_nbytes_);
+    std::uint64_t looked = 0;
+    std::uint64_t returned = 0;
+    auto hole = space_->holes().upper_bound(next_idle_);
+    while (returned < most && looked < looked_nbytes) {
+        const bool is_last = hole == space_->holes().begin();
+        const std::uint64_t nbytes = is_last ? 0 : static_cast<std::uint64_t>((--hole)->first) * unit_nbytes;
+        if (nbytes < page_nbytes) {  // the rest lies in pages with objects
+            idle_nbytes_ = 0;
+            return true;
+        }
+        const std::uint64_t begin = segment_header_nbytes + static_cast<std::uint64_t>(hole->second) * unit_nbytes;
+        std::uint64_t end = *hole == next_idle_ ? next_idle_end_ : begin + nbytes;
+        end = std::min(end, std::max(begin, backed_end_));
+        while (begin < end && returned < most && looked < looked_nbytes) {
+            const std::uint64_t step = std::min(end - begin, std::max(most - returned, page_nbytes));
+            const std::uint64_t from = std::max(begin, down(end - step, page_nbytes));
+            returned += release(from, end);
+            looked += end - from;
+            end = from;
+        }
+        looked += hole_cost_nbytes;
+        next_idle_ = *hole;
+        next_idle_end_ = end;
+    }
+    idle_nbytes_ -= std::min(idle_nbytes_, returned);
+    return most > 0;
+}
+
+std::uint64_t Objects::release(std::uint64_t begin, std::uint64_t end) {
     if (begin >= backed_end_) {
-        return;
+        return 0;
     }
     const bool is_last = end == data_.memory.nbytes();  // nothing shares its last page, which may be a part of one
     begin = up(begin, page_nbytes);
     end = std::min(is_last ? up(end, page_nbytes) : down(end, page_nbytes), backed_end_);
-    if (begin < end && mark_pages(begin, end, false) > 0) {
+    if (begin >= end) {
+        return 0;
+    }
+    const std::uint64_t returned = mark_pages(begin, end, false);
+    if (returned > 0) {
         discard(data_, begin, end - begin);
     }
+    backed_end_ = end == backed_end_ ? begin : backed_end_;
+    return returned;
 }
 
-// Backs an extent with memory, in whole chunks, so that few system calls are needed. Where that would be more than the node may
-// take, free memory is returned first, and only the pages of the extent are backed.
-bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict) {
+bool Objects::can_take(std::uint64_t nbytes) const {
+    return budget_.can_make_room(tenant_, nbytes) && budget_.can_be_backed(tenant_, nbytes);
+}
+
+// Backs an extent with memory, in whole chunks, so that few system calls are needed. If that would be more than the node may
+// take, free memory is returned first, and only the pages of the extent are backed. `ahead`: units that the same object takes
+// next; nothing is evicted if there is no memory for them, and without `ahead` nothing is evicted at all.
+bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, std::optional<std::uint32_t> ahead) {
     const std::uint64_t begin = down(offset, page_nbytes);
     const std::uint64_t end = up(offset + std::uint64_t{units} * unit_nbytes, page_nbytes);
     const auto first = backed_.begin() + static_cast<std::ptrdiff_t>(begin / page_nbytes);
@@ -245,7 +306,7 @@ bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict
         return true;
     }
     const auto missing = static_cast<std::uint64_t>(std::count(first, last, false)) * page_nbytes;
-    if (strict && !budget_.make_backing_room(tenant_, missing)) {
+    if (ahead && !budget_.make_backing_room(tenant_, missing)) {
         return false;
     }
     if (back_pages(begin, end)) {
@@ -253,7 +314,8 @@ bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, bool strict
     }
     budget_.trim();
     while (!back_pages(begin, end)) {
-        if (!strict || !is_lack_of_memory(errno) || !budget_.return_backing(tenant_, missing)) {
+        if (!ahead || !is_lack_of_memory(errno) ||
+            !budget_.return_backing(tenant_, missing, std::uint64_t{*ahead} * unit_nbytes)) {
             return false;
         }
     }

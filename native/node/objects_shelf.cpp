@@ -22,6 +22,7 @@ std::optional<std::uint32_t> Objects::alloc_blocks(std::uint32_t blocks) {
             return std::nullopt;
         }
         evict(victim);
+        ++counts_.from_file;
         first = shelf_->alloc(blocks);
     }
     return first;
@@ -54,7 +55,7 @@ bool Objects::demote(std::uint32_t slot) {
     }
     const std::uint64_t offset = segment_header_nbytes + static_cast<std::uint64_t>(first) * unit_nbytes;
     take(units);
-    if (!back_extent(offset, units, false)) {
+    if (!back_extent(offset, units)) {
         free_extent(offset, units);
         free_blocks(*block, blocks);
         return false;
@@ -110,6 +111,7 @@ bool Objects::written(std::uint64_t job, bool ok) {
     } else {
         if (slot != Index::none) {
             evict(slot);
+            ++counts_.from_file;
         }
         free_extent(to.offset, to.units);
         free_blocks(to.block, to.blocks);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <system_error>
 
 #include "core/crc32c.hpp"
 #include "node/hold.hpp"
@@ -568,14 +569,20 @@ void Server::answer_area(Peer& peer) {
     if (!refusal.empty()) {
         return reply(peer, Status::busy, 0, std::move(refusal));
     }
-    Segment area = make_nameless_segment("farpool-publish-area", settings);
-    if (!back(area, 0, nbytes)) {
-        return reply(peer, Status::full);
+    Segment area;
+    File passed;
+    try {
+        area = make_nameless_segment("farpool-publish-area", settings);
+        if (!back(area, 0, nbytes)) {
+            return reply(peer, Status::full);
+        }
+        Mapping read_only(area.file.fd(), nbytes, false);
+        area.guarded = GuardedRange(read_only.data(), nbytes);
+        area.memory = std::move(read_only);
+        passed = File(area.file.duplicate());
+    } catch (const std::system_error& error) {  // out of descriptors: the connection puts without an area
+        return reply(peer, Status::full, 0, error.code().message());
     }
-    Mapping read_only(area.file.fd(), nbytes, false);
-    area.guarded = GuardedRange(read_only.data(), nbytes);
-    area.memory = std::move(read_only);
-    File passed(area.file.duplicate());
     peer.area = std::move(area);
     budget_.lend(peer.tenant, nbytes);
     ++session.areas;

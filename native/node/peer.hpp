@@ -63,6 +63,7 @@ struct Reply {
     std::uint64_t ticket = 0;      // of a fetch from the file: the reply, and those behind it, wait for its end
     std::uint64_t fetched = 0;     // bytes that count as fetched until the reply has gone
     std::uint64_t unsent = 0;      // bytes that count as unsent until then
+    Clock::time_point begun{};     // when the header of its request had come
     File file;                     // goes with its first byte
 
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
@@ -96,6 +97,7 @@ struct Peer {
     std::size_t have = 0;  // bytes of header, meta or the checksum behind the payload
     FrameHeader header{};
     std::vector<std::byte> meta;
+    Clock::time_point begun{};  // when both had come
 
     std::byte* into = nullptr;  // where the payload goes; null: it is dropped
     std::uint64_t room = 0;     // bytes that have memory there

@@ -23,7 +23,8 @@ namespace {
 
 constexpr std::size_t scratch_nbytes = 64 * 1024;
 constexpr std::size_t swept_slots = 20'000;
-constexpr std::size_t listed_slices = 32;  // in one turn
+constexpr std::uint64_t returned_nbytes = std::uint64_t{64} << 20;  // to the system in one tick, which takes milliseconds
+constexpr std::size_t listed_slices = 32;                           // in one turn
 constexpr std::size_t largest_events = 10'000;
 constexpr auto tick_period = std::chrono::seconds(1);
 
@@ -36,7 +37,9 @@ Server::Server(Settings settings)
       settings_(std::move(settings)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       alarm_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-      budget_(settings_.capacity, settings_.shares),
+      budget_(
+          settings_.capacity, settings_.shares,
+          settings_.ephemeral ? Budget::SystemLeft() : [this] { return left_in(settings_.folder); }),
       leases_(settings_.folder, settings_.ephemeral),
       scratch_(scratch_nbytes) {
     if (epoll_.fd() < 0 || alarm_.fd() < 0) {
@@ -379,9 +382,8 @@ std::map<std::uint32_t, Server::TenantStats> Server::tenants() {
         const std::uint64_t use = budget_.use(tenant);
         const std::uint64_t lent = use - objects->used();
         const std::uint64_t backed = objects->backed() + objects->tables() + lent;
-        const Objects::Counts& counts = objects->counts();
         found.emplace(tenant, TenantStats{objects->size(), use, backed, objects->taken(), lent, budget_.share(tenant),
-                                          counts.searches, counts.gets, counts.hits, quotas_.of_tenant(tenant)});
+                                          objects->counts(), quotas_.of_tenant(tenant)});
     }
     for (const auto& lease : leases_.all()) {
         if (const auto holder = found.find(lease->tenant); holder != found.end()) {
@@ -403,6 +405,16 @@ void Server::note(std::string kind, std::uint64_t session, std::string text) {
 std::vector<Server::Event> Server::events() {
     const Hold hold(mutex_);
     return std::exchange(events_, {});
+}
+
+std::map<std::uint8_t, Latencies> Server::latencies() {
+    const Hold hold(mutex_);
+    return tallies_.latencies();
+}
+
+std::map<std::uint32_t, Tallies::Refusals> Server::refusals() {
+    const Hold hold(mutex_);
+    return tallies_.refusals();
 }
 
 void Server::tick() {
@@ -431,6 +443,10 @@ void Server::tick() {
     }
     for (const auto& [tenant, objects] : objects_) {
         objects->sweep(swept_slots);
+    }
+    bool has_looked = false;  // one tenant at a time: requests wait meanwhile
+    for (const auto& [tenant, objects] : objects_) {
+        has_looked = objects->return_idle(has_looked ? 0 : returned_nbytes) || has_looked;
     }
 }
 

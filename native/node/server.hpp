@@ -26,6 +26,7 @@
 #include "node/objects.hpp"
 #include "node/peer.hpp"
 #include "node/quotas.hpp"
+#include "node/tallies.hpp"
 
 namespace farpool {
 
@@ -69,7 +70,8 @@ public:
     };
 
     struct TenantStats {
-        std::uint64_t objects, used, backed, taken, lent, share, searches, gets, hits;
+        std::uint64_t objects, used, backed, taken, lent, share;
+        Objects::Counts counts;
         Quotas::Charges charges;
     };
 
@@ -124,6 +126,10 @@ public:
     // Statistics of the access keys that may connect, by name.
     std::map<std::string, KeyStats> keys();
     std::vector<Event> events();
+    // Times of replies by operation, from the request's header until the reply has been handed to the system.
+    std::map<std::uint8_t, Latencies> latencies();
+    // Requests over data connections that were refused, by tenant and status.
+    std::map<std::uint32_t, Tallies::Refusals> refusals();
 
     // Handles the events that are there, after waiting at most `milliseconds` for one. For the loop's thread, and for tests
     // that have none.
@@ -289,6 +295,7 @@ private:
     std::vector<int> closed_;                           // not forgotten before the events at hand have been worked off
     std::vector<Event> events_;
     Counts counts_;
+    Tallies tallies_;
     std::vector<std::byte> scratch_;
     std::mutex mutex_;
     std::atomic<bool> stopping_{false};

@@ -1,5 +1,7 @@
 // Sessions: the leases, pins and preparations that programs hold at a node, and when they lose them.
 #include <algorithm>
+#include <cerrno>
+#include <system_error>
 
 #include "node/hold.hpp"
 #include "node/server.hpp"
@@ -91,6 +93,9 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
         if (!budget_.may_fix(tenant, nbytes)) {
             throw Busy("what the tenant holds so that it cannot be evicted would be more than its share of " +
                        std::to_string(budget_.share_of_fixed(tenant)) + " bytes");
+        }
+        if (!budget_.can_be_backed(tenant, segment_header_nbytes + nbytes)) {
+            throw std::system_error(ENOSPC, std::generic_category(), settings_.folder);
         }
         if (!budget_.make_room(tenant, nbytes) || !budget_.make_backing_room(tenant, nbytes)) {
             return 0;

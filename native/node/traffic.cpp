@@ -192,6 +192,7 @@ void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
                 bad_frame(peer, "a frame whose header is not what was sent");
                 return;
             }
+            peer.begun = Clock::now();
             frame_begun(peer);
         }
     }
@@ -245,6 +246,7 @@ void Server::reply(Peer& peer, Status status, std::uint64_t serial, std::string 
     reply.header.lease = peer.header.lease;
     reply.header.tenant = peer.tenant;
     reply.header.epoch = peer.objects->epoch();
+    reply.begun = peer.begun;
     reply.meta = std::move(meta);
     seal(reply.header, reply.meta.data(), static_cast<std::uint32_t>(reply.meta.size()));
     if (peer.replies.size() == 1) {
@@ -317,6 +319,7 @@ void Server::sent(Peer& peer, std::size_t nbytes) {
         first.sent += step;
         nbytes -= step;
         if (first.sent == first.nbytes()) {
+            tallies_.add(first.header, Clock::now() - first.begun);
             let_go(peer, first);
             peer.replies.pop_front();
         }

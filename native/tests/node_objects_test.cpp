@@ -155,10 +155,8 @@ TEST("what comes in slices gets the memory of objects where the system has no mo
     put_small(objects, 100);
     const Found one = announced(objects, "one", 4 * mib);
     CHECK(one.status == Status::done && arrives(objects, one, 4 * mib));
-    const Found other = announced(objects, "other", 4 * mib);
-    CHECK(other.status == Status::done && !arrives(objects, other, 4 * mib));
+    CHECK(announced(objects, "other", 4 * mib).status == Status::full);
     CHECK(put(objects, "small", 2 * mib) == Status::full);
-    CHECK(objects.abort(other.offset, other.serial));
     CHECK(put(objects, "small", mib) == Status::done);
     CHECK(objects.commit(one.offset, one.serial, 0).status == Status::done);
     CHECK(put(objects, "large", 4 * mib) == Status::done);
@@ -173,8 +171,31 @@ TEST("an object that would not fit if all others left lets none of them go") {
     system.most = 4 * mib;
     put_small(objects, 30);
     CHECK(put(objects, "large", 8 * mib) == Status::full);
+    const Found large = announced(objects, "large", 8 * mib);  // there is memory for its first slice
+    CHECK(large.status == Status::done && !arrives(objects, large, 8 * mib));
+    CHECK(objects.abort(large.offset, large.serial));
     CHECK_EQUAL(objects.counts().evictions, 0u);
     CHECK(put(objects, "not so large", 2 * mib) == Status::done);
+}
+
+TEST("an object in slices stops without evicting when other programs take the memory that was left for it") {
+    System system;
+    const Folder folder;
+    std::uint64_t others = 0;
+    Budget budget{16 * mib, {}, [&] { return 12 * mib - std::min(12 * mib, budget.backed + others); }};
+    Objects objects = opened(folder, budget);
+    system.most = 12 * mib;
+    put_small(objects, 30);
+    const Found place = announced(objects, "large", 8 * mib);
+    CHECK(place.status == Status::done && arrives(objects, place, 2 * mib));
+    others = 6 * mib;
+    system.most -= others;
+    CHECK(!arrives(objects, place, 8 * mib));
+    CHECK_EQUAL(objects.counts().evictions, 0u);
+    others = 3 * mib;
+    system.most = 9 * mib;
+    CHECK(arrives(objects, place, 8 * mib));
+    CHECK(objects.counts().evictions > 0u && objects.counts().evictions < 30u);
 }
 
 TEST("where the system has less memory than is lent, who comes later gets a share of what there is") {
@@ -468,3 +489,56 @@ TEST("a touch that names a mark is refused once another has kept the object, let
 }
 
 int main() { return farpool::testing::run(); }
+
+TEST("memory that holes have kept for long goes back to the system, a part at a time, and comes again when it is needed") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    put_small(objects, 150);
+    const std::uint64_t full = objects.taken();
+    for (int number = 0; number < 150; number += 2) {
+        CHECK(objects.remove(std::to_string(number)) == Status::done);
+    }
+    for (int round = 1; round < Objects::idle_rounds; ++round) {
+        CHECK(!objects.return_idle(16 * mib));
+    }
+    CHECK_EQUAL(objects.taken(), full);
+    CHECK(objects.return_idle(2 * mib));
+    CHECK(objects.taken() >= full - 2 * mib - 4096 && objects.taken() < full - mib);
+    while (objects.return_idle(2 * mib)) {
+    }
+    CHECK(objects.taken() <= full - 75 * 90'000);
+    CHECK_EQUAL(objects.counts().evictions, 0u);
+    for (int number = 0; number < 150; number += 2) {
+        CHECK(put(objects, std::to_string(number), 100'000) == Status::done);
+    }
+    for (int number = 0; number < 150; ++number) {
+        CHECK(objects.remove(std::to_string(number)) == Status::done);
+    }
+    for (int round = 0; round < 20 * Objects::idle_rounds; ++round) {
+        static_cast<void>(objects.return_idle(16 * mib));
+    }
+    CHECK(budget.backed <= 4096);
+    CHECK(objects.taken() <= full - 14 * mib);
+}
+
+TEST("memory of holes that were used in one of the last rounds stays") {
+    const Folder folder;
+    Budget budget{16 * mib};
+    Objects objects = opened(folder, budget);
+    put_small(objects, 100);
+    for (int number = 0; number < 100; ++number) {
+        CHECK(objects.remove(std::to_string(number)) == Status::done);
+    }
+    const std::uint64_t full = objects.taken();
+    for (int round = 0; round < 10 * Objects::idle_rounds; ++round) {
+        if (round % (Objects::idle_rounds / 2) == 0) {
+            put_small(objects, 80);
+        }
+        static_cast<void>(objects.return_idle(16 * mib));
+        for (int number = 0; number < 80; ++number) {
+            static_cast<void>(objects.remove(std::to_string(number)));
+        }
+    }
+    CHECK(objects.taken() >= 8 * mib - mib && objects.taken() <= full - mib);
+}

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <string_view>
 
@@ -73,6 +74,23 @@ void require_valid(X509* certificate) {
     if (X509_cmp_current_time(X509_get0_notAfter(certificate)) < 0) {
         fail_value("the certificate expired on " + date_of(X509_get0_notAfter(certificate)));
     }
+}
+
+// OpenSSL lets a certificate without extended key usage play both roles, so a stolen one of a client could play a node. We
+// want the role in it: clientAuth from whoever connects, serverAuth from a node.
+int require_role(int is_accepted, X509_STORE_CTX* chain) {
+    if (is_accepted != 1 || X509_STORE_CTX_get_error_depth(chain) != 0) {
+        return is_accepted;
+    }
+    X509* const certificate = X509_STORE_CTX_get_current_cert(chain);
+    auto* const ssl = static_cast<SSL*>(X509_STORE_CTX_get_ex_data(chain, SSL_get_ex_data_X509_STORE_CTX_idx()));
+    const std::uint32_t role = SSL_is_server(ssl) == 1 ? XKU_SSL_CLIENT : XKU_SSL_SERVER;
+    if (X509_get_ext_by_NID(certificate, NID_ext_key_usage, -1) >= 0 &&
+        (X509_get_extended_key_usage(certificate) & role) != 0) {
+        return 1;
+    }
+    X509_STORE_CTX_set_error(chain, X509_V_ERR_INVALID_PURPOSE);
+    return 0;
 }
 
 int no_password(char*, int, int, void*) { return -1; }
@@ -139,7 +157,7 @@ TlsContext::TlsContext(const std::string& certificate, const std::string& key, c
     SSL_CTX_set_num_tickets(context, 0);
     SSL_CTX_set_read_ahead(context, 1);
     SSL_CTX_set_default_read_buffer_len(context, read_ahead_nbytes);
-    SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
+    SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, require_role);
 
     const Text chain = as_text(certificate);
     const Certificate own = next_certificate(chain, "the certificate");
@@ -331,8 +349,12 @@ ssize_t TlsSession::fail(int result) {
     }
     if (reason == SSL_R_CERTIFICATE_VERIFY_FAILED) {
         meaning = EACCES;
-        trouble_ =
-            std::string("its certificate is not accepted: ") + X509_verify_cert_error_string(SSL_get_verify_result(ssl_));
+        const long fault = SSL_get_verify_result(ssl_);
+        trouble_ = std::string("its certificate is not accepted: ") + X509_verify_cert_error_string(fault);
+        if (fault == X509_V_ERR_INVALID_PURPOSE) {
+            trouble_ += SSL_is_server(ssl_) == 1 ? "; expected the extended key usage clientAuth"
+                                                 : "; expected the extended key usage serverAuth";
+        }
     } else if (reason == SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE) {
         meaning = EACCES;
         trouble_ = "it shows no certificate";

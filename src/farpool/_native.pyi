@@ -3,7 +3,7 @@
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -535,7 +535,14 @@ class NodeServer:
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
         """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
-        guaranteed; pins, preparations, leases and connections."""
+        guaranteed; pins, preparations, leases and connections; evictions, and of them those of damaged objects and those
+        for want of room in the NVMe file."""
+    def refusals(self) -> dict[int, dict[int, int]]:
+        """Requests over data connections that were refused, by tenant and by status."""
+    def latencies(self) -> dict[int, tuple[list[int], float]]:
+        """Times of replies by number of the operation: counts of the buckets that end at `latency_ends`, and of longer
+        times; their sum in seconds."""
+    latency_ends: ClassVar[list[float]]
     def keys(self) -> dict[str, dict[str, int]]:
         """Counters by name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes,
         pins, preparations, leases and connections."""

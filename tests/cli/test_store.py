@@ -147,9 +147,29 @@ def test_a_sweep_says_what_it_has_mended(tmp_path: Path) -> None:
         with running_node() as new:
             options = ("--node", one.address, "--node", new.address)
             done = command("store", "repair", "--json", "--bandwidth", "100MB/s", *options, cwd=tmp_path)
-            assert json.loads(done.stdout) == {"objects": 2, "endangered": 1, "mended": 1, "nbytes": 5}, done.stderr
+            assert json.loads(done.stdout) == {
+                "objects": 2, "endangered": 1, "mended": 1, "nbytes": 5, "gone": 0, "left": [],
+            }, done.stderr  # fmt: skip
             with Store(new.address) as alone, pytest.warns(FarpoolWarning, match="replicas=2"):
                 assert alone.get("two") == b"value"
+
+
+def test_a_sweep_names_what_it_could_not_mend_and_why(tmp_path: Path) -> None:
+    with running_node() as one, running_node() as other:
+        with Store(one.address, other.address, replicas=2) as store:
+            store.put_many({"k1": b"value", "k2": b"value"})
+        with Store(other.address) as alone:
+            alone.drop("k1")
+        options = ("--node", one.address, "--node", other.address)
+        done = command("store", "repair", "--metrics", "sweep.prom", *options, cwd=tmp_path)
+        assert done.returncode == 1
+        summary, named = done.stdout.splitlines()
+        assert summary == "2 objects, 1 with too few copies, 0 mended (0 B copied)"
+        assert named.startswith(f"k1: lacks 1 of its copies: {other.address}: it takes no copy")
+        metrics = (tmp_path / "sweep.prom").read_text().splitlines()
+        assert {"farpool_store_objects 2.0", "farpool_store_objects_below_copies 1.0"} <= set(metrics)
+        left = json.loads(command("store", "repair", "--json", *options, cwd=tmp_path).stdout)["left"]
+        assert [(entry["key"], entry["lacking"]) for entry in left] == [("k1", 1)]
 
 
 def test_a_rotation_says_what_it_did_on_each_node_and_fails_if_one_was_not_reached(tmp_path: Path) -> None:

@@ -153,8 +153,35 @@ def test_a_copy_that_is_made_while_its_key_is_dropped_does_not_come_back(
             return answers
 
         monkeypatch.setattr(Cluster, "ask", ask_and_drop)
-        upkeep.mend(cluster, b"key", [first], [second], cluster.deadline())
+        outcome = upkeep.mend(cluster, b"key", [first], [second], cluster.deadline())
+        assert outcome.gone == (when == Op.GET)
         assert store.get("key") is None
+
+
+def test_a_sweep_next_to_drops_counts_what_is_gone_and_names_what_it_could_not_mend(
+    nodes: list[ForgedNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, victim = nodes[:2]
+    with opened([kept, victim], "tcp") as store, opened([kept, victim], "tcp", replicas=1) as single:
+        store.put_many(list(zip(KEYS, VALUES, strict=True)))
+        with opened([victim], "tcp", replicas=1) as alone:
+            assert all(alone.drop(key) for key in KEYS)  # there only, so that this node takes no copy for a minute
+        dropped = KEYS[::2]
+        ask = Cluster.ask
+
+        def ask_and_drop(asked: Cluster, asks: Sequence[Ask], *arguments: Any, **how: Any) -> Any:
+            if asks[0].op == Op.GET and (key := asks[0].meta.decode()) in dropped:
+                assert single.drop(key)
+            return ask(asked, asks, *arguments, **how)
+
+        monkeypatch.setattr(Cluster, "ask", ask_and_drop)
+        repaired = store.repair()
+        counts = repaired.objects, repaired.endangered, repaired.mended, repaired.gone, len(repaired.left)
+        assert counts == (200, 200, 0, 100, 100)
+        assert {one.key.decode() for one in repaired.left} == set(KEYS[1::2])
+        for one in repaired.left:
+            assert one.lacking == 1
+            assert f"{victim.address}: it takes no copy" in one.reasons[0]
 
 
 def test_a_copy_that_comes_to_a_node_between_its_drop_and_that_of_another_is_dropped_as_well(
@@ -172,7 +199,9 @@ def test_a_copy_that_comes_to_a_node_between_its_drop_and_that_of_another_is_dro
             earlier = [one for one in asks if one.node != first]
             assert earlier[0].op == Op.DROP
             answers = ask(asked, earlier, *arguments, **how)
-            assert upkeep.mend(cluster, b"key", [first], [second], cluster.deadline()) == 0
+            outcome = upkeep.mend(cluster, b"key", [first], [second], cluster.deadline())
+            assert (outcome.copies, outcome.gone) == (0, False)
+            assert "the key was dropped there lately" in outcome.reasons[0]
             return [*answers, *ask(asked, later, *arguments, **how)]
 
         monkeypatch.setattr(Cluster, "ask", ask_one_after_the_other)

@@ -14,6 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from farpool.errors import ConfigError
 from farpool.net.authority import Authority
 from farpool.net.certificate import CertificateFolder
+from tests.certificates import Certificates, with_usages
 
 
 @pytest.fixture
@@ -94,6 +95,15 @@ def test_another_authoritys_certificate_is_not_rotated(tmp_path: Path, authority
     with pytest.raises(ConfigError, match="was not issued by the authority in"):
         authority.rotate(tmp_path / "c")
     assert (tmp_path / "c" / "tls.crt").read_bytes() == before
+
+
+def test_a_certificate_without_a_role_is_not_rotated(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    without = with_usages(certificates.client("trainer"), certificates.bundle.parent, [])
+    before = (without / "tls.crt").read_bytes()
+    with pytest.raises(ConfigError, match="no extended key usage, expected clientAuth or serverAuth"):
+        certificates.authority.rotate(without)
+    assert (without / "tls.crt").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ from collections.abc import Iterator
 import pytest
 
 from farpool.net.address import Address, parse_address
-from farpool.node import metrics_server
+from farpool.node import Node, metrics_server
 from farpool.node.metrics import NodeCollector
 from farpool.node.metrics_server import MetricsServer
 from tests.nodes import eventually
 
+ANY = parse_address("127.0.0.1:0", any_port=True)
+
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    server = MetricsServer(parse_address("127.0.0.1:0", any_port=True), NodeCollector(dict, dict, dict, "n1"))
+    server = MetricsServer(ANY, NodeCollector(Node(ANY, 1 << 20, name="n1")))
     yield server
     server.close()
 

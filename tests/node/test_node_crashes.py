@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+import farpool
 from farpool.net.frames import Status
+from farpool.node.process import RunningNode
 from tests.node.nodes import Peer, node
+from tests.small_disk import small_disk
 
 MIB = 1 << 20
 BEGIN = """
@@ -177,3 +182,66 @@ def test_a_node_killed_while_its_file_is_made_makes_it_anew(tmp_path: Path) -> N
     assert run(f"no_more_backing(None)\n{begin}", tmp_path)[0] == -signal.SIGSYS
     for _ in range(2):
         assert run(begin, tmp_path)[0] == 0
+
+
+def fill(path: Path) -> None:
+    """Take all that a file system has left."""
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_node_starts_again_on_a_file_system_that_is_full_and_says_what_it_has() -> None:
+    with small_disk(24) as disk:
+        node = RunningNode(str(disk / "node"), ["--dram", "16MiB"])
+        try:
+            node.start()
+            assert node.ready["room"] == node.ready["capacity"] == 16 << 20
+            with farpool.Store(node.address, transport="tcp") as store:
+                for n in range(50):
+                    store.put(f"key {n}", bytes([n]) * 100_000)
+                node.kill()
+                fill(disk / "other")
+                node.start()
+                assert 50 * 100_000 < node.ready["room"] < 12 << 20
+                assert "less room than --dram" in node.log
+                assert [store.get(f"key {n}") for n in range(50)] == [bytes([n]) * 100_000 for n in range(50)]
+                for n in range(50):
+                    store.put(f"more {n}", bytes(100_000))
+                assert store.get("more 49") == bytes(100_000)
+        finally:
+            node.close()
+
+
+def test_a_node_whose_objects_were_pinned_starts_again_without_them_on_a_file_system_that_is_full() -> None:
+    with small_disk(24) as disk:
+        node = RunningNode(str(disk / "node"), ["--dram", "16MiB"])
+        try:
+            node.start()
+            with farpool.Store(node.address) as store:
+                store.put("key", bytes(100_000))
+                pin = store.pin("key")
+                node.kill()
+                assert pin is not None
+                pin.release()
+            del store, pin
+            gc.collect()  # no program has the node's file mapped
+            fill(disk / "other")
+            node.start()
+            assert "has no memory for a file without programs in it" in node.log
+            with farpool.Store(node.address) as store:
+                assert store.get("key") is None
+                store.put("key", bytes(50_000))
+                assert store.get("key") == bytes(50_000)
+        finally:
+            node.close()
+
+
+def test_a_node_without_an_earlier_start_is_refused_on_a_file_system_that_is_full() -> None:
+    with small_disk(1) as disk:
+        node = RunningNode(str(disk / "node"), ["--dram", "16MiB"])
+        try:
+            with pytest.raises(RuntimeError, match=r"--dram is 16 MiB, but .* has room for"):
+                node.start()
+        finally:
+            node.close()

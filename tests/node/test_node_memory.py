@@ -339,3 +339,58 @@ def test_objects_leave_for_a_lease_that_the_system_has_no_memory_for() -> None:
             assert peer.put(b"more %d" % n, bytes(200 * KIB)).status == Status.DONE
         # Nothing is left of those that were refused.
         assert [str(path) for path in folder.glob("lease-*")] == [server.lease_path(7, lease)]
+
+
+def lend(server: _native.NodeServer, peer: Peer, nbytes: int) -> int:
+    with pytest.raises(OSError, match="No space left"):
+        server.lend(7, 0, nbytes)
+    return Status.FULL
+
+
+def put(server: _native.NodeServer, peer: Peer, nbytes: int) -> int:
+    return peer.put(b"huge", bytes(nbytes)).status
+
+
+def prepare(server: _native.NodeServer, peer: Peer, nbytes: int) -> int:
+    return peer.prepared(b"huge", nbytes).status
+
+
+@pytest.mark.parametrize("ask", [put, prepare, lend])
+@pytest.mark.parametrize("left", [0, 3 << 20])  # that the system can still give
+def test_nothing_is_evicted_for_what_the_system_has_no_memory_for(
+    ask: Callable[[_native.NodeServer, Peer, int], int], left: int
+) -> None:
+    with small_disk(16) as folder, node(folder, 16 << 20) as server:
+        peer = Peer(server)
+        with open(folder / "other", "wb") as other:  # another program takes it
+            os.posix_fallocate(other.fileno(), 0, (6 << 20) if left == 0 else 3 << 20)
+        for n in range(40):
+            peer.published(b"%d" % n, bytes(200 * KIB))
+        if left == 0:
+            with suppress(OSError), open(folder / "rest", "wb", buffering=0) as rest:
+                while True:
+                    rest.write(bytes(4096))
+        before = server.stats()
+        for _ in range(3):
+            assert ask(server, peer, 14 << 20) == Status.FULL
+        after = server.stats()
+        assert (after["objects"], after["evictions"]) == (before["objects"], before["evictions"])
+        assert put(server, peer, 7 << 20) == Status.DONE  # all that leaves for it, and what is left, is enough
+
+
+@pytest.mark.slow
+def test_memory_that_is_not_used_for_half_a_minute_goes_back_to_the_host(tmp_path: Path) -> None:
+    with node(tmp_path, 16 << 20) as server:
+        peer = Peer(server)
+        for n in range(70):
+            peer.published(b"%d" % n, bytes(200 * KIB))
+        full = taken(tmp_path)
+        for n in range(1, 70):
+            assert peer.drop(b"%d" % n) == Status.DONE
+        assert taken(tmp_path) == full
+        deadline = time.monotonic() + 120
+        while taken(tmp_path) > 1 << 20:
+            assert time.monotonic() < deadline, "the node kept the memory"
+            time.sleep(0.2)
+        assert server.stats()["backed"] < 1 << 20
+        assert peer.get(b"0").payload == bytes(200 * KIB)

@@ -265,7 +265,7 @@ def test_another_number_of_bytes_in_the_keys_file_counts_from_then_on_and_ends_n
         calls.call("lend", deadline, bytes=MIB)
         with pytest.raises(QuotaExceededError, match="its bytes in the node's keys file"):
             calls.call("lend", deadline, bytes=MIB)
-        running.reload(grants(2 * MIB))
+        running.reload(lambda: grants(2 * MIB))
         calls.call("lend", deadline, bytes=MIB)
     running.stop()
 

@@ -15,6 +15,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.x509 import ObjectIdentifier
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from farpool._native import Memory, RemotePort, Reply, Stream, exchange
 from farpool.errors import (
@@ -48,6 +50,7 @@ from tests.certificates import (
     introduce,
     keys_file,
     server_context,
+    with_usages,
 )
 from tests.nodes import eventually
 
@@ -272,6 +275,38 @@ def test_a_nodes_certificate_makes_no_client(
 ) -> None:
     with pytest.raises(AccessDeniedError, match=r"does not accept the certificate of this side"):
         reached(node, certificates.node("node"), monkeypatch)
+
+
+@pytest.mark.parametrize("usages", [[], [ExtendedKeyUsageOID.CODE_SIGNING, ExtendedKeyUsageOID.EMAIL_PROTECTION]])
+def test_a_certificate_without_the_role_of_a_client_is_refused(
+    node: RunningNode,
+    trainer: Path,
+    certificates: Certificates,
+    usages: list[ObjectIdentifier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without = with_usages(trainer, certificates.bundle.parent, usages)
+    with pytest.raises(AccessDeniedError, match="unsupported certificate"):
+        reached(node, without, monkeypatch)
+    logged(node, "expected the extended key usage clientAuth")
+
+
+def test_a_certificate_with_both_roles_is_let_in(
+    node: RunningNode, trainer: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.CODE_SIGNING]
+    reached(node, with_usages(trainer, certificates.bundle.parent, roles), monkeypatch)
+
+
+def test_a_certificate_without_the_role_of_a_node_makes_no_node(
+    certificates: Certificates, keys: Path, trainer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = with_usages(certificates.node(), certificates.bundle.parent, [])
+    with (
+        running_node(tls=without, keys=keys) as imposter,
+        pytest.raises(AccessDeniedError, match="expected the extended key usage serverAuth"),
+    ):
+        reached(imposter, trainer, monkeypatch)
 
 
 def test_tls_1_2_is_refused(node: RunningNode, trainer: Path, certificates: Certificates) -> None:

@@ -165,7 +165,7 @@ def test_a_value_that_differs_from_the_one_that_is_there_is_a_conflict_if_it_is_
                 store.put("k", other, check=True)
         with pytest.raises(KeyConflictError) as caught:
             store.put_many({"k": b"x", "other": b"v"}, check=True)
-        assert "1 of 2" in caught.value.__notes__[0]
+        assert caught.value.__notes__ == ["1 of 2 operations of this batch failed; the others were done. Failed: b'k'"]
         assert store.get("other") == b"v"
         assert store.get("k") == b"value"
 
@@ -568,6 +568,8 @@ def test_what_one_of_a_batch_cannot_do_leaves_the_others_done(local: Nodes) -> N
         with pytest.raises(NodeError) as caught:
             store.get_many(keys)
         assert f"{20 - len(there)} of 20" in caught.value.__notes__[0]
+        failed = [repr(key.encode()) for key in keys if key not in there]
+        assert caught.value.__notes__[0].endswith("Failed: " + ", ".join(failed))
 
 
 def pins_of(store: Store) -> int:

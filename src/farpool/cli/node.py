@@ -159,7 +159,7 @@ def _shares(given: list[str]) -> dict[int, int]:
 def _reload(running: Node, keys: Path | None) -> None:
     """Make the node use the current keys and certificate; if they are invalid, log why and keep the old ones."""
     try:
-        running.reload(None if keys is None else load_keys(keys))
+        running.reload(lambda: None if keys is None else load_keys(keys))
     except ConfigError as error:
         log("not reloaded, the keys and the certificate stay as they were", level=logging.ERROR, reason=str(error))
     except Exception:  # the thread that this runs in also waits for SIGTERM
@@ -179,7 +179,8 @@ def _announce(line: str) -> None:
 
 def _ready_line(running: Node, *, json: bool) -> str:
     if not json:
-        return f"farpool node {running.name} ready: {running.address}, {format_size(running.capacity)}\n"
+        less = f" (room for {format_size(running.room)} now)" if running.room < running.capacity else ""
+        return f"farpool node {running.name} ready: {running.address}, {format_size(running.capacity)}{less}\n"
     metrics = running.metrics_address
     event = {
         "event": "ready",
@@ -188,6 +189,7 @@ def _ready_line(running: Node, *, json: bool) -> str:
         "socket": running.socket_path,
         "metrics": None if metrics is None else f"http://{str(metrics).removeprefix('tcp://')}/metrics",
         "capacity": running.capacity,
+        "room": running.room,
         "pid": os.getpid(),
     }
     return msgspec.json.encode(event).decode() + "\n"

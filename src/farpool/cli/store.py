@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -203,22 +204,40 @@ def repair(
         str | None, typer.Option(metavar="SIZE", help="Bytes to copy in a second at most, for example 100MB.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the numbers there, for Prometheus' textfile collector."),
+    ] = None,
     node: Node = None,
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make copies again that were lost with their nodes, fewest copies first; exit code 1 if some could not be made."""
+    """Make copies again that were lost with their nodes, fewest copies first; exit code 1 if some could not be made.
+
+    Each object that still has too few copies is named, with the reasons. Objects that were dropped, evicted or expired
+    while the command ran are counted as gone, and do not change the exit code.
+    """
     rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         repaired = store.repair(bandwidth=rate, progress=lambda done, whole: progress("repair", done, whole))
+    if metrics is not None:
+        from farpool.store.metrics import repair_metrics
+
+        write_whole(metrics, [repair_metrics(repaired)])
     if json:
-        typer.echo(msgspec.json.encode(repaired).decode())
+        fields = asdict(repaired)
+        fields["left"] = [{**one, "key": one["key"].decode(errors="backslashreplace")} for one in fields["left"]]
+        typer.echo(msgspec.json.encode(fields).decode())
     else:
+        gone = f", {repaired.gone} gone meanwhile" if repaired.gone else ""
         typer.echo(
             f"{repaired.objects} objects, {repaired.endangered} with too few copies, {repaired.mended} mended "
-            f"({format_size(repaired.nbytes)} copied)"
+            f"({format_size(repaired.nbytes)} copied){gone}"
         )
-    if repaired.mended < repaired.endangered:
+        for one in repaired.left:
+            why = as_shown("; ".join(one.reasons) or "no other node can be reached")
+            typer.echo(f"{as_shown(one.key)}: lacks {one.lacking} of its copies: {why}")
+    if repaired.left:
         raise typer.Exit(1)
 
 

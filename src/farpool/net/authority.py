@@ -136,7 +136,7 @@ class Authority:
         Raises
         ------
         ConfigError
-            The folder has no certificate that this authority issued.
+            The folder has no certificate that this authority issued, or one without a role.
         """
         old = _certificate(folder / CERTIFICATE, "the certificate")
         try:
@@ -146,7 +146,14 @@ class Authority:
                 f"{folder / CERTIFICATE} was not issued by the authority in {self._folder}", setting="ca"
             ) from error
         name = str(old.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-        usage = old.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        try:
+            usage = old.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        except x509.ExtensionNotFound as error:
+            raise ConfigError(
+                f"{folder / CERTIFICATE} has no extended key usage, expected clientAuth or serverAuth; make another "
+                "certificate with 'farpool certs issue'",
+                setting="folder",
+            ) from error
         role: Role = "node" if _USAGES["node"] in usage else "client"
         alternatives = None
         with contextlib.suppress(x509.ExtensionNotFound):

@@ -79,6 +79,21 @@ class CertificateFolder:
             self._state = state
             return self._context
 
+    def ends(self) -> dict[str, float]:
+        """Return when the certificates in use end, in seconds since 1970, by the name of their file.
+
+        Of a file with several certificates it is the earliest end.
+        """
+        # Not above: only metrics need it, and most programs have none.
+        from cryptography import x509
+
+        with self._lock:
+            texts = {CERTIFICATE: self._texts[0], AUTHORITY: self._texts[1]}
+        return {
+            name: min(one.not_valid_after_utc.timestamp() for one in x509.load_pem_x509_certificates(text))
+            for name, text in texts.items()
+        }
+
     def _stated(self) -> tuple[tuple[int, int, int], ...]:
         states = []
         for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY):
@@ -94,12 +109,14 @@ class CertificateFolder:
         key = read_file(self._path / PRIVATE_KEY, self._what, private=True)
         authority = read_file(self._path / AUTHORITY, self._what)
         try:
-            return TlsContext(certificate, key, authority)
+            context = TlsContext(certificate, key, authority)
         except ValueError as error:
             raise ConfigError(
                 f"{self._what}: {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY} in {self._path} cannot be used: {error}",
                 setting=self._what,
             ) from error
+        self._texts = certificate, authority
+        return context
 
 
 def client_certificate(environment: Mapping[str, str] = os.environ) -> CertificateFolder:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farpool._native import Connection, ConnectionPool, ObjectReader, RemoteEnd, Stream, TenantEpoch
-from farpool.errors import NodeError, NodeTimeoutError, QuotaExceededError
+from farpool.errors import NodeError, NodeFullError, NodeTimeoutError
 from farpool.net.address import Address
 from farpool.net.control import Control
 from farpool.net.dial import Connected, Dialled, dial
@@ -342,7 +342,9 @@ class Channel:
     def _map_objects(self, control: Control, deadline: float) -> ObjectReader | None:
         try:
             _, files = control.call_with_files("attach_objects", deadline)
-        except QuotaExceededError:  # too many programs map this tenant's objects already
+        except (
+            NodeFullError
+        ):  # too many programs map this tenant's objects already, or the node is short of descriptors
             if self._transport == "mapped":
                 raise
             return None

@@ -17,6 +17,7 @@ from farpool.net.certificate import client_certificate
 from farpool.net.frames import Credential
 from farpool.net.handshake import ClientHandshake, Purpose, Welcome
 from farpool.net.secure import SecureSocket
+from farpool.net.shortage import is_shortage
 from farpool.net.tcp import set_options
 
 __all__ = ["Connected", "Dialled", "dial", "remaining"]
@@ -129,6 +130,11 @@ def _as_node_errors(node: str, address: Address, began: float) -> Iterator[None]
             f"{where} did not answer within {waited:.3g} s; is a farpool node running there?", node=node
         ) from error
     except OSError as error:
+        if is_shortage(error):
+            raise NodeError(
+                f"{where} cannot be reached, because this process lacks what a connection needs: {error.strerror}",
+                node=node,
+            ) from error
         raise NodeError(
             f"{where} cannot be reached: {error.strerror or error}; is a farpool node running there?", node=node
         ) from error

@@ -185,13 +185,17 @@ class ClientHandshake:
             The node does not speak this protocol, or no version of it that this farpool does.
         AccessDeniedError
             The node refuses the key, needs one, or does not prove that it knows the secret.
+        NodeFullError
+            The node lacks descriptors or memory for the connection; it may have them again later.
         """
         frame = self._reader.feed(data)
         if frame is None:
             return b""
         if frame.op == Op.REFUSED:
             reason = decoded(frame, Refused, self._node).reason
-            raise refusal(frame.status, f"the node refused the connection: {reason}", self._node)
+            # A node that lacks descriptors or memory may have them again: unlike other refusals, this one passes.
+            passes = frame.status == Status.FULL
+            raise refusal(frame.status, f"the node refused the connection: {reason}", self._node, passes=passes)
         if self._challenge is None:
             return self._answer(frame)
         self._finish(frame, self._challenge)

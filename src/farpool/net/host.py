@@ -10,10 +10,14 @@ __all__ = ["host_id"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@cache
 def host_id() -> str:
-    """The kernel's boot id, the same for all processes and containers of a host; empty if it cannot be read."""
+    """The kernel's boot id, the same for all processes and containers of a host; empty if it cannot be read now."""
     try:
-        return _BOOT_ID.read_text("ascii").strip()
+        return _boot_id()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+@cache
+def _boot_id() -> str:  # a failure is not cached: a process without descriptors has some again later
+    return _BOOT_ID.read_text("ascii").strip()

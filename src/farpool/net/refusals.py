@@ -29,7 +29,9 @@ _ERRORS: dict[int, type[NodeError]] = {
 _RIGHTS = {Op.GET: "read", Op.STAT: "read", Op.LOOKUP: "read", Op.PIN: "read", Op.READ: "write", Op.WRITE: "write"}
 
 
-def refusal(status: int, text: str, node: str, op: Op | None = None, nbytes: int | None = None) -> FarpoolError:
+def refusal(
+    status: int, text: str, node: str, op: Op | None = None, nbytes: int | None = None, *, passes: bool = False
+) -> FarpoolError:
     """Make the exception for a reply that refuses a request.
 
     Parameters
@@ -44,11 +46,13 @@ def refusal(status: int, text: str, node: str, op: Op | None = None, nbytes: int
         The operation that was requested.
     nbytes : int or None
         Bytes of the object that was sent.
+    passes : bool
+        The node may be asked again: it only lacked something for a moment.
     """
     message = f"{node}: {text or _known(status, op, nbytes)}"
     if status == Status.CHECKSUM:
         return ChecksumError(message, tier=node)
-    return _ERRORS.get(status, NodeError)(message, node=node, refused=True)
+    return _ERRORS.get(status, NodeError)(message, node=node, refused=not passes)
 
 
 def _known(status: int, op: Op | None, nbytes: int | None) -> str:

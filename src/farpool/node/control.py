@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -49,6 +50,7 @@ class ControlService:
         self._server = server
         self._stats = stats
         self._exposures = exposures
+        self._refusals: Counter[tuple[int, int]] = Counter()
         self._lists = Lists(server)
         # Allocating memory takes long. It has threads of its own, of which one tenant uses at most half.
         threads = 4 + (os.cpu_count() or 1)
@@ -78,8 +80,14 @@ class ControlService:
             if self._exposures is not None:
                 self._exposures.drop(client.session)
 
+    def refusals(self) -> dict[tuple[int, int], int]:
+        """Calls that were refused so far, by tenant and status."""
+        return dict(self._refusals)
+
     async def _answer(self, connection: Arrival, frame: Frame, client: Accepted) -> None:
         status, result, files = await self._outcome(frame, client, connection)
+        if status != Status.DONE:
+            self._refusals[client.tenant, int(status)] += 1
         try:
             reply = pack_frame(
                 Op.CALL,

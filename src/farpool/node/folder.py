@@ -21,6 +21,7 @@ _LOCK = "node.lock"
 _IDENTITY = "identity"
 _IDENTITY_BYTES = 16
 _SOCKET = "socket"
+_SEGMENT = re.compile(r"objects-\d+\.(index|data)|lease-.*\.data", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
@@ -74,14 +75,21 @@ class Folder:
         self._lock = -1
         self._is_own = self.path.parent == _base()
 
-    def check(self, capacity: int) -> None:
+    def check(self, capacity: int) -> int:
         """Check that a node with this capacity could work here.
+
+        Returns
+        -------
+        int
+            Bytes that the file system has for the node now: `capacity`, or less if other programs fill the file system
+            and the folder has objects or leases of an earlier start, which a refusal would leave unused.
 
         Raises
         ------
         ConfigError
             The folder is open to others or cannot be written or made, its path is too long for a UNIX socket, or the
-            file system has less room than `capacity`, counting the files that the folder already has as room.
+            file system has less room than `capacity` and the folder has nothing of an earlier start. The files that
+            the folder already has count as room.
         """
         if len(os.fsencode(self.socket_path)) > LONGEST_PATH:
             raise ConfigError(
@@ -95,7 +103,7 @@ class Folder:
         self._check_private()
         if not os.access(present, os.W_OK | os.X_OK):
             raise ConfigError(f"the folder {present} cannot be written by this user", setting="folder")
-        self._check_room(present, capacity)
+        return self._room(present, capacity)
 
     def _check_private(self) -> None:
         """Refuse a folder that is somebody else's or open to others: anybody may make one of this name in /dev/shm."""
@@ -117,19 +125,22 @@ class Folder:
                     setting="folder",
                 )
 
-    def _check_room(self, present: Path, capacity: int) -> None:
+    def _room(self, present: Path, capacity: int) -> int:
         state = os.statvfs(present)
-        own = 0
+        own, is_restart = 0, False
         if present == self.path:
             with os.scandir(present) as entries:
-                own = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+                for entry in entries:
+                    own += entry.stat(follow_symlinks=False).st_blocks * 512
+                    is_restart |= _SEGMENT.fullmatch(entry.name) is not None
         room = state.f_bavail * state.f_frsize + own
-        if capacity > room:
+        if capacity > room and not is_restart:
             raise ConfigError(
                 f"--dram is {format_size(capacity)}, but {present} has room for {format_size(room)}; lend less, or "
                 "give the file system more memory (for /dev/shm: mount -o remount,size=...)",
                 setting="dram",
             )
+        return min(capacity, room)
 
     def take(self) -> None:
         """Make the folder if need be, and lock it for this process.

@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from farpool._native import NodeServer, TlsContext
-from farpool.errors import AccessDeniedError, NodeError, ProtocolError
+from farpool.errors import AccessDeniedError, NodeError, NodeFullError, ProtocolError
 from farpool.net.access import Grant
 from farpool.net.handshake import Accepted, NodeHandshake, refused_frame
+from farpool.net.shortage import is_shortage
 from farpool.net.tcp import set_options
 from farpool.node.access import NodeAccess
 from farpool.node.arrival import Arrival
@@ -212,6 +213,10 @@ class Listener:
             return None
         except OSError as error:
             reason = error.strerror or str(error) or f"no handshake within {_HANDSHAKE_SECONDS:g} s"
+            if is_shortage(error) and (arrival.is_secure or arrival.is_local or self._access.tls is None):
+                short = NodeFullError(f"it lacks what a connection needs ({reason}); it may have it again soon")
+                await self._refuse(arrival, str(short), refused_frame(short))
+                return None
             await self._refuse(arrival, reason, plain=_EXPECTS_TLS if error.errno == errno.EPROTONOSUPPORT else b"")
             return None
         log("accepted", level=logging.DEBUG, key=client.key, purpose=client.purpose, session=_short(client.session))

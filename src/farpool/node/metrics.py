@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from farpool._native import NodeServer
+from farpool.net.frames import Op, Status
+from farpool.node.reloads import LastReload
 
 __all__ = ["NodeCollector"]
 
-Stats = Mapping[str, int | float]
-Tenants = Mapping[int, Mapping[str, int]]
-Keys = Mapping[str, Mapping[str, int]]
+
+class Source(Protocol):
+    """Interface to the counters of a node; `Node` implements it."""
+
+    name: str
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Return the node's counters by name; nothing while there are none."""
+        ...
+
+    def tenants(self) -> Mapping[int, Mapping[str, int]]:
+        """Return counters by tenant."""
+        ...
+
+    def keys(self) -> Mapping[str, Mapping[str, int]]:
+        """Return counters by access key of the keys file."""
+        ...
+
+    def refusals(self) -> Mapping[int, Mapping[int, int]]:
+        """Return the number of refused requests by tenant and status."""
+        ...
+
+    def latencies(self) -> Mapping[int, tuple[list[int], float]]:
+        """Return times of replies by operation: counts of the buckets, and the sum in seconds."""
+        ...
+
+    def certificates(self) -> Mapping[str, float]:
+        """Return the ends of the certificates in use by file, in seconds since 1970."""
+        ...
+
+    def last_reload(self) -> LastReload:
+        """Return the outcome of the last time that keys and certificate were read."""
+        ...
+
 
 _GAUGES = {
     "capacity": ("capacity_bytes", "Bytes that the node may lend"),
@@ -85,33 +122,27 @@ class NodeCollector(Collector):
 
     Parameters
     ----------
-    stats : callable
-        Returns the counters by name; nothing while there are none.
-    tenants : callable
-        Returns what each tenant has; nothing while there are none.
-    keys : callable
-        Returns what each access key of the keys file holds; nothing while there are none. No other names become labels.
-    node : str
-        The node's name; a label of every metric.
+    source : Source
+        The node. Its name is a label of every metric; other labels are numbers of tenants, names of access keys in the
+        keys file, and operations and reasons of which the protocol knows a few.
     """
 
-    def __init__(
-        self, stats: Callable[[], Stats], tenants: Callable[[], Tenants], keys: Callable[[], Keys], node: str
-    ) -> None:
-        self._stats = stats
-        self._tenants = tenants
-        self._keys = keys
-        self._node = node
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def _node(self) -> str:
+        return self._source.name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        stats = self._source.stats()
         if not stats:  # the node is starting or stopping
             return
         for name, (metric, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"farpool_node_{metric}", text, labels=["node"])
             gauge.add_metric([self._node], stats[name])
             yield gauge
-        tenants = self._tenants()
+        tenants = self._source.tenants()
         for name, (metric, text) in _OF_TENANTS.items():
             gauge = GaugeMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
             for tenant, has in tenants.items():
@@ -122,7 +153,7 @@ class NodeCollector(Collector):
             for tenant, has in tenants.items():
                 counter.add_metric([self._node, str(tenant)], has[name])
             yield counter
-        keys = self._keys()
+        keys = self._source.keys()
         for name, (metric, text) in _OF_KEYS.items():
             gauge = GaugeMetricFamily(f"farpool_node_key_{metric}", text, labels=["node", "tenant", "key"])
             for key, has in keys.items():
@@ -132,3 +163,62 @@ class NodeCollector(Collector):
             counter = CounterMetricFamily(f"farpool_node_{metric}", text, labels=["node"])
             counter.add_metric([self._node], stats[name])
             yield counter
+        yield self._evictions(tenants)
+        yield self._refusals()
+        yield self._latencies()
+        yield from self._settings()
+
+    def _evictions(self, tenants: Mapping[int, Mapping[str, int]]) -> Metric:
+        counter = CounterMetricFamily(
+            "farpool_node_tenant_evictions",
+            "Objects of a tenant that were evicted: for room, for room in the NVMe file, or because they were damaged",
+            labels=["node", "tenant", "reason"],
+        )
+        for tenant, has in tenants.items():
+            file, damaged = has["evictions_from_file"], has["evictions_of_damaged"]
+            for reason, count in (("room", has["evictions"] - file - damaged), ("file", file), ("damaged", damaged)):
+                counter.add_metric([self._node, str(tenant), reason], count)
+        return counter
+
+    def _refusals(self) -> Metric:
+        counter = CounterMetricFamily(
+            "farpool_node_tenant_refusals",
+            "Requests and calls of a tenant that were refused",
+            labels=["node", "tenant", "reason"],
+        )
+        for tenant, by_status in self._source.refusals().items():
+            for status, count in by_status.items():
+                counter.add_metric([self._node, str(tenant), Status(status).name.lower()], count)
+        return counter
+
+    def _latencies(self) -> Metric:
+        histogram = HistogramMetricFamily(
+            "farpool_node_operation_seconds",
+            "Time from a request's header until its reply was handed to the system",
+            labels=["node", "operation"],
+        )
+        ends = [repr(end) for end in NodeServer.latency_ends] + ["+Inf"]
+        known = {op.value: op.name.lower() for op in Op}
+        for op, (counts, seconds) in self._source.latencies().items():
+            if op in known:  # others are refused, and counted as such
+                sums = itertools.accumulate(counts)
+                histogram.add_metric([self._node, known[op]], list(zip(ends, sums, strict=True)), seconds)
+        return histogram
+
+    def _settings(self) -> Iterator[Metric]:
+        ends = GaugeMetricFamily(
+            "farpool_node_certificate_end_timestamp_seconds",
+            "End of a certificate in use; of a file with several, the earliest",
+            labels=["node", "file"],
+        )
+        for file, end in self._source.certificates().items():
+            ends.add_metric([self._node, file], end)
+        yield ends
+        last = self._source.last_reload()
+        for name, text, value in (
+            ("timestamp_seconds", "Last time that the keys and the certificate were read", last.time),
+            ("success", "1 if they could be used, 0 if the node kept those from before", float(last.succeeded)),
+        ):
+            gauge = GaugeMetricFamily(f"farpool_node_last_reload_{name}", text, labels=["node"])
+            gauge.add_metric([self._node], value)
+            yield gauge

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import socketserver
 import threading
+import time
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -19,6 +20,7 @@ __all__ = ["MetricsServer"]
 
 _MOST_CONNECTIONS = 16
 _STALL_SECONDS = 5.0
+_RETRY_SECONDS = 0.1
 
 
 class MetricsServer:
@@ -84,6 +86,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self._connections: dict[socket.socket, None] = {}  # in the order of arrival
         self._lock = threading.Lock()
         super().__init__(address, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; pause if that fails, because the listening socket stays readable."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_RETRY_SECONDS)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._places.acquire(blocking=False):

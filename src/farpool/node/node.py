@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +28,8 @@ from farpool.node.control import ControlService
 from farpool.node.exposures import Exposures
 from farpool.node.folder import Folder, check_name, default_folder
 from farpool.node.listener import Listener
+from farpool.node.logs import log
+from farpool.node.reloads import LastReload
 from farpool.node.users import group_id
 from farpool.sizes import format_size
 
@@ -117,6 +121,9 @@ class Node:
         self._tls = tls
         self._insecure_plaintext = insecure_plaintext
         self._socket_group = socket_group
+        self._room = capacity
+        self._last_reload = LastReload(time.time(), succeeded=True)
+        self._control: ControlService | None = None
         self._folder: Folder | None = None
         self._server: NodeServer | None = None
         self._listener: Listener | None = None
@@ -126,6 +133,11 @@ class Node:
     def capacity(self) -> int:
         """Bytes to lend."""
         return self._capacity
+
+    @property
+    def room(self) -> int:
+        """Bytes of `capacity` that the file system of the folder had at the start."""
+        return self._room
 
     @property
     def socket_path(self) -> str:
@@ -169,28 +181,43 @@ class Node:
             self._folder = folder or self._own_folder(self.name)
             self._open(listening, self._folder, undo)
             self._undo = undo.pop_all()
+        if self._room < self._capacity:
+            log(
+                "the file system has less room than --dram; the node lends what it gets",
+                level=logging.WARNING,
+                dram=self._capacity,
+                room=self._room,
+            )
 
-    def reload(self, keys: Mapping[str, Grant] | None) -> None:
-        """Use other keys from now on, and read the certificate again from its folder.
+    def reload(self, read_keys: Callable[[], Mapping[str, Grant] | None]) -> None:
+        """Read the keys and the certificate again, and use them from now on.
 
         Connections that were opened with keys that are gone or were changed are ended, all others go on.
+
+        Parameters
+        ----------
+        read_keys : callable
+            Returns the keys; its errors are raised here.
 
         Raises
         ------
         ConfigError
-            The certificate cannot be used; all stays as it was.
+            The keys or the certificate cannot be used; all stays as it was.
         """
+        self._last_reload = LastReload(time.time(), succeeded=False)
+        keys = read_keys()
         tls = None if self._tls is None else self._tls.reload()
         self._keys = keys
         if self._server is not None and self._listener is not None:
             _expect(self._server, keys)
             self._listener.replace(keys, tls)
+        self._last_reload = LastReload(time.time(), succeeded=True)
 
     def stop(self) -> None:
         """End listening and all connections; the segments stay for the next start unless ephemeral. Idempotent."""
         self._undo.close()
         # They hold the segments' descriptors.
-        self._server = self._listener = None
+        self._server = self._listener = self._control = None
 
     def stats(self) -> dict[str, int | float]:
         """The node's counters; empty unless it runs."""
@@ -214,6 +241,30 @@ class Node:
         server = self._server
         return {} if server is None else server.keys()
 
+    def refusals(self) -> dict[int, dict[int, int]]:
+        """Requests that were refused, by tenant and status; empty unless the node runs."""
+        server, control = self._server, self._control
+        if server is None or control is None:
+            return {}
+        found = server.refusals()
+        for (tenant, status), count in control.refusals().items():
+            of_tenant = found.setdefault(tenant, {})
+            of_tenant[status] = of_tenant.get(status, 0) + count
+        return found
+
+    def latencies(self) -> dict[int, tuple[list[int], float]]:
+        """Times of replies by operation, as of `NodeServer.latencies`; empty unless the node runs."""
+        server = self._server
+        return {} if server is None else server.latencies()
+
+    def certificates(self) -> dict[str, float]:
+        """Ends of the certificates in use, in seconds since 1970, by file; empty without TLS."""
+        return {} if self._tls is None else self._tls.ends()
+
+    def last_reload(self) -> LastReload:
+        """Time and outcome of the last time that keys and certificate were read, the start included."""
+        return self._last_reload
+
     def __enter__(self) -> Node:
         self.start()
         return self
@@ -229,7 +280,7 @@ class Node:
             from farpool.node.metrics import NodeCollector
             from farpool.node.metrics_server import MetricsServer
 
-            metrics = MetricsServer(self.metrics_address, NodeCollector(self.stats, self.tenants, self.keys, self.name))
+            metrics = MetricsServer(self.metrics_address, NodeCollector(self))
             undo.callback(metrics.close)
             self.metrics_address = metrics.address
         exposures = None
@@ -251,7 +302,7 @@ class Node:
         control = ControlService(server, self.stats, exposures)
         undo.callback(control.close)
         listener = Listener([listening, local], access, server, control)
-        self._server, self._listener = server, listener
+        self._server, self._listener, self._control = server, listener, control
         listener.start()
         undo.callback(listener.stop)
 
@@ -283,7 +334,11 @@ class Node:
     def _own_folder(self, name: str) -> Folder:
         group = group_id(self._socket_group) if self._socket_group else None
         folder = Folder(default_folder(name) if self._path is None else self._path, group)
-        folder.check(0 if self._ephemeral else self._capacity)
+        self._room = self._capacity
+        if self._ephemeral:
+            folder.check(0)
+        else:
+            self._room = folder.check(self._capacity)
         if self._ephemeral and self._capacity > (room := available_memory()):
             raise ConfigError(
                 f"--dram is {format_size(self._capacity)}, but the host has {format_size(room)} of memory left; lend "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import grp
 import socket
 import struct
 
 from farpool.errors import ConfigError
+from farpool.net.shortage import is_shortage
 
 __all__ = ["group_id", "process_of", "user_of"]
 
@@ -45,12 +45,22 @@ def user_of(connection: socket.socket) -> int | None:
     -------
     int or None
         None where the system does not tell, as for connections from other hosts, or the other end is closed already.
+
+    Raises
+    ------
+    OSError
+        The system is short of descriptors or memory, so the question could not be asked.
     """
     if connection.family == socket.AF_UNIX:
         return _credentials(connection)[1]
-    with contextlib.suppress(OSError, struct.error):
+    try:
         return _user_of_tcp(connection)
-    return None
+    except struct.error:
+        return None
+    except OSError as error:
+        if is_shortage(error):  # says nothing about the user
+            raise
+        return None
 
 
 def process_of(connection: socket.socket) -> int:

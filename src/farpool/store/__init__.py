@@ -5,7 +5,7 @@ from __future__ import annotations
 from farpool.store.asynchronous import AsyncOpenedName, AsyncStore
 from farpool.store.messages import Demotion, Lookup, ObjectInfo, PutOutcome, Touched
 from farpool.store.pin import Pin, Pins
-from farpool.store.repair import Repaired
+from farpool.store.repair import Repaired, Unmended
 from farpool.store.rotation import RotatedNode, Rotation
 from farpool.store.store import NodeStatus, Store
 
@@ -24,4 +24,5 @@ __all__ = [
     "Rotation",
     "Store",
     "Touched",
+    "Unmended",
 ]

@@ -154,21 +154,38 @@ class Ask(msgspec.Struct, gc=False):
 
 ResultT = TypeVar("ResultT")
 
+_MOST_NAMED = 20
+"""Most keys that the note of a failed batch names."""
 
-def results(outcomes: Sequence[ResultT | Exception], done: int = 0) -> list[ResultT]:
-    """Return the outcomes if none of them is an error, else raise the first. `done` more succeeded before.
+
+def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done: int = 0) -> list[ResultT]:
+    """Return the outcomes if none of them is an error, else raise the first.
+
+    Parameters
+    ----------
+    outcomes : sequence
+        Result or error of each operation.
+    keys : sequence of bytes
+        Their keys.
+    done : int
+        Number of operations of the same batch that succeeded before.
 
     Raises
     ------
     Exception
-        An operation's, with a note of how many there were.
+        An operation's, with a note of how many failed and with which keys.
     """
-    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    if errors:
+    failed = [key for key, outcome in zip(keys, outcomes, strict=True) if isinstance(outcome, Exception)]
+    if failed:
+        error = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
         whole = done + len(outcomes)
         if whole > 1:
-            errors[0].add_note(f"{len(errors)} of {whole} operations of this batch failed; the others were done.")
-        raise errors[0]
+            named = ", ".join(map(repr, failed[:_MOST_NAMED]))
+            more = f" and {len(failed) - _MOST_NAMED} more" if len(failed) > _MOST_NAMED else ""
+            error.add_note(
+                f"{len(failed)} of {whole} operations of this batch failed; the others were done. Failed: {named}{more}"
+            )
+        raise error
     return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
 
 

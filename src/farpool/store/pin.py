@@ -261,8 +261,9 @@ def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
         left = [number for number, pinned in enumerate(pins) if pinned is None]
         if not left:
             return Pins(pins)
-        copies = fetch(cluster, [keys[number] for number in left], [None] * len(left), deadline)
-        for number, found in zip(left, results(copies, len(keys) - len(left)), strict=True):
+        rest = [keys[number] for number in left]
+        copies = fetch(cluster, rest, [None] * len(left), deadline)
+        for number, found in zip(left, results(copies, rest, len(keys) - len(left)), strict=True):
             if found is not None:
                 pins[number] = Pin(keys[number], memoryview(found[1].payload or b""), None, None, until)
     except BaseException:

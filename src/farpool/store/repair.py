@@ -13,7 +13,26 @@ from farpool.store.upkeep import mend
 if TYPE_CHECKING:
     from farpool.store.cluster import Cluster
 
-__all__ = ["Repaired", "repair"]
+__all__ = ["Repaired", "Unmended", "repair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """An object that still has too few copies after a sweep.
+
+    Attributes
+    ----------
+    key : bytes
+        Its key.
+    lacking : int
+        Copies that it still lacks.
+    reasons : tuple of str
+        Why no node has taken them.
+    """
+
+    key: bytes
+    lacking: int
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +46,21 @@ class Repaired:
     endangered : int
         Objects with too few copies; of objects that are kept, only copies that are kept count.
     mended : int
-        Objects that have all their copies again.
+        Of them, objects that have all their copies again.
     nbytes : int
         Bytes that were copied.
+    gone : int
+        Of them, objects that were dropped, evicted or expired while the sweep was under way.
+    left : tuple of Unmended
+        The others, which still have too few copies.
     """
 
     objects: int
     endangered: int
     mended: int
     nbytes: int
+    gone: int = 0
+    left: tuple[Unmended, ...] = ()
 
 
 def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, int], None] | None = None) -> Repaired:
@@ -52,21 +77,30 @@ def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, i
     lacking = {key: min(copies, places) - len(holders[key]) for key, (_, copies) in about.items()}
     endangered = sorted((key for key, lack in lacking.items() if lack > 0), key=lambda key: len(holders[key]))
     begun = time.monotonic()
-    mended = nbytes = 0
+    mended = nbytes = gone = 0
+    left: list[Unmended] = []
     for done, key in enumerate(endangered):
         if progress is not None:
             progress(done, len(endangered))
         deadline = cluster.deadline()
         free = [node for node in cluster.order(key, deadline) if node not in holders[key]]
         free.sort(key=lambda node: node not in others.get(key, ()))
-        copied = 0
-        while free and copied < lacking[key]:
+        copied, is_gone = 0, False
+        reasons: list[str] = []
+        while free and copied < lacking[key] and not is_gone:
             nodes, free = free[: lacking[key] - copied], free[lacking[key] - copied :]
-            copied += mend(cluster, key, holders[key], nodes, deadline)
-        mended += copied == lacking[key]
+            outcome = mend(cluster, key, holders[key], nodes, deadline)
+            copied, is_gone = copied + outcome.copies, outcome.gone
+            reasons += outcome.reasons
+        if is_gone:
+            gone += 1
+        elif copied < lacking[key]:
+            left.append(Unmended(key, lacking[key] - copied, tuple(dict.fromkeys(reasons))))
+        else:
+            mended += 1
         nbytes += copied * about[key][0]
         if bandwidth is not None:
             time.sleep(max(0.0, begun + nbytes / bandwidth - time.monotonic()))
     if progress is not None:
         progress(len(endangered), len(endangered))
-    return Repaired(len(about), len(endangered), mended, nbytes)
+    return Repaired(len(about), len(endangered), mended, nbytes, gone, tuple(left))

@@ -302,15 +302,16 @@ class Store:
         cluster = self._open()
         deadline = cluster.deadline()
         found, readers = read_many(cluster, keys, targets, deadline)
-        values = results(found)
+        values = results(found, keys)
         if self._upkeep is not None:
             for node, numbers in readers.items():
                 for number in numbers:
                     self._upkeep.note(keys[number], node)
         left = [number for number, value in enumerate(values) if value is None]
         if left:
-            answers = fetch(cluster, [keys[n] for n in left], [targets[n] for n in left], deadline)
-            for number, answer in zip(left, results(answers, len(keys) - len(left)), strict=True):
+            rest = [keys[n] for n in left]
+            answers = fetch(cluster, rest, [targets[n] for n in left], deadline)
+            for number, answer in zip(left, results(answers, rest, len(keys) - len(left)), strict=True):
                 if answer is not None:
                     values[number] = self._taken(cluster, keys[number], *answer, targets[number])
         return values
@@ -333,7 +334,7 @@ class Store:
     def stat(self, key: Key) -> ObjectInfo | None:
         """Return size, time to live and pins of a key's value from the first node that has it; None if none has."""
         cluster, data = self._open(), as_key(key)
-        (found,) = results(fetch(cluster, [data], [None], cluster.deadline(), Op.STAT))
+        (found,) = results(fetch(cluster, [data], [None], cluster.deadline(), Op.STAT), [data])
         if found is None:
             return None
         meta = found[1].meta
@@ -464,7 +465,7 @@ class Store:
         pairs = items.items() if isinstance(items, Mapping) else items
         checked = [(as_key(key), as_payload(value)) for key, value in pairs]
         head = object_head(ttl_of(ttl), cluster.copies)
-        return results(put(cluster, checked, head, cluster.deadline(), check=check))
+        return results(put(cluster, checked, head, cluster.deadline(), check=check), [key for key, _ in checked])
 
     def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
         """Get many values at the same time; see `get`."""

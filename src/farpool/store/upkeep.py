@@ -10,19 +10,22 @@ import math
 import threading
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farpool.errors import FarpoolError
 from farpool.net.frames import COPIED, HEAD, KEPT, TOUCH, Op, Status
+from farpool.net.refusals import refusal
 from farpool.store.messages import Ask
 from farpool.store.reading import probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from farpool._native import Reply
     from farpool.store.cluster import Cluster
 
-__all__ = ["Upkeep", "mend"]
+__all__ = ["Mended", "Upkeep", "mend"]
 
 _PAUSE = 0.005
 """Seconds in which hits are collected. A small cache is full of other objects a few of them later."""
@@ -113,22 +116,65 @@ class Upkeep:
         return min(self._cluster.deadline(), self._until)
 
 
-def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[int], deadline: float) -> int:
-    """Copy an object from the first holder that returns it to other nodes; return how many of them have taken it.
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """Outcome of copying one object.
+
+    Attributes
+    ----------
+    copies : int
+        Nodes that have it now, of those that were to take it.
+    reasons : tuple of str
+        Why others have not, or why no holder returned it.
+    gone : bool
+        No holder has it any more: it was dropped, evicted or expired.
+    """
+
+    copies: int
+    reasons: tuple[str, ...] = ()
+    gone: bool = False
+
+
+def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[int], deadline: float) -> Mended:
+    """Copy an object from the first holder that returns it to other nodes.
 
     The copies get the time to live that is left, and are kept if the source is. A node where the key was dropped
     lately takes none: the drop may have come after the source was read. Nor does one that is in a later epoch than the
     source was: the head of what was read says in which.
     """
+    reasons: list[str] = []
     for holder in holders:
         (source,) = cluster.ask([Ask(holder, Op.GET, key)], deadline)
         if not isinstance(source, Exception) and source.status == Status.DONE:
             break
+        if isinstance(source, Exception) or source.status != Status.MISSING:
+            reasons.append(_reason(source, cluster.members[holder].name, Op.GET))
     else:
-        return 0
+        return Mended(0, tuple(reasons), gone=not reasons)
     *head, flags = HEAD.unpack(source.meta)
     meta, payload = HEAD.pack(*head, flags & ~KEPT | COPIED) + key, source.payload or b""
     answers = cluster.ask([Ask(node, Op.PUT, meta, 0, payload) for node in nodes], deadline)
+    refused = any(not isinstance(answer, Exception) and answer.status == Status.MISSING for answer in answers)
     if flags & KEPT:
         answers = cluster.ask([Ask(node, Op.TOUCH, TOUCH.pack(0, 1) + key) for node in nodes], deadline)
-    return sum(not isinstance(answer, Exception) and answer.status == Status.DONE for answer in answers)
+    copies = 0
+    for node, answer in zip(nodes, answers, strict=True):
+        if not isinstance(answer, Exception) and answer.status in (Status.DONE, Status.PRESENT):
+            copies += 1
+        else:
+            reasons.append(_reason(answer, cluster.members[node].name, Op.PUT))
+    return Mended(copies, tuple(reasons), gone=refused and _is_missing(cluster, holder, key, deadline))
+
+
+def _is_missing(cluster: Cluster, holder: int, key: bytes, deadline: float) -> bool:
+    (answer,) = cluster.ask([Ask(holder, Op.STAT, key)], deadline)
+    return not isinstance(answer, Exception) and answer.status == Status.MISSING
+
+
+def _reason(answer: Reply | Exception, node: str, op: Op) -> str:
+    """Say why a node has not returned or taken an object."""
+    if isinstance(answer, Exception):
+        return str(answer)
+    if answer.status == Status.MISSING:
+        return f"{node}: it takes no copy, because the key was dropped there lately or the node is in a later epoch"
+    return str(refusal(answer.status, answer.meta.decode(errors="replace"), node, op))

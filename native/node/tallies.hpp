@@ -1,0 +1,63 @@
+// Tallies of the replies of a node: how long each operation took, and what was refused to which tenant.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+
+#include "wire/frame.hpp"
+
+namespace farpool {
+
+// Times of one operation in buckets, each of which reaches twice as far as the one before it.
+struct Latencies {
+    static constexpr std::size_t buckets = 25;
+    static constexpr std::uint64_t first_ns = 1024;  // end of the first bucket; the last one ends after 17 s
+
+    std::array<std::uint64_t, buckets + 1> counts{};  // behind the buckets: of longer times
+    std::uint64_t sum_ns = 0;
+
+    void add(std::uint64_t ns) noexcept {
+        const auto bucket = static_cast<std::size_t>(std::bit_width((ns - (ns > 0 ? 1 : 0)) / first_ns));
+        ++counts[bucket < buckets ? bucket : buckets];
+        sum_ns += ns;
+    }
+    static constexpr double end_s(std::size_t bucket) noexcept { return static_cast<double>(first_ns << bucket) / 1e9; }
+};
+
+class Tallies {
+public:
+    using Refusals = std::map<std::uint16_t, std::uint64_t>;  // by status
+
+    // Counts a reply that has been sent.
+    void add(const FrameHeader& reply, std::chrono::steady_clock::duration took) {
+        const auto status = static_cast<Status>(reply.status);
+        if (status == Status::taken) {  // not the reply yet
+            return;
+        }
+        latencies_[reply.op].add(static_cast<std::uint64_t>(std::chrono::nanoseconds(took).count()));
+        if (status != Status::done && status != Status::missing && status != Status::present) {
+            ++refusals_[reply.tenant][reply.status];
+        }
+    }
+    // By operation, as far as there was a reply to it. A request of an unknown operation has an entry of its own number.
+    std::map<std::uint8_t, Latencies> latencies() const {
+        std::map<std::uint8_t, Latencies> found;
+        for (std::size_t op = 0; op < latencies_.size(); ++op) {
+            if (latencies_[op].counts != Latencies{}.counts) {
+                found.emplace(static_cast<std::uint8_t>(op), latencies_[op]);
+            }
+        }
+        return found;
+    }
+    const std::map<std::uint32_t, Refusals>& refusals() const noexcept { return refusals_; }
+
+private:
+    std::array<Latencies, 256> latencies_{};
+    std::map<std::uint32_t, Refusals> refusals_;  // by tenant
+};
+
+}  // namespace farpool

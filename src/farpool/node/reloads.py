@@ -1,0 +1,23 @@
+"""Outcome of reading a node's keys and certificate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LastReload"]
+
+
+@dataclass(frozen=True, slots=True)
+class LastReload:
+    """Time and outcome of the last time that a node read its keys and its certificate.
+
+    Attributes
+    ----------
+    time : float
+        Seconds since 1970.
+    succeeded : bool
+        False if they could not be used, so that the node kept those from before.
+    """
+
+    time: float
+    succeeded: bool
