@@ -228,6 +228,7 @@ void Server::extend_put(Peer& peer) {
         return drop_payload(peer, status, 0, status == Status::busy ? beyond_share : "");
     }
     peer.room = peer.objects->writable(peer.prepared) - received;
+    turn_.spend(work::backed_byte * peer.room);
 }
 
 void Server::finish_put(Peer& peer) {
@@ -247,6 +248,7 @@ void Server::finish_put(Peer& peer) {
 }
 
 void Server::finish(Peer& peer, std::uint64_t offset, std::uint64_t serial, std::uint32_t crc) {
+    turn_.spend(work::publish);
     const Found found = peer.objects->commit(offset, serial, crc);
     counts_.puts += found.status == Status::done ? 1 : 0;
     reply(peer, found.status, found.serial, unfinished(found));

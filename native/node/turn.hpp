@@ -10,9 +10,11 @@ namespace farpool {
 // Units of work. One unit is the time of sending a byte (0.2 ns, measured over loopback); the others are multiples of it,
 // rounded.
 namespace work {
-constexpr std::uint64_t call = 8 * 1024;   // a system call that moves bytes
-constexpr std::uint64_t frame = 6 * 1024;  // a request: parsing it, finding its object, its reply
-constexpr std::uint64_t key = 400;         // a key of a lookup
+constexpr std::uint64_t call = 8 * 1024;      // a system call that moves bytes
+constexpr std::uint64_t frame = 6 * 1024;     // a request: parsing it, finding its object, its reply
+constexpr std::uint64_t publish = 16 * 1024;  // an object that is published: its place, and others evicted for it
+constexpr std::uint64_t key = 400;            // a key of a lookup
+constexpr std::uint64_t backed_byte = 2;      // a byte of memory taken for an object, and zeroed by the system
 }  // namespace work
 
 // The work of one turn. Half of it is for reading and answering requests, so that replies are sent in each turn, too.

@@ -19,7 +19,7 @@ namespace farpool {
 class Turns {
 public:
     // Units of work in a turn. A unit is about the work of moving a byte.
-    static constexpr std::int64_t quantum = 128 * 1024;
+    static constexpr std::int64_t quantum = 64 * 1024;
 
     // A connection's place in the order; also the groups above it, which are the key and the tenant.
     class Flow {
