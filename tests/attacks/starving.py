@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from tests.attacks.lab import KIB, MIB, Key, Lab, Node, work_for_a_get
 from tests.attacks.program import Outcome, attack, main
-from tests.attacks.wire import get_frame, lookup_frame, put_frame
+from tests.attacks.wire import lookup_frame, put_frame
 
 LENT = 128 * MIB
 GREEDY = Key("greedy", tenant=1)
@@ -26,42 +26,34 @@ MOST_WORK = 40.0
 
 @attack
 def with_lookups(lab: Lab, harmless: bool) -> Outcome:
-    """Look up 7,900 keys on each of 64 connections all the time; the control looks up one key on each."""
+    """Look up 7,900 keys on each of 64 connections all the time; the control looks up one key after the other."""
     keys = [b"%05d" % number for number in range(1 if harmless else KEYS)]
     request = lookup_frame(keys)
-    return beside(lab, lambda: request, f"lookups of {len(keys)} keys", 1 if harmless else CONNECTIONS)
-
-
-@attack
-def with_gets(lab: Lab, harmless: bool) -> Outcome:
-    """Read 8 MiB on each of 64 connections all the time; the control reads 4 KiB on one."""
-    request = get_frame(b"small" if harmless else b"large")
-    return beside(lab, lambda: request, "gets", 1 if harmless else CONNECTIONS)
+    return beside(lab, lambda: request, f"lookups of {len(keys)} keys", harmless)
 
 
 @attack
 def with_puts(lab: Lab, harmless: bool) -> Outcome:
-    """Put 16 objects of 4 KiB at once on each of 64 connections all the time; the control puts one at a time on one."""
+    """Put 16 objects of 4 KiB at once on each of 64 connections all the time; the control puts one after the other."""
     payload, numbers = lab.random.randbytes(4 * KIB), iter(range(1 << 60))
 
     def requests() -> bytes:
         return b"".join(put_frame(b"new %d" % next(numbers), payload) for _ in range(1 if harmless else 16))
 
-    return beside(lab, requests, "puts of 4 KiB", 1 if harmless else CONNECTIONS)
+    return beside(lab, requests, "puts of 4 KiB", harmless)
 
 
-def beside(lab: Lab, requests: Callable[[], bytes], what: str, connections: int) -> Outcome:
+def beside(lab: Lab, requests: Callable[[], bytes], what: str, harmless: bool) -> Outcome:
     """What the node does before it answers a get, while another tenant asks all the time."""
+    connections = 1 if harmless else CONNECTIONS
     node = lab.node(LENT, [GREEDY, OTHER], spin=0.0)  # which would be counted as work
     with node.connect(GREEDY) as filler:
-        assert filler.put(b"small", bytes(4 * KIB)).done
-        assert filler.put(b"large", bytes(8 * MIB)).done
         for first in range(0, KEYS, 1000):
             filler.put_many([(b"%05d" % number, b"x") for number in range(first, first + 1000)])
     with node.connect(OTHER) as client:
         assert client.put(b"key", bytes(4 * KIB)).done
         alone = statistics.median(work_for_a_get(node, client) for _ in range(ASKED))
-        with asking(node, connections, requests):
+        with asking(node, connections, requests, waits=harmless):
             work = statistics.median(work_for_a_get(node, client) for _ in range(ASKED))
     return Outcome(
         work <= MOST_WORK * alone,
@@ -72,8 +64,9 @@ def beside(lab: Lab, requests: Callable[[], bytes], what: str, connections: int)
 
 
 @contextmanager
-def asking(node: Node, connections: int, requests: Callable[[], bytes]) -> Iterator[None]:
-    """A process that sends requests on all connections as fast as the node takes them, and drops the answers."""
+def asking(node: Node, connections: int, requests: Callable[[], bytes], *, waits: bool) -> Iterator[None]:
+    """A process that sends requests on all connections as fast as the node takes them, or once it answers, and drops
+    the answers."""
     ready, begun = os.pipe()
     child = os.fork()
     if child == 0:
@@ -84,13 +77,15 @@ def asking(node: Node, connections: int, requests: Callable[[], bytes]) -> Itera
             poll = select.poll()
             for descriptor, stream in streams.items():
                 stream.setblocking(False)
-                poll.register(descriptor, select.POLLIN | select.POLLOUT)
+                poll.register(descriptor, select.POLLIN if waits else select.POLLIN | select.POLLOUT)
+                waiting[descriptor] = requests() if waits else b""
+                waiting[descriptor] = waiting[descriptor][stream.send(waiting[descriptor]) :]
             os.write(begun, b".")
             while True:
                 for descriptor, events in poll.poll():
                     if events & select.POLLIN:
                         streams[descriptor].recv(MIB)
-                    if events & select.POLLOUT:
+                    if waits or events & select.POLLOUT:
                         waiting[descriptor] = waiting[descriptor] or requests()
                         waiting[descriptor] = waiting[descriptor][streams[descriptor].send(waiting[descriptor]) :]
         os._exit(1)

@@ -154,11 +154,6 @@ def put_frame(key: bytes, payload: bytes, about: bytes = head()) -> bytes:
     return frame(_PUT, about + key, payload_nbytes=len(payload), payload_crc=crc32c(payload)) + payload
 
 
-def get_frame(key: bytes) -> bytes:
-    """A request for an object."""
-    return frame(_GET, key)
-
-
 def lookup_frame(keys: Sequence[bytes]) -> bytes:
     """A request that asks for many keys at once."""
     return frame(
