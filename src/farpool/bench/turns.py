@@ -1,4 +1,4 @@
-"""What one tenant's requests wait for while another tenant floods the node, and how two tenants share its bytes.
+"""Waiting next to floods of another tenant, and the shares of two tenants in a node's bytes.
 
 The victim gets an object of 4 KiB again and again, over a connection of its own; its median time is measured alone,
 next to a process that uses a processor and asks the node for nothing, and next to each flood of another tenant, with

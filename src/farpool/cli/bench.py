@@ -121,7 +121,7 @@ def turns(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """What one tenant's requests wait for while another tenant floods the node, and how they share its bytes."""
+    """Times of one tenant's gets while another tenant floods the node, and the shares of both in its bytes."""
     _perform("turns", {"seconds": seconds, "rounds": rounds, "connections": connections}, "cpu", quick, json, report)
 
 
