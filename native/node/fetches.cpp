@@ -117,10 +117,7 @@ void Server::deliver(Peer& peer, const Fetch& fetch, bool ok) {
             break;
         }
     }
-    flush(peer);
-    if (!peer.dead) {
-        watch(peer);
-    }
+    watch(peer);
 }
 
 void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
@@ -131,6 +128,9 @@ void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
     const bool pins = static_cast<Op>(answer.header.op) == Op::pin;
     const std::optional<Found> promoted =
         ok && fetch.promote ? peer.objects->promote(fetch.offset, *answer.aside) : std::nullopt;
+    if (promoted) {
+        turns_.charge(*peer.seat, fetch.nbytes);
+    }
     if (ok && !pins) {
         answer.payload = answer.aside->data();
         return;

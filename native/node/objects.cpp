@@ -159,7 +159,7 @@ Found Objects::prepare(std::string_view key, std::uint64_t nbytes, const ObjectH
         prepared.status = Status::busy;
         return prepared;
     }
-    const std::uint64_t first = arrival == Arrival::in_slices ? std::min(nbytes, slice_nbytes) : nbytes;
+    const std::uint64_t first = arrival == Arrival::in_slices && nbytes > one_slice_nbytes ? slice_nbytes : nbytes;
     const auto taken = static_cast<std::uint32_t>(units_for(key.size(), first));
     const std::optional<std::uint64_t> offset = alloc(units, taken);
     if (!offset) {

@@ -201,7 +201,9 @@ private:
     // Step in which the data segment is backed by memory, as long as the node has enough.
     static constexpr std::uint64_t chunk_nbytes = std::uint64_t{2} << 20;
     // Step in which a payload that is being received takes memory, as its bytes come.
-    static constexpr std::uint64_t slice_nbytes = std::uint64_t{1} << 20;
+    static constexpr std::uint64_t slice_nbytes = std::uint64_t{128} << 10;
+    // A payload of at most so many bytes has all of its memory at first, also if it comes in slices.
+    static constexpr std::uint64_t one_slice_nbytes = std::uint64_t{1} << 20;
 
     struct Preparation {
         std::string key;

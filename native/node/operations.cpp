@@ -35,8 +35,6 @@ std::string_view key_after(const std::vector<std::byte>& meta, std::size_t offse
     return {reinterpret_cast<const char*>(meta.data()) + offset, meta.size() - offset};
 }
 
-constexpr std::uint64_t commit_step_nbytes = std::uint64_t{4} << 20;
-
 // Size of a publish area: a small part of the node's capacity, and no more than stays in a processor's cache.
 std::uint64_t area_nbytes(std::uint64_t capacity) {
     return std::clamp(std::bit_floor(capacity / 64), std::uint64_t{4} << 10, std::uint64_t{1} << 20);
@@ -115,6 +113,7 @@ void Server::frame_complete(Peer& peer) {
     peer.stage = Peer::Stage::header;
     peer.have = 0;
     peer.into = nullptr;
+    turn_.spend(work::frame);
     if (peer.refusal != Status::done) {
         reply(peer, peer.refusal, peer.refusal_serial, std::move(peer.refusal_meta));
     } else {
@@ -230,6 +229,7 @@ void Server::extend_put(Peer& peer) {
         return drop_payload(peer, status, 0, status == Status::busy ? beyond_share : "");
     }
     peer.room = peer.objects->writable(peer.prepared) - received;
+    turn_.spend(work::backed_byte * peer.room);
 }
 
 void Server::finish_put(Peer& peer) {
@@ -249,6 +249,7 @@ void Server::finish_put(Peer& peer) {
 }
 
 void Server::finish(Peer& peer, std::uint64_t offset, std::uint64_t serial, std::uint32_t crc) {
+    turn_.spend(work::publish);
     const Found found = peer.objects->commit(offset, serial, crc);
     counts_.puts += found.status == Status::done ? 1 : 0;
     reply(peer, found.status, found.serial, unfinished(found));
@@ -330,42 +331,61 @@ void Server::answer_touch(Peer& peer) {
     reply(peer, touched.status, touched.mark, touched.status == Status::busy ? beyond_share : "");
 }
 
-// Answers all keys of a lookup at once: as many as a frame has room for take a fraction of a millisecond, and the connection's
-// turn ends with it.
+// What a lookup has behind its flags and their number.
+constexpr std::size_t first_key_at = 2 * sizeof(std::uint32_t);
+constexpr const char* expected_keys =
+    "expected flags 0 or 1, a count, and as many keys of 1 to 256 bytes, each behind its length";
+
 void Server::answer_lookup(Peer& peer) {
     if (!may(peer, rights::read)) {
         return;
     }
-    constexpr std::size_t fixed = 2 * sizeof(std::uint32_t);
-    const char* expected = "expected flags 0 or 1, a count, and as many keys of 1 to 256 bytes, each behind its length";
     const std::size_t nbytes = peer.meta.size();
-    const std::uint32_t flags = nbytes < fixed ? 2 : number_at<std::uint32_t>(peer.meta, 0);
-    const std::uint32_t count = nbytes < fixed ? 0 : number_at<std::uint32_t>(peer.meta, sizeof flags);
+    const std::uint32_t flags = nbytes < first_key_at ? 2 : number_at<std::uint32_t>(peer.meta, 0);
+    const std::uint32_t count = nbytes < first_key_at ? 0 : number_at<std::uint32_t>(peer.meta, sizeof flags);
     if (flags > 1 || LookedUp::nbytes(count) > largest_meta) {
-        return reply(peer, Status::bad_request, 0, flags > 1 ? expected : "expected fewer keys: the answer would be too long");
+        return reply(peer, Status::bad_request, 0,
+                     flags > 1 ? expected_keys : "expected fewer keys: the answer would be too long");
     }
-    peer.looked_up += count;
-    LookedUp answer(count);
-    std::size_t at = fixed;
-    for (std::uint32_t number = 0; number < count; ++number) {
+    peer.lookup.emplace(Lookup{count, flags == 1, peer.objects->epoch(), LookedUp(count), 0, first_key_at});
+    go_on_with_lookup(peer);
+}
+
+// Looks up the next keys, as many as the turn has room for, and answers once all were looked up.
+void Server::go_on_with_lookup(Peer& peer) {
+    Lookup& lookup = *peer.lookup;
+    if (lookup.epoch != peer.objects->epoch()) {  // what was found until then is outdated
+        lookup = Lookup{lookup.count, lookup.visits, peer.objects->epoch(), LookedUp(lookup.count), 0, first_key_at};
+    }
+    const std::size_t nbytes = peer.meta.size();
+    for (; lookup.number < lookup.count; ++lookup.number) {
+        if (turn_.is_read_out()) {
+            return;
+        }
         std::uint16_t length = 0;
-        if (nbytes - at >= sizeof length) {
-            length = number_at<std::uint16_t>(peer.meta, at);
-            at += sizeof length;
+        if (nbytes - lookup.at >= sizeof length) {
+            length = number_at<std::uint16_t>(peer.meta, lookup.at);
+            lookup.at += sizeof length;
         }
-        if (length == 0 || length > largest_key || length > nbytes - at) {
-            return reply(peer, Status::bad_request, 0, expected);
+        if (length == 0 || length > largest_key || length > nbytes - lookup.at) {
+            peer.lookup.reset();
+            return reply(peer, Status::bad_request, 0, expected_keys);
         }
-        const Found found = peer.objects->find({reinterpret_cast<const char*>(peer.meta.data()) + at, length}, flags == 1);
+        turn_.spend(work::key);
+        const std::string_view key(reinterpret_cast<const char*>(peer.meta.data()) + lookup.at, length);
+        const Found found = peer.objects->find(key, lookup.visits);
         if (found.status == Status::done && !is_behind(peer)) {
-            answer.add(number, found.nbytes);
+            lookup.answer.add(lookup.number, found.nbytes);
         }
-        at += length;
+        lookup.at += length;
     }
-    if (at != nbytes) {
-        return reply(peer, Status::bad_request, 0, expected);
+    const bool whole = lookup.at == nbytes;
+    std::string answer = std::move(lookup.answer.meta);
+    peer.lookup.reset();
+    if (!whole) {
+        return reply(peer, Status::bad_request, 0, expected_keys);
     }
-    reply(peer, Status::done, 0, std::move(answer.meta));
+    reply(peer, Status::done, 0, std::move(answer));
 }
 
 void Server::rotate(Peer& peer, std::uint32_t epoch) {
@@ -501,22 +521,24 @@ void Server::answer_commit(Peer& peer) {
     }
 }
 
-// Checks the payload of a commit, a part at a time, so that others are served in between; true once the commit is answered. A
-// payload that could not be read back, or was not written, is not published.
-bool Server::go_on_with_commit(Peer& peer) {
+// Checks the payload of a commit, a part in each turn. A payload that could not be read back, or was not written, is not
+// published.
+void Server::go_on_with_commit(Peer& peer) {
     const Session::Promise* found = prepared_or_refuse(peer);  // another connection may have ended it
     if (found == nullptr) {
         peer.committing = 0;
-        return true;
+        return;
     }
     const auto& [place, preparing] = *found;
     const std::uint64_t nbytes = peer.objects->writable(preparing.extent);
-    const std::uint64_t step = std::min(nbytes - peer.looked_at, commit_step_nbytes);
-    peer.crc = crc32c(peer.objects->at(place.second + peer.looked_at), step, peer.crc);
-    peer.looked_at += step;
-    if (peer.looked_at < nbytes) {
-        again_.emplace_back(peer.socket.fd(), peer.number);
-        return false;
+    while (peer.looked_at < nbytes) {
+        if (turn_.is_read_out()) {
+            return;
+        }
+        const std::uint64_t step = std::min<std::uint64_t>(nbytes - peer.looked_at, turn_.step_nbytes());
+        peer.crc = crc32c(peer.objects->at(place.second + peer.looked_at), step, peer.crc);
+        peer.looked_at += step;
+        turn_.spend(step);
     }
     peer.committing = 0;
     const bool whole = peer.crc == number_at<std::uint32_t>(peer.meta, sizeof(std::uint64_t));
@@ -529,7 +551,6 @@ bool Server::go_on_with_commit(Peer& peer) {
         ++counts_.checksum_errors;
         reply(peer, Status::checksum);
     }
-    return true;
 }
 
 void Server::answer_abort(Peer& peer) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -14,7 +15,9 @@
 
 #include "node/leases.hpp"
 #include "node/objects.hpp"
+#include "node/turns.hpp"
 #include "wire/frame.hpp"
+#include "wire/looked_up.hpp"
 #include "wire/stream.hpp"
 
 namespace farpool {
@@ -82,6 +85,16 @@ struct Fetch {
     std::uint64_t ttl_ms;  // of a pin
 };
 
+// A lookup that is being answered, some of its keys in each turn.
+struct Lookup {
+    std::uint32_t count;
+    bool visits;          // the objects count as used
+    std::uint32_t epoch;  // of the tenant, in which the first keys were looked up
+    LookedUp answer;
+    std::uint32_t number = 0;  // of the next key
+    std::size_t at = 0;        // in the request's meta
+};
+
 struct Peer {
     enum class Stage { header, meta, payload, checksum };
 
@@ -92,6 +105,7 @@ struct Peer {
     std::uint32_t rights = 0;
     std::string key;  // name of the access key
     Objects* objects = nullptr;
+    Turns::Seat seat{nullptr, {nullptr}};
 
     Stage stage = Stage::header;
     std::size_t have = 0;  // bytes of header, meta or the checksum behind the payload
@@ -107,7 +121,8 @@ struct Peer {
     std::uint64_t prepared_serial = 0;
     std::shared_ptr<Lease> written_lease;  // of the write being received
     Segment area;                          // where its payloads may lie; not mapped for none
-    AreaPart part{};                       // the part of the area to copy next
+    AreaPart part{};                       // the part of the area that is being received
+    AreaPart copying{};                    // what is left to copy of a part that was received
     std::uint64_t copied = 0;              // bytes from there, in this turn
     std::uint64_t told = 0;                // bytes of the payload that it knows to have been copied
     Status refusal = Status::done;         // the answer once a payload that is dropped has come
@@ -121,8 +136,11 @@ struct Peer {
     std::deque<std::pair<std::uint64_t, std::string>> held_back;  // gets that wait to hold theirs: ticket of the reply, key
     bool in_line = false;                                         // in the line of its access key
     std::uint64_t fetching = 0;                                   // bytes of replies from the file that have not gone yet
-    std::uint64_t looked_up = 0;                                  // keys, in this turn
     std::uint32_t watched = 0;                                    // events that the kernel was asked for
+    bool readable = false;                                        // there may be input that was not read
+    bool writable = true;                                         // the socket may have room for output
+    bool hung_up = false;                                         // the other side sends no more
+    bool listening = true;                                        // it is read from when it has input
     bool closing = false;                                         // once the replies have been sent
     bool dead = false;
     Patience sending;    // the frame that has begun
@@ -130,10 +148,14 @@ struct Peer {
     // The commit whose payload is being checked: offset of its extent (0 for none), and bytes checked so far.
     std::uint64_t committing = 0;
     std::uint64_t looked_at = 0;
-    std::vector<std::byte> rest;  // bytes received behind it, or behind the part of the area that one turn copies
+    std::optional<Lookup> lookup;  // that is being answered
+    std::vector<std::byte> rest;   // bytes received that wait for a later turn
+    std::size_t rest_from = 0;     // of them, the first that waits
 
     bool has_area() const noexcept { return area.memory.data() != nullptr; }
     bool by_area() const noexcept { return (header.flags & payload_in_area) != 0; }
+    // True while a request is being worked on that takes several turns; what was received behind it waits.
+    bool works() const noexcept { return committing != 0 || lookup.has_value() || copying.nbytes > 0; }
     bool in_frame() const noexcept { return stage != Stage::header || have > 0; }
 };
 

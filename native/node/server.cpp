@@ -22,6 +22,8 @@ namespace farpool {
 namespace {
 
 constexpr std::size_t scratch_nbytes = 64 * 1024;
+// Units of work of a turn while connections of one access key alone are there. Long turns move a little more.
+constexpr std::uint64_t lone_turn = 2 * 1024 * 1024;
 constexpr std::size_t swept_slots = 20'000;
 constexpr std::uint64_t returned_nbytes = std::uint64_t{64} << 20;  // to the system in one tick, which takes milliseconds
 constexpr std::size_t listed_slices = 32;                           // in one turn
@@ -163,9 +165,8 @@ void Server::run() {
 
 bool Server::step(int milliseconds) {
     std::array<epoll_event, 64> ready{};
-    const int patience = more_to_read_ ? 0 : milliseconds;
-    const int count = epoll_wait(epoll_.fd(), ready.data(), static_cast<int>(ready.size()), patience);
-    if (count == 0 && milliseconds == 0 && !more_to_read_) {
+    const int count = epoll_wait(epoll_.fd(), ready.data(), static_cast<int>(ready.size()), has_work_ ? 0 : milliseconds);
+    if (count == 0 && milliseconds == 0 && !has_work_) {
         return false;
     }
     const Hold hold(mutex_);
@@ -178,36 +179,44 @@ bool Server::step(int milliseconds) {
             continue;
         }
         if (const auto known = peers_.find(found.data.fd); known != peers_.end()) {
-            serve(*known->second, found.events);
+            notice(*known->second, found.events);
         }
     }
-    serve_again();
+    serve_turns();
     serve_those_in_line();
     reap();
     if (Clock::now() >= next_tick_) {
         guarded([this] { tick(); });
         next_tick_ = Clock::now() + tick_period;
     }
-    const bool worked = count > 0 || more_to_read_;
-    more_to_read_ = !again_.empty() || room_in_lines_;
+    const bool worked = count > 0 || has_work_;
+    has_work_ = turns_.has_work() || room_in_lines_;
     return worked;
 }
 
-void Server::serve(Peer& peer, std::uint32_t events) {
-    try {
-        service(peer, events);
-    } catch (const std::exception& error) {
-        note("error", peer.session, error.what());
-        close_peer(peer);
+// Serves connections, for the work of one turn at most and of half a turn at least. Then the loop looks for events again, so
+// that a request that comes meanwhile waits for that and not for all who have work.
+void Server::serve_turns() {
+    for (std::uint64_t spent = 0; spent < Turns::quantum / 2;) {
+        Turns::Flow* const next = turns_.next();
+        if (next == nullptr) {
+            return;
+        }
+        turn_ = Turn(turns_.is_shared() ? Turns::quantum : lone_turn);
+        serve(*peers_.at(static_cast<int>(next->name())));
+        const std::uint64_t units =
+            std::max(turn_.spent(), work::call);  // each turn costs something, also if it came to nothing
+        turns_.charge(*next, units);
+        spent += units;
     }
 }
 
-// Serves connections whose next bytes TLS has already read ahead, of which epoll cannot tell.
-void Server::serve_again() {
-    for (const auto& [fd, number] : std::exchange(again_, {})) {
-        if (const auto known = peers_.find(fd); known != peers_.end() && known->second->number == number) {
-            serve(*known->second, EPOLLIN);
-        }
+void Server::serve(Peer& peer) {
+    try {
+        service(peer);
+    } catch (const std::exception& error) {
+        note("error", peer.session, error.what());
+        close_peer(peer);
     }
 }
 
@@ -229,19 +238,20 @@ void Server::adopt(Stream stream, std::uint64_t session, std::uint32_t tenant, s
     peer->key = key;
     peer->objects = &objects_of(tenant);
     peer->unsent = &unsent_[{tenant, holder.owner}];
-    peer->watched = EPOLLIN;
+    peer->seat = turns_.join(tenant, holder.owner, static_cast<std::uint64_t>(fd));
+    peer->watched = EPOLLIN | EPOLLRDHUP | EPOLLET;
     epoll_event event{};
-    event.events = EPOLLIN;
+    event.events = peer->watched;
     event.data.fd = fd;
-    const Peer& adopted = *peers_.insert_or_assign(fd, std::move(peer)).first->second;
+    Peer& adopted = *peers_.insert_or_assign(fd, std::move(peer)).first->second;
     if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) != 0) {
         peers_.erase(fd);
         fail("epoll_ctl");
     }
     ++holder.connections;
     quotas_.connect(holder.charged());
-    if (adopted.socket.pending()) {
-        again_.emplace_back(fd, adopted.number);
+    if (adopted.socket.pending()) {  // TLS has read it already, so epoll cannot tell
+        queue(adopted);
         wake();
     }
 }
@@ -420,7 +430,7 @@ std::map<std::uint32_t, Tallies::Refusals> Server::refusals() {
 void Server::tick() {
     const Clock::time_point now = Clock::now();
     for (const auto& [fd, peer] : peers_) {
-        const bool rests = peer->in_frame() && (peer->watched & EPOLLIN) != 0 && peer->sending.is_over(now);
+        const bool rests = peer->in_frame() && peer->listening && peer->sending.is_over(now);
         const bool takes_nothing = !peer->replies.empty() && peer->replies.front().ticket == 0 && peer->receiving.is_over(now);
         if (!peer->dead && (rests || takes_nothing)) {
             note("stalled", peer->session,
@@ -455,6 +465,7 @@ void Server::close_peer(Peer& peer) {
         return;
     }
     peer.dead = true;
+    turns_.rest(*peer.seat);
     closed_.push_back(peer.socket.fd());
     for (Reply& reply : peer.replies) {
         let_go(peer, reply);

@@ -27,6 +27,8 @@
 #include "node/peer.hpp"
 #include "node/quotas.hpp"
 #include "node/tallies.hpp"
+#include "node/turn.hpp"
+#include "node/turns.hpp"
 
 namespace farpool {
 
@@ -131,8 +133,8 @@ public:
     // Requests over data connections that were refused, by tenant and status.
     std::map<std::uint32_t, Tallies::Refusals> refusals();
 
-    // Handles the events that are there, after waiting at most `milliseconds` for one. For the loop's thread, and for tests
-    // that have none.
+    // Notes the events that are there, after waiting at most `milliseconds` for one, and serves connections for about the work
+    // of one turn. False if there was nothing to do. For the loop's thread, and for tests that have none.
     bool step(int milliseconds);
 
 private:
@@ -179,14 +181,22 @@ private:
     void run();
     Session& bind(std::uint64_t session, std::uint32_t tenant, std::string_view key);
     Session& session_of(std::uint64_t session, std::uint32_t tenant);
-    void serve(Peer& peer, std::uint32_t events);
-    void service(Peer& peer, std::uint32_t events);
-    void serve_again();
+    void notice(Peer& peer, std::uint32_t events);
+    void serve_turns();
+    void serve(Peer& peer);
+    void service(Peer& peer);
+    bool may_read(const Peer& peer) const;
+    bool may_send(const Peer& peer) const;
+    void queue(Peer& peer);
     void receive(Peer& peer);
     void receive_more(Peer& peer);
-    void feed(Peer& peer, const std::byte* data, std::size_t nbytes);
+    ssize_t receive_some(Peer& peer);
+    std::size_t feed(Peer& peer, const std::byte* data, std::size_t nbytes);
+    std::size_t feed_some(Peer& peer, const std::byte* data, std::size_t nbytes);
+    bool go_on(Peer& peer);
     void take(Peer& peer, const std::byte* data, std::size_t nbytes);
     void take_part(Peer& peer);
+    void go_on_with_part(Peer& peer);
     void frame_begun(Peer& peer);
     void payload_complete(Peer& peer);
     void frame_complete(Peer& peer);
@@ -201,6 +211,7 @@ private:
     void answer_demote(Peer& peer);
     void answer_touch(Peer& peer);
     void answer_lookup(Peer& peer);
+    void go_on_with_lookup(Peer& peer);
     void answer_rotate(Peer& peer);
     void rotate(Peer& peer, std::uint32_t epoch);
     bool is_behind(const Peer& peer) const { return peer.header.epoch > peer.objects->epoch(); }
@@ -228,7 +239,7 @@ private:
     void answer_unpin(Peer& peer);
     void answer_prepare(Peer& peer);
     void answer_commit(Peer& peer);
-    bool go_on_with_commit(Peer& peer);
+    void go_on_with_commit(Peer& peer);
     void answer_abort(Peer& peer);
     void answer_area(Peer& peer);
     void end_area(Peer& peer);
@@ -289,10 +300,11 @@ private:
     std::map<std::pair<std::uint32_t, std::uint64_t>, Unsent> unsent_;  // by tenant and access key
     bool room_in_lines_ = false;                                        // replies have gone for which others wait
     Endings endings_;
+    Turns turns_;
+    Turn turn_{0};  // the one that is being served
     std::unordered_map<int, std::unique_ptr<Peer>> peers_;
-    std::vector<std::pair<int, std::uint64_t>> again_;  // to be read from though their sockets may be empty; descriptor, number
-    bool more_to_read_ = false;                         // there are such; the loop's thread alone knows it
-    std::vector<int> closed_;                           // not forgotten before the events at hand have been worked off
+    bool has_work_ = false;    // for connections that wait for no event; of the loop's thread alone
+    std::vector<int> closed_;  // not forgotten before the events at hand have been worked off
     std::vector<Event> events_;
     Counts counts_;
     Tallies tallies_;

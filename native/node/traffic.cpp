@@ -17,25 +17,50 @@ namespace {
 
 // Bytes that are received and checked at once: they are still in the processor's cache when their checksum is computed.
 constexpr std::size_t direct_nbytes = 256 * 1024;
-// Bytes that one connection may move before the next one has its turn.
-constexpr std::size_t turn_nbytes = 1024 * 1024;
 // Bytes that one connection may copy from a publish area in a turn. Less, as the client is told after each turn what is free.
 constexpr std::size_t area_turn_nbytes = 256 * 1024;
-constexpr std::uint64_t turn_keys = 512;      // keys looked up in a turn; all lookups that have been received are answered
+constexpr std::size_t area_step_nbytes = 64 * 1024;
 constexpr std::size_t largest_backlog = 128;  // replies; a peer that takes none is not read from
 constexpr std::size_t replies_at_once = 16;
 
 }  // namespace
 
-void Server::service(Peer& peer, std::uint32_t events) {
+// Notes what epoll says of a connection. It says it once: whatever was read or sent in part stays noted.
+void Server::notice(Peer& peer, std::uint32_t events) {
     if (peer.dead) {
         return;
     }
-    const bool sent_first = (events & EPOLLOUT) != 0 && peer.socket.receiving_sends();
-    if (((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 || sent_first) && !peer.closing) {
+    const bool broken = (events & (EPOLLHUP | EPOLLERR)) != 0;
+    peer.hung_up = peer.hung_up || broken || (events & EPOLLRDHUP) != 0;
+    peer.writable = peer.writable || broken || (events & EPOLLOUT) != 0;
+    peer.readable =
+        peer.readable || peer.hung_up || (events & EPOLLIN) != 0 || ((events & EPOLLOUT) != 0 && peer.socket.receiving_sends());
+    queue(peer);
+}
+
+bool Server::may_read(const Peer& peer) const {
+    const bool has_input = peer.readable || !peer.rest.empty() || peer.socket.pending();
+    return !peer.closing && (peer.works() || (has_input && peer.replies.size() < largest_backlog));
+}
+
+bool Server::may_send(const Peer& peer) const {
+    return peer.writable && !peer.replies.empty() && peer.replies.front().ticket == 0;
+}
+
+// Gives a connection its place in the order of turns while it has work.
+void Server::queue(Peer& peer) {
+    if (may_read(peer) || may_send(peer)) {
+        turns_.want(*peer.seat);
+    } else {
+        turns_.rest(*peer.seat);
+    }
+}
+
+void Server::service(Peer& peer) {
+    if (may_read(peer)) {
         receive(peer);
     }
-    if (!peer.dead) {
+    if (!peer.dead && may_send(peer)) {
         flush(peer);
     }
     if (!peer.dead) {
@@ -43,19 +68,21 @@ void Server::service(Peer& peer, std::uint32_t events) {
     }
 }
 
+// Closes a connection that is done with, or waits for its next event and its next turn. Epoll tells of changes alone: asking
+// for an event again makes it look again.
 void Server::watch(Peer& peer) {
     if (peer.closing && peer.replies.empty()) {
         close_peer(peer);
         return;
     }
-    const bool goes_on = !peer.closing && peer.replies.size() < largest_backlog && peer.committing == 0;
-    const bool listening = goes_on && peer.rest.empty();
-    const bool sending = !peer.replies.empty() && peer.replies.front().ticket == 0;
-    const bool sending_first = listening && peer.socket.receiving_sends();
-    const std::uint32_t wanted = (listening ? EPOLLIN : 0u) | (sending || sending_first ? EPOLLOUT : 0u);
-    if (listening && (peer.watched & EPOLLIN) == 0) {  // what it has begun did not go on because of us
+    const bool listening = !peer.closing && !peer.works() && peer.replies.size() < largest_backlog && peer.rest.empty();
+    if (listening && !peer.listening) {  // what it has begun did not go on because of us
         peer.sending.begin(seconds(settings_.stall));
     }
+    peer.listening = listening;
+    const bool sends = !peer.replies.empty() && peer.replies.front().ticket == 0;
+    const bool waits_for_room = (sends && !peer.writable) || (listening && peer.socket.receiving_sends());
+    const std::uint32_t wanted = EPOLLIN | EPOLLRDHUP | EPOLLET | (waits_for_room ? EPOLLOUT : 0u);
     if (wanted != peer.watched) {
         epoll_event event{};
         event.events = wanted;
@@ -66,136 +93,162 @@ void Server::watch(Peer& peer) {
         }
         peer.watched = wanted;
     }
-    if ((goes_on && !peer.rest.empty()) || (listening && peer.socket.pending())) {
-        again_.emplace_back(peer.socket.fd(), peer.number);
+    queue(peer);
+}
+
+// Goes on with a request that takes several turns; true once nothing is left of it to do.
+bool Server::go_on(Peer& peer) {
+    if (peer.committing != 0) {
+        go_on_with_commit(peer);
+    } else if (peer.lookup) {
+        go_on_with_lookup(peer);
+    } else if (peer.copying.nbytes > 0) {
+        go_on_with_part(peer);
     }
+    return !peer.works();
 }
 
 void Server::receive(Peer& peer) {
-    peer.looked_up = 0;
     peer.copied = 0;
-    if (peer.committing != 0 && !go_on_with_commit(peer)) {
-        return;
+    if (go_on(peer)) {
+        receive_more(peer);
     }
-    const std::vector<std::byte> rest = std::exchange(peer.rest, {});
-    feed(peer, rest.data(), rest.size());
-    receive_more(peer);
-    // As long as it waits for room in the area, it sends no more.
+    // As long as it waits for room in the area, it sends no more. It is told of whole parts.
     const std::uint64_t taken = peer.header.payload_nbytes - peer.left;
-    if (!peer.dead && peer.stage == Peer::Stage::payload && peer.by_area() && peer.header.payload_nbytes > peer.area.nbytes() &&
-        taken > peer.told) {
+    if (!peer.dead && peer.copying.nbytes == 0 && peer.stage == Peer::Stage::payload && peer.by_area() &&
+        peer.header.payload_nbytes > peer.area.nbytes() && taken > peer.told) {
         peer.told = taken;
         reply(peer, Status::taken, taken);
     }
 }
 
+// Reads on where the turn before has ended: first what it had received.
 void Server::receive_more(Peer& peer) {
-    for (std::size_t moved = 0; moved < turn_nbytes && peer.copied < area_turn_nbytes && peer.looked_up < turn_keys &&
-                                !peer.dead && !peer.closing && peer.committing == 0 && peer.rest.empty() &&
-                                peer.replies.size() < largest_backlog;) {
-        std::array<iovec, 2> parts{};
-        std::size_t count = 0;
-        std::size_t room = 0;
-        const bool direct = peer.stage == Peer::Stage::payload && peer.room > 0 && !peer.by_area();
-        if (direct) {
-            parts[count++] = {peer.into, static_cast<std::size_t>(std::min<std::uint64_t>(peer.room, direct_nbytes))};
-            room = parts[0].iov_len;
-        }
-        if (!direct || peer.room <= direct_nbytes) {
-            parts[count++] = {scratch_.data(), scratch_.size()};
-            room += scratch_.size();
-        }
-        const ssize_t got = peer.socket.receive(parts.data(), count);
-        if (got <= 0) {
-            if (got < 0 && errno == EPROTO) {
-                bad_frame(peer, peer.socket.trouble(errno).c_str());
-            } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
-                close_peer(peer);
-            }
+    if (!peer.rest.empty()) {
+        peer.rest_from += feed(peer, peer.rest.data() + peer.rest_from, peer.rest.size() - peer.rest_from);
+        if (peer.rest_from < peer.rest.size()) {
             return;
         }
-        const auto nbytes = static_cast<std::size_t>(got);
-        moved += nbytes;
-        counts_.bytes_in += nbytes;
-        peer.sending.moved(nbytes, seconds(settings_.stall));
-        std::size_t rest = nbytes;
-        if (direct) {
-            const std::size_t landed = std::min(nbytes, parts[0].iov_len);
-            peer.crc = crc32c(peer.into, landed, peer.crc);
-            peer.into += landed;
-            peer.room -= landed;
-            peer.left -= landed;
-            rest -= landed;
-            if (peer.left == 0) {
-                payload_complete(peer);
-            }
-        }
-        if (rest > 0 && !peer.dead) {
-            feed(peer, scratch_.data(), rest);
-        }
-        if (nbytes < room) {  // nothing more was there
-            return;
+        peer.rest = {};
+        peer.rest_from = 0;
+    }
+    while (!turn_.is_read_out() && peer.copied < area_turn_nbytes && !peer.dead && !peer.closing && !peer.works() &&
+           peer.rest.empty() && peer.replies.size() < largest_backlog && (peer.readable || peer.socket.pending())) {
+        const ssize_t got = receive_some(peer);
+        if (got < 0 && errno == EAGAIN) {
+            peer.readable = false;
+        } else if (got < 0 && errno == EPROTO) {
+            bad_frame(peer, peer.socket.trouble(errno).c_str());
+        } else if (got == 0 || (got < 0 && errno != EINTR)) {
+            close_peer(peer);
         }
     }
 }
 
-void Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
-    while (nbytes > 0 && !peer.dead && !peer.closing) {
-        std::size_t used = 0;
-        if (peer.committing != 0 || peer.copied >= area_turn_nbytes) {
-            peer.rest.assign(data, data + nbytes);
-            return;
-        }
-        if (peer.stage == Peer::Stage::header) {
-            if (peer.have == 0) {
-                peer.sending.begin(seconds(settings_.stall));
-            }
-            used = std::min(nbytes, sizeof peer.header - peer.have);
-            std::memcpy(reinterpret_cast<std::byte*>(&peer.header) + peer.have, data, used);
-            peer.have += used;
-            if (peer.have == sizeof peer.header) {
-                if (const char* fault = header_fault(peer.header)) {
-                    bad_frame(peer, fault);
-                    return;
-                }
-                peer.meta.resize(peer.header.meta_nbytes);
-                peer.have = 0;
-                peer.stage = Peer::Stage::meta;
-            }
-        } else if (peer.stage == Peer::Stage::meta) {
-            used = std::min(nbytes, peer.meta.size() - peer.have);
-            std::memcpy(peer.meta.data() + peer.have, data, used);
-            peer.have += used;
-        } else if (peer.stage == Peer::Stage::checksum) {
-            used = std::min(nbytes, sizeof peer.header.payload_crc - peer.have);
-            std::memcpy(reinterpret_cast<std::byte*>(&peer.header.payload_crc) + peer.have, data, used);
-            peer.have += used;
-            if (peer.have == sizeof peer.header.payload_crc) {
-                frame_complete(peer);
-            }
-        } else if (peer.by_area()) {
-            used = std::min(nbytes, sizeof peer.part - peer.have);
-            std::memcpy(reinterpret_cast<std::byte*>(&peer.part) + peer.have, data, used);
-            peer.have += used;
-            if (peer.have == sizeof peer.part) {
-                peer.have = 0;
-                take_part(peer);
-            }
-        } else {
-            used = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.left));
-            take(peer, data, used);
-        }
-        data += used;
-        nbytes -= used;
-        if (peer.stage == Peer::Stage::meta && peer.have == peer.meta.size()) {
-            if (!is_whole(peer.header, peer.meta.data())) {
-                bad_frame(peer, "a frame whose header is not what was sent");
-                return;
-            }
-            peer.begun = Clock::now();
-            frame_begun(peer);
+// Receives once, and handles what has come. Returns as receive() of a stream.
+ssize_t Server::receive_some(Peer& peer) {
+    std::array<iovec, 2> parts{};
+    std::size_t count = 0;
+    std::size_t room = 0;
+    const bool direct = peer.stage == Peer::Stage::payload && peer.room > 0 && !peer.by_area();
+    if (direct) {
+        const std::uint64_t most = std::min(direct_nbytes, turn_.step_nbytes());
+        parts[count++] = {peer.into, static_cast<std::size_t>(std::min<std::uint64_t>(peer.room, most))};
+        room = parts[0].iov_len;
+    }
+    if (!direct || peer.room == room) {
+        parts[count++] = {scratch_.data(), scratch_.size()};
+        room += scratch_.size();
+    }
+    turn_.spend(work::call);
+    const ssize_t got = peer.socket.receive(parts.data(), count);
+    if (got <= 0) {
+        return got;
+    }
+    const auto nbytes = static_cast<std::size_t>(got);
+    turn_.spend(nbytes);
+    counts_.bytes_in += nbytes;
+    peer.sending.moved(nbytes, seconds(settings_.stall));
+    peer.readable = nbytes == room || peer.hung_up;  // else nothing more was there, and epoll tells when more comes
+    std::size_t rest = nbytes;
+    if (direct) {
+        const std::size_t landed = std::min(nbytes, parts[0].iov_len);
+        peer.crc = crc32c(peer.into, landed, peer.crc);
+        peer.into += landed;
+        peer.room -= landed;
+        peer.left -= landed;
+        rest -= landed;
+        if (peer.left == 0) {
+            payload_complete(peer);
         }
     }
+    const std::size_t used = feed(peer, scratch_.data(), rest);
+    if (used < rest && !peer.dead && !peer.closing) {
+        peer.rest.assign(scratch_.data() + used, scratch_.data() + rest);
+    }
+    return got;
+}
+
+// Handles bytes that were received; returns how many. The others are for a later turn.
+std::size_t Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
+    std::size_t done = 0;
+    while (done < nbytes && !peer.dead && !peer.closing && !peer.works() && peer.copied < area_turn_nbytes) {
+        const bool begins =
+            peer.have == 0 && (peer.stage == Peer::Stage::header || (peer.stage == Peer::Stage::payload && peer.by_area()));
+        if (begins && turn_.is_read_out()) {
+            break;
+        }
+        done += feed_some(peer, data + done, nbytes - done);
+        if (!peer.dead && !peer.closing && peer.stage == Peer::Stage::meta && peer.have == peer.meta.size()) {
+            if (is_whole(peer.header, peer.meta.data())) {
+                peer.begun = Clock::now();
+                frame_begun(peer);
+            } else {
+                bad_frame(peer, "a frame whose header is not what was sent");
+            }
+        }
+    }
+    return done;
+}
+
+// Handles the next field of a frame, or the part of it that has come; returns its bytes.
+std::size_t Server::feed_some(Peer& peer, const std::byte* data, std::size_t nbytes) {
+    std::size_t used = 0;
+    const auto fill = [&](void* field, std::size_t size) {
+        used = std::min(nbytes, size - peer.have);
+        std::memcpy(static_cast<std::byte*>(field) + peer.have, data, used);
+        peer.have += used;
+        return peer.have == size;
+    };
+    if (peer.stage == Peer::Stage::header) {
+        if (peer.have == 0) {
+            peer.sending.begin(seconds(settings_.stall));
+        }
+        if (fill(&peer.header, sizeof peer.header)) {
+            if (const char* fault = header_fault(peer.header)) {
+                bad_frame(peer, fault);
+                return used;
+            }
+            peer.meta.resize(peer.header.meta_nbytes);
+            peer.have = 0;
+            peer.stage = Peer::Stage::meta;
+        }
+    } else if (peer.stage == Peer::Stage::meta) {
+        fill(peer.meta.data(), peer.meta.size());
+    } else if (peer.stage == Peer::Stage::checksum) {
+        if (fill(&peer.header.payload_crc, sizeof peer.header.payload_crc)) {
+            frame_complete(peer);
+        }
+    } else if (peer.by_area()) {
+        if (fill(&peer.part, sizeof peer.part)) {
+            peer.have = 0;
+            take_part(peer);
+        }
+    } else {
+        used = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, peer.left));
+        take(peer, data, used);
+    }
+    return used;
 }
 
 // Takes bytes of a payload, which has at least as many to come.
@@ -225,9 +278,22 @@ void Server::take_part(Peer& peer) {
     if (nbytes == 0 || nbytes > peer.left || offset > peer.area.nbytes() || nbytes > peer.area.nbytes() - offset) {
         return bad_frame(peer, "a part of a payload that lies outside of the publish area or of the payload");
     }
-    peer.copied += nbytes;
-    peer.sending.moved(nbytes, seconds(settings_.stall));
-    take(peer, peer.area.data() + offset, nbytes);
+    peer.copying = peer.part;
+    go_on_with_part(peer);
+}
+
+void Server::go_on_with_part(Peer& peer) {
+    AreaPart& left = peer.copying;
+    while (left.nbytes > 0 && !turn_.is_read_out() && peer.copied < area_turn_nbytes) {
+        const auto step = static_cast<std::uint32_t>(std::min<std::size_t>(left.nbytes, area_step_nbytes));
+        const std::byte* const from = peer.area.data() + left.offset;
+        left.offset += step;
+        left.nbytes -= step;
+        peer.copied += step;
+        turn_.spend(step);
+        peer.sending.moved(step, seconds(settings_.stall));
+        take(peer, from, step);
+    }
 }
 
 // Gives up a connection after a bad frame: where the next one begins is not known any more.
@@ -265,13 +331,14 @@ void Server::refuse(Reply& answer, Status status, std::string meta) {
 }
 
 void Server::flush(Peer& peer) {
-    for (std::size_t moved = 0; moved < turn_nbytes && !peer.replies.empty();) {
+    const std::size_t most = turn_.step_nbytes();
+    while (!turn_.is_over() && !peer.replies.empty()) {
         std::array<iovec, 3 * replies_at_once> parts;
         std::size_t count = 0;
         std::size_t offered = 0;
         File& file = peer.replies.front().file;  // a reply with one goes alone
         for (auto reply = peer.replies.begin();
-             reply != peer.replies.end() && reply->ticket == 0 && count + 3 <= parts.size() && offered < turn_nbytes; ++reply) {
+             reply != peer.replies.end() && reply->ticket == 0 && count + 3 <= parts.size() && offered < most; ++reply) {
             if (count > 0 && (file.fd() >= 0 || reply->file.fd() >= 0)) {
                 break;
             }
@@ -281,7 +348,7 @@ void Server::flush(Peer& peer) {
                     skip -= nbytes;
                     return;
                 }
-                const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes - skip, turn_nbytes));
+                const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes - skip, most));
                 parts[count++] = {const_cast<std::byte*>(static_cast<const std::byte*>(data) + skip), step};
                 offered += step;
                 skip = 0;
@@ -295,16 +362,19 @@ void Server::flush(Peer& peer) {
         }
         const ssize_t done =
             file.fd() >= 0 ? peer.socket.send_with_file(parts.data(), count, file.fd()) : peer.socket.send(parts.data(), count);
+        turn_.spend(work::call);
         if (done < 0) {
+            peer.writable = errno != EAGAIN;
             if (errno != EAGAIN && errno != EINTR) {
                 close_peer(peer);
             }
             return;
         }
         file = File();
+        turn_.spend(static_cast<std::uint64_t>(done));
         sent(peer, static_cast<std::size_t>(done));
-        moved += static_cast<std::size_t>(done);
         if (static_cast<std::size_t>(done) < offered) {
+            peer.writable = false;
             return;
         }
     }

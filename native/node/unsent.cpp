@@ -98,10 +98,7 @@ void Server::serve_those_in_line() {
                 Peer& peer = *found->second;
                 try {
                     peer.in_line = !send_held_back(peer);
-                    flush(peer);
-                    if (!peer.dead) {
-                        watch(peer);
-                    }
+                    watch(peer);
                 } catch (const std::exception& error) {
                     note("error", peer.session, error.what());
                     close_peer(peer);

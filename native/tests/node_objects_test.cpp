@@ -247,11 +247,12 @@ TEST("what is announced is charged a slice at a time, and given back whole") {
     Objects objects = opened(folder, budget);
     const Found place = announced(objects, "large", 10 * mib);
     CHECK(place.status == Status::done);
-    CHECK(budget.used <= mib + 128);
-    for (std::uint64_t slices = 2; slices <= 10; ++slices) {
+    constexpr std::uint64_t slice = mib / 8;
+    CHECK(budget.used <= slice + 128);
+    for (std::uint64_t slices = 2; slices <= 80; ++slices) {
         CHECK(objects.extend(place.offset) == Status::done);
-        CHECK_EQUAL(objects.writable(place.offset), slices * mib);
-        CHECK(budget.used <= slices * mib + 128);
+        CHECK_EQUAL(objects.writable(place.offset), slices * slice);
+        CHECK(budget.used <= slices * slice + 128);
     }
     CHECK(objects.abort(place.offset, place.serial));
     CHECK_EQUAL(budget.used, 0u);
@@ -316,16 +317,18 @@ TEST("programs of random puts, in slices or not, keep accounts and stay within w
 
 TEST("an extension that finds no room leaves what there is as it was") {
     const Folder folder;
-    Budget budget{4 * mib + 8192};
+    constexpr std::uint64_t slice = mib / 8;
+    Budget budget{4 * mib - slice / 2};
     Objects objects = opened(folder, budget);
-    const Found one = announced(objects, "one", 3 * mib);
-    const Found other = announced(objects, "other", 3 * mib);
+    const Found one = announced(objects, "one", 20 * slice);
+    const Found other = announced(objects, "other", 12 * slice);
     CHECK(one.status == Status::done && other.status == Status::done);
-    CHECK(arrives(objects, one, 3 * mib - 200));
+    CHECK(arrives(objects, one, 20 * slice - 200));
+    CHECK(arrives(objects, other, 11 * slice - 200));
     const std::uint64_t used = budget.used;
     CHECK(objects.extend(other.offset) == Status::full);
     CHECK_EQUAL(budget.used, used);
-    CHECK_EQUAL(objects.writable(other.offset), mib);
+    CHECK_EQUAL(objects.writable(other.offset), 11 * slice);
     CHECK(objects.commit(one.offset, one.serial, 0).status == Status::done);
     CHECK(objects.extend(other.offset) == Status::done);  // what was committed may go
     CHECK(objects.find("one", false).status == Status::missing);

@@ -39,6 +39,7 @@ __all__ = [
     "fallocate_keeping_size",
     "sweep",
     "why_no_second_user",
+    "work_for_a_get",
 ]
 
 KIB = 1 << 10
@@ -341,6 +342,18 @@ def sweep(nodes: Sequence[Node], key: Key) -> str:
     if done.returncode == 0:
         return "done"
     return "no such command" if b"No such command" in done.stderr else f"failed: {done.stderr.decode()[-300:]}"
+
+
+def work_for_a_get(node: Node, client: Connection) -> float:
+    """Seconds of processor time that the node spends from a request to its answer, whatever it spends them on.
+
+    Not the time that passes: that is the machine's affair.
+    """
+    time.sleep(0.005)  # so that the data loop rests, as it does beside programs that do not ask without a pause
+    clock = ~node.pid << 3 | 2  # processor time of another process (clock_getcpuclockid)
+    before = time.clock_gettime(clock)
+    assert client.get(b"key").done
+    return time.clock_gettime(clock) - before
 
 
 def eventually(holds: Callable[[], bool], patience: float = PATIENCE) -> bool:

@@ -37,6 +37,7 @@ MODULES = (
     "lease_files",
     "eavesdrop",
     "preparing",
+    "starving",
 )
 """The programs of this folder."""
 

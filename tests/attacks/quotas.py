@@ -7,11 +7,10 @@ import os
 import signal
 import statistics
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from tests.attacks.lab import KIB, MIB, Key, Lab, Node, eventually
+from tests.attacks.lab import KIB, MIB, Key, Lab, Node, eventually, work_for_a_get
 from tests.attacks.program import Outcome, attack, main
 from tests.attacks.wire import Connection, Denied
 
@@ -163,18 +162,6 @@ def list_what_nobody_has(lab: Lab, harmless: bool) -> Outcome:
             "lists done meanwhile": done,
         },
     )
-
-
-def work_for_a_get(node: Node, client: Connection) -> float:
-    """Seconds of processor time that the node spends from a request to its answer, whatever it spends them on.
-
-    Not the time that passes: that is the machine's affair.
-    """
-    time.sleep(0.005)  # so that the data loop rests, as it does beside programs that do not ask without a pause
-    clock = ~node.pid << 3 | 2  # processor time of another process (clock_getcpuclockid)
-    before = time.clock_gettime(clock)
-    assert client.get(b"key").done
-    return time.clock_gettime(clock) - before
 
 
 @contextmanager

@@ -59,6 +59,8 @@ CURED = frozenset(
         "quotas.pin_everything",
         "replacement.with_a_sweep",
         "replacement.with_reads",
+        "starving.with_lookups",
+        "starving.with_puts",
         "two_copies.order_of_bytes",
         "two_copies.python_calls",
     }

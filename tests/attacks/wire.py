@@ -154,6 +154,13 @@ def put_frame(key: bytes, payload: bytes, about: bytes = head()) -> bytes:
     return frame(_PUT, about + key, payload_nbytes=len(payload), payload_crc=crc32c(payload)) + payload
 
 
+def lookup_frame(keys: Sequence[bytes]) -> bytes:
+    """A request that asks for many keys at once."""
+    return frame(
+        _LOOKUP, struct.pack("<II", 0, len(keys)) + b"".join(struct.pack("<H", len(key)) + key for key in keys)
+    )
+
+
 def opened(where: Where, timeout: float = PATIENCE) -> socket.socket:
     """A connected socket on which nothing has been said."""
     if isinstance(where, tuple):
@@ -324,6 +331,11 @@ class Connection:
     def fileno(self) -> int:
         """The socket's descriptor, to wait for."""
         return self._stream.fileno()
+
+    @property
+    def stream(self) -> socket.socket:
+        """The socket itself, for who sends and receives without waiting."""
+        return self._stream
 
     def put(self, key: bytes, payload: bytes, about: bytes = head()) -> Answer:
         """Publish an object."""

@@ -23,6 +23,8 @@ from farpool.bench.overhead import Outcome as Overhead
 from farpool.bench.patterns import KINDS
 from farpool.bench.policies import Outcome as Policies
 from farpool.bench.prefetch import Outcome as Prefetch
+from farpool.bench.turns import Outcome as Turns
+from farpool.bench.turns_flood import KINDS as FLOODS
 from farpool.cli.bench import app
 from farpool.errors import ConfigError, FarpoolError
 from tests.bench.pages import check_page
@@ -110,6 +112,17 @@ def test_growth_measures_each_size_and_the_resize(tmp_path: Path) -> None:
     assert outcome.resize.smaller * 2 == outcome.resize.fast
     assert outcome.resize.given_back > 0.9
     assert check_page(report.read_text()).counts["figure"] == 2
+
+
+@pytest.mark.slow
+def test_turns_measures_each_flood_and_both_tenants() -> None:
+    outcome = result_of("turns", bench("turns", "--quick", "--connections", "2", "--json"))
+    assert isinstance(outcome, Turns)
+    floods = [("processor", 1), *((kind, connections) for kind in FLOODS for connections in (1, 2))]
+    assert [(row.kind, row.connections) for row in outcome.waited] == floods
+    assert all(time > 0 for row in outcome.waited for time in (*row.alone, *row.flooded, row.ratio))
+    assert [shared.connections for shared in outcome.shared] == [1, 2]
+    assert all(0 < share < 1 for shared in outcome.shared for share in shared.shares)
 
 
 def test_policies_are_compared_on_a_file_and_on_a_generated_trace(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ NAMES = (
     "growth",
     "policies",
     "remote",
+    "turns",
     "kv",
     "kv-blocks",
     "kv-ttft",

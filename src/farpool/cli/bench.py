@@ -109,6 +109,23 @@ def growth(
 
 
 @app.command()
+def turns(
+    seconds: Annotated[
+        float | None, typer.Option(metavar="S", min=0.05, help="Of each measurement; default: 1.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Measurements of each; default: 3.")] = None,
+    connections: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of the larger floods; default: 64.")
+    ] = None,
+    quick: Quick = False,
+    json: Json = False,
+    report: Report = None,
+) -> None:
+    """Times of one tenant's gets while another tenant floods the node, and the shares of both in its bytes."""
+    _perform("turns", {"seconds": seconds, "rounds": rounds, "connections": connections}, "cpu", quick, json, report)
+
+
+@app.command()
 def policies(
     trace: Annotated[
         Path | None,

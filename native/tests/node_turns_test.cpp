@@ -1,0 +1,276 @@
+// A node under the floods of one tenant: what it does for them before it answers another, and how it shares its bytes.
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/crc32c.hpp"
+#include "node/server.hpp"
+#include "testing.hpp"
+
+using farpool::FrameHeader;
+using farpool::ObjectHead;
+using farpool::Op;
+using farpool::Server;
+using farpool::Stream;
+
+namespace {
+
+constexpr std::uint64_t mib = std::uint64_t{1} << 20;
+
+class Folder {
+public:
+    Folder() {
+        std::string name = (std::filesystem::temp_directory_path() / "farpool-turns-XXXXXX").string();
+        CHECK(mkdtemp(name.data()) != nullptr);
+        path_ = name;
+    }
+    ~Folder() { std::filesystem::remove_all(path_); }
+    Folder(const Folder&) = delete;
+    Folder& operator=(const Folder&) = delete;
+    std::string path() const { return path_.string(); }
+
+private:
+    std::filesystem::path path_;
+};
+
+std::string framed(Op op, const std::string& meta, const std::string& payload = {}) {
+    FrameHeader header = farpool::make_header(op);
+    header.payload_nbytes = payload.size();
+    header.payload_crc = farpool::crc32c(payload.data(), payload.size());
+    seal(header, meta.data(), static_cast<std::uint32_t>(meta.size()));
+    return std::string(reinterpret_cast<const char*>(&header), sizeof header) + meta + payload;
+}
+
+std::string put(const std::string& key, std::uint64_t nbytes) {
+    const ObjectHead head{};
+    return framed(Op::put, std::string(reinterpret_cast<const char*>(&head), sizeof head) + key, std::string(nbytes, 'x'));
+}
+
+std::string lookup(const std::string& prefix, std::uint32_t count) {
+    std::string meta(4, '\0');
+    meta.append(reinterpret_cast<const char*>(&count), sizeof count);
+    for (std::uint32_t number = 0; number < count; ++number) {
+        const std::string key = prefix + std::to_string(number);
+        const auto length = static_cast<std::uint16_t>(key.size());
+        meta.append(reinterpret_cast<const char*>(&length), sizeof length);
+        meta += key;
+    }
+    return framed(Op::lookup, meta);
+}
+
+// A connection that sends as much as the node takes, and reads all that the node sends.
+class Client {
+public:
+    Client(Server& server, std::uint32_t tenant) {
+        int ends[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+        socket_ = Stream(ends[0]);
+        server.adopt(Stream(ends[1]), tenant, tenant, 15, "key " + std::to_string(tenant));
+    }
+
+    void ask(const std::string& request) { outgoing_ += request; }
+    // Keeps requests waiting to be sent.
+    void flood(const std::function<std::string()>& request) {
+        if (outgoing_.size() - sent_ < mib) {
+            outgoing_.erase(0, sent_);
+            sent_ = 0;
+            outgoing_ += request();
+        }
+        move();
+    }
+    void move() {
+        if (sent_ < outgoing_.size()) {
+            const ssize_t sent =
+                ::send(socket_.fd(), outgoing_.data() + sent_, outgoing_.size() - sent_, MSG_DONTWAIT | MSG_NOSIGNAL);
+            CHECK(sent > 0 || errno == EAGAIN);
+            sent_ += sent > 0 ? static_cast<std::size_t>(sent) : 0;
+        }
+        static std::vector<std::byte> buffer(mib);
+        for (ssize_t got = 1; got > 0;) {
+            got = socket_.receive(buffer.data(), buffer.size());
+            CHECK(got > 0 || (got < 0 && errno == EAGAIN));
+            received += got > 0 ? static_cast<std::uint64_t>(got) : 0;
+        }
+    }
+
+    // The next reply, which has no payload.
+    std::string answer(Server& server) {
+        std::string answer;
+        FrameHeader header{};
+        for (int steps = 0; answer.size() < sizeof header + header.meta_nbytes || answer.size() < sizeof header; ++steps) {
+            CHECK(steps < 100'000);
+            server.step(0);
+            std::byte some[4096];
+            const ssize_t got = socket_.receive(some, sizeof some);
+            CHECK(got > 0 || (got < 0 && errno == EAGAIN));
+            answer.append(reinterpret_cast<const char*>(some), got > 0 ? static_cast<std::size_t>(got) : 0);
+            std::memcpy(&header, answer.data(), std::min(sizeof header, answer.size()));
+        }
+        return answer;
+    }
+
+    std::uint64_t received = 0, asked = 0;  // bytes
+
+private:
+    Stream socket_;
+    std::string outgoing_;
+    std::size_t sent_ = 0;
+};
+
+struct World {
+    World() { server.expect_tenants({1, 2}); }
+
+    std::unique_ptr<Client> client(std::uint32_t tenant) { return std::make_unique<Client>(server, tenant); }
+    // Sends one request and waits for its reply to begin; returns the steps that it took.
+    int answered(Client& client, const std::string& request) {
+        client.ask(request);
+        const std::uint64_t before = client.received;
+        for (int steps = 0;; ++steps) {
+            CHECK(steps < 100'000);
+            client.move();
+            if (client.received > before) {
+                return steps;
+            }
+            server.step(0);
+        }
+    }
+    // Bytes that the node has moved, and 400 for each key that it has searched for the flooding tenant.
+    std::uint64_t work() {
+        const Server::Stats stats = server.stats();
+        return stats.bytes_in + stats.bytes_out + 400 * server.tenants().at(1).searches;
+    }
+
+    const Folder folder;
+    Server server{Server::Settings{folder.path(), 256 * mib, true, 10.0, 30.0, 0.0, {}, 0}};
+};
+
+// The most work of the node between a request of an idle tenant and its answer, while another tenant floods the node.
+std::uint64_t most_work_before_an_answer(std::size_t connections, const std::function<std::string()>& request) {
+    World world;
+    const auto victim = world.client(2);
+    world.answered(*victim, put("small", 4096));
+    std::vector<std::unique_ptr<Client>> flooding;
+    for (std::size_t number = 0; number < connections; ++number) {
+        flooding.push_back(world.client(1));
+    }
+    for (std::uint64_t number = 0; number < 4000; ++number) {
+        world.answered(*flooding[0], put("found " + std::to_string(number), 1));
+    }
+    world.answered(*flooding[0], put("middle", 64 << 10));
+    world.answered(*flooding[0], put("large", 8 * mib));
+    std::uint64_t most = 0;
+    for (int round = 0; round < 60; ++round) {
+        for (int step = 0; step < 40 + round % 7; ++step) {
+            for (const auto& client : flooding) {
+                client->flood(request);
+            }
+            world.server.step(0);
+        }
+        const std::uint64_t before = world.work();
+        world.answered(*victim, framed(Op::get, "small"));
+        most = std::max(most, world.work() - before);
+    }
+    CHECK(world.work() > 60 * mib / 8);  // the flood was one
+    return most;
+}
+
+constexpr std::uint64_t most_work = 4 * farpool::Turns::quantum;
+
+}  // namespace
+
+TEST("another tenant's lookups keep nobody waiting for long") {
+    for (const std::size_t connections : {1, 64}) {
+        const std::string found = lookup("found ", 4000);
+        const std::string missing = lookup("none ", 4000);
+        CHECK(most_work_before_an_answer(connections, [&] { return found; }) < most_work);
+        CHECK(most_work_before_an_answer(connections, [&] { return missing; }) < most_work);
+    }
+}
+
+TEST("another tenant's gets keep nobody waiting for long") {
+    for (const std::size_t connections : {1, 64}) {
+        CHECK(most_work_before_an_answer(connections, [] { return framed(Op::get, "middle"); }) < most_work);
+        CHECK(most_work_before_an_answer(connections, [] { return framed(Op::get, "large"); }) < most_work);
+    }
+}
+
+TEST("another tenant's puts keep nobody waiting for long") {
+    for (const std::size_t connections : {1, 64}) {
+        int number = 0;
+        CHECK(most_work_before_an_answer(connections, [&] { return put("new " + std::to_string(++number), 4096); }) <
+              most_work);
+        CHECK(most_work_before_an_answer(connections, [&] { return put("large " + std::to_string(++number), 16 * mib); }) <
+              most_work);
+    }
+}
+
+TEST("two tenants that read all the time have equal parts of the bytes, with 1, 16 and 64 connections against one") {
+    for (const std::size_t connections : {1, 16, 64}) {
+        for (const std::uint64_t nbytes : {64 * 1024, 1 << 20, 8 << 20}) {
+            World world;
+            std::vector<std::unique_ptr<Client>> many;
+            for (std::size_t number = 0; number < connections; ++number) {
+                many.push_back(world.client(1));
+            }
+            const auto one = world.client(2);
+            world.answered(*many[0], put("object", nbytes));
+            world.answered(*one, put("object", nbytes));
+            const auto read_on = [&](Client& client) {  // two replies are under way at any time
+                for (; client.asked < client.received + 2 * nbytes; client.asked += nbytes) {
+                    client.ask(framed(Op::get, "object"));
+                }
+                client.move();
+            };
+            std::uint64_t of_many = 0;
+            for (int steps = 0; of_many + one->received < 96 * mib; ++steps) {
+                CHECK(steps < 100'000);
+                world.server.step(0);
+                read_on(*one);
+                of_many = 0;
+                for (const auto& client : many) {
+                    read_on(*client);
+                    of_many += client->received;
+                }
+            }
+            const double share = static_cast<double>(one->received) / static_cast<double>(of_many + one->received);
+            CHECK(share >= 0.45 && share <= 0.55);
+        }
+    }
+}
+
+TEST("a lookup that takes several turns begins again when its tenant is rotated, and says nothing of the epoch before") {
+    World world;
+    const auto asking = world.client(1);
+    const auto other = world.client(2);
+    const auto rotating = world.client(1);
+    for (std::uint64_t number = 0; number < 4000; ++number) {
+        world.answered(*asking, put("found " + std::to_string(number), 1));
+    }
+    asking->ask(lookup("found ", 4000));
+    asking->move();
+    const std::uint64_t searches = world.server.tenants().at(1).searches;
+    for (int steps = 0; world.server.tenants().at(1).searches == searches; ++steps) {
+        CHECK(steps < 1000);
+        world.server.step(0);
+    }
+    CHECK(world.server.tenants().at(1).searches < searches + 4000);
+    const std::uint32_t epoch = 1;
+    world.answered(*rotating, framed(Op::rotate, std::string(reinterpret_cast<const char*>(&epoch), sizeof epoch)));
+    CHECK(world.server.tenants().at(1).searches < searches + 4000);
+    const std::string answer = asking->answer(world.server);
+    FrameHeader header;
+    std::memcpy(&header, answer.data(), sizeof header);
+    CHECK_EQUAL(header.epoch, epoch);
+    const std::string meta = answer.substr(sizeof header);
+    CHECK_EQUAL(meta.size(), farpool::LookedUp::nbytes(4000));
+    CHECK(meta.substr(8).find_first_not_of('\0') == std::string::npos);
+}
+
+int main() { return farpool::testing::run(); }
