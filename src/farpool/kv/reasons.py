@@ -56,6 +56,8 @@ class Reason(StrEnum):
         There is KV of this model and data type, of another layout, block size, or set of layers or ranks.
     BYPASSED
         Computing it was expected to take less time.
+    UNPROVED
+        The connector's probe has failed, or was not made yet, so that no block is moved.
     CLOSED
         The cache or its store is closed.
     FAILED
@@ -77,6 +79,7 @@ class Reason(StrEnum):
     OTHER_DTYPE = "other_dtype"
     OTHER_LAYOUT = "other_layout"
     BYPASSED = "bypassed"
+    UNPROVED = "unproved"
     CLOSED = "closed"
     FAILED = "failed"
 

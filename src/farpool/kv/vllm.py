@@ -19,6 +19,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -45,6 +46,7 @@ from farpool.errors import ConfigError, StoreClosedError
 from farpool.kv.engine_judge import EngineJudge, EngineLoad, Run
 from farpool.kv.journal import record
 from farpool.kv.namespace import Group, Namespace
+from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -120,14 +122,17 @@ class FarpoolTier(SecondaryTierManager):
         # Wrong settings are refused now; the cache itself is made at the first request, when vLLM has chosen the seed
         # of its hashes.
         namespace = self._namespace()
-        self._settings.cache(namespace).close()
+        # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
+        self._memory = primary_kv_view.cast("B")
+        self._probe = Probe("vLLM")
+        with self._settings.cache(namespace) as cache:
+            self._probe.guard(cache, cache)
+            self._probe.check(self._last_row(primary_kv_view))
         # With several groups of layers, nobody can tell from outside which blocks a request needs.
         alike = len(namespace.groups) == 1 and namespace.groups[0].kind == "full"
         is_on = self._settings.hold_out and alike
         self._tokens = namespace.tokens_per_block
         self._judge = EngineJudge(self._settings.judge(), self._tokens, is_on=is_on)
-        # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
-        self._memory = primary_kv_view.cast("B")
         self._lookups = _AsyncLookups(self, tier_type)
         self._answers: dict[OffloadKey, bool] = {}  # of this step, from mapped memory
         # Blocks for which a load was begun, by request; forgotten when the request ends or is preempted.
@@ -186,6 +191,7 @@ class FarpoolTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._cache is None:
             self._cache = self._settings.cache(self._namespace(), self._judge.judge)
+            self._probe.guard(self._cache, self._cache)
         self._loaded[req_context.req_id] = set()
         return RequestOffloadingContext()
 
@@ -432,8 +438,23 @@ class FarpoolTier(SecondaryTierManager):
         return [self._cache.key(get_offload_block_hash(key), get_offload_group_idx(key)) for key in keys]
 
     def _rows(self, job: TransferJob) -> list[memoryview]:
+        return [self._row(int(number)) for number in job.chunk_ids]
+
+    def _row(self, number: int) -> memoryview:
         size = self.block_size_bytes
-        return [self._memory[row * size : (row + 1) * size] for row in map(int, job.chunk_ids)]
+        return self._memory[number * size : (number + 1) * size]
+
+    def _last_row(self, view: memoryview) -> EngineBlock:
+        """Return the last row of the primary tier, which is not in use while the engine starts."""
+        rows = np.asarray(view).view(np.uint8)  # vLLM's own addresses of its rows
+
+        def write(data: bytes) -> None:
+            rows[-1] = np.frombuffer(data, np.uint8)
+
+        def own() -> list[memoryview]:
+            return [self._row(len(rows) - 1)]
+
+        return EngineBlock(rows.shape[1], write, lambda: rows[-1].tobytes(), own, own)
 
 
 class _AsyncLookups(AsyncLookupManager):

@@ -87,6 +87,10 @@ def test_no_block_is_loaded_twice_if_lmcaches_memory_is_smaller_than_a_prefix(
     assert _told(contract[1], "memory_smaller_than_prefix")["asked"] <= BLOCKS
 
 
+def test_an_adapter_whose_probe_has_failed_is_not_healthy(contract: tuple[str, dict[str, Any]]) -> None:
+    assert _told(contract[1], "damaged_in_host_memory")["told"] == [False, "unproved"]
+
+
 def test_every_field_of_lmcaches_key_tells_objects_apart(facts: Callable[[str], dict[str, Any]]) -> None:
     assert facts("every_field_of_a_key_counts") == {"saved": 10, "found": 10, "loaded": 10, "wrong": 0}
 

@@ -45,6 +45,7 @@ from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, MEMORY
 from tests.kv.connectors.programs.costs import costs
+from tests.kv.connectors.programs.faults import damaged_loads
 from tests.nodes import PATIENCE, eventually, stats
 
 CHUNK = 256
@@ -292,6 +293,25 @@ def memory_smaller_than_prefix() -> dict[str, Any]:
             return {"saved": len(objects_on(node)), "wrong": wrong, "completed": completed, "asked": other.asked}
         finally:
             other.close()
+
+
+def damaged_in_host_memory() -> dict[str, Any]:
+    keys = object_keys()
+    with running_node() as node:
+        with engine(node) as one:
+            one.save(keys)
+        with damaged_loads(), engine(node) as other:
+            loaded, wrong, completed = other.load(keys)
+            other.save(object_keys(first=50_000))
+            told = other.adapter.report_status()
+            return {
+                "saved": len(objects_on(node)),
+                "found": other.found,
+                "loaded": loaded,
+                "wrong": wrong,
+                "completed": completed,
+                "told": [told["is_healthy"], told["probe"]],
+            }
 
 
 def unknown_keys() -> dict[str, Any]:

@@ -21,8 +21,11 @@ from unittest import mock
 import torch
 import torch.distributed
 
+from farpool import Store
+from farpool.kv.keys import KEY_MAGIC
 from farpool.node.process import RunningNode, running_node
 from tests.kv.connectors.cases import BLOCKS, MEMORY
+from tests.kv.connectors.programs.faults import damaged_loads
 from tests.kv.connectors.programs.sglang_engine import PAGE, PATIENCE, begin, mha, settings
 
 # isort: split
@@ -219,6 +222,16 @@ def memory_smaller_than_prefix(node: RunningNode) -> Facts:
         with mock.patch.object(other.storage._blocks, "load", counted):
             told = other.load(TOKENS, kept)
         return {"saved": len(kept), **told, "asked": asked, "completed": True}
+
+
+def damaged_in_host_memory(node: RunningNode) -> Facts:
+    with tree(node) as one:
+        kept = one.save(TOKENS)
+    with damaged_loads(), tree(node) as other:
+        told = other.load(TOKENS, [])
+        other.save(range(5000, 5000 + BLOCKS * PAGE))
+    with Store(node.address, timeout=PATIENCE) as store:
+        return {**told, "saved": sum(1 for _ in store.keys(KEY_MAGIC)), "kept": len(kept), "completed": True}
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, CASES, MEMORY, OF_ENGINES, OF_HOST_MEMORY
 from tests.kv.connectors.programs.costs import costs
+from tests.kv.connectors.programs.faults import damaged_loads
 from tests.nodes import eventually, stats
 
 PATIENCE = 20.0
@@ -306,6 +307,15 @@ def memory_smaller_than_prefix(transport: str) -> Facts:
             engine.save(keys, bytes_of)
         with running(transport, [node], rows=MEMORY) as engine:
             return {"saved": saved(node), **engine.ask(keys, bytes_of), "asked": engine.asked}
+
+
+def damaged_in_host_memory(transport: str) -> Facts:
+    with running_node() as node, running(transport, [node]) as engine:
+        engine.save(hashed(24), values(24))
+        with damaged_loads(), running(transport, [node]) as other:
+            facts = other.ask(hashed(24), values(24))
+            other.save(hashed(25), values(25))
+            return {"saved": saved(node), **facts}
 
 
 def preempted(transport: str) -> Facts:
