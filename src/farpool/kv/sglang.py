@@ -596,7 +596,7 @@ def _logical_dtype(dtype: torch.dtype | None, setting: str) -> str:
 
 
 def _of_release(pool: Any, name: str) -> dict[str, str]:
-    """Name the pool, and the release: SGLang may order the bytes of a page of equal sizes differently in another one."""
+    """Name the pool and the release: another release may order the bytes of a page of equal sizes differently."""
     return {"pool": name, "class": type(pool).__name__, "release": version("sglang")}
 
 

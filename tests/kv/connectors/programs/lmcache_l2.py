@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from lmcache.lmcache_native import Bitmap
@@ -37,6 +38,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from farpool import Store
+from farpool.kv import lmcache
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
 from farpool.kv.keys import KEY_MAGIC
@@ -293,6 +295,16 @@ def memory_smaller_than_prefix() -> dict[str, Any]:
             return {"saved": len(objects_on(node)), "wrong": wrong, "completed": completed, "asked": other.asked}
         finally:
             other.close()
+
+
+def other_release() -> dict[str, Any]:
+    keys = object_keys()
+    with running_node() as node:
+        with mock.patch.object(lmcache, "_RELEASE", "0.1.0"), engine(node) as one:
+            one.save(keys)
+        with engine(node) as other:
+            loaded, wrong, _ = other.load(keys)
+            return {"saved": len(objects_on(node)), "found": other.found, "loaded": loaded, "wrong": wrong}
 
 
 def damaged_in_host_memory() -> dict[str, Any]:

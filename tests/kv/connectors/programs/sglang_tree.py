@@ -39,6 +39,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 
+from farpool.kv import sglang
+
 TOKENS = range(1000, 1000 + BLOCKS * PAGE)
 Facts = dict[str, Any]
 
@@ -222,6 +224,13 @@ def memory_smaller_than_prefix(node: RunningNode) -> Facts:
         with mock.patch.object(other.storage._blocks, "load", counted):
             told = other.load(TOKENS, kept)
         return {"saved": len(kept), **told, "asked": asked, "completed": True}
+
+
+def other_release(node: RunningNode) -> Facts:
+    with mock.patch.object(sglang, "version", return_value="0.1.0"), tree(node) as one:
+        kept = one.save(TOKENS)
+    with tree(node) as other:
+        return {"saved": len(kept), **other.load(TOKENS, kept)}
 
 
 def damaged_in_host_memory(node: RunningNode) -> Facts:

@@ -17,8 +17,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import vllm
 from vllm.utils.hashing import sha256, sha256_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -307,6 +309,13 @@ def memory_smaller_than_prefix(transport: str) -> Facts:
             engine.save(keys, bytes_of)
         with running(transport, [node], rows=MEMORY) as engine:
             return {"saved": saved(node), **engine.ask(keys, bytes_of), "asked": engine.asked}
+
+
+def other_release(transport: str) -> Facts:
+    with running_node() as node, running(transport, [node]) as engine:
+        with mock.patch.object(vllm, "__version__", "0.1.0"), running(transport, [node]) as other:
+            other.save(hashed(26), values(26))
+        return {"saved": saved(node), **engine.ask(hashed(26), values(26))}
 
 
 def damaged_in_host_memory(transport: str) -> Facts:
