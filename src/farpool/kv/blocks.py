@@ -126,7 +126,7 @@ class Found:
 
 
 class Gate(Protocol):
-    """Interface of what decides if a cache moves blocks, implemented by `farpool.kv.probe.Probe`."""
+    """Interface that says if a cache may move blocks, implemented by `farpool.kv.probe.Probe`."""
 
     @property
     def reason(self) -> Reason | None: ...

@@ -186,8 +186,13 @@ class _Pages:
 
     @contextmanager
     def free_page(self) -> Iterator[EngineBlock]:
-        """Take a page of the pool out of use, for a probe; memory of its own if the pool has no free pages."""
-        two = self.pool.alloc(2 * self.page_size)
+        """Take a page of the pool out of use, for a probe.
+
+        It has memory of its own if the pool has no free pages, or no flat copy of all bytes of a page.
+        """
+        flat = self.pool.get_dummy_flat_data_page()
+        is_whole = flat.numel() * flat.element_size() == self.nbytes
+        two = self.pool.alloc(2 * self.page_size) if is_whole else None
         if two is None:
             yield EngineBlock.private(self.nbytes)
             return
@@ -195,8 +200,7 @@ class _Pages:
         (first,) = self._firsts(page)
 
         def write(data: bytes) -> None:
-            like = self.pool.get_dummy_flat_data_page()
-            self.pool.set_from_flat_data_page(first, torch.frombuffer(bytearray(data), dtype=like.dtype))
+            self.pool.set_from_flat_data_page(first, torch.frombuffer(bytearray(data), dtype=flat.dtype))
 
         def read() -> bytes:
             return bytes(_bytes_of(self.pool.get_data_page(first, flat=True).contiguous()))
