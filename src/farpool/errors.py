@@ -30,6 +30,7 @@ __all__ = [
     "PoolFileError",
     "PoolFullError",
     "PoolMixError",
+    "ProbeError",
     "ProtocolError",
     "QuotaExceededError",
     "RegistryAwayError",
@@ -226,6 +227,10 @@ class ReplicationError(NodeError):
 
 class StoreClosedError(FarpoolError, RuntimeError):
     """The store was closed (or is the copy that a fork left in the child)."""
+
+
+class ProbeError(FarpoolError, RuntimeError):
+    """A known block came back different through an engine's memory; the connector loads and saves nothing."""
 
 
 class LeaseLostError(NodeError):

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from farpool.errors import ConfigError, FarpoolError, NodeTimeoutError, StoreClosedError
 from farpool.kv.compressed import Compression
@@ -125,6 +125,16 @@ class Found:
         return [True] * len(self.answers) if self.is_whole else [isinstance(one, int) for one in self.answers]
 
 
+class Gate(Protocol):
+    """Interface that says if a cache may move blocks, implemented by `farpool.kv.probe.Probe`."""
+
+    @property
+    def reason(self) -> Reason | None: ...
+    def is_of_this_thread(self) -> bool: ...
+    def attempt(self) -> None: ...
+    def begin_in_child(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Link:
     """Connections of one process: after a fork the child has none."""
@@ -206,6 +216,7 @@ class BlockCache:
             connect().close()  # refuses wrong settings now, and asks no node
         self._closed = False
         self._described_at: dict[bytes, float] = {}
+        self._probe: Gate | None = None
         self._holds: dict[bytes, dict[bytes, tuple[Hold, float]]] = {}  # by key and owner
         self._many_holds = _FEWEST_HOLDS
         self._counts: Counter[str] = Counter()
@@ -240,6 +251,31 @@ class BlockCache:
                 objects = self._given or self._connect()
                 self._link = _Link(os.getpid(), objects, objects.best_effort())
             return self._link.calls
+
+    def require(self, probe: Gate) -> None:
+        """Move no block, but the probe's own, until a connector's probe has passed."""
+        self._probe = probe
+
+    def _withheld(self, timeout: float | None) -> Reason | None:
+        """Return why no block may be moved; None if blocks may be.
+
+        If the nodes could not be asked yet, the probe asks them now, unless the call has a time of its own, which may
+        be too short.
+        """
+        probe = self._probe
+        if probe is None or probe.reason is None or probe.is_of_this_thread():
+            return None
+        if timeout is None:
+            probe.attempt()
+        return probe.reason
+
+    def _is_probed(self) -> bool:
+        """Return True while this thread moves the block of a probe, which is none of the engine's."""
+        return self._probe is not None and self._probe.is_of_this_thread()
+
+    def _compression_of_blocks(self) -> Compression | None:
+        """Return the codecs; None for a probe's block, whose random bytes a lossy codec would change."""
+        return None if self._is_probed() else self._compression
 
     def key(self, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
         """Compose the key of a block of this namespace; see `block_key`."""
@@ -282,8 +318,10 @@ class BlockCache:
         began = time.monotonic()
         keys = as_keys(keys)
         seconds = self._timeout if timeout is None else timeout
+        sizes: Sequence[int | Exception | Reason | None]
         try:
-            sizes = self._calls(seconds).lookup(keys, seconds)
+            withheld = self._withheld(timeout)
+            sizes = [withheld] * len(keys) if withheld else self._calls(seconds).lookup(keys, seconds)
         except FarpoolError as error:
             sizes = [error] * len(keys)
         if stored is not None and sizes != stored and (misfits := self._misfits(keys, sizes, stored)):
@@ -326,13 +364,17 @@ class BlockCache:
         began = time.monotonic()
         keys = _as_many(keys, targets, "targets")
         checked, sizes = as_targets(targets)
+        if (withheld := self._withheld(timeout)) is not None:
+            outcomes: list[Reason | None] = [withheld] * len(keys)
+            self._note("load", request, len(keys), outcomes, began, 0)
+            return outcomes
         headers = bytearray(HEADER_BYTES * len(keys))
         view = memoryview(headers)
         places: list[Payload] = [
             (view[at : at + HEADER_BYTES], *(target if isinstance(target, tuple) else (target,)))
             for at, target in zip(range(0, len(headers), HEADER_BYTES), checked, strict=True)
         ]
-        outcomes: list[Reason | None] = []
+        outcomes = []
         moved = 0
         for piece, left in self._pieces(sizes, began, timeout):
             start, own = time.monotonic(), keys[piece]
@@ -344,10 +386,11 @@ class BlockCache:
             header = headers[piece.start * HEADER_BYTES : piece.stop * HEADER_BYTES]
             outcomes += self._checked_blocks(own, header, answers, checked[piece], sizes[piece], start + left)
             came = sum([answer for answer in answers if isinstance(answer, int)])
-            if self._compression is not None and self._compression.choice is not None:
+            compression = self._compression_of_blocks()
+            if compression is not None and compression.choice is not None:
                 loaded = zip(sizes[piece], outcomes[piece], strict=True)
                 payload = sum(nbytes for nbytes, reason in loaded if reason is None)
-                self._compression.choice.received(came, seconds, payload)
+                compression.choice.received(came, seconds, payload)
             moved += came
             if Reason.LATE in outcomes[piece]:  # the others would take as long, each piece again
                 outcomes += [Reason.LATE] * (len(keys) - len(outcomes))
@@ -373,6 +416,7 @@ class BlockCache:
         cost: float = 0.0,
         parents: Mapping[bytes, bytes] | None = None,
         namespace: Namespace | None = None,
+        ttl: float | None = None,
     ) -> list[Reason | None]:
         """Store blocks that are not there yet; those that are do not travel.
 
@@ -393,6 +437,8 @@ class BlockCache:
             blocks leave from the ends of the prefixes that this tells.
         namespace : Namespace or None
             Namespace of the keys, where an engine has several; None for the cache's own.
+        ttl : float or None
+            Seconds after which the blocks expire; None for the cache's own time.
 
         Returns
         -------
@@ -409,8 +455,9 @@ class BlockCache:
         if not 0 <= cost <= _LONGEST_COST:
             raise ConfigError(f"cost is {cost!r}, expected 0 to {_LONGEST_COST:g} seconds", setting="cost")
         namespace = namespace or self.namespace
+        ttl_ms = self._ttl_ms if ttl is None else ttl_of(ttl)
         about = About(
-            ttl_ms=self._ttl_ms,
+            ttl_ms=ttl_ms,
             kind=_KIND,
             cost_us=round(cost * 1e6),
             namespace=int.from_bytes(namespace.digest[:8], "little"),
@@ -421,6 +468,10 @@ class BlockCache:
         sizes = [nbytes_of(payload) for _, payload in pairs]
         outcomes: list[Reason | None] = [None] * len(pairs)
         moved = 0
+        if (withheld := self._withheld(timeout)) is not None:
+            outcomes = [withheld] * len(keys)
+            self._note("save", request, len(keys), outcomes, began, moved)
+            return outcomes
         try:
             seconds = self._timeout if timeout is None else timeout
             there = self._calls(seconds).lookup(keys, seconds)
@@ -428,7 +479,7 @@ class BlockCache:
             self._forget([keys[number] for number in misfits], began, timeout)
             missing = sorted({*misfits, *(number for number, size in enumerate(there) if not isinstance(size, int))})
             if missing:
-                self._describe(namespace, self._left(None if timeout is None else began + timeout))
+                self._describe(namespace, ttl_ms, self._left(None if timeout is None else began + timeout))
             unsaved = [pairs[number] for number in missing]
             for piece, left in self._pieces([sizes[number] for number in missing], began, timeout):
                 until = time.monotonic() + left
@@ -442,8 +493,9 @@ class BlockCache:
                     else:
                         went += nbytes_of(parts)
                         payload += sizes[number]
-                if self._compression is not None and self._compression.choice is not None:
-                    self._compression.choice.sent(went, seconds, payload)
+                compression = self._compression_of_blocks()
+                if compression is not None and compression.choice is not None:
+                    compression.choice.sent(went, seconds, payload)
                 moved += went
                 if any(outcomes[number] is Reason.LATE for number in missing[piece]):
                     for number in missing[piece.stop :]:
@@ -667,8 +719,9 @@ class BlockCache:
     def _stored(self, key: bytes, payload: Payload, until: float) -> Payload:
         """Return a payload as it is stored: its header, and what its codec makes of it while there is time."""
         stored = payload
-        if self._compression is not None and time.monotonic() < until:
-            stored = self._compression.encode(key, payload)
+        compression = self._compression_of_blocks()
+        if compression is not None and time.monotonic() < until:
+            stored = compression.encode(key, payload)
         header = memoryview(pack_header(key, nbytes_of(payload), nbytes_of(stored)))
         return header, *(stored if isinstance(stored, tuple) else (stored,))
 
@@ -734,14 +787,14 @@ class BlockCache:
     def _left(self, until: float | None) -> float:
         return self._timeout if until is None else max(0.0, until - time.monotonic())
 
-    def _describe(self, namespace: Namespace, left: float) -> None:
+    def _describe(self, namespace: Namespace, ttl_ms: int, left: float) -> None:
         """Store a namespace's own description, so that others can tell what its blocks are of (`namespaces`)."""
         now, digest = time.monotonic(), namespace.digest
         if now >= self._described_at.get(digest, -math.inf) + _DESCRIBED_SECONDS:
             item = (namespace_key(digest), as_payload(namespace.encoded))
             # It outlives the blocks that come until it is stored anew: without it nobody finds them by weights or
             # tenant.
-            ttl_ms = self._ttl_ms + 2000 * int(_DESCRIBED_SECONDS) if self._ttl_ms else 0
+            ttl_ms = ttl_ms + 2000 * int(_DESCRIBED_SECONDS) if ttl_ms else 0
             about = About(ttl_ms=ttl_ms, kind=_KIND, tenant=namespace.tenant, keep=True)
             (outcome,) = self._calls().put_many([item], left, about)
             if not isinstance(outcome, Exception):
@@ -756,7 +809,7 @@ class BlockCache:
             self.drop(keys, timeout=left)
 
     def _misfits(
-        self, keys: Sequence[bytes], there: Sequence[int | Exception | None], stored: Sequence[int]
+        self, keys: Sequence[bytes], there: Sequence[int | Exception | Reason | None], stored: Sequence[int]
     ) -> list[int]:
         """Return the numbers of objects that cannot be the blocks of their keys, as they have another size."""
         least = HEADER_BYTES if self._compression is not None else None
@@ -786,6 +839,8 @@ class BlockCache:
         self, step: str, request: Requests, blocks: int, reasons: Sequence[Reason | None], began: float, moved: int
     ) -> None:
         """Count blocks, and write them into the journal; `reasons` is as long as there are blocks, or empty."""
+        if self._is_probed():
+            return
         failures = [str(reason) for reason in reasons if reason is not None]
         failed: Mapping[str, int] = Counter(failures) if failures else {}
         with self._lock:
@@ -864,6 +919,8 @@ def _forked() -> None:
     for cache in _CACHES:
         cache._holds.clear()
         cache._begin()
+        if cache._probe is not None:
+            cache._probe.begin_in_child()
         cache.judge.leave_to_parent()
 
 

@@ -17,16 +17,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import version
 from itertools import count
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
+import torch
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
-from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from farpool.errors import ConfigError, StoreClosedError
@@ -34,6 +36,7 @@ from farpool.kv.blocks import BlockCache
 from farpool.kv.engine_judge import EngineJudge
 from farpool.kv.keys import block_key
 from farpool.kv.namespace import Group, Namespace
+from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -41,6 +44,7 @@ __all__ = ["FarpoolL2", "FarpoolL2Config", "L2Settings"]
 
 _LOG = logging.getLogger(__name__)
 
+_RELEASE = version("lmcache")
 _REQUIRED = ("nodes", "weights_id")
 _CHAIN_BYTES = 32
 _NAMESPACES = 4096
@@ -213,7 +217,7 @@ class _Locks:
 class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     """L2 adapter of LMCache over nodes; whatever goes wrong there is "not found". Thread-safe.
 
-    It connects when it is first used.
+    It connects when it is made, to move the block of its probe; nodes that are away are asked again later.
 
     Parameters
     ----------
@@ -242,6 +246,9 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         self._lookups = one_thread.cache(own, self._judge.judge)
         self._loads = settings.cache(own, self._judge.judge)
         self._stores = one_thread.cache(own, self._judge.judge)
+        self._probe = Probe("LMCache")
+        self._probe.guard(self._stores, self._loads, self._lookups)
+        self._probe.check(_object_for_probe(settings.chunk_size))
         self._tasks = count()
         self._found: _Results[Bitmap] = _Results()
         self._loaded: _Results[Bitmap] = _Results()
@@ -311,13 +318,15 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     def report_status(self) -> dict[str, Any]:
         """Return the state of this adapter: counters by step and outcome, and the bytes moved.
 
-        Nodes that are away do not make it unhealthy, as LMCache goes on without them.
+        Nodes that are away do not make it unhealthy, because LMCache goes on without them; a failed probe does.
+        ``probe`` is the reason why no object is moved, or empty.
         """
         counters: Counter[str] = Counter(self._judge.stats())
         for cache in (self._lookups, self._loads, self._stores):
             counters.update(cache.stats())
         return {
-            "is_healthy": not self._closed,
+            "is_healthy": not self._closed and self._probe.error is None,
+            "probe": str(self._probe.reason or ""),
             "type": type(self).__name__,
             "nodes": list(self._settings.nodes),
             "weights_id": self._settings.weights_id,
@@ -526,7 +535,8 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
             parallel=(("world", world),),
             tenant=settings.tenant,
             codec=settings.codec,
-            extra=(("cache_salt", salt),),
+            # LMCache may order the bytes of an object of equal shape differently in another release.
+            extra=(("cache_salt", salt), ("release", _RELEASE)),
         )
 
     def _account(self, keys: list[ObjectKey], sizes: list[int]) -> None:
@@ -557,6 +567,22 @@ def _meta_shapes(one: MemoryObj) -> list[tuple[Sequence[int], object]]:
 
 def _dtypes_of(layout: str) -> set[str]:
     return {part.rpartition(" ")[2] for part in layout.split(", ")}
+
+
+def _object_for_probe(tokens: int) -> EngineBlock:
+    """Make an object of LMCache's class, of keys and values of one layer; LMCache writes and reads it as a tensor."""
+    shape, dtype = torch.Size([2, 1, tokens, 2]), torch.bfloat16
+    memory = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)
+    meta = MemoryObjMetadata(shape, dtype, memory.data_ptr(), memory.numel(), 1, fmt=MemoryFormat.KV_2LTD)
+    one = TensorMemoryObj(memory, meta, None)
+
+    def write(data: bytes) -> None:
+        one.tensor.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view(shape))
+
+    def read() -> bytes:
+        return bytes(one.tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+    return EngineBlock(memory.numel(), write, read, lambda: [_bytes_of(one)], lambda: [_bytes_of(one)])
 
 
 def _bytes_of(one: MemoryObj) -> memoryview:

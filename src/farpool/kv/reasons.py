@@ -58,6 +58,8 @@ class Reason(StrEnum):
         Computing it was expected to take less time.
     OTHER_RANK
         Another rank of this engine lacks it, computes it, or did not answer in time.
+    UNPROVED
+        The connector's probe has failed, or was not made yet, so that no block is moved.
     CLOSED
         The cache or its store is closed.
     FAILED
@@ -80,6 +82,7 @@ class Reason(StrEnum):
     OTHER_LAYOUT = "other_layout"
     BYPASSED = "bypassed"
     OTHER_RANK = "other_rank"
+    UNPROVED = "unproved"
     CLOSED = "closed"
     FAILED = "failed"
 

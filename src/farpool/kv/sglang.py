@@ -12,7 +12,9 @@ import logging
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -34,6 +36,7 @@ from farpool.kv.blocks import BlockCache
 from farpool.kv.engine_judge import EngineJudge
 from farpool.kv.keys import block_key
 from farpool.kv.namespace import Group, Namespace
+from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -133,7 +136,7 @@ class _Pages:
             parallel=(("tp", tp), ("pp", config.pp_size), ("cp", config.attn_cp_size)),
             tenant=settings.tenant,
             codec=settings.codec,
-            extra=tuple(sorted({**geometry, **types, "pool": name, "class": type(pool).__name__}.items())),
+            extra=tuple(sorted({**geometry, **types, **_of_release(pool, name)}.items())),
         )
 
     @property
@@ -181,6 +184,39 @@ class _Pages:
         parts = [reasons[at : at + self._split] for at in range(0, len(reasons), self._split)]
         return [next((reason for reason in own if reason is not None), None) for own in parts]
 
+    @contextmanager
+    def free_page(self) -> Iterator[EngineBlock]:
+        """Take a page of the pool out of use, for a probe.
+
+        It has memory of its own if the pool has no free pages, or no flat copy of all bytes of a page.
+        """
+        flat = self.pool.get_dummy_flat_data_page()
+        is_whole = flat.numel() * flat.element_size() == self.nbytes
+        two = self.pool.alloc(2 * self.page_size) if is_whole else None
+        if two is None:
+            yield EngineBlock.private(self.nbytes)
+            return
+        page = two[self.page_size :]  # the second one: a wrong size of pages does not show in the first
+        (first,) = self._firsts(page)
+
+        def write(data: bytes) -> None:
+            self.pool.set_from_flat_data_page(first, torch.frombuffer(bytearray(data), dtype=flat.dtype))
+
+        def read() -> bytes:
+            return bytes(_bytes_of(self.pool.get_data_page(first, flat=True).contiguous()))
+
+        try:
+            yield EngineBlock(
+                self.nbytes,
+                write,
+                read,
+                lambda: self.values(page),
+                lambda: self.targets(page),
+                lambda targets: self.land(page, targets, [True]),
+            )
+        finally:
+            self.pool.free(two)
+
     def _firsts(self, indices: torch.Tensor) -> list[int]:
         return [int(index) for index in indices[:: self.page_size].tolist()]
 
@@ -225,6 +261,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         self._pools: dict[str, _Pages] = {}
         self._cache: BlockCache | None = None
         self._engine: EngineJudge | None = None
+        self._probe: Probe | None = None
         self._metrics = StorageMetrics() if storage_config.enable_storage_metrics else None
         if self._copied:
             _log.warning('pages are copied once more; set "interface_v1": 1 in %s', _WHERE)
@@ -240,13 +277,23 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
         is_on = self._settings.hold_out and not (config.tp_rank or config.pp_rank or config.attn_cp_rank)
         self._engine = EngineJudge(self._settings.judge(), pages.page_size, is_on=is_on)
         self._cache = self._settings.cache(pages.namespace, self._engine.judge)
+        self._probe = Probe("SGLang")
+        self._probe.guard(self._cache, self._cache)
+        self._check(pages)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName | str) -> None:
         """Take a further pool, such as that of a sliding window, of recurrent states or of a draft model."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name != _KV:
-            self._pools[name] = self._pages(host_pool, name)
+            self._pools[name] = pages = self._pages(host_pool, name)
+            self._check(pages)
+
+    def _check(self, pages: _Pages) -> None:
+        """Move a known page through a pool; if it comes back different, no page of any pool is moved."""
+        if self._probe is not None and not pages.is_logical:
+            with pages.free_page() as block:
+                self._probe.check(block)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many pages, from the first on, are there without a gap; 0 if they are better computed."""
@@ -550,6 +597,11 @@ def _logical_dtype(dtype: torch.dtype | None, setting: str) -> str:
             )
         return setting
     return told
+
+
+def _of_release(pool: Any, name: str) -> dict[str, str]:
+    """Name the pool and the release: another release may order the bytes of a page of equal sizes differently."""
+    return {"pool": name, "class": type(pool).__name__, "release": version("sglang")}
 
 
 def _kind(pool: Any, name: str, is_own: bool) -> Literal["full", "sliding", "mla", "recurrent"]:

@@ -19,6 +19,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -46,6 +47,7 @@ from farpool.errors import ConfigError, StoreClosedError
 from farpool.kv.engine_judge import EngineJudge, EngineLoad, Run
 from farpool.kv.journal import record
 from farpool.kv.namespace import Group, Namespace
+from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 
@@ -128,21 +130,24 @@ class FarpoolTier(SecondaryTierManager):
         # Wrong settings are refused now; the cache itself is made at the first request, when vLLM has chosen the seed
         # of its hashes.
         namespace = self._namespace()
-        self._settings.cache(namespace).close()
+        # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
+        self._memory = primary_kv_view.cast("B")
+        self._probe = Probe("vLLM")
+        with self._settings.cache(namespace) as cache:
+            self._probe.guard(cache, cache)
+            self._probe.check(self._last_row(primary_kv_view))
         # With several groups of layers, nobody can tell from outside which blocks a request needs.
         alike = len(namespace.groups) == 1 and namespace.groups[0].kind == "full"
         is_on = self._settings.hold_out and alike
         self._tokens = namespace.tokens_per_block
         self._judge = EngineJudge(self._settings.judge(), self._tokens, is_on=is_on)
-        # One dimension: vLLM's view has two, and Python cannot take a row out of such a view.
-        self._memory = primary_kv_view.cast("B")
         self._lookups = _AsyncLookups(self, tier_type)
         self._answers: dict[OffloadKey, bool] = {}  # of this step, from mapped memory
-        self._requests: set[str] = set()
-        self._failed: dict[OffloadKey, str] = {}  # until the end of this request
+        # Blocks for which a load was begun, by request; forgotten when the request ends or is preempted.
+        self._loaded: dict[str, set[OffloadKey]] = {}
         self._asked: dict[str, float] = {}
         self._runs: dict[str, Run] = {}
-        self._finished: SimpleQueue[tuple[JobResult, TransferJob, Sequence[OffloadKey]]] = SimpleQueue()
+        self._finished: SimpleQueue[JobResult] = SimpleQueue()
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         # Stores wait here, so that loads, for which a request waits, always find a thread.
@@ -194,26 +199,31 @@ class FarpoolTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._cache is None:
             self._cache = self._settings.cache(self._namespace(), self._judge.judge)
-        self._requests.add(req_context.req_id)
+            self._probe.guard(self._cache, self._cache)
+        self._loaded[req_context.req_id] = set()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.cleanup(req_context.req_id)
-        self._requests.discard(req_context.req_id)
-        self._failed = {key: owner for key, owner in self._failed.items() if owner != req_context.req_id}
-        self._begin_anew(req_context.req_id)
+        self._loaded.pop(req_context.req_id, None)
+        self._forget_run(req_context.req_id)
 
-    def _begin_anew(self, request: str) -> None:
-        """Forget when a request was asked for, and what was decided."""
+    def _forget_run(self, request: str) -> None:
+        """Forget when a request was first looked up, and the decision about its blocks."""
         self._asked.pop(request, None)
         if (run := self._runs.pop(request, None)) is not None:
             self._judge.finished(run)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # A block whose load has failed would be found again, fail again, and the request would never end.
-        if self._cache is None or key in self._failed:
-            return LookupResult.MISS
         request = req_context.req_id
+        if self._cache is None:
+            return LookupResult.MISS
+        if key in self._loaded.get(request, ()):
+            # The load has failed, or vLLM has evicted the block from its primary tier to make room for another one of
+            # this request. With HIT, vLLM would load it again and evict or fail again: the request might never end.
+            if (run := self._runs.get(request)) is not None:
+                self._judge.asked_again(run)
+            return LookupResult.MISS
         self._asked.setdefault(request, self._judge.clock())
         found = self._is_there(key, req_context)
         if found is None:
@@ -269,12 +279,15 @@ class FarpoolTier(SecondaryTierManager):
         self._answers.clear()
         self._lookups.flush()
         for request in context.preempted_req_ids:
-            self._begin_anew(request)
+            self._loaded.get(request, set()).clear()
+            self._forget_run(request)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         with self._changed:
             self._unfinished += 1
         keys = list(job_metadata.keys)
+        # A request that has ended before its loads were submitted is not remembered.
+        self._loaded.get(job_metadata.req_context.req_id, set()).update(keys)
         load = self._judge.loading(keys, len(keys) * self.block_size_bytes)
         self._submit(self._load, job_metadata, load)
 
@@ -354,16 +367,16 @@ class FarpoolTier(SecondaryTierManager):
 
     def _finish(self, job: TransferJob, reasons: Sequence[Reason | None], seconds: float) -> None:
         done = [key for key, reason in zip(job.keys, reasons, strict=True) if reason is None]
-        failed = [key for key, reason in zip(job.keys, reasons, strict=True) if reason is not None]
+        is_whole = len(done) == len(job.keys)
         result = JobResult(
             job.job_id,
-            success=not failed,
-            successful_keys=tuple(done) if job.is_promotion and failed and done else None,
+            success=is_whole,
+            successful_keys=tuple(done) if job.is_promotion and done and not is_whole else None,
             transfer_time=seconds,
             transfer_bytes=len(done) * self.block_size_bytes,
         )
         with self._changed:
-            self._finished.put((result, job, failed))
+            self._finished.put(result)
             self._unfinished -= 1
             self._changed.notify_all()
 
@@ -371,13 +384,9 @@ class FarpoolTier(SecondaryTierManager):
         results: list[JobResult] = []
         while True:
             try:
-                result, job, failed = self._finished.get_nowait()
+                results.append(self._finished.get_nowait())
             except Empty:
                 return results
-            request = job.req_context.req_id
-            if job.is_promotion and request in self._requests:
-                self._failed.update(dict.fromkeys(failed, request))
-            results.append(result)
 
     def drain_jobs(self) -> None:
         with self._changed:
@@ -437,8 +446,23 @@ class FarpoolTier(SecondaryTierManager):
         return [self._cache.key(get_offload_block_hash(key), get_offload_group_idx(key)) for key in keys]
 
     def _rows(self, job: TransferJob) -> list[memoryview]:
+        return [self._row(int(number)) for number in job.chunk_ids]
+
+    def _row(self, number: int) -> memoryview:
         size = self.block_size_bytes
-        return [self._memory[row * size : (row + 1) * size] for row in map(int, job.chunk_ids)]
+        return self._memory[number * size : (number + 1) * size]
+
+    def _last_row(self, view: memoryview) -> EngineBlock:
+        """Return the last row of the primary tier, which is not in use while the engine starts."""
+        rows = np.asarray(view).view(np.uint8)  # vLLM's own addresses of its rows
+
+        def write(data: bytes) -> None:
+            rows[-1] = np.frombuffer(data, np.uint8)
+
+        def own() -> list[memoryview]:
+            return [self._row(len(rows) - 1)]
+
+        return EngineBlock(rows.shape[1], write, lambda: rows[-1].tobytes(), own, own)
 
 
 class _AsyncLookups(AsyncLookupManager):

@@ -67,3 +67,19 @@ OF_ENGINES: dict[str, dict[str, Any]] = {
     "nodes_are_told_the_cost": {"first": [0.0], "last": [1.0]},
 }
 """Cases of engines that tell a connector nothing of how long they compute."""
+
+MEMORY = 10
+"""Blocks that fit into the host memory of an engine whose memory is smaller than a prefix."""
+
+OF_HOST_MEMORY: dict[str, dict[str, Any]] = {
+    # The prefix has 16 blocks, and the engine's host memory has room for 10. The request ends, and the engine has asked
+    # for no block twice: `asked` is at most 16. An engine that evicts a block of a request to make room for another one
+    # of the same request, and then asks for the first one again, might do so forever.
+    "memory_smaller_than_prefix": {"saved": 16, "wrong": 0, "completed": True},
+    # The blocks were saved by another release of the engine, which may order the bytes of a block differently.
+    "other_release": {"saved": 16, "found": 0, "loaded": 0, "wrong": 0},
+    # A node has all blocks, and each block is damaged in the engine's memory after it was verified. The connector finds
+    # that out by its probe when it starts: it finds nothing, and saves nothing of what the engine offers.
+    "damaged_in_host_memory": {"saved": 16, "found": 0, "loaded": 0, "wrong": 0, "completed": True},
+}
+"""Cases of engines through whose host memory blocks travel."""

@@ -23,13 +23,13 @@ from farpool.errors import FarpoolError
 from farpool.kv import Group, Namespace, block_key
 from farpool.kv.blocks import namespaces
 from farpool.node.process import RunningNode, running_node
-from tests.kv.connectors.cases import CASES, OF_ENGINES
+from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES, OF_HOST_MEMORY
 from tests.nodes import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 _START_SECONDS = 120.0
-_CONTRACT = [name for name in (*CASES, *OF_ENGINES) if name != "hash_seeds"]
+_CONTRACT = [name for name in (*CASES, *OF_ENGINES, *OF_HOST_MEMORY) if name != "hash_seeds"]
 _OWN = [
     "every_field_of_a_key_counts",
     "results_and_events",
@@ -73,11 +73,22 @@ def _told(found: dict[str, Any], case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", _CONTRACT)
 def test_the_contract_holds(contract: tuple[str, dict[str, Any]], case: str) -> None:
     transport, facts = contract
-    expected = {**CASES, **OF_ENGINES}[case].copy()
+    expected = {**CASES, **OF_ENGINES, **OF_HOST_MEMORY}[case].copy()
     if (transport, case) == ("mapped", "deadline_passed"):
         expected["loaded"] = 16  # memory of a node on this host is read without it
     found = _told(facts, case)
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_no_block_is_loaded_twice_if_lmcaches_memory_is_smaller_than_a_prefix(
+    contract: tuple[str, dict[str, Any]],
+) -> None:
+    # LMCache 0.5.6 asks for none: it reserves memory for all of a prefix, or does not load.
+    assert _told(contract[1], "memory_smaller_than_prefix")["asked"] <= BLOCKS
+
+
+def test_an_adapter_whose_probe_has_failed_is_not_healthy(contract: tuple[str, dict[str, Any]]) -> None:
+    assert _told(contract[1], "damaged_in_host_memory")["told"] == [False, "unproved"]
 
 
 def test_every_field_of_lmcaches_key_tells_objects_apart(facts: Callable[[str], dict[str, Any]]) -> None:
@@ -150,7 +161,8 @@ def test_keys_are_the_same_in_all_processes_and_hold_the_published_hashes(
     assert one == other
     assert one["hash_seeds"]["vectors"] == _PUBLISHED
     assert sorted(one["hash_seeds"]["keys"]) == one["hash_seeds"]["keys"]
-    # What lies on nodes is found again by later releases: the namespace is part of the format.
+    # Later releases of farpool find what is on nodes, because the namespace is part of the format; those of LMCache do
+    # not.
     space = Namespace(
         engine="lmcache",
         model="tiny",
@@ -161,7 +173,7 @@ def test_keys_are_the_same_in_all_processes_and_hold_the_published_hashes(
         groups=(Group(("object group 0",), 0),),
         hash="blake3",
         parallel=(("world", 1),),
-        extra=(("cache_salt", ""),),
+        extra=(("cache_salt", ""), ("release", "0.5.6")),
     )
     chains = [
         "084547b6c40ed5b05ba8cd0305db5bf74d5617673948d9ed193ab7d6cbc484d4",

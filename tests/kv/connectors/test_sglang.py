@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from farpool.kv.keys import token_chain
-from tests.kv.connectors.cases import CASES, OF_ENGINES
+from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES, OF_HOST_MEMORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
@@ -22,7 +22,14 @@ _CHECKS = (
     *("without_addresses", "logical_anchor", "chaos", "refused", "eight_bits", "metrics_and_clear", "vectors"),
     *("compressed", "quantized", "documented"),
 )
-_OF_THE_TREE = ("round_trip", "partial_batch", "unknown_keys", "other_weights", "node_killed_during_load")
+_OF_THE_TREE = (
+    "round_trip",
+    "partial_batch",
+    "unknown_keys",
+    "other_weights",
+    "node_killed_during_load",
+    *OF_HOST_MEMORY,
+)
 # Importing SGLang takes longer than a check does: all are run by one process.
 _PATIENCE = 600.0
 
@@ -63,7 +70,12 @@ def test_the_contract_of_connectors_holds(contract: tuple[str, Facts], case: str
 def test_the_unified_radix_cache_keeps_the_contract(on_the_tree: Facts, case: str) -> None:
     told = _told(on_the_tree, case)
     assert told["before"] == 0  # nothing was on its device
-    assert {name: told[name] for name in CASES[case]} == CASES[case]
+    expected = {**CASES, **OF_HOST_MEMORY}[case]
+    assert {name: told[name] for name in expected} == expected
+
+
+def test_a_prefix_larger_than_sglangs_host_memory_is_loaded_once(on_the_tree: Facts) -> None:
+    assert 0 < _told(on_the_tree, "memory_smaller_than_prefix")["asked"] <= BLOCKS
 
 
 def test_processes_with_other_hash_seeds_make_the_same_keys(run_program: Run) -> None:

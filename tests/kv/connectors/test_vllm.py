@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kv.connectors.cases import CASES, OF_ENGINES
+from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES, OF_HOST_MEMORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,10 +28,10 @@ def found(request: pytest.FixtureRequest, run_program: Callable[..., dict[str, A
     return request.param, run_program("vllm", "vllm_tier", request.param, timeout=500)
 
 
-@pytest.mark.parametrize("case", [case for case in (*CASES, *OF_ENGINES) if case != "hash_seeds"])
+@pytest.mark.parametrize("case", [case for case in (*CASES, *OF_ENGINES, *OF_HOST_MEMORY) if case != "hash_seeds"])
 def test_the_tier_keeps_the_contract(found: tuple[str, dict[str, Any]], case: str) -> None:
     transport, facts = found
-    expected = {**CASES, **OF_ENGINES}[case].copy()
+    expected = {**CASES, **OF_ENGINES, **OF_HOST_MEMORY}[case].copy()
     if (transport, case) == ("mapped", "deadline_passed"):
         expected["loaded"] = 16  # memory of a node on this host is read without it
     assert "error" not in facts[case], facts[case]["error"]
@@ -41,6 +41,14 @@ def test_the_tier_keeps_the_contract(found: tuple[str, dict[str, Any]], case: st
 def test_a_mapped_node_answers_in_the_step_that_asks(found: tuple[str, dict[str, Any]]) -> None:
     transport, facts = found
     assert facts["round_trip"]["retries"] == (0 if transport == "mapped" else 16)
+
+
+def test_a_prefix_larger_than_the_engines_memory_is_loaded_once(found: tuple[str, dict[str, Any]]) -> None:
+    assert 0 < found[1]["memory_smaller_than_prefix"]["asked"] <= BLOCKS
+
+
+def test_a_request_loads_its_blocks_again_only_after_a_preemption(found: tuple[str, dict[str, Any]]) -> None:
+    assert found[1]["preempted"]["loaded"] == [BLOCKS, 0, BLOCKS]
 
 
 def test_hits_count_as_the_hosts_only_where_nodes_are_on_it(found: tuple[str, dict[str, Any]]) -> None:

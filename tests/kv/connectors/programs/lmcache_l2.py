@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from lmcache.lmcache_native import Bitmap
@@ -37,14 +38,16 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from farpool import Store
+from farpool.kv import lmcache
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
 from farpool.kv.keys import KEY_MAGIC
 from farpool.kv.lmcache import FarpoolL2
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
-from tests.kv.connectors.cases import BLOCKS
+from tests.kv.connectors.cases import BLOCKS, MEMORY
 from tests.kv.connectors.programs.costs import costs
+from tests.kv.connectors.programs.faults import damaged_loads
 from tests.nodes import PATIENCE, eventually, stats
 
 CHUNK = 256
@@ -110,14 +113,14 @@ def read(obj: Any) -> bytes:
 class Engine:
     """LMCache's storage manager with farpool as its only second level."""
 
-    def __init__(self, spec: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        memory = L1MemoryManagerConfig(size_in_bytes=64 << 20, use_lazy=False, shm_name="")
+    def __init__(self, spec: str, dtype: torch.dtype = torch.bfloat16, memory_bytes: int = 64 << 20) -> None:
+        memory = L1MemoryManagerConfig(size_in_bytes=memory_bytes, use_lazy=False, shm_name="")
         self.manager = StorageManager(
             StorageManagerConfig(L1ManagerConfig(memory), EvictionConfig("LRU"), config_of(spec))
         )
         ((_, self.adapter),) = self.manager.l2_adapters()
         self.layout = layout(dtype)
-        self.found = 0
+        self.found = self.asked = 0
         query = self.adapter.query_lookup_and_lock_result
 
         def counted(task: int) -> Bitmap | None:
@@ -126,6 +129,13 @@ class Engine:
             return bitmap
 
         self.adapter.query_lookup_and_lock_result = counted
+        load = self.adapter.submit_load_task
+
+        def asked(keys: list[ObjectKey], objects: list[Any]) -> int:
+            self.asked += len(keys)
+            return int(load(keys, objects))
+
+        self.adapter.submit_load_task = asked
         self._offered = 0
         self._ended = 0
         submit, pop = self.adapter.submit_store_task, self.adapter.pop_completed_store_tasks
@@ -272,6 +282,48 @@ def round_trip() -> dict[str, Any]:
 
 def partial_batch() -> dict[str, Any]:
     return moved_through(object_keys(), object_keys()[: BLOCKS // 2])
+
+
+def memory_smaller_than_prefix() -> dict[str, Any]:
+    keys = object_keys()
+    with running_node() as node:
+        with engine(node) as one:
+            one.save(keys)
+        other = Engine(spec_of(node), memory_bytes=MEMORY * NBYTES)
+        try:
+            _, wrong, completed = other.load(keys)
+            return {"saved": len(objects_on(node)), "wrong": wrong, "completed": completed, "asked": other.asked}
+        finally:
+            other.close()
+
+
+def other_release() -> dict[str, Any]:
+    keys = object_keys()
+    with running_node() as node:
+        with mock.patch.object(lmcache, "_RELEASE", "0.1.0"), engine(node) as one:
+            one.save(keys)
+        with engine(node) as other:
+            loaded, wrong, _ = other.load(keys)
+            return {"saved": len(objects_on(node)), "found": other.found, "loaded": loaded, "wrong": wrong}
+
+
+def damaged_in_host_memory() -> dict[str, Any]:
+    keys = object_keys()
+    with running_node() as node:
+        with engine(node) as one:
+            one.save(keys)
+        with damaged_loads(), engine(node) as other:
+            loaded, wrong, completed = other.load(keys)
+            other.save(object_keys(first=50_000))
+            told = other.adapter.report_status()
+            return {
+                "saved": len(objects_on(node)),
+                "found": other.found,
+                "loaded": loaded,
+                "wrong": wrong,
+                "completed": completed,
+                "told": [told["is_healthy"], told["probe"]],
+            }
 
 
 def unknown_keys() -> dict[str, Any]:

@@ -21,8 +21,11 @@ from unittest import mock
 import torch
 import torch.distributed
 
+from farpool import Store
+from farpool.kv.keys import KEY_MAGIC
 from farpool.node.process import RunningNode, running_node
-from tests.kv.connectors.cases import BLOCKS
+from tests.kv.connectors.cases import BLOCKS, MEMORY
+from tests.kv.connectors.programs.faults import damaged_loads
 from tests.kv.connectors.programs.sglang_engine import PAGE, PATIENCE, begin, mha, settings
 
 # isort: split
@@ -36,6 +39,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 
+from farpool.kv import sglang
+
 TOKENS = range(1000, 1000 + BLOCKS * PAGE)
 Facts = dict[str, Any]
 
@@ -43,8 +48,10 @@ Facts = dict[str, Any]
 class Tree:
     """A tree with a device pool and a host pool, which a scheduler's steps are made for by `until`."""
 
-    def __init__(self, server_args: Any) -> None:
+    def __init__(self, server_args: Any, pages: int | None = None) -> None:
         self._device, host = mha("layer_first")
+        if pages is not None:
+            host.alloc(host.available_size() - pages * PAGE)  # in use by others for good
         self._pairs = [(host.k_buffer, self._device.k_buffer), (host.v_buffer, self._device.v_buffer)]
         host.backup_from_device_all_layer = self._to_host
         host.load_to_device_per_layer = self._to_device
@@ -140,8 +147,8 @@ def _key(tokens: Sequence[int]) -> RadixKey:
 
 
 @contextmanager
-def tree(node: RunningNode, **changes: Any) -> Iterator[Tree]:
-    """A tree as a server makes it with these settings of farpool."""
+def tree(node: RunningNode, pages: int | None = None, **changes: Any) -> Iterator[Tree]:
+    """A tree as a server makes it with these settings of farpool, with a host pool that has room for `pages`."""
     extra = {**settings(node.address, **changes), "prefetch_threshold": PAGE}
     with get_context().override_server_args(
         device="cpu",
@@ -155,7 +162,7 @@ def tree(node: RunningNode, **changes: Any) -> Iterator[Tree]:
         hicache_storage_prefetch_policy="wait_complete",
         hicache_storage_backend_extra_config=json.dumps(extra),
     ) as server_args:
-        made = Tree(server_args)
+        made = Tree(server_args, pages)
         try:
             yield made
         finally:
@@ -201,6 +208,39 @@ def node_killed_during_load(node: RunningNode) -> Facts:
         with mock.patch.object(other.storage._blocks, "load", killed):
             told = other.load(TOKENS, kept)
         return {"saved": len(kept), **told, "completed": True}
+
+
+def memory_smaller_than_prefix(node: RunningNode) -> Facts:
+    with tree(node) as one:
+        kept = one.save(TOKENS)
+    with tree(node, pages=MEMORY) as other:
+        load, asked = other.storage._blocks.load, 0
+
+        def counted(keys: Sequence[bytes], *arguments: Any, **named: Any) -> Any:
+            nonlocal asked
+            asked += len(keys)
+            return load(keys, *arguments, **named)
+
+        with mock.patch.object(other.storage._blocks, "load", counted):
+            told = other.load(TOKENS, kept)
+        return {"saved": len(kept), **told, "asked": asked, "completed": True}
+
+
+def other_release(node: RunningNode) -> Facts:
+    with mock.patch.object(sglang, "version", return_value="0.1.0"), tree(node) as one:
+        kept = one.save(TOKENS)
+    with tree(node) as other:
+        return {"saved": len(kept), **other.load(TOKENS, kept)}
+
+
+def damaged_in_host_memory(node: RunningNode) -> Facts:
+    with tree(node) as one:
+        kept = one.save(TOKENS)
+    with damaged_loads(), tree(node) as other:
+        told = other.load(TOKENS, [])
+        other.save(range(5000, 5000 + BLOCKS * PAGE))
+    with Store(node.address, timeout=PATIENCE) as store:
+        return {**told, "saved": sum(1 for _ in store.keys(KEY_MAGIC)), "kept": len(kept), "completed": True}
 
 
 def main() -> None:

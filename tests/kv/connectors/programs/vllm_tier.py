@@ -17,9 +17,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import numpy as np
+import vllm
 from vllm.utils.hashing import sha256, sha256_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -39,8 +40,9 @@ from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
 from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
-from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES
+from tests.kv.connectors.cases import BLOCKS, CASES, MEMORY, OF_ENGINES, OF_HOST_MEMORY
 from tests.kv.connectors.programs.costs import costs
+from tests.kv.connectors.programs.faults import damaged_loads
 from tests.nodes import eventually, stats
 
 PATIENCE = 20.0
@@ -75,11 +77,12 @@ class Engine:
         dtype: str = "bfloat16",
         weights: str = "1",
         ranks: int = 1,
+        rows: int = 80,
         **other: Any,
     ) -> None:
         tier = {"type": "FarpoolTier", "module_path": "farpool.kv.vllm", "nodes": [node.address for node in running]}
         tier |= {"weights_id": weights, "transport": transport, "timeout": PATIENCE, **other}
-        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 80 * BLOCK, "secondary_tiers": [tier]}
+        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": rows * BLOCK, "secondary_tiers": [tier]}
         config = OffloadingConfig(
             groups=(OffloadingGroupConfig(TOKENS, ("layer.0", "layer.1"), 0),),
             worker_kv_bytes_per_block=BLOCK,
@@ -95,14 +98,21 @@ class Engine:
         self.tier = self.manager.secondary_tiers[0]
         self.memory = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self.lock = self.manager.lock  # vLLM's rule: held for each call
+        self.asked = 0
+        self._submit_load, self.tier.submit_load = self.tier.submit_load, self._counted
+
+    def _counted(self, job: Any) -> None:
+        """Count the blocks that vLLM asks the tier to load."""
+        self.asked += len(job.keys)
+        self._submit_load(job)
 
     def close(self) -> None:
         self.memory = np.empty((0, BLOCK), np.uint8)
         self.manager.shutdown()
 
-    def step(self, new: Sequence[str] = ()) -> None:
+    def step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
         with self.lock:
-            self.manager.on_schedule_end(ScheduleEndContext(set(new), set()))
+            self.manager.on_schedule_end(ScheduleEndContext(set(new), set(preempted)))
 
     def settle(self) -> None:
         """Step until no transfer is under way."""
@@ -165,6 +175,22 @@ class Engine:
         is given, with the number of blocks that are missing, which are offered then.
         """
         request = self.begin(keys, name)
+        facts = self.follow(request, keys, bytes_of, meanwhile)
+        if computing is not None and facts["loaded"] < len(keys):
+            computing(len(keys) - facts["loaded"])
+            self.offer(keys[facts["loaded"] :], bytes_of[facts["loaded"] :], request)
+        self.end(request)
+        self.step()
+        return facts
+
+    def follow(
+        self,
+        request: ReqContext,
+        keys: Sequence[Any],
+        bytes_of: np.ndarray,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Facts:
+        """Look a request's prefix up until nothing is pending, and load what is there."""
         deadline = time.monotonic() + PATIENCE
         found, retries, completed = 0, 0, False
         while not completed and time.monotonic() < deadline:
@@ -192,11 +218,6 @@ class Engine:
                 rows = self.manager.prepare_load(keys[:loaded], request).block_ids
                 wrong = sum(not np.array_equal(self.memory[row], bytes_of[n]) for n, row in enumerate(rows))
                 self.manager.complete_load(keys[:loaded], request)
-        if computing is not None and loaded < len(keys):
-            computing(len(keys) - loaded)
-            self.offer(keys[loaded:], bytes_of[loaded:], request)
-        self.end(request)
-        self.step()
         return {
             "found": found,
             "loaded": loaded,
@@ -280,6 +301,46 @@ def partial_batch(transport: str) -> Facts:
         engine.save(keys[: BLOCKS // 2], bytes_of)
         engine.forget()
         return {"saved": saved(node), **engine.ask(keys, bytes_of)}
+
+
+def memory_smaller_than_prefix(transport: str) -> Facts:
+    with running_node() as node:
+        keys, bytes_of = hashed(18), values(18)
+        with running(transport, [node]) as engine:
+            engine.save(keys, bytes_of)
+        with running(transport, [node], rows=MEMORY) as engine:
+            return {"saved": saved(node), **engine.ask(keys, bytes_of), "asked": engine.asked}
+
+
+def other_release(transport: str) -> Facts:
+    with running_node() as node, running(transport, [node]) as engine:
+        with mock.patch.object(vllm, "__version__", "0.1.0"), running(transport, [node]) as other:
+            other.save(hashed(26), values(26))
+        return {"saved": saved(node), **engine.ask(hashed(26), values(26))}
+
+
+def damaged_in_host_memory(transport: str) -> Facts:
+    with running_node() as node, running(transport, [node]) as engine:
+        engine.save(hashed(24), values(24))
+        with damaged_loads(), running(transport, [node]) as other:
+            facts = other.ask(hashed(24), values(24))
+            other.save(hashed(25), values(25))
+            return {"saved": saved(node), **facts}
+
+
+def preempted(transport: str) -> Facts:
+    """One request that is looked up again after a load: its blocks are missing, until it is preempted."""
+    with running_node() as node, running(transport, [node]) as engine:
+        keys, bytes_of = hashed(19), values(19)
+        engine.save(keys, bytes_of)
+        request = engine.begin(keys)
+        loaded = []
+        for names in ((), (), [request.req_id]):
+            engine.forget()
+            engine.step(preempted=names)
+            loaded.append(engine.follow(request, keys, bytes_of)["loaded"])
+        engine.end(request)
+        return {"loaded": loaded}
 
 
 def unknown_keys(transport: str) -> Facts:
@@ -531,7 +592,7 @@ def settings(transport: str) -> Facts:
             Engine([], **{"transport": transport, "nodes": ["tcp://127.0.0.1:1"], **given}).close()
         except ConfigError as error:
             said[name] = str(error)
-    with patch("farpool.kv.vllm.model_parallel_is_initialized", return_value=True):
+    with mock.patch("farpool.kv.vllm.model_parallel_is_initialized", return_value=True):
         Engine([], transport, nodes=["tcp://127.0.0.1:1"]).close()  # a single rank may be its own scheduler
         try:
             Engine([], transport, nodes=["tcp://127.0.0.1:1"], ranks=2).close()
@@ -544,8 +605,9 @@ def main(transport: str, *cases: str) -> None:
     kv_cache_utils.init_none_hash(sha256)
     found: dict[str, Any] = {}
     for name in cases or (
-        *(name for name in (*CASES, *OF_ENGINES) if name != "hash_seeds"),
+        *(name for name in (*CASES, *OF_ENGINES, *OF_HOST_MEMORY) if name != "hash_seeds"),
         "compressed",
+        "preempted",
         "stated_localities",
         "settings",
     ):
