@@ -345,6 +345,8 @@ void bind_pager(nb::module_& m) {
             "rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
             nb::arg("nbytes"))
         .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
+        .def_prop_ro("tape_bytes", [](BoundPager& self) { return self->tape().held_bytes(); })
+        .def_prop_ro("table_bytes", [](BoundPager& self) { return self->held_bytes(); })
         .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
         .def_prop_ro("rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); })
         .def_prop_ro("row_counts",

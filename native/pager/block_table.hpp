@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/extent_allocator.hpp"
+#include "held.hpp"
 #include "messages.hpp"
 
 namespace farpool::pager {
@@ -66,6 +67,8 @@ public:
     void require_used(BlockId first, std::int32_t count) const;
     // Numbers in use, in order.
     std::vector<BlockId> used() const;
+    // Bytes of memory that the table holds.
+    std::int64_t held_bytes() const { return held(blocks_) + held(named_); }
 
 private:
     ExtentAllocator numbers_;

@@ -19,6 +19,8 @@ public:
     // The block to evict next, and its next use; -1 if there is none.
     BlockId victim() const { return heap_.empty() ? -1 : heap_.front().block; }
     std::int64_t victim_next_use() const { return heap_.empty() ? -1 : heap_.front().next_use; }
+    // Bytes of memory that the order holds.
+    std::int64_t held_bytes() const { return held(heap_); }
 
 private:
     struct Entry {

@@ -18,6 +18,7 @@
 #include <tuple>
 #include <utility>
 
+#include "held.hpp"
 #include "residency.hpp"
 #include "retention.hpp"
 #include "strides.hpp"
@@ -50,6 +51,8 @@ public:
     void resized();
     // Looks again from the pointer on, after something was undone (a failure, a smaller budget).
     void retreat();
+    // Bytes of memory that the look-ahead holds.
+    std::int64_t held_bytes() const { return held(births_) + held(fetched_); }
 
 private:
     void set_largest(std::int64_t nbytes);

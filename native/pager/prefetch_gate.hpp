@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "held.hpp"
+
 namespace farpool::pager {
 
 // The account that decides whether to fetch ahead, in bytes: time gained times the link's rate.
@@ -59,6 +61,8 @@ public:
     double note(double start, double end);
     // Busy seconds between two times.
     double between(double start, double end) const { return until(end) - until(start); }
+    // Bytes of memory that the intervals hold.
+    std::int64_t held_bytes() const { return held(times_) + held(totals_); }
 
 private:
     double until(double time) const;
@@ -75,6 +79,8 @@ public:
     void note(std::int64_t nbytes, double start, double end);
     // Recent rate of the link; 0 before anything was moved.
     double seconds_per_byte() const { return bytes_ != 0.0 ? seconds_ / bytes_ : 0.0; }
+    // Bytes of memory that the latest transfers hold.
+    std::int64_t held_bytes() const { return busy_.held_bytes(); }
 
 private:
     BusyTimes busy_;

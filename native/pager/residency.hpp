@@ -115,6 +115,12 @@ public:
     void failed(TransferId number, const Failure& error, bool waited_for);
 
     BlockTable blocks;
+    // Bytes of memory that the state of blocks, their order and the times of transfers hold.
+    std::int64_t held_bytes() const {
+        return blocks.held_bytes() + evictable.held_bytes() + rows.held_bytes() + rate.held_bytes() + writing.held_bytes() +
+               computing_.held_bytes() + held(unjudged_);
+    }
+
     ArenaMap arena;
     Backing backing;
     FarthestUse evictable;

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "held.hpp"
 #include "messages.hpp"
 
 namespace farpool::pager {
@@ -32,6 +33,8 @@ public:
     // Notes that a block has left that was worth keeping until `worth`.
     void left(std::int64_t worth) { floor_ = std::max(floor_, worth); }
     bool by_frequency() const noexcept { return by_frequency_; }
+    // Bytes of memory that the samples hold.
+    std::int64_t held_bytes() const { return recency_.held_bytes() + frequency_.held_bytes(); }
 
 private:
     class Shadow {
@@ -42,6 +45,7 @@ private:
         double missed() const noexcept { return missed_; }
         bool full() const noexcept { return floor_ > 0; }
         void forget(double share) { missed_ *= 1.0 - share; }
+        std::int64_t held_bytes() const { return held(rows_) + held(order_); }
 
     private:
         struct Row {

@@ -17,6 +17,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "held.hpp"
+
 namespace farpool::pager {
 
 // Added to the key of a next use: the block is not kept until then (see retention.hpp).
@@ -74,6 +76,8 @@ public:
     double seconds(std::int64_t start, std::int64_t stop) const { return at(stop).clock - at(start).clock; }
     // First coming use of each block that the known future names, by name.
     std::unordered_map<std::int64_t, std::int64_t> upcoming() const;
+    // Bytes of memory that the tape holds.
+    std::int64_t held_bytes() const { return held(entries_) + held(last_) + held(index_); }
 
 private:
     static constexpr std::int64_t context = 3;

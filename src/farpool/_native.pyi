@@ -816,6 +816,12 @@ class Pager:
     def ahead_bytes(self) -> int:
         """Bytes prefetched, or on their way, that have not been accessed yet."""
     @property
+    def tape_bytes(self) -> int:
+        """Bytes of memory that the tape holds."""
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of memory that the pager holds to know its blocks, beside the tape."""
+    @property
     def divergences(self) -> int:
         """Number of times that the program did something else than the tape foretold."""
     @property

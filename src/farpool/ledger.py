@@ -77,6 +77,14 @@ class Ledger:
         """
         self._book(tier, owner, Account(requested, reserved, page_locked, touched), take_back=True)
 
+    def hold(self, tier: str, owner: str, nbytes: int) -> None:
+        """Book that `owner` now holds `nbytes` bytes of `tier`, instead of what it held before."""
+        account = Account(requested=nbytes, reserved=nbytes, touched=nbytes)
+        with self._lock:
+            self._settle()
+            self._accounts.pop((tier, owner), None)
+            self._change(tier, owner, account, take_back=False)
+
     def subtract_finally(self, tier: str, owner: str, amount: Account) -> None:
         """Book bytes that a finalizer gives back, which may run at any time, also while its thread is in here."""
         self._given_back.append((tier, owner, amount))

@@ -94,6 +94,10 @@ def summary(funcs: Iterable[Any]) -> str:
         lines.append(f"| {namespace} | " + " | ".join(row) + " |")
     lines += [
         "",
+        "On the CPU, operators of the class *arena* that torch marks as elementwise or as reductions, and a few more",
+        "that only move or compare elements, take views that are scattered over more than the budget on plain copies",
+        "(`src/farpool/tensors/rules/scattered.py`).",
+        "",
         "Higher-order operators (`cond`, `flex_attention`, ...) have no schema: there PyTorch itself refuses paged",
         "tensors (`NotImplementedError`).",
         "",

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune, spectral_norm
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import farpool
 from farpool import PagedTensor, UnsupportedError
+from farpool.tensors.factories import from_tensor
 from tests.tensors.bits import assert_same, tensors_of
 from tests.tensors.evil_pool import EvilPool
 
@@ -66,6 +67,121 @@ def test_a_module_that_has_never_run_is_not_refused(evil: EvilPool) -> None:
     for change in COMPUTED.values():
         plain, paged = make(change), farpool.offload(make(change), evil)
         assert_same(paged(torch.ones(2, 6)), plain(torch.ones(2, 6)))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).t()
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu()
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+class Same(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+
+def in_a_row(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    parametrize.register_parametrization(layer, "weight", Twice())
+    parametrize.register_parametrization(layer, "bias", Twice())
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": lambda layer: parametrizations.weight_norm(layer),
+    "spectral_norm": lambda layer: parametrizations.spectral_norm(layer),
+    "matrix_exp": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
+    "cayley": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="cayley"),
+    "householder": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="householder"),
+    "no trivialization": lambda layer: parametrizations.orthogonal(layer, use_trivialization=False),
+    "in a row": in_a_row,
+}
+REMOVED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": lambda layer: nn.utils.remove_weight_norm(layer),
+    "spectral_norm": lambda layer: nn.utils.remove_spectral_norm(layer),
+    "prune": lambda layer: [prune.remove(layer, name) for name in ("weight", "bias")],
+}
+
+
+def train(model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+
+
+def square() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def assert_alike(moved: nn.Module, plain: nn.Module) -> None:
+    found, expected = tensors_of(moved), tensors_of(plain)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same(found[name], tensor, name)
+    assert list(moved.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("name", [*PARAMETRIZED, *[f"older {name}" for name in COMPUTED]])
+def test_weights_become_computed_ones_while_they_are_in_a_pool(name: str, evil: EvilPool) -> None:
+    older = name.removeprefix("older ") if name.startswith("older ") else ""
+    plain, moved = square(), farpool.offload(square(), evil)
+    weight = moved[0].weight
+    for model in (plain, moved):
+        torch.manual_seed(1)
+        (COMPUTED[older] if older else PARAMETRIZED[name])(model[0])
+        train(model, 2)
+    assert_alike(moved, plain)
+    if name not in ("weight_norm", "older weight_norm"):  # these make new parameters
+        assert any(weight is parameter for parameter in moved.parameters())
+        assert type(weight) is PagedTensor
+    for model in (plain, moved):
+        if older:
+            REMOVED[older](model[0])
+        else:
+            parametrize.remove_parametrizations(model[0], "weight")
+        train(model, 1)
+    assert_alike(moved, plain)
+    farpool.restore(moved)
+    assert not any(type(tensor) is PagedTensor for tensor in tensors_of(moved).values())
+    for model in (plain, moved):
+        train(model, 1)
+    assert_alike(moved, plain)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_a_parametrized_weight_is_assigned_and_left_as_it_was(is_paged: bool, evil: EvilPool) -> None:
+    plain, moved = square(), farpool.offload(square(), evil)
+    given = torch.arange(36.0).view(6, 6)
+    for model in (plain, moved):
+        parametrize.register_parametrization(model[0], "weight", Symmetric())
+        model[0].weight = from_tensor(evil, given) if is_paged and model is moved else given
+        with parametrize.cached():
+            model(torch.ones(1, 6))
+    assert_same(moved[0].weight, plain[0].weight)
+    assert type(moved[0].parametrizations.weight.original) is PagedTensor
+    for model in (plain, moved):
+        parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    assert_alike(moved, plain)
+
+
+def test_a_plain_parametrized_weight_takes_a_paged_value(evil: EvilPool) -> None:
+    layer = nn.Linear(6, 6)
+    parametrize.register_parametrization(layer, "bias", Same())
+    layer.bias = from_tensor(evil, torch.arange(6.0))
+    assert type(layer.parametrizations.bias.original) is nn.Parameter
+    assert_same(layer.bias, torch.arange(6.0))
 
 
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {

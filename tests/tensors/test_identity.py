@@ -19,7 +19,7 @@ from torch import nn
 import farpool
 from farpool import PagedTensor, Pool, UnsupportedError
 from farpool.tensors.factories import from_tensor, materialize, zeros
-from tests.tensors.bits import assert_same
+from tests.tensors.bits import assert_same, tensors_of
 from tests.tensors.evil_pool import EvilPool
 
 VALUES = torch.arange(12.0).view(3, 4)
@@ -129,9 +129,50 @@ def test_a_move_to_another_device_is_refused_and_one_to_its_own_does_nothing(evi
     assert module.cpu() is module
     assert module[0].weight is weight
     assert type(weight) is PagedTensor
-    with pytest.raises(UnsupportedError, match="meta"):
-        module.to("meta")
+    with pytest.raises(UnsupportedError, match="cannot move to cuda"):
+        torch.ops.aten._to_copy.default(weight, device=torch.device("cuda"))
     assert type(module[0].weight) is PagedTensor
+
+
+TO_META: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to": lambda t: t.to("meta"),
+    "to with a dtype": lambda t: t.to(torch.device("meta"), torch.float16),
+    "to another tensor's device": lambda t: t.to(torch.empty(2, device="meta")),
+    "to in another format": lambda t: t.to("meta", copy=True, memory_format=torch.contiguous_format),
+    "transposed": lambda t: t.t().to("meta"),
+    "column": lambda t: t[:, 0].to("meta"),
+    "no rows": lambda t: t[:0].to("meta"),
+    "detached": lambda t: t.detach().to("meta"),
+    "empty_like": lambda t: torch.empty_like(t, device="meta"),
+    "zeros_like": lambda t: torch.zeros_like(t, device="meta"),
+    "rand_like": lambda t: torch.rand_like(t, device="meta"),
+    "randint_like": lambda t: torch.randint_like(t, 5, device="meta"),
+    "copy_": lambda t: torch.empty_like(t, device="meta").copy_(t),
+}
+
+
+@pytest.mark.parametrize("kind", TO_META)
+def test_a_tensor_on_the_meta_device_is_plain_and_reads_nothing(kind: str, pool: Pool) -> None:
+    plain = nn.Parameter(torch.ones(1024, 256))  # four times the budget
+    module = farpool.offload(nn.ParameterList([nn.Parameter(plain.detach().clone())]), pool)
+    before = pool.stats().accesses
+    result, expected = TO_META[kind](module[0]), TO_META[kind](plain)
+    assert pool.stats().accesses == before
+    farpool.restore(module)
+    assert type(result) is torch.Tensor
+    assert result.is_meta
+    for look in ("shape", "dtype", "requires_grad"):
+        assert getattr(result, look) == getattr(expected, look), look
+    assert (result.stride(), result.storage_offset()) == (expected.stride(), expected.storage_offset())
+
+
+def test_modules_move_to_the_meta_device_and_leave_the_pool(evil: EvilPool) -> None:
+    module = farpool.offload(make(), evil)
+    for copied in (copy.deepcopy(module).to("meta"), copy.deepcopy(module).to_empty(device="meta")):
+        assert all(tensor.is_meta and type(tensor) is not PagedTensor for tensor in tensors_of(copied).values())
+    assert all(type(tensor) is PagedTensor for tensor in tensors_of(module).values())
+    module.to("meta")
+    assert all(tensor.is_meta and type(tensor) is not PagedTensor for tensor in tensors_of(module).values())
 
 
 def test_a_deep_copy_is_a_paged_module_of_its_own(evil: EvilPool) -> None:

@@ -292,3 +292,58 @@ def test_memory_is_what_the_narrowest_control_group_leaves(tmp_path: Path) -> No
 
 def test_memory_of_this_machine_is_a_plausible_number() -> None:
     assert 1 << 20 < available_memory() < 1 << 50
+
+
+class Keeper(nn.Module):
+    """A module that keeps a view of its weight as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.kept = self.layer.weight.t()
+        return values @ self.kept
+
+
+def failing_loss(model: nn.Linear) -> None:
+    turned = model.weight.t()
+    raise ValueError(f"the loss of {list(turned.size())} is not finite")
+
+
+def test_a_refused_close_names_the_view_and_the_variable_that_a_traceback_keeps() -> None:
+    model = nn.Linear(4, 4)
+    pool = Pool("16KiB", dram="1MiB")
+    farpool.offload(model, pool)
+    with pytest.raises(ValueError, match="not finite") as failed:
+        failing_loss(model)
+    with pytest.raises(UnsupportedError, match=r"'weight' \[4, 4\] is a view.* with history") as refused:
+        pool.close(materialize=True)
+    said = str(refused.value)
+    assert "the variable 'turned' of failing_loss() (test_leaving.py, line" in said
+    assert "traceback" in said
+    assert type(model.weight) is PagedTensor
+    del failed, refused
+    gc.collect()
+    pool.close(materialize=True)
+    assert type(model.weight) is nn.Parameter
+
+
+def test_a_refused_close_names_the_attribute_or_the_key_that_holds_the_view() -> None:
+    model = Keeper()
+    pool = Pool("16KiB", dram="1MiB")
+    farpool.offload(model, pool)
+    model(torch.ones(1, 4))
+    with pytest.raises(UnsupportedError, match=r"held by the attribute 'kept' of a Keeper$"):
+        pool.close(materialize=True)
+    del model.kept
+    by_name = {"turned": model.layer.weight.t()}
+    with pytest.raises(UnsupportedError, match=r"held by a dict, under the key 'turned'$"):
+        pool.close(materialize=True)
+    by_name.clear()
+    mine = model.layer.weight.t()
+    with pytest.raises(UnsupportedError, match="held by a variable of a running function"):
+        pool.close(materialize=True)
+    del mine
+    pool.close(materialize=True)
+    assert type(model.layer.weight) is nn.Parameter

@@ -196,15 +196,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "sparse": lambda: with_buffer(torch.eye(3).to_sparse()),
     "subclass": lambda: with_parameter(torch.ones(3).as_subclass(Odd)),
     "history": lambda: with_buffer(torch.ones(3, requires_grad=True) * 2),
-    "lazy": lambda: lazy(),
 }
-
-
-def lazy() -> nn.Module:
-    module = nn.Module()
-    module.inner = nn.Module()
-    module.inner.bad = nn.UninitializedParameter()
-    return module
 
 
 @pytest.mark.parametrize("name", REFUSED)

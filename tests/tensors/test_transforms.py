@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -73,3 +76,23 @@ def test_export_is_refused(evil: EvilPool) -> None:
 def test_symbolic_tracing_keeps_the_paged_parameters(evil: EvilPool) -> None:
     module = farpool.offload(nn.Linear(4, 3), evil)
     assert_same(torch.fx.symbolic_trace(module)(VALUES), module(VALUES))
+
+
+def test_an_ensemble_is_run_with_a_copy_on_the_meta_device(evil: EvilPool) -> None:
+    def run(*models: nn.Module) -> list[Any]:
+        parameters, buffers = torch.func.stack_module_state(list(models))
+        structure = copy.deepcopy(models[0]).to("meta")
+
+        def call(parameters: Any, buffers: Any) -> torch.Tensor:
+            return torch.func.functional_call(structure, (parameters, buffers), (VALUES,))
+
+        outputs = torch.func.vmap(call)(parameters, buffers)
+        outputs.square().sum().backward()
+        return [outputs, *[tensor.grad for tensor in parameters.values()]]
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
+
+    expected = run(*map(make, range(3)))
+    assert_same(run(*[farpool.offload(make(seed), evil) for seed in range(3)]), expected)

@@ -512,6 +512,9 @@ class BlockPool:
             self._check_open()
             self._collect_dropped()
             self.driver.note_ends()
+            # These grow inside the native core, which knows no ledger.
+            self.ledger.hold("host", "tape", self.pager.tape_bytes)
+            self.ledger.hold("host", "block tables", self.pager.table_bytes)
             return census.take(
                 self.pager,
                 self.arena.kind,

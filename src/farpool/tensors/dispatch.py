@@ -31,7 +31,7 @@ from farpool.tensors.schema import signature_of
 from farpool.tensors.treatment import Treatment
 from farpool.tensors.viewing import change_geometry, view
 
-__all__ = ["Rule", "dispatch", "fallback", "family_rule", "rule", "rule_of"]
+__all__ = ["Rule", "dispatch", "fallback", "family_rule", "general_fallback", "rule", "rule_of"]
 
 Kind = Calls.Kind
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -41,6 +41,7 @@ _rules: dict[Any, Rule] = {}
 _for_sparse: set[Any] = set()
 _families: dict[str, Rule] = {}
 _fallbacks: dict[Any, Rule] = {}
+_general_fallbacks: list[tuple[Callable[[Any], bool], Rule]] = []
 _handlers: dict[Any, Rule] = {}
 """Handlers of the operator overloads that have been called before."""
 _OWN = frozenset(("_storage", "_arena", "_footprint"))
@@ -93,6 +94,23 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
     return register
 
 
+def general_fallback(handles: Callable[[Any], bool]) -> Callable[[Rule], Rule]:
+    """Register a rule for such calls of all overloads for which `handles` returns True, after their own fallback."""
+
+    def register(function: Rule) -> Rule:
+        _general_fallbacks.append((handles, function))
+        return function
+
+    return register
+
+
+def _fallbacks_of(func: Any) -> list[Rule]:
+    found = [_fallbacks[func]] if func in _fallbacks else []
+    if signature_of(func).treatment is Treatment.ARENA:
+        found += [function for handles, function in _general_fallbacks if handles(func)]
+    return found
+
+
 def dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Run one operation that has at least one paged argument."""
     if _modes() and any(_active(key) is not None for key in _TRACERS):
@@ -122,8 +140,9 @@ def _handler_of(func: Any) -> Rule:
     """Choose the handler of an overload at its first call; tell the native core of it if that can run it alone."""
     signature = signature_of(func)
     general = _TREATMENTS[signature.treatment]
-    if func in _fallbacks:
-        general = _retried(general, _fallbacks[func])
+    fallbacks = _fallbacks_of(func)
+    if fallbacks:
+        general = _retried(general, fallbacks)
     chosen = rule_of(func)
     if signature.treatment is Treatment.ARENA and signature.simple:
         writes = sum(1 << position for position in signature.writes)
@@ -133,7 +152,7 @@ def _handler_of(func: Any) -> Rule:
             signature.name,
             Kind.COMPUTE,
             writes=writes,
-            retried=func in _fallbacks,
+            retried=bool(fallbacks),
             ruled=chosen is not None and func not in _for_sparse,
             strided=func in _for_sparse,
         )
@@ -144,7 +163,7 @@ def _handler_of(func: Any) -> Rule:
         and signature.view_of_numbers
     ):
         calls.learn(func, func._op, signature.name, Kind.VIEW)
-    elif chosen is None and signature.treatment is Treatment.DECOMPOSED and func not in _fallbacks:
+    elif chosen is None and signature.treatment is Treatment.DECOMPOSED and not fallbacks:
         kind = Kind.COMPOSED_OF_VIEWS if signature.marks_views else Kind.COMPOSED
         calls.learn(func, func._op_dk, signature.name, kind)
     return general if chosen is None else _ruled(chosen, general)
@@ -169,16 +188,17 @@ def _ruled(rule: Rule, general: Rule) -> Rule:
     return handle
 
 
-def _retried(general: Rule, fallback: Rule) -> Rule:
+def _retried(general: Rule, fallbacks: Sequence[Rule]) -> Rule:
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return general(func, args, kwargs)
         except BudgetError:
             with lazy_bits():
-                result = fallback(func, args, kwargs)
-            if result is NotImplemented:
-                raise
-            return result
+                for fallback in fallbacks:
+                    result = fallback(func, args, kwargs)
+                    if result is not NotImplemented:
+                        return result
+            raise
 
     return handle
 

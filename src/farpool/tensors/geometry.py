@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 __all__ = [
+    "META",
     "contiguous_strides",
     "dense_strides",
     "element_range",
@@ -18,6 +19,7 @@ __all__ = [
     "stand_in",
 ]
 
+META = torch.device("meta")
 # Larger than anything that can be stored, so that every legal geometry is a view into it.
 _META_ELEMENTS = 1 << 48
 _meta_bases: dict[torch.dtype, torch.Tensor] = {}

@@ -7,11 +7,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize as _parametrize
 import torch.optim.optimizer as _optimizer
 import torch.utils._foreach_utils as _foreach
 
 from farpool.errors import UnsupportedError
 from farpool.tensors import compilation, optimizers, savers
+from farpool.tensors.factories import materialize
 from farpool.tensors.identity import reduce_for_process
 from farpool.tensors.paged_storage import PagedStorage
 from farpool.tensors.paged_tensor import NATIVE_DATA, PagedTensor, describe
@@ -19,6 +21,7 @@ from farpool.tensors.paged_tensor import NATIVE_DATA, PagedTensor, describe
 __all__ = ["apply"]
 
 _native_set: Any = torch._C.TensorBase.set_
+_native_set_original: Any = _parametrize._maybe_set
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -48,6 +51,17 @@ def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return result
 
 
+def _set_original(original: torch.Tensor, value: torch.Tensor) -> None:
+    # A parametrization keeps the object of the parameter that it replaces and gives it the values that it starts from.
+    # It makes these for that purpose, so nothing else has to share memory with them: a paged parameter takes a copy.
+    if type(original) is PagedTensor:
+        original.data = value
+    elif type(value) is PagedTensor:
+        original.data = materialize(value)
+    else:
+        _native_set_original(original, value)
+
+
 def _module_cpu(module: torch.nn.Module) -> torch.nn.Module:
     # The cpu() of a paged tensor is a plain copy; a module's leaves it in its pool, as moving where one is does.
     moved: torch.nn.Module = module._apply(  # type: ignore[no-untyped-call]
@@ -66,6 +80,7 @@ def apply() -> None:
     for kinds in (_optimizer._foreach_supported_types, _foreach._foreach_supported_types):
         if PagedTensor not in kinds:
             kinds.append(PagedTensor)
+    _parametrize._maybe_set = _set_original  # type: ignore[assignment]
     torch.nn.Module.cpu = functools.wraps(torch.nn.Module.cpu)(_module_cpu)  # type: ignore[method-assign, assignment]
     compilation.apply()
     optimizers.apply()

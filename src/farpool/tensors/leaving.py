@@ -15,6 +15,7 @@ import torch
 from farpool.available import available_memory
 from farpool.errors import BudgetError, UnsupportedError
 from farpool.sizes import format_size
+from farpool.tensors.holders import holder_of
 from farpool.tensors.identity import check_swappable
 from farpool.tensors.offload import move_out
 from farpool.tensors.paged_tensor import PagedTensor, describe
@@ -56,7 +57,10 @@ def materialize_all(pool: StorageOwner) -> None:
     bases = {id(tensor._base) for tensor in found if tensor._base is not None}
     for tensor in found:
         if not tensor.is_leaf:
-            raise UnsupportedError(f"{describe(tensor)} is a view with history: drop it, or detach it first")
+            raise UnsupportedError(
+                f"{describe(tensor)} is a view, or a result, with history and cannot become plain. Drop it or detach "
+                f"it first. It is held by {holder_of(tensor)}"
+            )
         # A base is held by its views, which become plain before it.
         if id(tensor) not in bases:
             check_swappable(tensor, describe(tensor))
@@ -91,7 +95,8 @@ def take_along(pool: StorageOwner) -> str:
         if id(tensor._storage) not in kept:
             raise UnsupportedError(
                 f"{describe(tensor)} is the result of a computation with history, so it cannot become plain, and the "
-                "pool, which stays open, has its bytes alone: drop it or detach it, then close the pool"
+                "pool, which stays open, has its bytes alone: drop it or detach it, then close the pool. It is held by "
+                f"{holder_of(tensor)}"
             )
     gradients = _gradients(leaves)
     needed = sum({id(tensor._storage): tensor._storage.nbytes for tensor in leaves}.values())

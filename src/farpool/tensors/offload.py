@@ -28,6 +28,7 @@ from farpool.tensors.optimizers import moments_of, note_offload, offload_state
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.stacked import class_of_weight
 from farpool.tensors.transfer import copy_dense
+from farpool.tensors.uninitialized import check_waits_for, is_uninitialized, move_when_initialized, stop_waiting
 
 __all__ = ["move_out", "offload", "paged_together", "restore"]
 
@@ -99,19 +100,24 @@ def _check(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
             f"{name} is {tensor.layout} on {tensor.device}{', quantized' if tensor.is_quantized else ''}: "
             "a pool takes strided tensors with memory only"
         )
+    _check_device(tensor, name, pool)
+    if not tensor.is_leaf:
+        raise UnsupportedError(f"{name} is the result of a computation with history: detach it first")
+    check_swappable(tensor, name)
+
+
+def _check_device(tensor: torch.Tensor, name: str, pool: BlockPool) -> None:
     device = device_of(pool)
     if tensor.device != device:
         raise UnsupportedError(
             f"{name} is on {tensor.device}, the pool on {device}: move the module first, with "
             f"module.to({str(device)!r})"
         )
-    if not tensor.is_leaf:
-        raise UnsupportedError(f"{name} is the result of a computation with history: detach it first")
-    check_swappable(tensor, name)
 
 
 def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
     """The tensors to move into the pool, checked and grouped by shared memory."""
+    check_waits_for(module, pool)
     _detach_computed(module)
     shared: dict[int, _Shared] = {}
     seen: dict[int, _Shared] = {}
@@ -121,6 +127,9 @@ def _collect(module: torch.nn.Module, pool: BlockPool) -> list[_Shared]:
                 raise PoolMixError(
                     f"{name} is in another pool already: take it out first, with farpool.restore(module)"
                 )
+            continue
+        if is_uninitialized(tensor):
+            _check_device(tensor, name, pool)
             continue
         group = seen.get(id(tensor))
         if group is None:
@@ -191,7 +200,8 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     """Move all parameters and buffers of a module, or the moments of an optimizer, into a pool, in place.
 
     Parameters and buffers keep their identity, ties and aliases. Their gradients, those that exist and those that are
-    computed from now on, are paged too. What is in this pool already stays there.
+    computed from now on, are paged too. What is in this pool already stays there. Parameters and buffers of lazy
+    modules (``torch.nn.LazyLinear``) have no bytes yet; they are moved at their module's first forward pass.
 
     An optimizer's moments go there by themselves: new ones are made there, those that ``load_state_dict`` brings are
     moved as they are loaded, and those that were there before the module was moved, at the optimizer's next step. Give
@@ -219,9 +229,9 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
         A tensor is of a kind that cannot be paged, or something holds it; its name is in the message. Or no
         parameter of the optimizer is in the pool.
     PoolMixError
-        A tensor is in another pool.
+        A tensor is in another pool, or its lazy module goes into another one at its first forward pass.
     PoolFullError
-        The pool has no room.
+        The pool has no room. A lazy module's first forward pass may raise this, too; call it again once there is room.
 
     Notes
     -----
@@ -232,6 +242,14 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     if isinstance(module, torch.optim.Optimizer):
         _offload_optimizer(module, blocks, progress)
         return module
+    _move_module_in(module, blocks, progress)
+    move_when_initialized(module, blocks, _move_module_in)
+    return module
+
+
+def _move_module_in(
+    module: torch.nn.Module, blocks: BlockPool, progress: Callable[[int, int], None] | None = None
+) -> None:
     groups = _collect(module, blocks)
     sizes = [stop - start for start, stop in (group.byte_range() for group in groups)]
     done = 0
@@ -250,7 +268,6 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     finally:
         note_offload()
         invalidate_guards(module)
-    return module
 
 
 def _offload_optimizer(
@@ -301,6 +318,7 @@ def restore(module: _Owner) -> _Owner:
         move_out(list(paged.values()))
     finally:
         invalidate_guards(module)
+    stop_waiting(module)
     return module
 
 

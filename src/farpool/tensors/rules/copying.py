@@ -11,7 +11,7 @@ from farpool.tensors.arena import is_device
 from farpool.tensors.compute import compute
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate
-from farpool.tensors.geometry import dense_strides
+from farpool.tensors.geometry import META, dense_strides, stand_in
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import (
     convertible,
@@ -37,6 +37,8 @@ def _mixed(left: Any, right: Any) -> bool:
 @rule(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
+    if target.device == META:  # there are no bytes to copy
+        return func(target, stand_in(source), *args[2:], **kwargs)
     if _mixed(target, source) or target.device != source.device or source.layout is not torch.strided:
         return NotImplemented
     if not any(spans_blocks(tensor) for tensor in (target, source) if type(tensor) is PagedTensor):
@@ -109,6 +111,8 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     device = kwargs.get("device")
+    if device is not None and is_device(device, META):
+        return func(stand_in(source), **kwargs)
     if device is not None and not is_device(device, source.device):
         raise UnsupportedError(
             f"{describe(source)} cannot move to {device}: it lives in its pool on {source.device}; take a plain copy "

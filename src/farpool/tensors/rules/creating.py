@@ -10,7 +10,7 @@ from farpool.errors import UnsupportedError
 from farpool.tensors.arena import is_device
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import allocate, class_of_moments, from_tensor
-from farpool.tensors.geometry import dense_strides, meta_view
+from farpool.tensors.geometry import META, dense_strides, meta_view, stand_in
 from farpool.tensors.paged_tensor import PagedTensor, describe
 from farpool.tensors.transfer import fill_dense
 
@@ -64,6 +64,8 @@ def _filled_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 )
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
+    if kwargs.get("device") is not None and is_device(kwargs["device"], META):
+        return func(stand_in(source), *args[1:], **kwargs)
     plain = func(_plain_like(source), *args[1:], **kwargs)
     if _elsewhere(source, kwargs):
         return plain

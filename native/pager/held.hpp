@@ -1,0 +1,36 @@
+// Bytes that containers hold: what they have allocated, not what they use.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+namespace farpool::pager {
+
+// Bytes of the allocator and of pointers that each node of a set or map takes beside its value.
+inline constexpr std::int64_t node_bytes = 48;
+
+template <typename T>
+std::int64_t held(const std::vector<T>& items) {
+    return static_cast<std::int64_t>(items.capacity() * sizeof(T));
+}
+
+template <typename T>
+std::int64_t held(const std::deque<T>& items) {
+    return static_cast<std::int64_t>(items.size() * sizeof(T));
+}
+
+template <typename T>
+std::int64_t held(const std::set<T>& items) {
+    return static_cast<std::int64_t>(items.size()) * (static_cast<std::int64_t>(sizeof(T)) + node_bytes);
+}
+
+template <typename K, typename V>
+std::int64_t held(const std::unordered_map<K, V>& items) {
+    return static_cast<std::int64_t>(items.bucket_count() * sizeof(void*)) +
+           static_cast<std::int64_t>(items.size()) * (static_cast<std::int64_t>(sizeof(K) + sizeof(V)) + node_bytes);
+}
+
+}  // namespace farpool::pager

@@ -1,0 +1,187 @@
+"""Elementwise operations and reductions of views whose bytes are scattered over more memory than the fast tier has.
+
+A column of a table touches all rows but shows few bytes of each. So the elements that such a view shows are copied to
+plain memory, a part of the table at a time, and torch's operation runs on the copy.
+
+torch chooses its loops by the strides of a tensor. The copy is as narrow as it can be while its strides still say the
+same: which dimension is contiguous, how the dimensions are ordered, and which of them can be taken together. If a
+dimension is contiguous, each of its runs also begins at the same place in a cache line as in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from farpool.available import available_memory
+from farpool.errors import FarpoolError
+from farpool.pager import ALIGNMENT
+from farpool.tensors.dispatch import general_fallback
+from farpool.tensors.geometry import is_dense, plain_empty
+from farpool.tensors.operands import paged_arguments
+from farpool.tensors.paged_tensor import PagedTensor
+from farpool.tensors.schema import signature_of
+from farpool.tensors.transfer import same_layout
+
+_aten = torch.ops.aten
+_SHARE = 2
+"""The copies of one operation take at most the available memory divided by this."""
+_UNTAGGED = frozenset(
+    (
+        *("allclose", "copy_", "equal", "fill_", "flip", "index", "index_put_", "isin"),
+        *("masked_fill_", "masked_select", "median", "nanmedian", "nonzero", "zero_"),
+    )
+)
+"""Operations that torch does not mark as elementwise or as reductions, and that only move or compare elements."""
+_TAGS = [getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)]
+
+
+def _handles(func: Any) -> bool:
+    return func.namespace == "aten" and (func._opname in _UNTAGGED or any(tag in func.tags for tag in _TAGS))
+
+
+def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> tuple[int, ...] | None:
+    """The smallest strides for which torch's operations take the same way through the elements as for `stride`.
+
+    Parameters
+    ----------
+    size, stride : sequence of int
+        The geometry of a view.
+    period : int
+        Elements of a cache line.
+
+    Returns
+    -------
+    tuple of int or None
+        None if the view shows an element at several places other than along an expanded dimension.
+    """
+    narrow = [0] * len(size)
+    contiguous = any(step == 1 and extent > 1 for extent, step in zip(size, stride, strict=True))
+    # Elements that the dimensions so far span, and the stride at which they and the next one can be taken together.
+    reach, joined = 1, 1
+    new_reach, new_joined = 1, 1
+    for step, dim in sorted((step, dim) for dim, step in enumerate(stride) if step):
+        if size[dim] == 1:
+            narrow[dim] = new_joined
+            continue
+        if step < reach:
+            return None
+        if step == joined:
+            new = new_joined
+        else:
+            new = new_reach
+            if contiguous:
+                new += (step - new) % period
+            if new == new_joined:
+                new += period if contiguous else 1
+        narrow[dim] = new
+        reach, joined = reach + (size[dim] - 1) * step, size[dim] * step
+        new_reach, new_joined = new_reach + (size[dim] - 1) * new, size[dim] * new
+    return tuple(narrow)
+
+
+class _Copy:
+    """A plain copy of what a paged view shows, before its values are read."""
+
+    __slots__ = ("elements", "offset", "strides", "tensor")
+
+    def __init__(self, tensor: PagedTensor, strides: tuple[int, ...]) -> None:
+        period = max(ALIGNMENT // tensor.itemsize, 1)
+        self.tensor = tensor
+        self.strides = strides
+        self.offset = int(tensor.storage_offset()) % period
+        reach = sum((extent - 1) * step for extent, step in zip(tensor.size(), strides, strict=True))
+        self.elements = self.offset + 1 + reach
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.tensor.itemsize
+
+    def read(self) -> torch.Tensor:
+        """Make the copy. Along an expanded dimension each element is read once."""
+        tensor = self.tensor
+        memory = plain_empty((self.elements,), (1,), tensor.dtype, tensor.device)
+        copy = memory.as_strided(tensor.size(), self.strides, self.offset)
+        once, shown = copy, tensor.detach()
+        for dim, step in enumerate(self.strides):
+            if step == 0:
+                once, shown = once.narrow(dim, 0, 1), shown.narrow(dim, 0, 1)
+        _aten.copy_.default(once, shown)
+        return copy
+
+
+def _place(tensor: PagedTensor) -> tuple[Any, ...]:
+    return id(tensor._storage), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None:
+    """The copies to make, by what they show; None if one cannot be made or they would take too much memory."""
+    found: dict[tuple[Any, ...], _Copy] = {}
+    for tensor in paged:
+        if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+            return None
+        strides = narrow_strides(tensor.size(), tensor.stride(), max(ALIGNMENT // tensor.itemsize, 1))
+        if strides is None:
+            return None
+        found.setdefault(_place(tensor), _Copy(tensor, strides))
+    needed = sum(copy.nbytes for copy in found.values())
+    return found if needed <= available_memory() // _SHARE else None
+
+
+def _is_scattered(func: Any, paged: Sequence[PagedTensor], tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if a view is not dense, or if an elementwise operation takes its operands in different orders."""
+    if any(not is_dense(tensor) for tensor in paged):
+        return True
+    return torch.Tag.pointwise in func.tags and any(
+        left.size() == right.size() and not same_layout(left, right) for left, right in combinations(tensors, 2)
+    )
+
+
+def _apart(written: PagedTensor, other: PagedTensor) -> bool:
+    """Return True if two views share no element, or all of them in the same places."""
+    if written._storage is not other._storage or _place(written) == _place(other):
+        return True
+    (start, stop), (other_start, other_stop) = written.byte_range(), other.byte_range()
+    if start >= other_stop or other_start >= stop:
+        return True
+    if written.stride() != other.stride() or written.size() != other.size() or written.dtype is not other.dtype:
+        return False
+    steps = [step for extent, step in zip(written.size(), written.stride(), strict=True) if extent > 1]
+    return bool(steps) and abs(int(written.storage_offset() - other.storage_offset())) < min(steps)
+
+
+@general_fallback(_handles)
+def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = (*args, *kwargs.values())
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    paged = [tensor for tensor in tensors if type(tensor) is PagedTensor]
+    # What is in a list is left to others.
+    if len(paged) < len(paged_arguments(args, kwargs)) or any(one.layout is not torch.strided for one in tensors):
+        return NotImplemented
+    writes = signature_of(func).writes
+    written = [args[position] for position in writes if position < len(args)]
+    written = [tensor for tensor in written if type(tensor) is PagedTensor]
+    if any(0 in tensor.stride() for tensor in written):  # torch itself decides what this does
+        return NotImplemented
+    if not _is_scattered(func, paged, tensors) or not all(_apart(one, other) for one in written for other in paged):
+        return NotImplemented
+    if (copies := _copies(paged)) is None:
+        return NotImplemented
+    made = {place: copy.read() for place, copy in copies.items()}
+
+    def replaced(value: Any) -> Any:
+        return made[_place(value)] if type(value) is PagedTensor else value
+
+    result = func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
+    for tensor in written:
+        try:
+            _aten.copy_.default(tensor, made[_place(tensor)])
+        except FarpoolError as error:
+            error.add_note(f"{func} may have changed some of the elements already; do not simply try it again")
+            raise
+        if result is made[_place(tensor)]:
+            result = tensor
+    return result

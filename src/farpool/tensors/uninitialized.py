@@ -1,0 +1,96 @@
+"""Modules whose tensors have no shape until their first forward pass, such as ``torch.nn.LazyLinear``.
+
+Such tensors have no bytes, so `farpool.offload` leaves them as they are and registers a hook on their module. The hook
+runs at each forward pass, after torch has given the tensors their shapes, and moves them into the pool once all have
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from farpool.errors import PoolMixError
+from farpool.pool.block_pool import BlockPool
+
+__all__ = ["check_waits_for", "is_uninitialized", "move_when_initialized", "stop_waiting"]
+
+Move = Callable[[torch.nn.Module, BlockPool], None]
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor has no shape yet."""
+    return bool(is_lazy(tensor))
+
+
+def _has_uninitialized(part: torch.nn.Module) -> bool:
+    return any(
+        is_lazy(tensor) for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None
+    )
+
+
+class _MoveWhenInitialized:
+    """Forward pre-hook that moves a module's tensors into a pool once they have shapes, and then removes itself."""
+
+    __slots__ = ("move", "pool")
+
+    def __init__(self, pool: BlockPool | None, move: Move) -> None:
+        self.pool = pool
+        self.move = move
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if self.pool is not None and not self.pool.closed:
+            if _has_uninitialized(module):
+                return
+            self.move(module, self.pool)
+        _remove(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MoveWhenInitialized:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A pool does not travel in a pickle, so the module stays plain where it is loaded.
+        return _MoveWhenInitialized, (None, self.move)
+
+
+def _hook_of(part: torch.nn.Module) -> _MoveWhenInitialized | None:
+    return next((hook for hook in part._forward_pre_hooks.values() if isinstance(hook, _MoveWhenInitialized)), None)
+
+
+def _remove(part: torch.nn.Module) -> None:
+    for key, hook in list(part._forward_pre_hooks.items()):
+        if isinstance(hook, _MoveWhenInitialized):
+            del part._forward_pre_hooks[key]
+
+
+def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
+    """Raise if a part of a module is to be moved into another pool at its first forward pass.
+
+    Raises
+    ------
+    PoolMixError
+    """
+    for name, part in module.named_modules():
+        hook = _hook_of(part)
+        if hook is not None and hook.pool not in (None, pool):
+            raise PoolMixError(
+                f"{name or 'the module'} goes into another pool at its first forward pass: call "
+                "farpool.restore(module) first"
+            )
+
+
+def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) -> None:
+    """Have the parts of a module that have tensors without shape moved into a pool at their first forward pass."""
+    for part in module.modules():
+        if _has_uninitialized(part):
+            _remove(part)
+            part.register_forward_pre_hook(_MoveWhenInitialized(pool, move))
+
+
+def stop_waiting(module: torch.nn.Module) -> None:
+    """Leave the parts of a module plain that would have been moved into a pool at their first forward pass."""
+    for part in module.modules():
+        _remove(part)
