@@ -93,7 +93,8 @@ def _gradients(results: Sequence[Any], inputs: Sequence[Any], *, create_graph: b
     if not results or not inputs:
         return []
     torch.manual_seed(2)
-    weights = [torch.randn_like(materialize(value.detach())) for value in results]
+    # The first one is negative: products of zeros and a negative gradient have a sign.
+    weights = [-torch.randn_like(materialize(value.detach())) for value in results]
     return list(torch.autograd.grad(results, inputs, weights, create_graph=create_graph, allow_unused=True))
 
 
