@@ -49,6 +49,7 @@ public:
         const nb::object keys = core.attr("DispatchKey");
         lazy_ = {keys.attr("Conjugate"), keys.attr("Negative"), keys.attr("ZeroTensor")};
         views_ = keys.attr("ADInplaceOrView");
+        composing_ = {lazy_[0], lazy_[1], lazy_[2], keys.attr("PythonTLSSnapshot")};
         composite_ = keys.attr("CompositeImplicitAutograd");
         inference_ = core.attr("_InferenceMode");
         paged_ = std::move(paged);
@@ -800,7 +801,8 @@ private:
         const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
         std::vector<PyObject*> values = {composite_.ptr()};
         values.insert(values.end(), &PyTuple_GET_ITEM(args.ptr(), 0), &PyTuple_GET_ITEM(args.ptr(), 0) + length);
-        const Included lazy(*this, lazy_);
+        // The operators inside pass the rules that run before autograd, as they do when torch decomposes this one itself.
+        const Included lazy_and_rules(*this, composing_);
         std::optional<Included> marked;
         if (known.kind == Kind::composed && call(infers_, {}).ptr() == Py_True) {
             // A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
@@ -835,6 +837,7 @@ private:
     nb::object set_memory_, part_of_memory_, make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_,
         set_excluded_;
     std::array<nb::object, 3> lazy_;
+    std::array<nb::object, 4> composing_;  // keys that are open while an operator is decomposed: lazy ones and our rules'
     nb::object views_, composite_, inference_;
     nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
     nb::object wrapper_names_ = nb::make_tuple("strides", "storage_offset", "dtype", "device", "requires_grad");

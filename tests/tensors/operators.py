@@ -101,6 +101,8 @@ def summary(funcs: Iterable[Any]) -> str:
         "Higher-order operators (`cond`, `flex_attention`, ...) have no schema: there PyTorch itself refuses paged",
         "tensors (`NotImplementedError`).",
         "",
+        "[subclasses.md](subclasses.md) lists the operators that torch computes in another way for tensor subclasses.",
+        "",
     ]
     return "\n".join(lines)
 

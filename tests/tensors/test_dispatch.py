@@ -472,21 +472,6 @@ def test_a_view_beyond_the_storage_is_refused(evil: EvilPool) -> None:
     assert_same(tensor, VALUES)
 
 
-def test_what_torch_computes_otherwise_for_subclasses_is_refused(evil: EvilPool) -> None:
-    weight = paged(evil).requires_grad_()
-    with pytest.raises(UnsupportedError, match=r"\(t \* 1\)"):
-        weight.prod()
-    assert_same((weight * 1).prod(), VALUES.prod())
-    with torch.no_grad():
-        assert_same(weight.prod(), VALUES.prod())
-    for function in (torch.linalg.svdvals, torch.linalg.svd, torch.linalg.eigvals, torch.linalg.eigvalsh):
-        with pytest.raises(UnsupportedError, match=r"\(t \* 1\)"):
-            function(paged(evil, torch.eye(3)))
-    value = torch.ones((), requires_grad=True)
-    with pytest.raises(UnsupportedError, match="plain mask"):
-        VALUES.masked_fill(paged(evil, VALUES > 0), value)
-
-
 def test_a_pool_can_be_used_first_in_inference_mode(evil: EvilPool) -> None:
     with torch.inference_mode():
         tensor: Any = paged(evil)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["keys_after", "register"]
+__all__ = ["keys_after", "register", "rules_included"]
 
 _KEY = torch._C.DispatchKey.PythonTLSSnapshot
 _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -24,3 +24,8 @@ def register(name: str, rule: Callable[..., Any]) -> None:
 def keys_after(keys: Any) -> Any:
     """Return the dispatch keys with which a rule redispatches its call, which does not come back to the rule."""
     return keys.remove(_KEY)
+
+
+def rules_included() -> Any:
+    """A context in which rules are called also while torch handles an operation in Python, where it leaves them out."""
+    return torch._C._SetExcludeDispatchKeyGuard(_KEY, False)

@@ -21,6 +21,7 @@ from farpool._native import Calls
 from farpool.errors import BudgetError, PoolClosedError, UnsupportedError
 from farpool.pager import NoRoomError, TooLargeError, TransferFailedError
 from farpool.tensors import survivors
+from farpool.tensors.before_autograd import rules_included
 from farpool.tensors.calls import calls
 from farpool.tensors.compute import compute, explain, wrap_results
 from farpool.tensors.footprint import Footprint
@@ -204,12 +205,14 @@ def _retried(general: Rule, fallbacks: Sequence[Rule]) -> Rule:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch.is_inference_mode_enabled() and not signature_of(func).marks_views:
-        # A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
-        # matrices looks at that and picks another kernel, with other bits.
-        with _SetExclude(_views, False):
-            return run(func._op_dk, (_composite, *args), kwargs)
-    return run(func._op_dk, (_composite, *args), kwargs)
+    # The operators inside pass the rules that run before autograd, as they do when torch decomposes this one itself.
+    with rules_included():
+        if torch.is_inference_mode_enabled() and not signature_of(func).marks_views:
+            # A plain tensor's views are marked as views here, too, and require a gradient where it does. What
+            # multiplies matrices looks at that and picks another kernel, with other bits.
+            with _SetExclude(_views, False):
+                return run(func._op_dk, (_composite, *args), kwargs)
+        return run(func._op_dk, (_composite, *args), kwargs)
 
 
 def _rebind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,218 @@
+"""Rules for operations whose native code asks if an operand is a tensor subclass, and then takes another way.
+
+torch spares subclasses what some of them cannot do: it reads no value on the host and writes to no tensor that it made
+plain. In most places both ways compute the same bits (docs/operators.md lists them all). In the places below they do
+not, so the operand is replaced by a plain copy before torch asks, and torch takes the way that it takes for plain
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from farpool.errors import UnsupportedError
+from farpool.tensors.before_autograd import keys_after, register
+from farpool.tensors.copies import private_copy
+from farpool.tensors.paged_tensor import PagedTensor, describe
+
+__all__ = ["BRANCHES", "FORWARD_BRANCHES", "Branch"]
+
+_aten = torch.ops.aten
+_MEAN = 1
+"""Number by which ATen knows ``reduction="mean"``."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A place where torch takes a way of its own for tensor subclasses, with other bits."""
+
+    overloads: tuple[Any, ...]
+    operand: int
+    """Position of the argument of which torch asks if it is a subclass."""
+    function: str
+    """The native function that asks, by its name in the sources of torch."""
+    when: str
+    """The calls in which the answer changes bits, for the documentation."""
+    is_reached: Callable[[Sequence[Any]], bool]
+    """Takes the arguments of a call, in the order of the schema; True if the answer changes bits in it."""
+
+
+def _always(args: Sequence[Any]) -> bool:
+    return True
+
+
+def _first_is_differentiated(args: Sequence[Any]) -> bool:
+    return bool(args[0].requires_grad and torch.is_grad_enabled()) or _is_forward_mode(args)
+
+
+def _value_is_differentiated(args: Sequence[Any]) -> bool:
+    return bool(args[2].requires_grad and torch.is_grad_enabled())
+
+
+def _is_forward_mode(args: Sequence[Any]) -> bool:
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _is_smoothed_mean(args: Sequence[Any]) -> bool:
+    reduction = args[3] if len(args) > 3 else _MEAN
+    return bool(reduction == _MEAN and len(args) > 5 and args[5] > 0)
+
+
+def _is_broadcast(operand: int, args: Sequence[Any]) -> bool:
+    one, other = args[operand], args[1 - operand]
+    return bool(one.dim() == 3 == other.dim() and one.size(0) == 1 != other.size(0) and not one.requires_grad)
+
+
+BRANCHES = (
+    Branch(
+        (_aten.cross_entropy_loss.default,),
+        2,
+        "cross_entropy_loss",
+        '`label_smoothing` above 0 and `reduction="mean"`',
+        _is_smoothed_mean,
+    ),
+    *(
+        Branch(
+            (_aten.matmul.default, _aten.matmul.out),
+            operand,
+            "_matmul_impl",
+            "both operands have three dimensions, only this one is a batch of one, and it needs no gradient",
+            partial(_is_broadcast, operand),
+        )
+        for operand in (0, 1)
+    ),
+    Branch(
+        (_aten.prod.default, _aten.prod.dim_int),
+        0,
+        "prod_backward",
+        "the gradient is computed",
+        _first_is_differentiated,
+    ),
+    Branch(
+        (_aten._linalg_det.default,),
+        0,
+        "linalg_det_backward",
+        "the gradient is itself differentiated (`create_graph=True`)",
+        _first_is_differentiated,
+    ),
+    Branch((_aten.cumprod.default,), 0, "cumprod_backward", "the gradient is computed", _first_is_differentiated),
+    Branch(
+        (_aten.min.default, _aten.max.default, _aten.median.default, _aten.nanmedian.default),
+        0,
+        "evenly_distribute_backward",
+        "the gradient is computed",
+        _first_is_differentiated,
+    ),
+    Branch(
+        (_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor),
+        1,
+        "masked_fill_backward",
+        "the gradient of the value is computed",
+        _value_is_differentiated,
+    ),
+    Branch((_aten.linalg_svdvals.default,), 0, "linalg_svdvals", "always", _always),
+    Branch((_aten.linalg_eigvals.default,), 0, "linalg_eigvals", "always", _always),
+    Branch((_aten.linalg_eigvalsh.default,), 0, "linalg_eigvalsh", "always", _always),
+    Branch(
+        (_aten.quantile.default, _aten.quantile.out, _aten.nanquantile.default, _aten.nanquantile.out),
+        1,
+        "quantile_compute",
+        "always: values outside of [0, 1] are only refused if they can be read",
+        _always,
+    ),
+    Branch(
+        (_aten.tensor_split.tensor_indices_or_sections,),
+        1,
+        "tensor_split",
+        "always: the values are read before anything is dispatched",
+        _always,
+    ),
+)
+"""The branches of the supported versions of torch that change bits."""
+
+FORWARD_BRANCHES = (
+    Branch(
+        (
+            _aten.native_layer_norm.default,
+            _aten.native_group_norm.default,
+            _aten.native_batch_norm.default,
+            _aten.cudnn_batch_norm.default,
+            _aten.miopen_batch_norm.default,
+        ),
+        0,
+        "_norm_jvp, _invstd_jvp",
+        "differentiated by `torch.autograd.forward_ad`",
+        _is_forward_mode,
+    ),
+)
+"""Those that only forward-mode differentiation reaches."""
+
+
+class _Plain(torch.autograd.Function):
+    """A plain copy whose gradient is that of the paged tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: PagedTensor) -> torch.Tensor:
+        return private_copy(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent
+
+
+def _plain(func: Any, tensor: PagedTensor) -> torch.Tensor:
+    if tensor.nbytes > tensor._storage.pool.fast:
+        raise UnsupportedError(
+            f"{func} of {describe(tensor)} runs on a plain copy, because torch computes it with other bits for any "
+            f"tensor subclass, and {tensor.nbytes} bytes are more than the pool's fast tier holds: pass the copy "
+            "yourself, pool.materialize(t), or (t * 1) if a gradient is to flow"
+        )
+    if not (tensor.requires_grad and torch.is_grad_enabled()) and not _is_forward_mode(()):
+        return private_copy(tensor).detach()
+    copy: torch.Tensor = _Plain.apply(tensor)  # type: ignore[no-untyped-call]
+    return copy
+
+
+def _rule(func: Any, branches: Sequence[Branch]) -> Callable[..., Any]:
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for branch in branches:
+            operand = given[branch.operand] if branch.operand < len(given) else None
+            if type(operand) is PagedTensor and branch.is_reached(args):
+                given[branch.operand] = _plain(func, operand)
+        return func.redispatch(keys_after(keys), *given, **kwargs)
+
+    return run
+
+
+def _register(branches: Sequence[Branch]) -> None:
+    for overload in {overload: None for branch in branches for overload in branch.overloads}:
+        register(
+            overload.name().removeprefix("aten::"),
+            _rule(overload, [branch for branch in branches if overload in branch.overloads]),
+        )
+
+
+@cache
+def _register_forward() -> None:
+    _register(FORWARD_BRANCHES)
+
+
+def _make_dual(keys: Any, primal: torch.Tensor, tangent: torch.Tensor, level: int) -> Any:
+    # Most models compute norms in every step, and almost none differentiates them forwards. So their rules, which cost
+    # time in each call, are registered when a paged tensor is differentiated forwards for the first time.
+    _register_forward()
+    return _aten._make_dual.default.redispatch(keys_after(keys), primal, tangent, level)
+
+
+_register(BRANCHES)
+register("_make_dual", _make_dual)
