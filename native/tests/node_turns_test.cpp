@@ -144,7 +144,7 @@ struct World {
     // Bytes that the node has moved, and 400 for each key that it has searched for the flooding tenant.
     std::uint64_t work() {
         const Server::Stats stats = server.stats();
-        return stats.bytes_in + stats.bytes_out + 400 * server.tenants().at(1).searches;
+        return stats.bytes_in + stats.bytes_out + 400 * server.tenants().at(1).counts.searches;
     }
 
     const Folder folder;
@@ -255,15 +255,15 @@ TEST("a lookup that takes several turns begins again when its tenant is rotated,
     }
     asking->ask(lookup("found ", 4000));
     asking->move();
-    const std::uint64_t searches = world.server.tenants().at(1).searches;
-    for (int steps = 0; world.server.tenants().at(1).searches == searches; ++steps) {
+    const std::uint64_t searches = world.server.tenants().at(1).counts.searches;
+    for (int steps = 0; world.server.tenants().at(1).counts.searches == searches; ++steps) {
         CHECK(steps < 1000);
         world.server.step(0);
     }
-    CHECK(world.server.tenants().at(1).searches < searches + 4000);
+    CHECK(world.server.tenants().at(1).counts.searches < searches + 4000);
     const std::uint32_t epoch = 1;
     world.answered(*rotating, framed(Op::rotate, std::string(reinterpret_cast<const char*>(&epoch), sizeof epoch)));
-    CHECK(world.server.tenants().at(1).searches < searches + 4000);
+    CHECK(world.server.tenants().at(1).counts.searches < searches + 4000);
     const std::string answer = asking->answer(world.server);
     FrameHeader header;
     std::memcpy(&header, answer.data(), sizeof header);
