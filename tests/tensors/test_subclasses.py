@@ -49,6 +49,7 @@ def _outcomes(chosen: list[Case], mode: Mode) -> Counter[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch warns of what it uses itself in forward mode
 @pytest.mark.parametrize("mode", Mode)
 def test_no_branch_for_subclasses_changes_bits(mode: Mode) -> None:
     outcomes = _outcomes(cases(), mode)
