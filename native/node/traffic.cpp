@@ -122,8 +122,10 @@ void Server::receive(Peer& peer) {
     }
 }
 
-// Reads on where the turn before has ended: first what it had received.
+// Reads on where the turn before has ended: first what it had received. If the client has hung up, the replies of this turn are
+// sent before the end of its stream is read, because that closes the connection.
 void Server::receive_more(Peer& peer) {
+    const std::size_t answered = peer.replies.size();
     if (!peer.rest.empty()) {
         peer.rest_from += feed(peer, peer.rest.data() + peer.rest_from, peer.rest.size() - peer.rest_from);
         if (peer.rest_from < peer.rest.size()) {
@@ -133,7 +135,8 @@ void Server::receive_more(Peer& peer) {
         peer.rest_from = 0;
     }
     while (!turn_.is_read_out() && peer.copied < area_turn_nbytes && !peer.dead && !peer.closing && !peer.works() &&
-           peer.rest.empty() && peer.replies.size() < largest_backlog && (peer.readable || peer.socket.pending())) {
+           peer.rest.empty() && peer.replies.size() < largest_backlog && (peer.readable || peer.socket.pending()) &&
+           (!peer.hung_up || peer.replies.size() == answered)) {
         const ssize_t got = receive_some(peer);
         if (got < 0 && errno == EAGAIN) {
             peer.readable = false;

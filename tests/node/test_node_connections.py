@@ -47,6 +47,20 @@ def test_a_thousand_connections_are_served(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_client_that_hangs_up_behind_its_requests_gets_the_replies(tmp_path: Path) -> None:
+    with node(tmp_path) as server:
+        Peer(server).published(b"key", b"payload")
+        for requests in (1, 40):
+            ours, theirs = socket.socketpair()
+            with ours:
+                ours.settimeout(PATIENCE)
+                ours.sendall(pack_frame(Op.GET, b"key") * requests)
+                ours.shutdown(socket.SHUT_WR)  # before the node has read anything
+                server.adopt(theirs.detach(), 7, 0, ALL, "")
+                received = b"".join(iter(lambda ours=ours: ours.recv(1 << 16), b""))
+            assert received.count(b"payload") == requests
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

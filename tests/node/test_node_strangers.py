@@ -18,7 +18,7 @@ from tests.node.nodes import ALL, Head, Peer, exposed, node, stated, until, walk
 
 MIB = 1 << 20
 LARGEST = 2**64 - 1
-CENTURIES = 2**62  # milliseconds
+CENTURIES = 2**61  # milliseconds
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 
 from farpool.bench.turns_flood import KEYS, KINDS, connected, put_of, received_whole
 from farpool.net.frames import Op, pack_frame
 from farpool.node.process import RunningNode, running_node
+from farpool.observe.tables import Table
 
 if TYPE_CHECKING:
     import socket
@@ -231,16 +231,16 @@ def _received(process: subprocess.Popen[str]) -> int:
 
 def table(outcome: Outcome) -> Group:
     """Format the outcome."""
-    waits = Table("flood of another tenant", "connections", title="A get of 4 KiB, median")
-    for column in ("alone, µs", "next to it, µs", "times", "processors of the node"):
-        waits.add_column(column, justify="right")
+    waits = Table("A get of 4 KiB, median")
+    waits.add_texts("flood of another tenant")
+    waits.add_figures("connections", "alone, µs", "next to it, µs", "times", "processors of the node")
     for row in outcome.waited:
         alone, flooded = (f"{statistics.median(times) * 1e6:.0f}" for times in (row.alone, row.flooded))
         waits.add_row(
             row.kind, str(row.connections), alone, flooded, f"{row.ratio:.1f}", f"{statistics.median(row.node):.2f}"
         )
-    shares = Table("connections of the other tenant", title="Bytes of a tenant with one connection")
-    shares.add_column("share", justify="right")
+    shares = Table("Bytes of a tenant with one connection")
+    shares.add_figures("connections of the other tenant", "share")
     for shared in outcome.shared:
         shares.add_row(str(shared.connections), f"{statistics.median(shared.shares):.2f}")
     return Group(waits, shares)

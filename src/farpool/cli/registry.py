@@ -70,24 +70,24 @@ def restore(
 @app.command()
 def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
     """Read all entries, compare their checksums, and look for what names point to. Exit code 1 if there is damage."""
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
+    from farpool.observe.tables import Table, show
     from farpool.store.names.check import check as checked_names
 
     with _open(registry, timeout) as opened:
         found = checked_names(opened)
-    table = Table("entries", "number", "bytes", box=None, pad_edge=False)
+    table = Table()
+    table.add_names("entries")
+    table.add_figures("number", "bytes")
     for kind, (count, nbytes) in found.entries.items():
         table.add_row(escape(kind), str(count), str(nbytes))
-    console = Console(width=80)
-    console.print(table, highlight=False)
+    show(table)
     for one in found.damage:
-        console.print(f"[red]damage:[/] {escape(one)}", highlight=False)
+        show(f"[red]damage:[/] {escape(one)}")
     if found.damage:
         raise typer.Exit(1)
-    console.print("no damage", highlight=False)
+    typer.echo("no damage")
 
 
 def _open(where: str | None, timeout: float) -> Registry:
