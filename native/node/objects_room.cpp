@@ -92,7 +92,7 @@ Status Objects::extend(std::uint64_t offset) {
     if (!budget_.may_fix(tenant_, nbytes)) {
         return Status::busy;
     }
-    // Others may have taken since what was there for all of it.
+    // Others may have taken memory since the node counted enough for all of it.
     if (!can_take(std::uint64_t{prepared.units - prepared.taken} * unit_nbytes) || !budget_.make_room(tenant_, nbytes)) {
         return Status::full;
     }

@@ -331,7 +331,7 @@ void Server::answer_touch(Peer& peer) {
     reply(peer, touched.status, touched.mark, touched.status == Status::busy ? beyond_share : "");
 }
 
-// What a lookup has behind its flags and their number.
+// The keys of a lookup follow its flags and their number.
 constexpr std::size_t first_key_at = 2 * sizeof(std::uint32_t);
 constexpr const char* expected_keys =
     "expected flags 0 or 1, a count, and as many keys of 1 to 256 bytes, each behind its length";

@@ -195,7 +195,7 @@ bool Server::step(int milliseconds) {
 }
 
 // Serves connections, for the work of one turn at most and of half a turn at least. Then the loop looks for events again, so
-// that a request that comes meanwhile waits for that and not for all who have work.
+// that a new request waits for this one turn and not for all connections with work.
 void Server::serve_turns() {
     for (std::uint64_t spent = 0; spent < Turns::quantum / 2;) {
         Turns::Flow* const next = turns_.next();

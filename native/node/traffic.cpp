@@ -25,7 +25,7 @@ constexpr std::size_t replies_at_once = 16;
 
 }  // namespace
 
-// Notes what epoll says of a connection. It says it once: whatever was read or sent in part stays noted.
+// Notes the events that epoll reports for a connection. It reports each once, so the note stays after a partial read or send.
 void Server::notice(Peer& peer, std::uint32_t events) {
     if (peer.dead) {
         return;

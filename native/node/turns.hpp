@@ -2,7 +2,7 @@
 //
 // Deficit round robin on three levels, with the lists of fq_codel (RFC 8290): those that had no work are first, once, and all
 // others follow one another. Each tenant, each key of a tenant and each connection of a key is given `quantum` units of work a
-// round and pays for what it has used. What one turn uses beyond that is a debt, which is paid in later rounds.
+// round and pays for what it has used. If it uses more in one turn, it pays that debt in later rounds.
 //
 // This class knows units and no sockets. Only join() allocates. A turn takes constant time, apart from the rounds in which
 // debts are paid.

@@ -9,7 +9,7 @@
 
 namespace farpool::pager {
 
-// Bytes of the allocator and of pointers that each node of a set or map takes beside its value.
+// Bytes of the allocator and of pointers that each node of a set or map takes in addition to its value.
 inline constexpr std::int64_t node_bytes = 48;
 
 template <typename T>

@@ -820,7 +820,7 @@ class Pager:
         """Bytes of memory that the tape holds."""
     @property
     def table_bytes(self) -> int:
-        """Bytes of memory that the pager holds to know its blocks, beside the tape."""
+        """Bytes of memory that the pager holds to know its blocks, in addition to the tape."""
     @property
     def divergences(self) -> int:
         """Number of times that the program did something else than the tape foretold."""

@@ -51,7 +51,7 @@ def restore(
     ] = False,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a backup's names to an empty registry of either kind. What programs held is not restored."""
+    """Write a backup's names to an empty registry of either kind. The holds of programs are not restored."""
     from farpool.errors import ConfigError
     from farpool.registry import backup as backups
     from farpool.registry import default_registry, open_registry

@@ -1,7 +1,7 @@
 """Ranks of one engine tell each other about a lookup and a load, and agree on what all of them do then.
 
-Rank 0 decides if a prefix is loaded, and each rank says how far it could go on. All ranks load up to the last block at
-which every one of them can. A load ends likewise: what one rank did not get, no rank uses.
+Rank 0 decides if a prefix is loaded, and each rank reports how far it could go on. All ranks load up to the last block
+at which every one of them can. A load ends likewise: no rank uses a block that another rank did not get.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Offer:
     usable : int
         Blocks, from the first on, that this rank would load.
     compute : int
-        Blocks at the front of these that are computed meanwhile.
+        Blocks at the front of these that the engine computes during the load.
     ends : sequence of int
         For models whose layers do not all need all blocks: 1 for each block behind which this rank could go on, 0 for
         the others. Empty where every block up to `usable` is such an end.
@@ -130,7 +130,7 @@ class Agreement:
     def _least(self, exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
         """Return the least of all ranks' numbers, or zeros unless all of them are about the same tokens."""
         nothing = [0] * len(values)
-        # A rank that has nothing gives zeros only, as then it need not wait for the others.
+        # A rank that has nothing gives zeros only, because then it need not wait for the others.
         least = exchange(values if has_any else nothing)
         if tuple(least[:2]) == name:
             return least

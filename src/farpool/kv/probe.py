@@ -222,7 +222,7 @@ def _carried(block: EngineBlock, known: bytes, saving: BlockCache, loading: Bloc
     )
     keys = [block_key(namespace.digest, b"probe", 0, number) for number in range(len(values))]
     saved = saving.save(keys, values, ttl=_TTL_S, namespace=namespace)
-    if any(saved):  # what was saved of it expires; nodes that are away are not asked a second time
+    if any(saved):  # the copies that were saved expire; do not ask nodes a second time that are away
         return next(reason for reason in saved if reason is not None)
     try:
         block.write(_inverted(known))

@@ -6,7 +6,7 @@ on the least.
 
 A rank that waits cannot tell a late rank from a dead one, and it must not guess: the late rank may have been answered.
 So the answer of an exchange is one key of a store that all ranks use, and the store lets only the first writer set it.
-Rank 0 writes the least of all numbers there once it has those of all ranks; a rank whose time is over writes a refusal.
+Rank 0 writes the least of all numbers there once it has every rank's; a rank whose time is over writes a refusal.
 Every rank takes the answer that the store has kept, however late the rank comes.
 """
 
@@ -129,7 +129,7 @@ class StoreRanks:
         ------
         NodeError
             The returned callable raises it if the store cannot be asked, or if this rank stood still for so long that
-            the answer has been deleted. Nobody can tell then what the other ranks do: end this rank.
+            the answer has been deleted. This rank cannot know then what the other ranks do: end it.
         """
         number = next(self._numbers)
         return lambda values: values if self.size == 1 else self._least(number, values)

@@ -1,8 +1,8 @@
 """Back up a registry to a file, and restore it: the entries of one revision, of either kind of registry.
 
 A backup is a registry in a SQLite file, so each of its entries has a checksum. Entries that are bound to a lease are
-left out: they say what programs did at that moment. All entries of a restored registry have new revisions. So a program
-that goes on from before it was restored finds the conditions of its changes broken.
+left out: they record what programs did at that moment. All entries of a restored registry have new revisions. So a
+program that goes on from before it was restored finds the conditions of its changes broken.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
         with SqliteRegistry(hidden) as made:
             yield made
         with closing(sqlite3.connect(hidden, isolation_level=None)) as connection:
-            connection.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
+            connection.execute("PRAGMA journal_mode = DELETE")  # one file, without a log next to it
         with hidden.open("rb") as file:
             os.fsync(file.fileno())
         for end in _LOGS:  # of a file that is too damaged to be closed in order

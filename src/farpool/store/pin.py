@@ -199,7 +199,7 @@ def _verify(pins: Sequence[Pin]) -> None:
     mapped = [(pin, view) for pin, view in views if pin._crc is not None]
     sums = crc32c_many([view for _, view in mapped])
     for (pin, _), crc in zip(mapped, sums, strict=True):
-        pin.view  # noqa: B018 - raises if the time was over meanwhile, and the bytes may have been others
+        pin.view  # noqa: B018 - raises if the pin ended during the sums: the bytes may have changed
         if crc != pin._crc:
             raise ChecksumError(f"{pin._key!r}: the bytes of the pinned object are not those that were put")
 

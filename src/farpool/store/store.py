@@ -385,7 +385,7 @@ class Store:
             As of `touch`.
         seen : sequence of mapping, optional
             The ``marks`` of an earlier touch of the same keys. Only these copies are touched, and only those that
-            nobody has kept, let go or given more time to live since. With `keep` True a copy that is kept by now is
+            no program has kept, let go or given more time to live since. With `keep` True a copy that is kept by now is
             touched in any case.
 
         Raises

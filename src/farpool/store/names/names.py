@@ -217,7 +217,7 @@ class Names:
             return writer.unpublish(expect=expect)
 
     def sweep(self) -> int:
-        """Release the objects of versions that nobody holds; return how many.
+        """Release the objects of versions that no program holds; return how many.
 
         Each publish does it, too. Call it where names are published rarely and memory is short. Several programs may
         do so at the same time, and no other call waits for it.

@@ -4,7 +4,7 @@ Objects are sent with a time to live, small ones together, and those that have a
 again. The sender notes the mark that each copy then has. After that it records in the registry, in a publication with a
 hold of its writer, which objects the version holds. Only then does it have the copies kept for ever, each if it still
 has its mark or is kept already. So each sweep knows of all that is kept, and a writer that was stopped past its lease
-keeps nothing that a sweep let go meanwhile (sweep.py). A copy that has another mark, or was evicted, is looked at
+keeps nothing that a sweep has let go since (sweep.py). A copy that has another mark, or was evicted, is looked at
 again, sent again if it is gone, and kept once the registry has confirmed that the writer's hold is still there.
 """
 
@@ -101,7 +101,7 @@ class Sending:
         self._outgoing_bytes = 0
         self._waiting: dict[str, Callable[[], Buffer]] = {}  # sent, and not yet held: how to get the bytes again
         self._waiting_bytes = 0  # in memory for that reason
-        self._seen: dict[str, Mapping[int, int]] = {}  # marks of the copies of what was sent, and is not yet held
+        self._seen: dict[str, Mapping[int, int]] = {}  # marks of copies of objects that were sent, and are not yet held
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:

@@ -3,22 +3,22 @@
 A version is held while it is the current one of its name or has an entry under ``hold/``. Objects are shared by
 content, so an object goes only if no version that is held has it.
 
-Nobody waits for a sweep, and many programs may sweep at the same time, be stopped at any point and go on much later.
-Each sweep takes these steps:
+No program waits for a sweep, and many programs may sweep at the same time, be stopped at any point and go on much
+later. Each sweep takes these steps:
 
-1. Read the registry, and move each version that nobody holds from ``publication/`` to ``released/``, on the condition
-   that it is unchanged. From then on nobody can begin to hold it: a reader that opens an older version does so on the
-   condition that its entry under ``publication/`` is there.
+1. Read the registry, and move each version that no program holds from ``publication/`` to ``released/``, on the
+   condition that it is unchanged. From then on no reader can begin to hold it: a reader opens an older version
+   on the condition that its entry under ``publication/`` is there.
 2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it is kept or let go.
 3. Read the registry again. The objects to let go are those under ``released/`` that no version under ``publication/``
    has, and no version that is held: the hold of a reader that came before step 1 shows now.
 4. Have each node let go of its copy if the copy has the mark of step 2.
 5. Delete the entries under ``released/``, if they are unchanged, once all their copies were let go.
 
-One that reads a name can read all its objects, because the writer records them under ``publication/`` before it has
-their copies kept. If a copy was kept before step 2, then the record was there before step 3, which leaves the object
-alone. If it was kept after step 2, it has another mark, and the node refuses step 4, however late that arrives; the
-sweep begins again with step 2. If it is kept after step 4, the writer sees whether the object is still there.
+A program that reads a name can read all its objects, because the writer records them under ``publication/`` before it
+has their copies kept. If a copy was kept before step 2, then the record was there before step 3, which leaves the
+object alone. If it was kept after step 2, it has another mark, and the node refuses step 4, however late that arrives;
+the sweep begins again with step 2. If it is kept after step 4, the writer sees whether the object is still there.
 
 Nothing stays kept for ever by a writer that was stopped past its lease. It noted the marks of its copies before it
 recorded them, and has a copy kept only if the copy still has that mark or is kept by others. Before the record was
@@ -70,7 +70,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
     _retire(registry, versions.unheld)
     fresh = _keys(versions.unheld)
     marks = _marks(store, fresh)
-    # What was released before is there because a node was away. One request tells that it still is.
+    # Versions released earlier are left because a node was away. One request shows if it still is.
     late = _marks(store, _keys(versions.released) - fresh, patient=False)
     if not late.incomplete:
         marks.seen.update(late.seen)
@@ -89,7 +89,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Versions:
-    """Entries of the versions that nobody holds, and the objects that have to stay.
+    """Entries of the versions that no program holds, and the objects to keep.
 
     `unheld` are under ``publication/`` yet, `released` are not. All objects of versions under ``publication/`` stay.
     """

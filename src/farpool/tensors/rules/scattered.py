@@ -84,7 +84,7 @@ def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> t
 
 
 class _Copy:
-    """A plain copy of what a paged view shows, before its values are read."""
+    """A plain copy of the elements of a paged view, before their values are read."""
 
     __slots__ = ("elements", "offset", "strides", "tensor")
 
