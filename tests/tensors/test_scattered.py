@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from farpool import BudgetError, PagedTensor, TierError
+from farpool import BudgetError, PagedTensor, Pool, TierError
 from farpool.pager import Mode
 from farpool.pager.use import Use
 from farpool.tensors.factories import from_tensor, materialize
@@ -210,3 +211,19 @@ def test_a_failed_write_says_that_elements_may_have_changed(monkeypatch: pytest.
     assert "may have changed some of the elements" in caught.value.__notes__[0]
     assert next(writes) == 4  # some parts were written
     assert_same_bits(materialize(paged)[:, 1:].contiguous(), plain[:, 1:].contiguous())
+
+
+def test_views_that_count_as_apart_share_no_element() -> None:
+    rng = random.Random(7)
+    apart = 0
+    with Pool(fast="64KiB", dram="1MiB") as pool:
+        table = pool.from_tensor(torch.arange(400.0))
+        for _ in range(2000):
+            size, stride = ([rng.randint(1, limit) for _ in range(2)] for limit in (3, 8))
+            one, other = (table.as_strided(size, stride, rng.randint(0, 9)) for _ in range(2))
+            shared = {*one.flatten().tolist()} & {*other.flatten().tolist()}
+            if scattered._apart(one, other) and one.storage_offset() != other.storage_offset():
+                assert not shared, (size, stride, one.storage_offset(), other.storage_offset())
+                apart += 1
+        assert apart > 200
+        assert scattered._apart(table.as_strided((2, 4), (8, 2), 0), table.as_strided((2, 4), (8, 2), 1))

@@ -161,7 +161,10 @@ class StoreRanks:
                 given = [[*map(int, one.decode().split(","))] for one in store.multi_get(keys)]
                 if all(len(one) == len(values) for one in given):
                     answer = ",".join(str(min(column)) for column in zip(values, *given, strict=True))
-        return store.compare_set(self._key(number), "", answer).decode()
+        answer = store.compare_set(self._key(number), "", answer).decode()
+        if number < self._deleted:  # the first answer may be gone, and another rank may have read it
+            raise RuntimeError("this rank stood still until its answer was deleted")
+        return answer
 
     def _follow(self, store: Store, number: int, values: Sequence[int]) -> str:
         """Give this rank's numbers, and take the answer."""

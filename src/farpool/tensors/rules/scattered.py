@@ -149,8 +149,14 @@ def _apart(written: PagedTensor, other: PagedTensor) -> bool:
         return True
     if written.stride() != other.stride() or written.size() != other.size() or written.dtype is not other.dtype:
         return False
-    steps = [step for extent, step in zip(written.size(), written.stride(), strict=True) if extent > 1]
-    return bool(steps) and abs(int(written.storage_offset() - other.storage_offset())) < min(steps)
+    distance = abs(int(written.storage_offset() - other.storage_offset()))
+    span = 0  # elements that the dimensions with smaller strides span
+    for step, extent in sorted(zip(written.stride(), written.size(), strict=True)):
+        if extent > 1:
+            if distance >= step - span:  # two elements may meet that differ along this dimension
+                return False
+            span += (extent - 1) * step
+    return True
 
 
 @general_fallback(_handles)

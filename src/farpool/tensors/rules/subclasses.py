@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -202,6 +203,9 @@ def _register(branches: Sequence[Branch]) -> None:
         )
 
 
+_registering = Lock()  # a cache alone lets two threads make the first call
+
+
 @cache
 def _register_forward() -> None:
     _register(FORWARD_BRANCHES)
@@ -210,7 +214,8 @@ def _register_forward() -> None:
 def _make_dual(keys: Any, primal: torch.Tensor, tangent: torch.Tensor, level: int) -> Any:
     # Most models compute norms in every step, and almost none differentiates them forwards. So their rules, which cost
     # time in each call, are registered when a paged tensor is differentiated forwards for the first time.
-    _register_forward()
+    with _registering:
+        _register_forward()
     return _aten._make_dual.default.redispatch(keys_after(keys), primal, tangent, level)
 
 
