@@ -159,6 +159,11 @@ bool Budget::make_backing_room(std::uint32_t tenant, std::uint64_t nbytes) {
 
 bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uint64_t ahead) {
     nbytes = std::max<std::uint64_t>(nbytes, 1);
+    const std::uint64_t before = backed;
+    trim();
+    if (backed < before) {  // holes had memory, so nothing need be evicted yet
+        return true;
+    }
     const double part = given(0);
     if (evictable(tenant, {part}) < nbytes + ahead || !evict_some(tenant, nbytes, {part, true})) {
         return false;

@@ -214,10 +214,16 @@ void Server::extend_put(Peer& peer) {
     const std::uint64_t received = peer.header.payload_nbytes - peer.left;
     if (peer.prepared == 0) {
         const std::string_view key = key_after(peer.meta, sizeof(ObjectHead));
-        while (!peer.objects->may_announce(peer.header.payload_nbytes) && give_up_a_put(*peer.objects)) {
+        const auto prepare = [&] {
+            return peer.objects->prepare(key, peer.header.payload_nbytes, number_at<ObjectHead>(peer.meta, 0),
+                                         Objects::Arrival::in_slices);
+        };
+        Found prepared = prepare();
+        // Another put is given up only for one that could go on then.
+        while (prepared.status == Status::full && !peer.objects->may_announce(peer.header.payload_nbytes) &&
+               give_up_a_put(*peer.objects)) {
+            prepared = prepare();
         }
-        const Found prepared = peer.objects->prepare(key, peer.header.payload_nbytes, number_at<ObjectHead>(peer.meta, 0),
-                                                     Objects::Arrival::in_slices);
         if (prepared.status != Status::done) {
             return drop_payload(peer, prepared.status, prepared.serial, unfinished(prepared));
         }

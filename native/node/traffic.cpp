@@ -39,7 +39,9 @@ void Server::notice(Peer& peer, std::uint32_t events) {
 }
 
 bool Server::may_read(const Peer& peer) const {
-    const bool has_input = peer.readable || !peer.rest.empty() || peer.socket.pending();
+    // The end of a stream closes the connection, so all replies are sent before it is read.
+    const bool may_end = !peer.hung_up || peer.replies.empty();
+    const bool has_input = !peer.rest.empty() || ((peer.readable || peer.socket.pending()) && may_end);
     return !peer.closing && (peer.works() || (has_input && peer.replies.size() < largest_backlog));
 }
 
@@ -122,10 +124,8 @@ void Server::receive(Peer& peer) {
     }
 }
 
-// Reads on where the turn before has ended: first what it had received. If the client has hung up, the replies of this turn are
-// sent before the end of its stream is read, because that closes the connection.
+// Reads on where the turn before has ended: first what it had received.
 void Server::receive_more(Peer& peer) {
-    const std::size_t answered = peer.replies.size();
     if (!peer.rest.empty()) {
         peer.rest_from += feed(peer, peer.rest.data() + peer.rest_from, peer.rest.size() - peer.rest_from);
         if (peer.rest_from < peer.rest.size()) {
@@ -136,7 +136,7 @@ void Server::receive_more(Peer& peer) {
     }
     while (!turn_.is_read_out() && peer.copied < area_turn_nbytes && !peer.dead && !peer.closing && !peer.works() &&
            peer.rest.empty() && peer.replies.size() < largest_backlog && (peer.readable || peer.socket.pending()) &&
-           (!peer.hung_up || peer.replies.size() == answered)) {
+           (!peer.hung_up || peer.replies.empty())) {
         const ssize_t got = receive_some(peer);
         if (got < 0 && errno == EAGAIN) {
             peer.readable = false;
@@ -335,7 +335,8 @@ void Server::refuse(Reply& answer, Status status, std::string meta) {
 
 void Server::flush(Peer& peer) {
     const std::size_t most = turn_.step_nbytes();
-    while (!turn_.is_over() && !peer.replies.empty()) {
+    // Something is sent in each turn, also if reading took all of it.
+    for (bool first = true; (first || !turn_.is_over()) && !peer.replies.empty(); first = false) {
         std::array<iovec, 3 * replies_at_once> parts;
         std::size_t count = 0;
         std::size_t offered = 0;

@@ -75,7 +75,7 @@ def test_a_file_is_replaced_only_if_no_program_has_it_open_and_others_are_fenced
         first = opened.commit([], [Put("name/a", b"1")])
         registry("backup", backup, "--registry", str(file))
         opened.commit([], [Put("name/b", b"2")])
-        with pytest.raises(RegistryAwayError, match="is in use; stop the programs that have it open"):
+        with pytest.raises(RegistryAwayError, match=r"cannot be locked .*; stop the programs that have it open"):
             registry("restore", backup, "--replace", "--registry", str(file))
         assert opened.get("name/b") is not None
         stopped = open_registry(file, timeout=60.0)
@@ -119,6 +119,9 @@ def test_a_registry_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     for words in (["check"], ["backup", str(tmp_path / "backup")]):
         with pytest.raises(ConfigError, match=r"there is no file .*/none, expected a registry"):
             registry(*words, "--registry", f"sqlite://{tmp_path}/none")
-    with pytest.raises(ConfigError, match="is no file, expected a backup"):
-        registry("restore", str(tmp_path / "none"), "--registry", str(tmp_path / "registry"))
+    (tmp_path / "empty").touch()
+    for backup in ("none", "empty"):
+        with pytest.raises(ConfigError, match="is no file or an empty one, expected a backup"):
+            registry("restore", str(tmp_path / backup), "--replace", "--registry", str(tmp_path / "registry"))
+    assert not (tmp_path / "registry").exists()
     assert not (tmp_path / "none").exists()

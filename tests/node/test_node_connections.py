@@ -61,6 +61,17 @@ def test_a_client_that_hangs_up_behind_its_requests_gets_the_replies(tmp_path: P
             assert received.count(b"payload") == requests
 
 
+def test_a_client_that_hangs_up_gets_a_reply_that_takes_many_turns(tmp_path: Path) -> None:
+    with node(tmp_path, 32 << 20) as server:
+        Peer(server).published(b"key", bytes(8 << 20))
+        client = raw(server)
+        with client:
+            client.sendall(pack_frame(Op.GET, b"key"))
+            client.shutdown(socket.SHUT_WR)
+            received = sum(map(len, iter(lambda: client.recv(1 << 16), b"")))
+        assert received > 8 << 20
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -196,3 +196,25 @@ open_registry(sys.argv[1], timeout=60).commit([], [Put(sys.argv[2], b"")])
         assert one.returncode == 0, errors
     with SqliteRegistry(tmp_path / "r") as registry:
         assert len(registry.range("k").entries) == 6
+
+
+def test_a_second_registry_in_a_program_leaves_the_locks_of_the_first(tmp_path: Path) -> None:
+    """Without its lock, another program that closes the file takes itself for the last and removes the log."""
+    path = tmp_path / "registry.sqlite"
+    opened = f"""
+from farpool.registry import Put
+from farpool.registry.sqlite import SqliteRegistry
+with SqliteRegistry({str(path)!r}) as registry:
+    """
+
+    def in_another_program(program: str) -> str:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout.strip()
+
+    with SqliteRegistry(path) as first:
+        first.commit([], [Put("a", b"1")])
+        SqliteRegistry(path).close()
+        in_another_program(opened + "registry.commit([], [Put('b', b'2')])")
+        first.commit([], [Put("c", b"3")])
+        seen = in_another_program(opened + "print(*(one.key for one in registry.range('').entries))")
+        assert seen == "a b c"

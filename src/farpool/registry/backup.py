@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import sqlite3
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -78,14 +79,17 @@ def replace(path: Path, registry: Path) -> int:
         The backup is damaged. Nothing is changed then.
     """
     entries = _entries_of(path)
+    registry = registry.resolve()  # a link stays, and leads to the new file
     with _new_file(registry, _alone(registry)) as made:
         _write(made, entries)
     return len(entries)
 
 
 def _entries_of(path: Path) -> tuple[Entry, ...]:
-    if not path.is_file():
-        raise ConfigError(f"{path} is no file, expected a backup of `farpool registry backup`", setting="file")
+    if not path.is_file() or not path.stat().st_size:  # an empty file would be made a registry
+        raise ConfigError(
+            f"{path} is no file or an empty one, expected a backup of `farpool registry backup`", setting="file"
+        )
     with SqliteRegistry(path) as backup:
         return _lasting(backup)
 
@@ -121,6 +125,10 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
         with closing(sqlite3.connect(hidden, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")  # one file, without a log next to it
         with hidden.open("rb") as file:
+            if path.exists():  # the programs that could use the old file can use the new one
+                was = path.stat()
+                os.fchown(file.fileno(), was.st_uid, was.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(was.st_mode))
             os.fsync(file.fileno())
         for end in _LOGS:  # of a file that is too damaged to be closed in order
             with suppress(FileNotFoundError):
@@ -150,10 +158,11 @@ def _alone(path: Path) -> sqlite3.Connection | None:
         connection.execute("BEGIN EXCLUSIVE")
     except sqlite3.DatabaseError as error:
         connection.close()
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return None  # too damaged to be in use
         raise RegistryAwayError(
-            f"the registry sqlite://{path} is in use; stop the programs that have it open, and restore it then",
+            f"the registry sqlite://{path} cannot be locked ({error}); stop the programs that have it open, and "
+            "restore it then",
             registry=f"sqlite://{path}",
         ) from error
     return connection

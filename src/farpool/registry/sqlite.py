@@ -14,6 +14,7 @@ with another entry than it was made of, shows damage.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import sqlite3
@@ -86,6 +87,7 @@ CREATE TRIGGER IF NOT EXISTS change_forgotten AFTER DELETE ON change BEGIN
 """
 _LARGEST_REVISION = 1 << 62
 _LAST = b"\xff"  # above every byte of UTF-8
+_making = threading.Lock()
 
 
 class SqliteRegistry(Registry):
@@ -125,9 +127,8 @@ class SqliteRegistry(Registry):
         try:
             with contextlib.suppress(FileExistsError):
                 self._path.parent.mkdir(parents=True, mode=0o700)
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._file = _identity(os.fstat(descriptor))
-            os.close(descriptor)
+            _make(self._path)
+            self._file = _identity(os.stat(self._path))
         except OSError as error:
             raise RegistryDeniedError(
                 f"{self._path} cannot be opened: {error.strerror}; expected a file for the registry",
@@ -536,7 +537,23 @@ class _SqliteWatch(Watch):
 
 
 def _crc(key: bytes, value: bytes, revision: int, lease: int) -> int:
-    return checksum(key, revision.to_bytes(8, "little") + lease.to_bytes(8, "little") + value)
+    return checksum(key, revision.to_bytes(8, "little", signed=True) + lease.to_bytes(8, "little", signed=True) + value)
+
+
+def _make(path: Path) -> None:
+    """Make an empty file unless there is one, and check that it may be read and written.
+
+    A file that exists is not opened: closing it would drop all locks that this process's connections have on it.
+    Another program would then take itself for the last one and remove the log that this one still writes to.
+    """
+    with _making:  # no connection of this process is open before the new file is closed
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from None
+            if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from None
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:

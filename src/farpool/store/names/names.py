@@ -527,7 +527,7 @@ class Writer:
     def _sweep(self) -> None:
         """Sweep old versions, and schedule the next sweep, which makes up for this one if it fails."""
         self._names._sweep_at = time.monotonic() + self._names._hold + 1.0
-        with suppress(RegistryError, OSError):
+        with suppress(FarpoolError, OSError):
             self._names.sweep()
 
 
