@@ -13,10 +13,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from torch.distributed import HashStore, TCPStore
 
 from farpool.errors import ConfigError, NodeError
-from farpool.kv import PrefixCache, Reason, StoreRanks
+from farpool.kv import PrefixCache, Reason, StoreRanks, TensorMemory
 from farpool.kv import ranks as ranks_module
 from farpool.kv.journal import recorded
 from farpool.node.process import RunningNode
@@ -160,6 +161,22 @@ def test_weights_that_changed_on_one_rank_first_make_all_ranks_load_nothing(pair
     pair[rank].weights_id = "2"
     assert on_all([*zip(pair, matches, strict=True)], lambda one: loaded_by(*one)) == [0, 0]
     assert [match.tokens for match in on_all(pair, lambda cache: cache.lookup(prompt(1)))] == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_raises_on_one_rank_holds_no_other_up(pair: list[PrefixCache], rank: int) -> None:
+    matches = on_all(pair, lambda cache: cache.lookup(prompt(1)))
+
+    def load(number: int) -> int:
+        if number != rank:
+            return loaded_by(pair[number], matches[number])
+        with pytest.raises(ConfigError):
+            pair[number].load(matches[number], TensorMemory([(torch.zeros(1, 2, 3, 1),)]))
+        return 0
+
+    # The answers of exchanges with one rank alone would come after the time that `on_all` waits.
+    assert on_all(range(2), load) == [0, 0]
+    assert [match.tokens for match in on_all(pair, lambda cache: cache.lookup(prompt(1)))] == [WHOLE, WHOLE]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

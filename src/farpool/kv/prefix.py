@@ -797,7 +797,23 @@ class PrefixCache:
         until: float,
         exchange: Exchange | None,
     ) -> list[int]:
-        """Load some groups of layers of prompts; return how many tokens of each they have then."""
+        """Load some groups of layers of prompts; return how many tokens of each they have then, on all ranks."""
+        try:
+            usable, under_way, seconds = self._load_here(matches, memories, groups, until)
+        except BaseException:
+            if exchange is not None:  # the other ranks wait for this one
+                self._agreed_load(matches, [0] * len(matches), 0.0, exchange)
+            raise
+        if exchange is not None:
+            usable, seconds = self._agreed_load(matches, usable, seconds, exchange)
+        if seconds:
+            self.judge.loaded(under_way, seconds)
+        return usable
+
+    def _load_here(
+        self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
+    ) -> tuple[list[int], int, float]:
+        """Load what this rank needs; return the tokens that it can use of each prompt, and `_fetch`'s measurement."""
         keys: list[bytes] = []
         targets: list[Payload] = []
         sizes: list[int] = []
@@ -823,11 +839,7 @@ class PrefixCache:
             self._came(match, own, list(itertools.islice(outcomes, len(own))))
             for match, own in zip(matches, places, strict=True)
         ]
-        if exchange is not None:
-            usable, seconds = self._agreed_load(matches, usable, seconds, exchange)
-        if seconds:
-            self.judge.loaded(under_way, seconds)
-        return usable
+        return usable, under_way, seconds
 
     def _agreed_load(
         self, matches: Sequence[Match], usable: Sequence[int], seconds: float, exchange: Exchange
