@@ -186,3 +186,15 @@ def test_what_was_used_lately_stays_when_its_neighbours_go(tmp_path: Path) -> No
             if number % 40 == 0 and len(hot) < 6:
                 hot.append(key)
             assert all(peer.get(one).status == Status.DONE for one in hot)
+
+
+def test_a_put_of_what_is_there_ends_no_other_put(server: _native.NodeServer) -> None:
+    peer, payload = Peer(server), random.Random(1).randbytes(14 * MIB)
+    peer.published(b"there", bytes(16 * MIB))
+    with connected(server) as sock:
+        sock.sendall(announced(b"large", payload) + payload[:1])
+        until(lambda: server.stats()["bytes_in"] > 16 * MIB + 200, "the byte was not taken")
+        assert peer.put(b"there", bytes(20 * MIB)).status == Status.PRESENT
+        sock.sendall(payload[1:])
+        assert answered(sock) == Status.DONE
+    assert peer.get(b"large").payload == payload
