@@ -27,6 +27,7 @@ NEVER = (
     "tests/attacks/",
     "tests/faults/",
     "tests/kv/differential/",
+    "tests/kv/integrity/",
     "tests/kv/test_generation_with_faults.py",
     "tests/kv/test_recovery.py",
     "tests/node/test_fuzz.py",
