@@ -17,6 +17,7 @@ import farpool
 from farpool.net.frames import Status
 from farpool.node.process import RunningNode
 from tests.node.nodes import Peer, node
+from tests.nodes import eventually
 from tests.small_disk import small_disk
 
 MIB = 1 << 20
@@ -204,7 +205,7 @@ def test_a_node_starts_again_on_a_file_system_that_is_full_and_says_what_it_has(
                 fill(disk / "other")
                 node.start()
                 assert 50 * 100_000 < node.ready["room"] < 12 << 20
-                assert "less room than --dram" in node.log
+                eventually(lambda: "less room than --dram" in node.log)
                 assert [store.get(f"key {n}") for n in range(50)] == [bytes([n]) * 100_000 for n in range(50)]
                 for n in range(50):
                     store.put(f"more {n}", bytes(100_000))
@@ -228,7 +229,7 @@ def test_a_node_whose_objects_were_pinned_starts_again_without_them_on_a_file_sy
             gc.collect()  # no program has the node's file mapped
             fill(disk / "other")
             node.start()
-            assert "has no memory for a file without programs in it" in node.log
+            eventually(lambda: "has no memory for a file without programs in it" in node.log)
             with farpool.Store(node.address) as store:
                 assert store.get("key") is None
                 store.put("key", bytes(50_000))
