@@ -148,7 +148,7 @@ void Server::receive_more(Peer& peer) {
     }
 }
 
-// Receives once, and handles what has come. Returns as receive() of a stream.
+// Receives once, and handles the bytes. Returns as receive() of a stream.
 ssize_t Server::receive_some(Peer& peer) {
     std::array<iovec, 2> parts{};
     std::size_t count = 0;

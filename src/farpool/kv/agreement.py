@@ -72,7 +72,7 @@ class Agreement:
         self._has_ends = has_ends
 
     def found(self, exchange: Exchange, offers: Sequence[Offer]) -> list[tuple[int, int]]:
-        """Agree on what is loaded.
+        """Agree on the blocks to load.
 
         Returns
         -------
@@ -104,7 +104,7 @@ class Agreement:
     def loaded(
         self, exchange: Exchange, keys: Sequence[bytes], usable: Sequence[int], seconds: float
     ) -> tuple[list[int], float]:
-        """Agree on what has come.
+        """Agree on the tokens that can be used after a load.
 
         Parameters
         ----------
