@@ -168,7 +168,7 @@ bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uin
     if (evictable(tenant, {part}) < nbytes + ahead || !evict_some(tenant, nbytes, {part, true})) {
         return false;
     }
-    evict_some(tenant, used / 64, {part});  // for what comes next: there is time for them to go to the file
+    evict_some(tenant, used / 64, {part});  // room for the next put: these have time to go to the file
     trim();
     return true;
 }

@@ -245,7 +245,7 @@ bool Objects::return_idle(std::uint64_t most) {
     while (returned < most && looked < looked_nbytes) {
         const bool is_last = hole == space_->holes().begin();
         const std::uint64_t nbytes = is_last ? 0 : static_cast<std::uint64_t>((--hole)->first) * unit_nbytes;
-        if (nbytes < page_nbytes) {  // the rest lies in pages with objects
+        if (nbytes < page_nbytes) {  // its pages hold objects, too
             idle_nbytes_ = 0;
             return true;
         }

@@ -122,7 +122,7 @@ struct Peer {
     std::shared_ptr<Lease> written_lease;  // of the write being received
     Segment area;                          // where its payloads may lie; not mapped for none
     AreaPart part{};                       // the part of the area that is being received
-    AreaPart copying{};                    // what is left to copy of a part that was received
+    AreaPart copying{};                    // the rest of a part that was received, still to be copied
     std::uint64_t copied = 0;              // bytes from there, in this turn
     std::uint64_t told = 0;                // bytes of the payload that it knows to have been copied
     Status refusal = Status::done;         // the answer once a payload that is dropped has come

@@ -454,7 +454,7 @@ void Server::tick() {
     for (const auto& [tenant, objects] : objects_) {
         objects->sweep(swept_slots);
     }
-    bool has_looked = false;  // one tenant at a time: requests wait meanwhile
+    bool has_looked = false;  // one tenant at a time, because requests wait for it
     for (const auto& [tenant, objects] : objects_) {
         has_looked = objects->return_idle(has_looked ? 0 : returned_nbytes) || has_looked;
     }

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "core/crc32c.hpp"
+#include "folder.hpp"
 #include "testing.hpp"
 
 using farpool::Budget;
@@ -21,6 +22,7 @@ using farpool::Keep;
 using farpool::ObjectHead;
 using farpool::Objects;
 using farpool::Status;
+using farpool::testing::Folder;
 
 namespace {
 
@@ -56,22 +58,6 @@ struct System {
     int interruptions = 0;
 };
 System* System::present = nullptr;
-
-class Folder {
-public:
-    Folder() {
-        std::string name = (std::filesystem::temp_directory_path() / "farpool-objects-XXXXXX").string();
-        CHECK(mkdtemp(name.data()) != nullptr);
-        path_ = name;
-    }
-    ~Folder() { std::filesystem::remove_all(path_); }
-    Folder(const Folder&) = delete;
-    Folder& operator=(const Folder&) = delete;
-    std::string path() const { return path_.string(); }
-
-private:
-    std::filesystem::path path_;
-};
 
 Objects opened(const Folder& folder, Budget& budget, std::uint32_t tenant = 0) {
     std::string note;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/crc32c.hpp"
+#include "folder.hpp"
 #include "node/server.hpp"
 #include "testing.hpp"
 
@@ -19,26 +20,11 @@ using farpool::ObjectHead;
 using farpool::Op;
 using farpool::Server;
 using farpool::Stream;
+using farpool::testing::Folder;
 
 namespace {
 
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
-
-class Folder {
-public:
-    Folder() {
-        std::string name = (std::filesystem::temp_directory_path() / "farpool-turns-XXXXXX").string();
-        CHECK(mkdtemp(name.data()) != nullptr);
-        path_ = name;
-    }
-    ~Folder() { std::filesystem::remove_all(path_); }
-    Folder(const Folder&) = delete;
-    Folder& operator=(const Folder&) = delete;
-    std::string path() const { return path_.string(); }
-
-private:
-    std::filesystem::path path_;
-};
 
 std::string framed(Op op, const std::string& meta, const std::string& payload = {}) {
     FrameHeader header = farpool::make_header(op);

@@ -186,6 +186,21 @@ def test_nodes_that_take_no_block_leave_the_check_of_the_memory(
         assert probe.error is not None
 
 
+def test_a_probe_whose_block_does_not_fit_leaves_nothing_that_stays() -> None:
+    with running_node("1MiB") as small:
+        cache, probe = guarded(small.address)
+        memory = bytearray(2 << 20)
+
+        def write(data: bytes) -> None:
+            memory[:] = data
+
+        own = EngineBlock(len(memory), write, lambda: bytes(memory), lambda: [memoryview(memory)], lambda: [memory])
+        with cache, Store(small.address) as store:
+            probe.check(own)
+            left = [one for one in store.objects() if one.kept or not one.ttl]
+        assert (probe.error, left) == (None, [])
+
+
 def test_a_forked_child_asks_through_a_probe_that_was_under_way(node: RunningNode) -> None:
     cache, probe = guarded(node.address)
 

@@ -795,7 +795,8 @@ class BlockCache:
             # It outlives the blocks that come until it is stored anew: without it nobody finds them by weights or
             # tenant.
             ttl_ms = ttl_ms + 2000 * int(_DESCRIBED_SECONDS) if ttl_ms else 0
-            about = About(ttl_ms=ttl_ms, kind=_KIND, tenant=namespace.tenant, keep=True)
+            # The description of a probe expires with its block if that could not be saved or dropped.
+            about = About(ttl_ms=ttl_ms, kind=_KIND, tenant=namespace.tenant, keep=not self._is_probed())
             (outcome,) = self._calls().put_many([item], left, about)
             if not isinstance(outcome, Exception):
                 if len(self._described_at) >= _MOST_DESCRIBED:

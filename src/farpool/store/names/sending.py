@@ -2,10 +2,11 @@
 
 Objects are sent with a time to live, small ones together, and those that have all their copies already are not sent
 again. The sender notes the mark that each copy then has. After that it records in the registry, in a publication with a
-hold of its writer, which objects the version holds. Only then does it have the copies kept for ever, each if it still
-has its mark or is kept already. So each sweep knows of all that is kept, and a writer that was stopped past its lease
-keeps nothing that a sweep has let go since (sweep.py). A copy that has another mark, or was evicted, is looked at
-again, sent again if it is gone, and kept once the registry has confirmed that the writer's hold is still there.
+hold of its writer, which objects the version holds. Only then does it have the nodes keep the copies without an end,
+each if it still has its mark or is kept already. So each sweep knows of all that is kept, and a writer that was stopped
+past its lease keeps nothing that a sweep has let go since (sweep.py). A copy that has another mark, or was evicted, is
+looked at again, sent again if it is gone, and kept once the registry has confirmed that the writer's hold is still
+there.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Sending:
         return [key for key, there in zip(keys, touched.copies, strict=True) if there < self._store.replicas]
 
     def _hold_all(self) -> None:
-        """Send what is left, record all objects sent as held, then have their copies kept for ever."""
+        """Send what is left, record all objects sent as held, then have the nodes keep their copies without an end."""
         self._send()
         self._announce(list(self._waiting))
         left = list(self._waiting)

@@ -20,7 +20,7 @@ has their copies kept. If a copy was kept before step 2, then the record was the
 object alone. If it was kept after step 2, it has another mark, and the node refuses step 4, however late that arrives;
 the sweep begins again with step 2. If it is kept after step 4, the writer sees whether the object is still there.
 
-Nothing stays kept for ever by a writer that was stopped past its lease. It noted the marks of its copies before it
+A writer that was stopped past its lease leaves no copy kept without an end. It noted the marks of its copies before it
 recorded them, and has a copy kept only if the copy still has that mark or is kept by others. Before the record was
 deleted a sweep has let go of each copy, which then had another mark.
 
