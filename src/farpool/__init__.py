@@ -72,9 +72,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from farpool.store.names import TensorSource
+    from farpool.store.tensors import map_tensors, publish_tensors, read_tensors
     from farpool.tensors.loading import load_safetensors
     from farpool.tensors.mode import paged
-    from farpool.tensors.named import map_tensors, publish_tensors, read_tensors
     from farpool.tensors.offload import offload, restore
     from farpool.tensors.paged_tensor import PagedTensor
     from farpool.tensors.pretrained import from_pretrained
@@ -158,11 +158,11 @@ _NEEDS_TORCH = {
     "PagedTensor": "farpool.tensors.paged_tensor",
     "from_pretrained": "farpool.tensors.pretrained",
     "load_safetensors": "farpool.tensors.loading",
-    "map_tensors": "farpool.tensors.named",
+    "map_tensors": "farpool.store.tensors",
     "offload": "farpool.tensors.offload",
     "paged": "farpool.tensors.mode",
-    "publish_tensors": "farpool.tensors.named",
-    "read_tensors": "farpool.tensors.named",
+    "publish_tensors": "farpool.store.tensors",
+    "read_tensors": "farpool.store.tensors",
     "restore": "farpool.tensors.offload",
     "step_in_backward": "farpool.tensors.step_in_backward",
 }
@@ -175,7 +175,7 @@ def _load_tensors() -> TensorLibrary:
 
 
 def _load_tensor_source() -> Callable[[str, Any], TensorSource | None]:
-    from farpool.tensors.named import tensor_source
+    from farpool.store.tensors import tensor_source
 
     return tensor_source
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from farpool.errors import (
     UnsupportedError,
 )
 from farpool.node.process import RunningNode, running_node
+from farpool.registry.sqlite import SqliteRegistry
 from farpool.store import Pins, Store
+from farpool.store.cluster import Cluster
 from farpool.store.names import Names, TensorEntry
 from farpool.store.names.manifest import Manifest, encode_manifest
 from farpool.store.names.sending import Sending
@@ -207,6 +210,65 @@ def test_mapping_many_tensors_takes_few_calls_and_copying_them_takes_little_memo
     assert list(found) == list(tensors)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert calls == ([8, 32] if store.nodes()[0].mapped else [8] * 5)
+
+
+FIRST = """
+import sys, torch, farpool
+
+with farpool.Store(sys.argv[1], transport="mapped", registry=sys.argv[2]) as store:
+    before = set(sys.modules)
+    tensors = farpool.map_tensors(store, "first")
+    assert torch.equal(tensors["a"], torch.arange(5))
+    print(*sorted(name for name in set(sys.modules) - before if name.startswith("farpool.")))
+    del tensors
+"""
+
+
+def test_mapping_tensors_imports_nothing_of_paged_tensors(node: RunningNode, registry: Path) -> None:
+    with Store(node.address, registry=registry) as store:
+        farpool.publish_tensors(store, "first", {"a": torch.arange(5)})
+    command = [sys.executable, "-W", "error", "-c", FIRST, node.address, str(registry)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["farpool.registry.sqlite", "farpool.store.tensors"]
+
+
+def test_the_first_mapping_opens_each_thing_once_and_the_next_only_asks_for_name_and_pins(
+    node: RunningNode, registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"{number}": torch.full((MIB // 8,), float(number)) for number in range(40)}  # 512 KiB each
+    calls: list[str] = []
+
+    def count(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    with (
+        Store(node.address, transport="mapped", registry=registry) as writer,
+        Store(node.address, transport="mapped", registry=registry) as reader,
+    ):
+        farpool.publish_tensors(writer, "m", tensors)
+        before = len(_mapped_files())
+        for name in ("get", "range", "grant", "commit"):
+            count(SqliteRegistry, name)
+        count(Cluster, "ask")
+        first = farpool.map_tensors(reader, "m")
+        # One request for the pins of the first 4 MiB, and one for all others.
+        assert calls == ["get", "grant", "commit", "ask", "ask"]
+        calls.clear()
+        second = farpool.map_tensors(reader, "m")
+        assert calls == ["get", "ask", "ask"]
+        # One mapping for the memory of all objects; the others are the index and the counters of uses.
+        assert len(_mapped_files()) - before == 3
+        assert all(torch.equal(mapped[name], tensors[name]) for mapped in (first, second) for name in tensors)
+
+
+def _mapped_files() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:" in line]
 
 
 def test_a_damaged_tensor_is_handed_to_no_one_and_leaves_nothing_pinned(tmp_path: Path, registry: Path) -> None:

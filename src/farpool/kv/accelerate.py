@@ -14,8 +14,8 @@ import torch
 
 from farpool.errors import ArgumentError
 from farpool.pool.pool import blocks_of
+from farpool.store.tensors import read_tensor
 from farpool.tensors.factories import from_tensor, materialize
-from farpool.tensors.named import read_tensor
 from farpool.tensors.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:

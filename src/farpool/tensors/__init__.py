@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import farpool.tensors.rules  # noqa: F401  (registers them)
+from farpool.store.tensors import map_tensors, publish_tensors, read_tensors
 from farpool.tensors import integration, methods
 from farpool.tensors.loading import load_safetensors
 from farpool.tensors.mode import paged
-from farpool.tensors.named import map_tensors, publish_tensors, read_tensors
 from farpool.tensors.offload import offload, restore
 from farpool.tensors.paged_tensor import PagedTensor, use_methods
 from farpool.tensors.pretrained import from_pretrained

@@ -1,4 +1,8 @@
-"""PyTorch tensors in a store: published under a name, read into new memory, or mapped without a copy."""
+"""PyTorch tensors in a store: published under a name, read into new memory, or mapped without a copy.
+
+Nothing of paged tensors is imported here: a program that only maps weights would wait longer for their rules than for
+the weights.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,6 @@ import torch
 
 from farpool._native import buffer_address
 from farpool.errors import ConfigError, UnsupportedError
-from farpool.tensors.factories import materialize
-from farpool.tensors.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
     from farpool.store import Pin, Pins, Store
@@ -57,9 +59,8 @@ class _Source:
         self.shape = tuple(tensor.shape)
 
     def data(self) -> memoryview:
-        tensor = self._tensor
-        plain = materialize(tensor) if isinstance(tensor, PagedTensor) else tensor.detach()
-        return _bytes_of(plain.cpu().resolve_conj().resolve_neg().contiguous())
+        # cpu() of a paged tensor is a plain copy of it.
+        return _bytes_of(self._tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def tensor_source(name: str, tensor: object) -> TensorSource | None:
