@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -102,9 +103,10 @@ def test_no_such_unix_socket_is_an_error_that_names_the_node(tmp_path: Path) -> 
         reach(Address("unix", path=f"{tmp_path}/s"))
 
 
-def test_an_unknown_host_is_an_error_that_names_the_node() -> None:
-    with pytest.raises(NodeError, match=r"tcp://no-such-host\.invalid:7471 cannot be reached"):
-        reach(parse_address("no-such-host.invalid:7471"))
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "empty..label.invalid", f"{'long' * 16}.invalid"])
+def test_an_unknown_host_is_an_error_that_names_the_node(host: str) -> None:
+    with pytest.raises(NodeError, match=f"tcp://{re.escape(host)}:7471 cannot be reached"):
+        reach(parse_address(f"{host}:7471"))
 
 
 def test_silence_is_a_timeout_that_names_the_node() -> None:

@@ -341,6 +341,7 @@ def test_beyond_loopback_it_does_not_start_without_keys(tmp_path: Path, host: st
     [
         ({"listen": "unix:///tmp/s"}, "expected HOST:PORT"),
         ({"listen": "no-such-host.invalid:7471"}, "the host is not known"),
+        ({"listen": "empty..label.invalid:7471"}, "the host is not known"),
         ({"name": "../n"}, "--name is '../n'"),
         ({"folder": "/dev/shm/" + "n" * 100}, "too long a path"),
         ({"metrics": "unix:///tmp/m"}, "--metrics is 'unix:///tmp/m', expected HOST:PORT"),

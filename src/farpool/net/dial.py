@@ -180,7 +180,9 @@ def _targets(address: Address, deadline: float) -> list[_Target]:
 
 
 def _look_up(address: Address, flags: int) -> list[_Target]:
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
+    # Python encodes text with a codec for names beyond ASCII, which is slow to import and raises a UnicodeError for a
+    # label that is empty or too long. The resolver refuses such a label like any name that it does not know.
+    found = socket.getaddrinfo(address.host.encode(), address.port, type=socket.SOCK_STREAM, flags=flags)
     return [(family, target) for family, _, _, _, target in found]
 
 

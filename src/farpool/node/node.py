@@ -356,7 +356,7 @@ class Node:
                 f"--listen is {str(self.address)!r}, but there is no certificate; give --tls DIR", setting="listen"
             )
         try:
-            found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(self.address.host.encode(), self.address.port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
             raise ConfigError(
                 f"--listen is {str(self.address)!r}, but the host is not known: {error.strerror}", setting="listen"
