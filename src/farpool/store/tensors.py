@@ -1,7 +1,7 @@
 """PyTorch tensors in a store: published under a name, read into new memory, or mapped without a copy.
 
-Nothing of paged tensors is imported here: a program that only maps weights would wait longer for their rules than for
-the weights.
+This module does not import paged tensors: a program that only maps weights would wait longer for their operator rules
+than for the weights.
 """
 
 from __future__ import annotations
