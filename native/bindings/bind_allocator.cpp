@@ -1,5 +1,5 @@
 // Extent allocation.
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "core/extent_allocator.hpp"
 
 using farpool::ExtentAllocator;

@@ -12,7 +12,7 @@
 #include <map>
 #include <unordered_map>
 
-#include "footprint.hpp"
+#include "bindings/footprint.hpp"
 
 using farpool::pager::Mode;
 using farpool::pager::Use;

@@ -1,5 +1,5 @@
 // The driver's Python face.
-#include "bound_driver.hpp"
+#include "bindings/bound_driver.hpp"
 
 using farpool::pager::Ended;
 using farpool::pager::Kind;

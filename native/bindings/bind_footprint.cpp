@@ -1,5 +1,5 @@
 // The Python binding of Footprint.
-#include "footprint.hpp"
+#include "bindings/footprint.hpp"
 
 using farpool::pager::Layout;
 

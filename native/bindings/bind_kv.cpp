@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 
 #ifdef FARPOOL_OPENSSL
 #include <openssl/evp.h>

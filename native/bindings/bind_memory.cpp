@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "core/crc32c.hpp"
 #include "core/crc32c_folding.hpp"
 #include "core/crc32c_many.hpp"

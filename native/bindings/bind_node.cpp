@@ -5,7 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "node/server.hpp"
 
 using farpool::Listed;

@@ -4,7 +4,7 @@
 #include <string>
 #include <variant>
 
-#include "bound_pager.hpp"
+#include "bindings/bound_pager.hpp"
 #include "pager/simulated_program.hpp"
 
 using namespace farpool::pager;

@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "policy/policies.hpp"
 #include "policy/prefix_eviction.hpp"
 #include "policy/simulation.hpp"

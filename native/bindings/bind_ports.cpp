@@ -1,10 +1,10 @@
 // Ports: each holds the object it stands on, and shows it to the garbage collector (a tier may hold its own port).
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
+#include "bindings/python_port.hpp"
 #include "core/file_port.hpp"
 #include "core/memory_port.hpp"
 #include "core/throttled_port.hpp"
 #include "core/verified_port.hpp"
-#include "python_port.hpp"
 
 using farpool::FilePort;
 using farpool::Memory;

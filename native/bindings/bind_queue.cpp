@@ -4,7 +4,7 @@
 #include <memory>
 #include <tuple>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "core/port.hpp"
 #include "core/queue.hpp"
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "bindings/slices.hpp"
 #include "core/error.hpp"
-#include "slices.hpp"
 
 Rows::Rows(const nb::list& memories, const std::vector<std::size_t>& row_nbytes) {
     if (memories.size() != row_nbytes.size() || memories.size() == 0) {

@@ -5,7 +5,7 @@
 #include <cerrno>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "wire/stream.hpp"
 #include "wire/tls.hpp"
 

@@ -8,12 +8,12 @@
 #include <optional>
 #include <string_view>
 
-#include "bindings.hpp"
-#include "interpreter_exit.hpp"
-#include "slices.hpp"
+#include "bindings/bindings.hpp"
+#include "bindings/interpreter_exit.hpp"
+#include "bindings/slices.hpp"
+#include "core/hash.hpp"
 #include "wire/connection.hpp"
 #include "wire/exchange.hpp"
-#include "wire/hash.hpp"
 #include "wire/looked_up.hpp"
 #include "wire/object_reader.hpp"
 #include "wire/remote_port.hpp"

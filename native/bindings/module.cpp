@@ -2,7 +2,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // what lives until the interpreter ends is not a leak
