@@ -865,24 +865,90 @@ private:
 }  // namespace
 
 void bind_calls(nb::module_& m) {
-    nb::class_<Calls> calls(m, "Calls", "Runs operations on paged tensors.");
-    nb::enum_<Calls::Kind>(calls, "Kind", "What an operator does.", nb::is_arithmetic())
-        .value("COMPUTE", Calls::Kind::compute)
-        .value("VIEW", Calls::Kind::view)
-        .value("ALIAS", Calls::Kind::alias)
-        .value("COMPOSED", Calls::Kind::composed)
-        .value("COMPOSED_OF_VIEWS", Calls::Kind::composed_of_views);
+    nb::class_<Calls> calls(m, "Calls", "Runs operations on paged tensors that need no Python; see `farpool.tensors.calls`.");
+    nb::enum_<Calls::Kind>(calls, "Kind", "Kind of an operator, by which it is run.", nb::is_arithmetic())
+        .value("COMPUTE", Calls::Kind::compute, "Runs on real tensors.")
+        .value("VIEW", Calls::Kind::view,
+               "Views a part of its first argument, which the other arguments say; none of these is a tensor.")
+        .value("ALIAS", Calls::Kind::alias, "Another tensor over the same bytes.")
+        .value("COMPOSED", Calls::Kind::composed, "Composed of other operators, which are dispatched in its place.")
+        .value("COMPOSED_OF_VIEWS", Calls::Kind::composed_of_views,
+               "Composed of other operators, and torch itself marks what it returns as a view.");
     calls.def(nb::init<>())
-        .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"))
+        .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"),
+             "Make known the types of tensors and footprints, and the functions that do the rest.")
         .def("learn", &Calls::learn, nb::arg("operation"), nb::arg("call"), nb::arg("name"), nb::arg("kind"), nb::kw_only(),
-             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false, nb::arg("strided") = false)
+             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false, nb::arg("strided") = false,
+             nb::sig("def learn(self, operation: object, call: object, name: str, kind: farpool._native.Calls.Kind, *, writes: "
+                     "int = 0, "
+                     "retried: bool = False, ruled: bool = False, strided: bool = False) -> None"),
+             R"(Take over an operator: run it without Python from now on.
+
+Parameters
+----------
+call : callable
+    Calls the operator's kernels.
+writes : int
+    Bits of the positions of arguments that it changes.
+retried : bool
+    Leave it to Python where its operands do not fit into the fast tier together.
+ruled : bool
+    Leave it to Python, which may ask for it by `compute`.
+strided : bool
+    Leave it to Python where an argument is a tensor of another layout.)")
         .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
-             nb::arg("kwargs").none() = nb::none())
-        .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))
+             nb::arg("kwargs").none() = nb::none(),
+             nb::sig("def dispatch(self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = "
+                     "None) -> typing.Any"),
+             "Run one operation of which at least one argument is paged.")
+        .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"),
+             nb::sig("def compute(self, func: typing.Any, args: collections.abc.Sequence[typing.Any], kwargs: dict[str, "
+                     "typing.Any]) -> typing.Any"),
+             "Run an operation on real tensors; NotImplemented where that takes Python.")
         .def("copy_rows", &Calls::copy_rows, nb::arg("table"), nb::arg("op"), nb::arg("indices"), nb::arg("count"),
-             nb::arg("memory"), nb::arg("groups"), nb::arg("write"))
-        .def("page_gradient", &Calls::page_gradient, nb::arg("leaf"), nb::arg("op"), nb::arg("copy"))
-        .def("stretches", &Calls::stretches, nb::arg("lists"), nb::arg("count"), nb::arg("share"), nb::arg("pinned"))
-        .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"))
-        .def("suspend", &Calls::suspend);
+             nb::arg("memory"), nb::arg("groups"), nb::arg("write"),
+             nb::sig("def copy_rows(self, table: Footprint, op: str, indices: int, count: int, memory: int, groups: int, "
+                     "write: bool) -> bool"),
+             R"(Copy rows of a table, whose elements lie side by side, to or from plain memory, block by block.
+
+Parameters
+----------
+indices : int
+    Address of `count` row numbers of 64 bits; distinct where rows are written.
+memory : int
+    Address of as many rows.
+groups : int
+    Blocks of at most one of so many parts of the budget are acquired together.
+write : bool
+    Copy into the table.
+
+Returns
+-------
+bool
+    False, with nothing done, where it takes Python: a number out of range, rows with gaps, debug mode, a device.)")
+        .def("page_gradient", &Calls::page_gradient, nb::arg("leaf"), nb::arg("op"), nb::arg("copy"),
+             nb::sig("def page_gradient(self, leaf: torch.Tensor, op: str, copy: collections.abc.Callable[[typing.Any, "
+                     "torch.Tensor, str], object]) -> bool"),
+             R"(Replace the plain gradient of a leaf by a paged copy.
+
+Parameters
+----------
+copy : callable
+    Copies one that spans blocks: paged tensor, gradient, operation.
+
+Returns
+-------
+bool
+    False where it takes Python; then nothing was done.)")
+        .def("stretches", &Calls::stretches, nb::arg("lists"), nb::arg("count"), nb::arg("share"), nb::arg("pinned"),
+             nb::sig("def stretches(self, lists: list[collections.abc.Sequence[typing.Any]], count: int, share: int, pinned: "
+                     "int) -> list[slice]"),
+             R"(Cut lists of `count` items into stretches.
+
+The tensors of one take at most one of `share` parts of the budget, and the blocks in which they lie at most one
+of `pinned` parts; or it has one item of each list.)")
+        .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"),
+             nb::sig("def wrap(self, footprint: Footprint, requires_grad: bool) -> torch.Tensor"),
+             "Return a paged tensor over the bytes of a footprint.")
+        .def("suspend", &Calls::suspend, "Leave all operations to Python from now on.");
 }

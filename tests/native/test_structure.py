@@ -1,12 +1,14 @@
-"""Which folder of the native core may include which, and where it may know Python."""
+"""Which folder of the native core may include which, and where it may know Python and the farpool modules above it."""
 
 from __future__ import annotations
 
+import ast
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-NATIVE = Path(__file__).parents[2] / "native"
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "native"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 # Folder, and the folders that it may include besides itself. Each stands below the folders that it includes.
@@ -75,3 +77,12 @@ def test_no_file_includes_itself_directly_or_through_others() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"these files include each other: {' <- '.join(error.args[1])}") from None
+
+
+def test_the_stub_of_the_native_core_imports_no_module_of_farpool() -> None:
+    # The import checker reads no stubs, and each module of farpool that the stub named would import the native core.
+    tree = ast.parse((ROOT / "src" / "farpool" / "_native.pyi").read_text())
+    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert "typing" in imported
+    assert not [module for module in imported if module.split(".")[0] == "farpool"]
