@@ -1,4 +1,4 @@
-// The hot path's face of torch: the objects that it needs of it, and the questions that it asks about tensors.
+// The objects of torch that the hot path of operations uses, and the questions that it asks about tensors.
 //
 // Tensors are known here as Python objects only: the core is built without torch.
 #pragma once
