@@ -25,7 +25,7 @@ DEMO   := $(VENV)/.stamp-demo
 DEV    := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-native test-sanitized test-kv kv-envs lint docs format clean dev
+.PHONY: help demo test test-long test-native test-sanitized test-kv kv-envs lint stub docs format clean dev
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -67,8 +67,12 @@ lint: $(DEV) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	@scripts/native-stub --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+stub: $(DEV) ## Write the types of the native core, src/farpool/_native.pyi, from its bindings
+	@scripts/native-stub
 
 docs: $(DEV) ## Build the documentation site in build/docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

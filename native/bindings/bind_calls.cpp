@@ -5,16 +5,19 @@
 // for them while the operator runs, and they are let go. Views only pair a geometry that was worked out before with a new
 // tensor object. Whatever is not like that is handled in Python, by `farpool.tensors.dispatch`, which also tells this file
 // which operators it may run.
-//
-// Tensors are known here as Python objects only: the core is built without torch.
-#include <array>
-#include <cstring>
-#include <map>
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <span>
 #include <unordered_map>
+#include <vector>
 
-#include "footprint.hpp"
+#include "bindings/gradients.hpp"
+#include "bindings/pinned.hpp"
+#include "bindings/row_copies.hpp"
+#include "bindings/stretches.hpp"
+#include "bindings/torch_face.hpp"
 
-using farpool::pager::Mode;
 using farpool::pager::Use;
 
 namespace {
@@ -32,33 +35,11 @@ public:
 
     // `hooks`: what Python code does for this class; see `farpool.tensors.calls`.
     void bind(nb::handle torch, nb::type_object paged, nb::type_object footprint, nb::object hooks) {
-        const nb::object core = torch.attr("_C");
-        plain_type_ = torch.attr("Tensor");
-        strided_ = torch.attr("strided");
-        requires_grad_ = plain_type_.attr("requires_grad");
-        make_wrapper_ = plain_type_.attr("_make_wrapper_subclass");
-        set_memory_ = core.attr("TensorBase").attr("set_");
-        part_of_memory_ = core.attr("StorageBase").attr("__getitem__");
-        refuse_address_ = core.attr("_set_throw_on_mutable_data_ptr");
-        set_conj_ = core.attr("_set_conj");
-        set_neg_ = core.attr("_set_neg");
-        modes_ = core.attr("_len_torch_dispatch_stack");
-        infers_ = torch.attr("is_inference_mode_enabled");
-        is_excluded_ = core.attr("_dispatch_tls_is_dispatch_key_excluded");
-        set_excluded_ = core.attr("_dispatch_tls_set_dispatch_key_excluded");
-        const nb::object keys = core.attr("DispatchKey");
-        lazy_ = {keys.attr("Conjugate"), keys.attr("Negative"), keys.attr("ZeroTensor")};
-        views_ = keys.attr("ADInplaceOrView");
-        composing_ = {lazy_[0], lazy_[1], lazy_[2], keys.attr("PythonTLSSnapshot")};
-        composite_ = keys.attr("CompositeImplicitAutograd");
-        inference_ = core.attr("_InferenceMode");
-        paged_ = std::move(paged);
-        footprint_type_ = std::move(footprint);
+        torch_.bind(torch, std::move(paged), std::move(footprint));
+        pinning_.bind(hooks);
         dispatch_ = hooks.attr("dispatch");
         wrap_results_ = hooks.attr("wrap_results");
         explain_ = hooks.attr("explain");
-        refusals_ = hooks.attr("refusals");
-        budget_error_ = hooks.attr("budget_error");
     }
 
     // Registers an operator to be run here, of which `call` is the callable inside. `writes`: bits of the positions of
@@ -73,7 +54,8 @@ public:
 
     nb::object dispatch(nb::handle func, nb::handle types, nb::handle args, nb::handle kwargs) {
         if (const auto found = known_.find(func.ptr()); found != known_.end() && !found->second.ruled && !suspended_ &&
-                                                        PyTuple_CheckExact(args.ptr()) && all_paged(types) && no_modes()) {
+                                                        PyTuple_CheckExact(args.ptr()) && torch_.all_paged(types) &&
+                                                        torch_.no_modes()) {
             const Known known = found->second;  // other threads may learn while this one computes
             nb::object result = run_known(known, func, args, kwargs);
             if (result.is_valid()) {
@@ -96,233 +78,19 @@ public:
         return nb::borrow(Py_NotImplemented);
     }
 
-    // Makes a paged tensor over the bytes of a footprint.
-    nb::object wrap(nb::handle footprint, bool requires_grad) const {
-        const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
-        std::optional<Recording> recording;
-        if (call(infers_, {}).ptr() == Py_True) {
-            // As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
-            recording.emplace(*this);
-        }
-        const nb::object offset = nb::steal(PyLong_FromLongLong(it.offset));
-        const std::array<PyObject*, 7> arguments = {paged_.ptr(),
-                                                    it.size.ptr(),
-                                                    it.stride.ptr(),
-                                                    offset.ptr(),
-                                                    it.dtype.ptr(),
-                                                    it.device.ptr(),
-                                                    requires_grad ? Py_True : Py_False};
-        PyObject* made = PyObject_Vectorcall(make_wrapper_.ptr(), arguments.data(), 2, wrapper_names_.ptr());
-        if (made == nullptr) {
-            throw nb::python_error();
-        }
-        nb::object tensor = nb::steal(made);
-        // Native code that asks for an address gets an error instead of a null pointer.
-        call(refuse_address_, {made});
-        if (it.conj) {
-            call(set_conj_, {made, Py_True});
-        }
-        if (it.neg) {
-            call(set_neg_, {made, Py_True});
-        }
-        if (PyObject_SetAttr(made, footprint_name_.ptr(), footprint.ptr()) != 0) {
-            throw nb::python_error();
-        }
-        return tensor;
-    }
+    nb::object wrap(nb::handle footprint, bool requires_grad) const { return torch_.wrap(footprint, requires_grad); }
 
-    // Replaces the plain gradient of a leaf by a paged copy. `copy(paged, gradient, name)` copies one that spans blocks. False,
-    // and does nothing, where it takes Python, or where the gradient is to stay plain.
     bool page_gradient(nb::handle leaf, const nb::object& name, const nb::object& copy) const {
-        const nb::object grad = attribute(leaf, grad_name_);
-        const nb::object parent = footprint_of(leaf.ptr());
-        if (!is_plain_type(grad.ptr()) || !parent.is_valid()) {
-            return false;
-        }
-        Footprint& like = *nb::inst_ptr<Footprint>(parent);
-        if (suspended_ || like.native == nullptr || !attribute(grad, layout_name_).is(strided_) ||
-            !attribute(grad, device_name_).equal(like.device) || attribute(grad, trained_name_).ptr() != Py_False ||
-            call_method(grad, is_contiguous_name_).ptr() != Py_True) {
-            return false;
-        }
-        if (!has_values(grad) || std::ranges::any_of(other_names_, [&](const nb::object& kind) {
-                return attribute(grad, kind).ptr() != Py_False;
-            })) {
-            return false;
-        }
-        const nb::object dtype = attribute(grad, dtype_name_);
-        const nb::tuple size(call_method(grad, size_name_));
-        const auto itemsize = nb::cast<std::int64_t>(dtype.attr("itemsize"));
-        std::int64_t row = itemsize;
-        for (std::size_t dim = 1; dim < size.size(); ++dim) {
-            row *= nb::cast<std::int64_t>(size[dim]);
-        }
-        const std::int64_t nbytes = size.size() == 0 ? row : row * nb::cast<std::int64_t>(size[0]);
-        if (nbytes == 0) {
-            return false;
-        }
-        const nb::object storage =
-            like.pool.attr("allocate")(nbytes, nb::arg("cls") = "gradient", nb::arg("row_bytes") = size.size() < 2 ? 0 : row,
-                                       nb::arg("name") = like.storage.attr("gradient_name"));
-        const nb::object stride = call_method(grad, stride_name_);
-        const nb::object made =
-            call(footprint_type_, {storage.ptr(), like.arena.ptr(), dtype.ptr(), size.ptr(), stride.ptr(), zero_.ptr()});
-        const nb::object paged = wrap(made, false);
-        Footprint& it = *nb::inst_ptr<Footprint>(made);
-        if (it.layout->count > 1) {
-            call(copy, {paged.ptr(), grad.ptr(), name.ptr()});
-        } else {
-            const Use use{it.layout, 0, nbytes, Mode::overwrite};
-            const auto bound_use = [&] {
-                nb::list bound;
-                bound.append(BoundUse{it.storage, use});
-                return bound;
-            };
-            const std::unique_ptr<Pinned> pinned = pin(it, std::span(&use, 1), bound_use, name, false, false);
-            const auto from = nb::cast<std::uintptr_t>(call_method(grad, address_name_));
-            without_lock_if(nbytes >= worth_unlocking, [&] {
-                std::memcpy(reinterpret_cast<void*>(it.arena_start + static_cast<std::uintptr_t>(pinned->offset(0))),
-                            reinterpret_cast<const void*>(from), static_cast<std::size_t>(nbytes));
-            });
-            pinned->release();
-        }
-        if (PyObject_SetAttr(leaf.ptr(), grad_name_.ptr(), paged.ptr()) != 0) {
-            throw nb::python_error();
-        }
-        return true;
+        return !suspended_ && gradients_.page(torch_, pinning_, leaf, name, copy);
     }
 
-    // Cuts lists of `count` items into stretches. The tensors of one take at most one of `share` parts of the budget, and the
-    // blocks in which they lie at most one of `pinned` parts; or it has one item of each list.
     nb::list stretches(const nb::list& lists, std::size_t count, std::int64_t share, std::int64_t pinned) const {
-        nb::list cut;
-        std::map<farpool::pager::BlockId, std::int64_t> blocks;  // of the stretch: bytes, by the first of each storage
-        std::size_t start = 0;
-        std::int64_t total = 0;
-        std::int64_t room = 0;
-        for (std::size_t index = 0; index < count; ++index) {
-            std::map<farpool::pager::BlockId, std::int64_t> touched;
-            std::int64_t nbytes = 0;
-            std::int64_t fast = 0;
-            for (const nb::handle list : lists) {
-                const nb::object tensor = list[index];
-                const nb::object footprint = is_paged(tensor.ptr()) ? footprint_of(tensor.ptr()) : nb::object();
-                if (footprint.is_valid()) {
-                    const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
-                    nbytes += it.stop - it.start;
-                    touched.emplace(it.layout->first, it.layout->count * it.layout->block_bytes);
-                    fast = nb::cast<std::int64_t>(it.pool.attr("fast"));
-                }
-            }
-            if (touched.empty()) {
-                continue;
-            }
-            const auto more = [&] {
-                std::int64_t sum = 0;
-                for (const auto& [first, bytes] : touched) {
-                    sum += blocks.contains(first) ? 0 : bytes;
-                }
-                return sum;
-            };
-            if (index > start && (total + nbytes > fast / share || room + more() > fast / pinned)) {
-                cut.append(nb::slice(nb::int_(start), nb::int_(index), nb::none()));
-                start = index;
-                total = room = 0;
-                blocks.clear();
-            }
-            total += nbytes;
-            room += more();
-            blocks.merge(touched);
-        }
-        cut.append(nb::slice(nb::int_(start), nb::int_(count), nb::none()));
-        return cut;
+        return ::stretches(torch_, lists, count, share, pinned);
     }
 
-    // Copies rows of a table, whose elements lie side by side, to plain memory or (`write`) from there: the row at
-    // `indices[i]` and row i of `memory`. What is touched of a block is acquired at once, and blocks of at most one of
-    // `groups` parts of the budget together. Where rows are written each is named once. False, and nothing is done, where
-    // it takes Python.
     bool copy_rows(nb::handle table, nb::object name, std::uintptr_t indices, std::size_t count, std::uintptr_t memory,
                    std::int64_t groups, bool write) const {
-        const nb::object held = nb::borrow(table);
-        Footprint& it = *nb::inst_ptr<Footprint>(table);
-        const std::int64_t row_bytes = it.row_bytes();
-        if (suspended_ || it.native == nullptr || row_bytes == 0) {
-            return false;
-        }
-        const auto* given = reinterpret_cast<const std::int64_t*>(indices);
-        const auto rows = nb::cast<std::int64_t>(it.size[0]);
-        std::vector<Row> order(count);
-        for (std::size_t at = 0; at < count; ++at) {
-            if (given[at] < 0 || given[at] >= rows) {
-                return false;
-            }
-            order[at] = {given[at], at};
-        }
-        if (!std::ranges::is_sorted(order)) {
-            std::ranges::sort(order);
-        }
-        const std::int64_t itemsize = nb::cast<std::int64_t>(it.dtype.attr("itemsize"));
-        const std::int64_t step = nb::cast<std::int64_t>(it.stride[0]) * itemsize;
-        std::vector<Use> uses;
-        std::vector<std::size_t> ends;  // of the rows that lie in each use
-        for (std::size_t first = 0, last = 0; first < count; first = last) {
-            uses.clear();
-            ends.clear();
-            std::int64_t total = 0;
-            const std::int64_t limit = nb::cast<std::int64_t>(it.pool.attr("fast")) / groups;  // it may change
-            for (; last < count; ++last) {
-                const std::int64_t start = it.start + order[last].index * step;
-                const std::int64_t block_bytes = it.layout->block_bytes;
-                if (!uses.empty() && start / block_bytes == uses.back().start / block_bytes) {
-                    uses.back().stop = start + row_bytes;
-                    ends.back() = last + 1;
-                    continue;
-                }
-                const std::int64_t more = ((start + row_bytes - 1) / block_bytes - start / block_bytes + 1) * block_bytes;
-                if (!uses.empty() && total + more > limit) {
-                    break;
-                }
-                total += more;
-                uses.push_back({it.layout, start, start + row_bytes, write ? Mode::write : Mode::read});
-                ends.push_back(last + 1);
-            }
-            const auto bound_uses = [&] {
-                nb::list bound;
-                for (const Use& use : uses) {
-                    bound.append(BoundUse{it.storage, use});
-                }
-                return bound;
-            };
-            std::unique_ptr<Pinned> pinned;
-            try {
-                pinned = pin(it, uses, bound_uses, name, true, false);
-            } catch (nb::python_error& error) {
-                if (write && first != 0) {
-                    error.value().attr("add_note")(
-                        nb::str("{} had changed {} rows already; do not simply try it again").attr("format")(name, first));
-                }
-                throw;
-            }
-            std::vector<std::uintptr_t> places;
-            places.reserve(uses.size());
-            for (std::size_t use = 0; use < uses.size(); ++use) {
-                places.push_back(it.arena_start + static_cast<std::uintptr_t>(pinned->offset(use) - uses[use].start));
-            }
-            without_lock_if(static_cast<std::int64_t>(last - first) * row_bytes >= worth_unlocking, [&] {
-                std::size_t use = 0;
-                for (std::size_t at = first; at < last; ++at) {
-                    use += at == ends[use] ? 1 : 0;
-                    auto* row = reinterpret_cast<std::byte*>(places[use] +
-                                                             static_cast<std::uintptr_t>(it.start + order[at].index * step));
-                    auto* plain =
-                        reinterpret_cast<std::byte*>(memory) + static_cast<std::int64_t>(order[at].position) * row_bytes;
-                    std::memcpy(write ? row : plain, write ? plain : row, static_cast<std::size_t>(row_bytes));
-                }
-            });
-            pinned->release();
-        }
-        return true;
+        return !suspended_ && ::copy_rows(pinning_, table, std::move(name), indices, count, memory, groups, write);
     }
 
     // Sends every operation to Python from now on: debug mode looks at each.
@@ -339,12 +107,6 @@ private:
         bool ruled;
         bool strided;
     };
-    struct Row {
-        std::int64_t index;
-        std::size_t position;
-        auto operator<=>(const Row&) const = default;
-    };
-    static constexpr std::int64_t worth_unlocking = 64 << 10;  // bytes
     struct Operand {
         nb::object tensor;
         nb::object footprint;
@@ -372,79 +134,6 @@ private:
         }
     };
 
-    // Operands pinned in the arena, natively or by the pool's Python code, while this lives.
-    class Pinned {
-    public:
-        Pinned(Footprint& any, Granted granted) : driver_(any.native), owner_(any.driver), granted_(std::move(granted)) {}
-        Pinned(Footprint& any, nb::object grant)
-            : owner_(any.pool), grant_(std::move(grant)), offsets_(grant_.attr("offsets")) {}
-        Pinned(const Pinned&) = delete;
-        Pinned& operator=(const Pinned&) = delete;
-        ~Pinned() {
-            try {
-                release();
-            } catch (...) {  // an error is on its way already
-            }
-        }
-        std::int64_t offset(std::size_t operand) const {
-            return driver_ != nullptr ? granted_.offset(operand) : nb::cast<std::int64_t>(offsets_[operand]);
-        }
-        // True if other threads may have run Python code since the operands were requested.
-        bool paused() const { return driver_ == nullptr || granted_.paused; }
-        void release() {
-            if (std::exchange(released_, true)) {
-                return;
-            }
-            if (driver_ == nullptr) {
-                owner_.attr("release")(grant_);
-            } else if (granted_.access != nullptr) {
-                driver_->release(*granted_.access);
-            }
-        }
-
-    private:
-        BoundDriver* driver_ = nullptr;
-        nb::object owner_;
-        Granted granted_{};
-        nb::object grant_;
-        nb::object offsets_;
-        bool released_ = false;
-    };
-
-    // Includes dispatch keys again while it lives: torch excludes them while an operation is handled in Python.
-    class Included {
-    public:
-        Included(const Calls& calls, std::span<const nb::object> keys) : calls_(calls) {
-            // All or none of them are left out.
-            keys_ = call(calls.is_excluded_, {keys[0].ptr()}).ptr() == Py_True ? keys : std::span<const nb::object>{};
-            exclude(Py_False);
-        }
-        Included(const Included&) = delete;
-        Included& operator=(const Included&) = delete;
-        ~Included() { exclude(Py_True); }
-
-    private:
-        void exclude(PyObject* wanted) const {
-            for (const nb::object& key : keys_) {
-                call(calls_.set_excluded_, {key.ptr(), wanted});
-            }
-        }
-        const Calls& calls_;
-        std::span<const nb::object> keys_;
-    };
-
-    // Suspends inference mode while it lives.
-    class Recording {
-    public:
-        explicit Recording(const Calls& calls) : mode_(call(calls.inference_, {Py_False})) { mode_.attr("__enter__")(); }
-        Recording(const Recording&) = delete;
-        Recording& operator=(const Recording&) = delete;
-        ~Recording() { mode_.attr("__exit__")(nb::none(), nb::none(), nb::none()); }
-
-    private:
-        nb::object mode_;
-    };
-
     // Null where it is not done here.
     nb::object run_known(const Known& known, nb::handle func, nb::handle args, nb::handle kwargs) const {
         switch (known.kind) {
@@ -460,38 +149,11 @@ private:
         return {};
     }
 
-    bool is_paged(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == paged_.ptr(); }
-    bool is_of_other_layout(PyObject* object) const {
-        return is_plain_type(object) && !attribute(object, layout_name_).is(strided_);
-    }
-    bool is_plain_type(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == plain_type_.ptr(); }
-
-    bool all_paged(nb::handle types) const {
-        const nb::object items = nb::steal(PySequence_Fast(types.ptr(), "types"));
-        if (!items.is_valid()) {
-            throw nb::python_error();
-        }
-        PyObject** item = PySequence_Fast_ITEMS(items.ptr());
-        return std::all_of(item, item + PySequence_Fast_GET_SIZE(items.ptr()),
-                           [&](PyObject* type) { return type == paged_.ptr(); });
-    }
-
-    bool no_modes() const { return PyLong_AsLong(call(modes_, {}).ptr()) == 0; }
-
-    // Null where another thread has just taken the tensor out of its pool.
-    nb::object footprint_of(PyObject* tensor) const {
-        PyObject* footprint = PyObject_GetAttr(tensor, footprint_name_.ptr());
-        if (footprint == nullptr) {
-            PyErr_Clear();
-        }
-        return nb::steal(footprint);
-    }
-
     // The paged arguments; empty unless there are any and each is of another storage of one pool.
     std::optional<Operands> find(const Known& known, nb::handle args, nb::handle kwargs) const {
         Operands operands;
         const auto add = [&](PyObject* tensor, bool write) {
-            nb::object footprint = footprint_of(tensor);
+            nb::object footprint = torch_.footprint_of(tensor);
             if (!footprint.is_valid()) {
                 return false;
             }
@@ -507,7 +169,7 @@ private:
             const bool write = position < 64 && (known.writes >> position & 1) != 0;
             PyObject* given = PyTuple_GET_ITEM(args.ptr(), position);
             for (PyObject* value : tensors_in(given)) {
-                if (is_paged(value) ? !add(value, write) : known.strided && is_of_other_layout(value)) {
+                if (torch_.is_paged(value) ? !add(value, write) : known.strided && torch_.is_of_other_layout(value)) {
                     return std::nullopt;
                 }
             }
@@ -516,7 +178,7 @@ private:
             PyObject* name = nullptr;
             PyObject* given = nullptr;
             for (Py_ssize_t at = 0; PyDict_Next(kwargs.ptr(), &at, &name, &given) != 0;) {
-                if (std::ranges::any_of(tensors_in(given), [&](PyObject* value) { return is_paged(value); })) {
+                if (std::ranges::any_of(tensors_in(given), [&](PyObject* value) { return torch_.is_paged(value); })) {
                     return std::nullopt;
                 }
             }
@@ -542,36 +204,6 @@ private:
         return std::ranges::adjacent_find(storages) == storages.end();
     }
 
-    // Brings bytes of storages of one pool, of which `any` is a footprint, into the arena. `bound_uses`: the same uses as
-    // objects. Nothing where they do not fit together and (`retried`) Python code knows what to do then.
-    template <typename BoundUses>
-    std::unique_ptr<Pinned> pin(Footprint& any, std::span<const Use> uses, BoundUses bound_uses, const nb::object& name,
-                                bool rows, bool retried) const {
-        try {
-            std::optional<Granted> granted;
-            if (any.native != nullptr) {
-                granted = any.native->acquire(uses, name, rows, false);
-            }
-            if (granted) {
-                return std::make_unique<Pinned>(any, std::move(*granted));
-            }
-            return std::make_unique<Pinned>(any, any.pool.attr("acquire")(bound_uses(), name, nb::arg("rows") = rows));
-        } catch (nb::python_error& error) {
-            nb::object refusal = nb::borrow(error.value());
-            if (error.matches(refusals_)) {  // of the pager; the pool knows what it means
-                refusal = any.pool.attr("refusal")(refusal, bound_uses(), name);
-            }
-            if (retried && nb::isinstance(refusal, budget_error_)) {
-                return nullptr;
-            }
-            if (refusal.is(error.value())) {
-                throw;
-            }
-            PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(refusal.ptr())), refusal.ptr());
-        }
-        throw nb::python_error();  // not above: as its context, the error caught there would keep all frames on the way
-    }
-
     // Null where it is not done here.
     nb::object compute(const Known& known, nb::handle func, nb::handle args, nb::handle kwargs) const {
         std::optional<Operands> operands = find(known, args, kwargs);
@@ -584,7 +216,7 @@ private:
             uses.push_back((*operand).use(operand.write));
         }
         const std::unique_ptr<Pinned> pinned =
-            pin(operands->first(), uses, [&] { return operands->bound_uses(); }, known.name, false, known.retried);
+            pinning_.pin(operands->first(), uses, [&] { return operands->bound_uses(); }, known.name, false, known.retried);
         if (pinned == nullptr) {
             return {};
         }
@@ -614,7 +246,8 @@ private:
 
     nb::object run(const Known& known, nb::handle args, nb::handle kwargs, Operands& operands, const Pinned& pinned) const {
         for (std::size_t index = 0; index < operands.items.size(); ++index) {
-            operands.items[index].real = real_of(operands.items[index], pinned.offset(index));
+            operands.items[index].real =
+                torch_.real_of(operands.items[index].tensor, operands.items[index].footprint, pinned.offset(index));
         }
         const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
         std::vector<nb::object> values;
@@ -626,9 +259,9 @@ private:
         nb::object result;
         {
             // Lazy conjugation and negation: without them the values of a conjugated tensor would be read as if it were none.
-            std::optional<Included> lazy;
+            std::optional<Torch::Included> lazy;
             if (may_be_lazy(operands, args, kwargs)) {
-                lazy.emplace(*this, lazy_);
+                lazy.emplace(torch_, torch_.lazy_keys());
             }
             result = nb::steal(PyObject_VectorcallDict(known.call.ptr(), reinterpret_cast<PyObject**>(values.data()), length,
                                                        kwargs.is_none() ? nullptr : kwargs.ptr()));
@@ -650,8 +283,8 @@ private:
         const auto lazy = [&](PyObject* value) {
             const std::span<PyObject*> items = tensors_in(value);
             return !std::ranges::all_of(items, [&](PyObject* item) {
-                return is_paged(item) || item == Py_None || PyLong_Check(item) || PyFloat_Check(item) ||
-                       (is_plain_type(item) && is_real(item));
+                return torch_.is_paged(item) || item == Py_None || PyLong_Check(item) || PyFloat_Check(item) ||
+                       (torch_.is_plain_type(item) && torch_.is_real(item));
             });
         };
         PyObject** first = &PyTuple_GET_ITEM(args.ptr(), 0);
@@ -667,17 +300,6 @@ private:
             }
         }
         return false;
-    }
-
-    // True if a plain tensor's values are real numbers that lie in memory.
-    bool is_real(PyObject* tensor) const {
-        return call_method(tensor, is_complex_name_).ptr() == Py_False && has_values(tensor);
-    }
-
-    // True if a plain tensor's memory holds its values, with no lazy operation pending.
-    bool has_values(nb::handle tensor) const {
-        return std::ranges::all_of(lazy_names_,
-                                   [&](const nb::object& is_lazy) { return call_method(tensor, is_lazy).ptr() == Py_False; });
     }
 
     // An argument with real tensors in the places of the operands in it, of which `next` is the first and `end` follows the
@@ -698,41 +320,10 @@ private:
         return list;
     }
 
-    nb::object real_of(const Operand& operand, std::int64_t place) const {
-        const nb::object requires_grad =
-            nb::steal(Py_TYPE(requires_grad_.ptr())
-                          ->tp_descr_get(requires_grad_.ptr(), operand.tensor.ptr(),
-                                         reinterpret_cast<PyObject*>(Py_TYPE(operand.tensor.ptr()))));
-        if (!requires_grad.is_valid()) {
-            throw nb::python_error();
-        }
-        Footprint& it = *operand;
-        const bool trained = requires_grad.ptr() == Py_True;
-        if (it.has_real(place, trained)) {
-            return it.real;
-        }
-        // Made under inference mode it could not be used outside.
-        if (it.conj || it.neg || call(infers_, {}).ptr() == Py_True) {
-            return operand.footprint.attr("real_at")(place, requires_grad);
-        }
-        const nb::object start = nb::steal(PyLong_FromLongLong(place));
-        const nb::object stop = nb::steal(PyLong_FromLongLong(place + it.stop - it.start));
-        const nb::object range = nb::steal(PySlice_New(start.ptr(), stop.ptr(), nullptr));
-        const nb::object memory = call(part_of_memory_, {attribute(it.arena, memory_name_).ptr(), range.ptr()});
-        const nb::object empty =
-            call(attribute(call(attribute(it.arena, typed_name_), {it.dtype.ptr()}), new_empty_name_), {zero_.ptr()});
-        nb::object real = call(set_memory_, {empty.ptr(), memory.ptr(), zero_.ptr(), it.size.ptr(), it.stride.ptr()});
-        if (trained) {  // some kernels look at it, to compute what backward will need
-            call_method(real, train_name_);
-        }
-        it.keep_real(place, trained, real);
-        return real;
-    }
-
     // Converts a result so that no plain tensor that the program gets aliases the arena.
     nb::object seen_by_program(nb::object result, const Operands& operands) const {
         const Footprint& first = operands.first();
-        if (result.is_none() || is_plain(result, first)) {
+        if (result.is_none() || torch_.is_plain(result, first)) {
             return result;
         }
         for (const Operand& operand : operands.items) {
@@ -742,7 +333,7 @@ private:
         }
         PyObject* made = result.ptr();
         const std::span<PyObject*> items = tensors_in(made);
-        if (items.data() != &made && std::ranges::all_of(items, [&](PyObject* one) { return is_plain(one, first); })) {
+        if (items.data() != &made && std::ranges::all_of(items, [&](PyObject* one) { return torch_.is_plain(one, first); })) {
             return result;
         }
         nb::list pairs;
@@ -752,30 +343,19 @@ private:
         return wrap_results_(pairs, first.arena, result);
     }
 
-    bool is_plain(nb::handle result, const Footprint& any) const {
-        if (!is_plain_type(result.ptr()) || !attribute(result, layout_name_).is(strided_)) {
-            return false;
-        }
-        const auto address = nb::cast<std::uintptr_t>(call_method(result, address_name_));
-        if (address != 0) {
-            return address < any.arena_start || address >= any.arena_stop;
-        }
-        return !nb::cast<bool>(any.arena.attr("aliases")(result));  // empty
-    }
-
     nb::object view(const Known& known, nb::handle args, nb::handle kwargs) const {
         const Py_ssize_t length = PyTuple_GET_SIZE(args.ptr());
-        if (length == 0 || !is_paged(PyTuple_GET_ITEM(args.ptr(), 0)) ||
+        if (length == 0 || !torch_.is_paged(PyTuple_GET_ITEM(args.ptr(), 0)) ||
             (!kwargs.is_none() && PyDict_GET_SIZE(kwargs.ptr()) != 0)) {
             return {};
         }
-        const nb::object source = footprint_of(PyTuple_GET_ITEM(args.ptr(), 0));
+        const nb::object source = torch_.footprint_of(PyTuple_GET_ITEM(args.ptr(), 0));
         if (!source.is_valid()) {
             return {};
         }
         const Footprint& it = *nb::inst_ptr<Footprint>(source);
         if (known.kind == Kind::alias) {
-            return wrap(source, false);
+            return torch_.wrap(source, false);
         }
         if (attribute(it.pool, closed_name_).ptr() != Py_False) {
             return {};
@@ -787,27 +367,27 @@ private:
             return {};
         }
         const nb::object kept = nb::borrow(found);
-        if (reinterpret_cast<PyObject*>(Py_TYPE(found)) == footprint_type_.ptr()) {
-            return wrap(kept, false);
+        if (reinterpret_cast<PyObject*>(Py_TYPE(found)) == torch_.footprint_type().ptr()) {
+            return torch_.wrap(kept, false);
         }
         nb::list views;
         for (const nb::handle one : nb::iter(kept)) {
-            views.append(wrap(one, false));
+            views.append(torch_.wrap(one, false));
         }
         return views;
     }
 
     nb::object decompose(const Known& known, nb::handle args, nb::handle kwargs) const {
         const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
-        std::vector<PyObject*> values = {composite_.ptr()};
+        std::vector<PyObject*> values = {torch_.composite_key().ptr()};
         values.insert(values.end(), &PyTuple_GET_ITEM(args.ptr(), 0), &PyTuple_GET_ITEM(args.ptr(), 0) + length);
         // The operators inside pass the rules that run before autograd, as they do when torch decomposes this one itself.
-        const Included lazy_and_rules(*this, composing_);
-        std::optional<Included> marked;
-        if (known.kind == Kind::composed && call(infers_, {}).ptr() == Py_True) {
+        const Torch::Included lazy_and_rules(torch_, torch_.composing_keys());
+        std::optional<Torch::Included> marked;
+        if (known.kind == Kind::composed && torch_.infers()) {
             // A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
             // matrices looks at that and picks another kernel, with other bits.
-            marked.emplace(*this, std::span(&views_, 1));
+            marked.emplace(torch_, torch_.view_keys());
         }
         PyObject* result =
             PyObject_VectorcallDict(known.call.ptr(), values.data(), values.size(), kwargs.is_none() ? nullptr : kwargs.ptr());
@@ -833,56 +413,99 @@ private:
 
     std::unordered_map<PyObject*, Known> known_;
     bool suspended_ = false;
-    nb::object plain_type_, paged_, footprint_type_, strided_, requires_grad_;
-    nb::object set_memory_, part_of_memory_, make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_,
-        set_excluded_;
-    std::array<nb::object, 3> lazy_;
-    std::array<nb::object, 4> composing_;  // keys that are open while an operator is decomposed: lazy ones and our rules'
-    nb::object views_, composite_, inference_;
-    nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
-    nb::object wrapper_names_ = nb::make_tuple("strides", "storage_offset", "dtype", "device", "requires_grad");
-    nb::object footprint_name_ = interned("_footprint");
-    nb::object layout_name_ = interned("layout");
-    nb::object address_name_ = interned("data_ptr");
-    nb::object is_complex_name_ = interned("is_complex");
-    nb::object grad_name_ = interned("grad");
-    nb::object device_name_ = interned("device");
-    nb::object trained_name_ = interned("requires_grad");
-    nb::object is_contiguous_name_ = interned("is_contiguous");
-    nb::object dtype_name_ = interned("dtype");
-    nb::object size_name_ = interned("size");
-    nb::object stride_name_ = interned("stride");
-    nb::object memory_name_ = interned("storage");
-    nb::object typed_name_ = interned("typed");
-    nb::object new_empty_name_ = interned("new_empty");
-    nb::object train_name_ = interned("requires_grad_");
-    std::array<nb::object, 3> lazy_names_ = {interned("is_conj"), interned("is_neg"), interned("_is_zerotensor")};
-    std::array<nb::object, 2> other_names_ = {interned("is_nested"), interned("is_quantized")};
-    nb::object zero_ = nb::steal(PyLong_FromLong(0));
+    Torch torch_;
+    Pinning pinning_;
+    Gradients gradients_;
+    nb::object dispatch_, wrap_results_, explain_;
     nb::object closed_name_ = interned("closed");
 };
 
 }  // namespace
 
 void bind_calls(nb::module_& m) {
-    nb::class_<Calls> calls(m, "Calls", "Runs operations on paged tensors.");
-    nb::enum_<Calls::Kind>(calls, "Kind", "What an operator does.", nb::is_arithmetic())
-        .value("COMPUTE", Calls::Kind::compute)
-        .value("VIEW", Calls::Kind::view)
-        .value("ALIAS", Calls::Kind::alias)
-        .value("COMPOSED", Calls::Kind::composed)
-        .value("COMPOSED_OF_VIEWS", Calls::Kind::composed_of_views);
+    nb::class_<Calls> calls(m, "Calls", "Runs operations on paged tensors that need no Python; see `farpool.tensors.calls`.");
+    nb::enum_<Calls::Kind>(calls, "Kind", "Kind of an operator, by which it is run.", nb::is_arithmetic())
+        .value("COMPUTE", Calls::Kind::compute, "Runs on real tensors.")
+        .value("VIEW", Calls::Kind::view,
+               "Views a part of its first argument, which the other arguments say; none of these is a tensor.")
+        .value("ALIAS", Calls::Kind::alias, "Another tensor over the same bytes.")
+        .value("COMPOSED", Calls::Kind::composed, "Composed of other operators, which are dispatched in its place.")
+        .value("COMPOSED_OF_VIEWS", Calls::Kind::composed_of_views,
+               "Composed of other operators, and torch itself marks what it returns as a view.");
     calls.def(nb::init<>())
-        .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"))
+        .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"),
+             "Make known the types of tensors and footprints, and the functions that do the rest.")
         .def("learn", &Calls::learn, nb::arg("operation"), nb::arg("call"), nb::arg("name"), nb::arg("kind"), nb::kw_only(),
-             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false, nb::arg("strided") = false)
+             nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false, nb::arg("strided") = false,
+             nb::sig("def learn(self, operation: object, call: object, name: str, kind: farpool._native.Calls.Kind, *, writes: "
+                     "int = 0, retried: bool = False, ruled: bool = False, strided: bool = False) -> None"),
+             R"(Take over an operator: run it without Python from now on.
+
+Parameters
+----------
+call : callable
+    Calls the operator's kernels.
+writes : int
+    Bits of the positions of arguments that it changes.
+retried : bool
+    Leave it to Python where its operands do not fit into the fast tier together.
+ruled : bool
+    Leave it to Python, which may ask for it by `compute`.
+strided : bool
+    Leave it to Python where an argument is a tensor of another layout.)")
         .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
-             nb::arg("kwargs").none() = nb::none())
-        .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"))
+             nb::arg("kwargs").none() = nb::none(),
+             nb::sig("def dispatch(self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = "
+                     "None) -> typing.Any"),
+             "Run one operation of which at least one argument is paged.")
+        .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"),
+             nb::sig("def compute(self, func: typing.Any, args: collections.abc.Sequence[typing.Any], kwargs: dict[str, "
+                     "typing.Any]) -> typing.Any"),
+             "Run an operation on real tensors; NotImplemented where that takes Python.")
         .def("copy_rows", &Calls::copy_rows, nb::arg("table"), nb::arg("op"), nb::arg("indices"), nb::arg("count"),
-             nb::arg("memory"), nb::arg("groups"), nb::arg("write"))
-        .def("page_gradient", &Calls::page_gradient, nb::arg("leaf"), nb::arg("op"), nb::arg("copy"))
-        .def("stretches", &Calls::stretches, nb::arg("lists"), nb::arg("count"), nb::arg("share"), nb::arg("pinned"))
-        .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"))
-        .def("suspend", &Calls::suspend);
+             nb::arg("memory"), nb::arg("groups"), nb::arg("write"),
+             nb::sig("def copy_rows(self, table: Footprint, op: str, indices: int, count: int, memory: int, groups: int, "
+                     "write: bool) -> bool"),
+             R"(Copy rows of a table, whose elements lie side by side, to or from plain memory, block by block.
+
+Parameters
+----------
+indices : int
+    Address of `count` row numbers of 64 bits; distinct where rows are written.
+memory : int
+    Address of as many rows.
+groups : int
+    Blocks of at most one of so many parts of the budget are acquired together.
+write : bool
+    Copy into the table.
+
+Returns
+-------
+bool
+    False, with nothing done, where it takes Python: a number out of range, rows with gaps, debug mode, a device.)")
+        .def("page_gradient", &Calls::page_gradient, nb::arg("leaf"), nb::arg("op"), nb::arg("copy"),
+             nb::sig("def page_gradient(self, leaf: torch.Tensor, op: str, copy: collections.abc.Callable[[typing.Any, "
+                     "torch.Tensor, str], object]) -> bool"),
+             R"(Replace the plain gradient of a leaf by a paged copy.
+
+Parameters
+----------
+copy : callable
+    Copies one that spans blocks: paged tensor, gradient, operation.
+
+Returns
+-------
+bool
+    False where it takes Python; then nothing was done.)")
+        .def("stretches", &Calls::stretches, nb::arg("lists"), nb::arg("count"), nb::arg("share"), nb::arg("pinned"),
+             nb::sig("def stretches(self, lists: list[collections.abc.Sequence[typing.Any]], count: int, share: int, pinned: "
+                     "int) -> list[slice]"),
+             R"(Cut lists of `count` items into stretches.
+
+The tensors of one take at most one of `share` parts of the budget, and the blocks in which they lie at most one
+of `pinned` parts; or it has one item of each list.)")
+        .def("wrap", &Calls::wrap, nb::arg("footprint"), nb::arg("requires_grad"),
+             nb::sig("def wrap(self, footprint: Footprint, requires_grad: bool) -> torch.Tensor"),
+             "Return a paged tensor over the bytes of a footprint.")
+        .def("suspend", &Calls::suspend, "Leave all operations to Python from now on.");
 }

@@ -1,5 +1,5 @@
 // The driver's Python face.
-#include "bound_driver.hpp"
+#include "bindings/bound_driver.hpp"
 
 using farpool::pager::Ended;
 using farpool::pager::Kind;
@@ -44,7 +44,7 @@ PyType_Slot driver_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(BoundDriv
 }  // namespace
 
 void bind_driver(nb::module_& m) {
-    nb::class_<Layout>(m, "Layout", "Where a storage lies in its blocks.")
+    nb::class_<Layout>(m, "Layout", "Position of a storage in its blocks.")
         .def(
             "__init__",
             [](Layout* self, farpool::pager::BlockId first, std::int32_t count, std::int64_t offset, std::int64_t block_bytes,
@@ -57,17 +57,22 @@ void bind_driver(nb::module_& m) {
         .def_ro("nbytes", &Layout::nbytes)
         .def_ro("shared", &Layout::shared)
         .def_rw("loose", &Layout::loose)
-        .def("swap", [](Layout& self, Layout& other) { std::swap(self, other); }, nb::arg("other"));
+        .def(
+            "swap", [](Layout& self, Layout& other) { std::swap(self, other); }, nb::arg("other"),
+            "Exchange two storages' places.");
 
-    nb::class_<BoundUse>(m, "Use", "Bytes of a storage, and what is done with them.", nb::type_slots(use_slots))
+    nb::class_<BoundUse>(
+        m, "Use", "Bytes ``[start, stop)`` of a storage, and the mode of access to them. Immutable, so it may be used again.",
+        nb::type_slots(use_slots))
         .def(
             "__init__",
             [](BoundUse* self, nb::object storage, std::int64_t start, std::int64_t stop, Mode mode) {
                 auto layout = nb::cast<std::shared_ptr<const Layout>>(storage.attr("layout"));
                 new (self) BoundUse{std::move(storage), {std::move(layout), start, stop, mode}};
             },
-            nb::arg("storage"), nb::arg("start"), nb::arg("stop"), nb::arg("mode"))
-        .def_ro("storage", &BoundUse::storage)
+            nb::arg("storage"), nb::arg("start"), nb::arg("stop"), nb::arg("mode"),
+            nb::sig("def __init__(self, storage: typing.Any, start: int, stop: int, mode: Mode) -> None"))
+        .def_ro("storage", &BoundUse::storage, nb::sig("def storage(self) -> typing.Any"))
         .def_prop_ro("start", [](const BoundUse& self) { return self.use.start; })
         .def_prop_ro("stop", [](const BoundUse& self) { return self.use.stop; })
         .def_prop_ro("mode", [](const BoundUse& self) { return self.use.mode; });
@@ -86,7 +91,17 @@ void bind_driver(nb::module_& m) {
             }
             return nb::make_tuple(runs, places);
         },
-        nb::arg("uses"), nb::kw_only(), nb::arg("rows") = false);
+        nb::arg("uses"), nb::kw_only(), nb::arg("rows") = false,
+        nb::sig("def runs_of(uses: collections.abc.Iterable[Use], *, rows: bool = False) -> tuple[list[Run], list[tuple[int, "
+                "int]]]"),
+        R"(Runs of blocks that cover the uses, and for each use its run and where it begins in that run, in bytes.
+
+Uses that share blocks share a run, so that aliases stay aliases. An empty use has run -1.
+
+Parameters
+----------
+rows : bool
+    The uses are rows picked by data.)");
 
     nb::class_<Grant>(m, "Grant", "Operands in the arena, pinned until they are released.", nb::type_slots(grant_slots))
         .def(
@@ -94,21 +109,43 @@ void bind_driver(nb::module_& m) {
             [](Grant* self, nb::tuple offsets, std::shared_ptr<farpool::pager::Access> access, double waited) {
                 new (self) Grant{std::move(access), std::move(offsets), waited};
             },
-            nb::arg("offsets"), nb::arg("access").none(), nb::arg("waited") = 0.0)
-        .def_rw("note", &Grant::note)
-        .def_ro("offsets", &Grant::offsets)
-        .def_ro("waited", &Grant::waited)
-        .def_prop_ro("access", [](const Grant& self) { return self.access; });
+            nb::arg("offsets"), nb::arg("access").none(), nb::arg("waited") = 0.0,
+            nb::sig("def __init__(self, offsets: tuple[int, ...], access: PagerAccess | None, waited: float = 0.0) -> None"))
+        .def_rw("note", &Grant::note, "Free for a note of the grant's owner; None at first.")
+        .def_ro("offsets", &Grant::offsets, nb::sig("def offsets(self) -> tuple[int, ...]"),
+                "Offset of each use's first byte, in bytes from the arena's start.")
+        .def_ro("waited", &Grant::waited, "Seconds that the call waited for the operands; 0 where they were there.")
+        .def_prop_ro(
+            "access", [](const Grant& self) { return self.access; }, nb::sig("def access(self) -> PagerAccess | None"),
+            "The pager's access behind the grant; None where all uses are empty.");
 
-    nb::class_<BoundDriver>(m, "Driver", "A pager, the queue that runs its transfers, and one lock around them.",
+    nb::class_<BoundDriver>(m, "Driver",
+                            R"(A pager, the queue that runs its transfers, and one lock around them; see `farpool.pager.driver`.
+
+Parameters
+----------
+address : int
+    Where the arena begins in memory.
+ports : list of Port
+    The tiers' native ends, indexed as the pager indexes tiers; may grow.
+timeout : float
+    Seconds that an access waits for its operands.
+waited : callable
+    Hears of each wait; see `farpool.pager.driver.Waited`.)",
                             nb::type_slots(driver_slots))
         .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object>(), nb::arg("pager"),
-             nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"))
+             nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"),
+             nb::sig("def __init__(self, pager: Pager, queue: Queue, address: int, ports: list[Port], timeout: float, waited: "
+                     "collections.abc.Callable[[str, float, float, int, int], None]) -> None"))
         .def("__enter__", &BoundDriver::enter)
-        .def("__exit__", [](BoundDriver& self, nb::args) { self->unlock(); })
+        .def(
+            "__exit__", [](BoundDriver& self, nb::args) { self->unlock(); },
+            nb::sig("def __exit__(self, *error: object) -> None"))
         .def("wait", &BoundDriver::wait, nb::arg("timeout"))
         .def("notify_all", [](BoundDriver& self) { self->nudge(); })
-        .def("acquire", acquire, nb::arg("uses"), nb::arg("op"), nb::arg("rows"), nb::arg("careful"))
+        .def("acquire", acquire, nb::arg("uses"), nb::arg("op"), nb::arg("rows"), nb::arg("careful"),
+             nb::sig(
+                 "def acquire(self, uses: collections.abc.Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None"))
         .def(
             "release",
             [](BoundDriver& self, Grant& grant) {
@@ -131,24 +168,29 @@ void bind_driver(nb::module_& m) {
         .def_prop_ro("peak", [](BoundDriver& self) { return self->peak(); })
         .def(
             "listen", [](BoundDriver& self, bool wanted) { self->listen(wanted); }, nb::arg("wanted"))
-        .def("take_ended",
-             [](BoundDriver& self) {
-                 nb::list ended;
-                 for (const Ended& end : self->take_ended()) {
-                     ended.append(nb::make_tuple(to_python(*end.transfer), end.start, end.end, end.used));
-                 }
-                 return ended;
-             })
+        .def(
+            "take_ended",
+            [](BoundDriver& self) {
+                nb::list ended;
+                for (const Ended& end : self->take_ended()) {
+                    ended.append(nb::make_tuple(to_python(*end.transfer), end.start, end.end, end.used));
+                }
+                return ended;
+            },
+            nb::sig("def take_ended(self) -> list[tuple[typing.Any, float, float, int]]"))
         .def("forget_parent",
              [](BoundDriver& self) {
                  self.attention() = true;
                  self->forget_parent();
              })
-        .def("links", [](BoundDriver& self) {
-            nb::list links;
-            for (const auto& [link, total] : self->links()) {
-                links.append(nb::make_tuple(link.first, link.second, total.transfers, total.nbytes, total.seconds));
-            }
-            return links;
-        });
+        .def(
+            "links",
+            [](BoundDriver& self) {
+                nb::list links;
+                for (const auto& [link, total] : self->links()) {
+                    links.append(nb::make_tuple(link.first, link.second, total.transfers, total.nbytes, total.seconds));
+                }
+                return links;
+            },
+            nb::sig("def links(self) -> list[tuple[int, Kind, int, int, float]]"));
 }

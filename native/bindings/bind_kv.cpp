@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 
 #ifdef FARPOOL_OPENSSL
 #include <openssl/evp.h>
@@ -125,5 +125,12 @@ nb::object token_keys(const nb::object& tokens, std::size_t page, const nb::byte
 
 void bind_kv(nb::module_& m) {
     m.def("token_keys", token_keys, nb::arg("tokens"), nb::arg("page"), nb::arg("namespace"), nb::arg("groups"),
-          nb::arg("shard"), nb::arg("prior"));
+          nb::arg("shard"), nb::arg("prior"),
+          nb::sig("def token_keys(tokens: collections.abc.Sequence[int], page: int, namespace: bytes, groups: int, shard: int, "
+                  "prior: bytes) -> list[bytes] | None"),
+          R"(Compose the keys of all blocks of tokens, as `farpool.kv.keys` describes them, one group of layers after the other.
+
+`prior` is hashed before the first block's tokens.
+
+None where Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.)");
 }

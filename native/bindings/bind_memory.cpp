@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "core/crc32c.hpp"
 #include "core/crc32c_folding.hpp"
 #include "core/crc32c_many.hpp"
@@ -62,8 +62,9 @@ nb::list crc32c_many(const nb::list& data) {
 }  // namespace
 
 void bind_memory(nb::module_& m) {
-    nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots),
-                       "Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol.")
+    nb::class_<Memory>(
+        m, "Memory", nb::type_slots(memory_slots),
+        "Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``).")
         .def("__init__", make_memory, nb::arg("nbytes"))
         .def_prop_ro("address", [](const Memory& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
         .def_prop_ro("nbytes", &Memory::nbytes)
@@ -72,7 +73,8 @@ void bind_memory(nb::module_& m) {
             [](Memory& self, std::size_t offset, std::optional<std::size_t> nbytes) {
                 self.touch(offset, nbytes.value_or(self.nbytes() - std::min(offset, self.nbytes())));
             },
-            nb::arg("offset") = 0, nb::arg("nbytes") = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+            nb::arg("offset") = 0, nb::arg("nbytes") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+            "Touch each page of the range, without the interpreter lock, so that the first use is not slowed by page faults.")
         .def(
             "discard",
             [](Memory& self, std::int64_t offset, std::int64_t nbytes) {
@@ -82,8 +84,9 @@ void bind_memory(nb::module_& m) {
                 }
                 self.discard(static_cast<std::size_t>(offset), static_cast<std::size_t>(nbytes));
             },
-            nb::arg("offset"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>())
-        .def("release", &Memory::release);
+            nb::arg("offset"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>(),
+            "Give the pages that lie wholly inside the range back to the operating system; they read as zero afterwards.")
+        .def("release", &Memory::release, "Unmap the memory. The caller makes sure that nobody uses it any more. Idempotent.");
 
     m.def(
         "crc32c",
@@ -93,30 +96,42 @@ void bind_memory(nb::module_& m) {
             without_lock_if(nbytes >= large_bytes, [&] { value = farpool::crc32c(view->buf, nbytes, value); });
             return value;
         },
-        nb::arg("data"), nb::arg("value") = 0);
-    m.def("crc32c_many", crc32c_many, nb::arg("data"));
+        nb::arg("data"), nb::arg("value") = 0,
+        R"(CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions where there are some; without the interpreter
+lock.)");
+    m.def(
+        "crc32c_many", crc32c_many, nb::arg("data"), nb::sig("def crc32c_many(data: list[typing.Any]) -> list[int]"),
+        R"(CRC32C of each of several contiguous buffers, also of a single one, by two threads if there is much to do; without the
+interpreter lock.)");
     m.def(
         "crc32c_portable",
         [](nb::handle data, std::uint32_t value) {
             const BufferView view(data, PyBUF_C_CONTIGUOUS);
             return farpool::crc32c_portable(view->buf, static_cast<std::size_t>(view->len), value);
         },
-        nb::arg("data"), nb::arg("value") = 0);
-    nb::class_<Folding>(m, "Crc32cFolding").def_prop_ro("name", [](const Folding& self) { return std::string(self.name); });
-    m.def("crc32c_foldings", [] {
-        nb::list found;
-        for (const Folding& folding : farpool::foldings()) {
-            found.append(nb::cast(&folding, nb::rv_policy::reference));
-        }
-        return found;
-    });
+        nb::arg("data"), nb::arg("value") = 0,
+        "CRC32C by tables, to which `crc32c` falls back on a processor without the instructions.");
+    nb::class_<Folding>(m, "Crc32cFolding",
+                        "A variant of CRC32C by carry-less multiplication, for certain instructions of the processor.")
+        .def_prop_ro("name", [](const Folding& self) { return std::string(self.name); });
+    m.def(
+        "crc32c_foldings",
+        [] {
+            nb::list found;
+            for (const Folding& folding : farpool::foldings()) {
+                found.append(nb::cast(&folding, nb::rv_policy::reference));
+            }
+            return found;
+        },
+        nb::sig("def crc32c_foldings() -> list[Crc32cFolding]"),
+        "Return the foldings that this processor has instructions for, the fastest first; `crc32c` takes the first.");
     m.def(
         "crc32c_by",
         [](const Folding* folding, nb::handle data, std::uint32_t value) {
             const BufferView view(data, PyBUF_C_CONTIGUOUS);
             return farpool::crc32c_by(folding, view->buf, static_cast<std::size_t>(view->len), value);
         },
-        nb::arg("folding").none(), nb::arg("data"), nb::arg("value") = 0);
+        nb::arg("folding").none(), nb::arg("data"), nb::arg("value") = 0, "CRC32C by the given folding; None for none.");
     m.def(
         "copy_crc32c_by",
         [](const Folding* folding, nb::handle destination, nb::handle source, std::uint32_t value) {
@@ -131,14 +146,18 @@ void bind_memory(nb::module_& m) {
                             [&] { value = farpool::copy_crc32c_by(folding, to->buf, from->buf, nbytes, value); });
             return value;
         },
-        nb::arg("folding").none(), nb::arg("destination"), nb::arg("source"), nb::arg("value") = 0);
+        nb::arg("folding").none(), nb::arg("destination"), nb::arg("source"), nb::arg("value") = 0,
+        R"(Copy a buffer; returns the CRC32C of the very bytes that the destination has then. The buffers are of one size and do not
+overlap.)");
     m.def(
         "buffer_address",
         [](nb::handle data, bool writable) {
             const BufferView view(data, writable ? PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE : PyBUF_C_CONTIGUOUS);
             return reinterpret_cast<std::uintptr_t>(view->buf);
         },
-        nb::arg("data"), nb::arg("writable") = false);
+        nb::arg("data"), nb::arg("writable") = false,
+        R"(Address of the first byte of a contiguous buffer; BufferError if it must be writable and is not. The caller keeps
+the buffer alive.)");
     m.def(
         "memmove",
         [](std::uintptr_t destination, std::uintptr_t source, std::size_t nbytes) {
@@ -146,7 +165,8 @@ void bind_memory(nb::module_& m) {
                 std::memmove(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), nbytes);
             });
         },
-        nb::arg("destination"), nb::arg("source"), nb::arg("nbytes"));
+        nb::arg("destination"), nb::arg("source"), nb::arg("nbytes"),
+        "Copy between addresses, which may overlap; without the interpreter lock for large copies.");
     m.def(
         "memset",
         [](std::uintptr_t address, int value, std::size_t nbytes) {

@@ -5,7 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "node/server.hpp"
 
 using farpool::Listed;
@@ -86,7 +86,11 @@ auto refusing(Work work) {
 
 void bind_node(nb::module_& m) {
     using Released = nb::call_guard<nb::gil_scoped_release>;
-    nb::class_<Server>(m, "NodeServer", "The data loop of a node and what it lends.")
+    nb::class_<Server>(
+        m, "NodeServer",
+        R"(The data loop of a node (docs/wire.md) and what it lends: segment files in a folder (docs/segment-file.md).
+
+Methods may be called from any thread. OSError where the system refuses a file or memory.)")
         .def(
             "__init__",
             [](Server* self, std::string directory, std::uint64_t capacity, bool ephemeral, double grace, double stall,
@@ -97,9 +101,11 @@ void bind_node(nb::module_& m) {
             },
             nb::arg("directory"), nb::arg("capacity"), nb::kw_only(), nb::arg("ephemeral") = false, nb::arg("grace") = 10.0,
             nb::arg("stall") = 30.0, nb::arg("spin") = 50e-6, nb::arg("nvme") = "", nb::arg("nvme_capacity") = 0,
-            nb::arg("shares") = farpool::Budget::Shares())
+            nb::arg("shares") = farpool::Budget::Shares(),
+            "Adopt what an earlier start left in the folder, unless `ephemeral`. `shares` are bytes guaranteed to tenants.")
         .def("start", &Server::start, Released())
-        .def("stop", &Server::stop, Released())
+        .def("stop", &Server::stop, Released(),
+             "Close all connections and end the loop. The segments stay unless ephemeral. Idempotent.")
         .def(
             "adopt",
             [](Server& self, nb::object fd, std::uint64_t session, std::uint32_t tenant, std::uint32_t rights,
@@ -107,8 +113,12 @@ void bind_node(nb::module_& m) {
                 farpool::Stream stream = taken_stream(fd);
                 refusing([&] { self.adopt(std::move(stream), session, tenant, rights, key); });
             },
-            nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), nb::arg("key"))
-        .def("expect_tenants", &Server::expect_tenants, nb::arg("tenants"), Released())
+            nb::arg("fd"), nb::arg("session"), nb::arg("tenant"), nb::arg("rights"), nb::arg("key"),
+            nb::sig("def adopt(self, fd: int | Stream, session: int, tenant: int, rights: int, key: str) -> None"),
+            R"(Serve an authenticated stream, which belongs to the server from now on. AccessDeniedError where the session is
+another tenant's or another access key's.)")
+        .def("expect_tenants", &Server::expect_tenants, nb::arg("tenants"), Released(),
+             "Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others.")
         .def(
             "expect_keys",
             [](Server& self, const std::map<std::string, std::tuple<std::uint32_t, bool, std::uint64_t>>& keys) {
@@ -120,15 +130,20 @@ void bind_node(nb::module_& m) {
                 nb::gil_scoped_release release;
                 self.expect_keys(expected);
             },
-            nb::arg("keys"))
+            nb::arg("keys"),
+            R"(Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
+the bytes that it may hold, 0 where nobody says.)")
         .def(
-            "end_key", [](Server& self, const std::string& key) { self.end_key(key); }, nb::arg("key"), Released())
+            "end_key", [](Server& self, const std::string& key) { self.end_key(key); }, nb::arg("key"), Released(),
+            "Close all connections that were opened with this access key.")
         .def(
             "hold",
             [](Server& self, std::uint64_t session, std::uint32_t tenant, const std::string& key) {
                 refusing([&] { self.hold(session, tenant, key); });
             },
-            nb::arg("session"), nb::arg("tenant"), nb::arg("key"))
+            nb::arg("session"), nb::arg("tenant"), nb::arg("key"),
+            R"(Keep the session alive by one more connection, which the server does not serve itself. AccessDeniedError as for
+`adopt`, QuotaExceededError where the key or its tenant has too many connections.)")
         .def("drop", &Server::drop, nb::arg("session"), Released())
         .def(
             "lend",
@@ -142,7 +157,9 @@ void bind_node(nb::module_& m) {
                 }
                 return lease;
             },
-            nb::arg("session"), nb::arg("tenant"), nb::arg("nbytes"))
+            nb::arg("session"), nb::arg("tenant"), nb::arg("nbytes"),
+            R"(Lend memory; returns the new lease's number. NodeFullError where there is no room, QuotaExceededError where the
+session or its tenant has too much.)")
         .def(
             "release",
             [](Server& self, std::uint64_t session, std::uint64_t lease) {
@@ -155,7 +172,7 @@ void bind_node(nb::module_& m) {
                     fail_lease("the session has no lease " + std::to_string(lease));
                 }
             },
-            nb::arg("session"), nb::arg("lease"))
+            nb::arg("session"), nb::arg("lease"), "End a lease. KeyError if the session has no such lease.")
         .def("leases", &Server::leases, nb::arg("session"), Released())
         .def(
             "lease_path",
@@ -170,7 +187,9 @@ void bind_node(nb::module_& m) {
                 }
                 return path;
             },
-            nb::arg("session"), nb::arg("lease"))
+            nb::arg("session"), nb::arg("lease"),
+            R"(Path of a lease's file; of an ephemeral node, the path that it would have. KeyError if the session has no such
+lease.)")
         .def(
             "lease_file",
             [](Server& self, std::uint64_t session, std::uint64_t lease) {
@@ -180,8 +199,10 @@ void bind_node(nb::module_& m) {
                 }
                 return file;
             },
-            nb::arg("session"), nb::arg("lease"))
-        .def("objects_files", &Server::objects_files, nb::arg("tenant"), nb::arg("writable"), Released())
+            nb::arg("session"), nb::arg("lease"),
+            "Return a descriptor of a lease's file, the caller's. KeyError if the session has no such lease.")
+        .def("objects_files", &Server::objects_files, nb::arg("tenant"), nb::arg("writable"), Released(),
+             "Return descriptors, the caller's, of the index, read-only, and the data, writable where that is wanted.")
         .def(
             "objects_paths",
             [](Server& self, std::uint32_t tenant) {
@@ -192,17 +213,21 @@ void bind_node(nb::module_& m) {
                 }
                 return nb::make_tuple(paths.index, paths.data);
             },
-            nb::arg("tenant"))
+            nb::arg("tenant"), nb::sig("def objects_paths(self, tenant: int) -> tuple[str, str]"),
+            "Paths of the files of the index and the data; of an ephemeral node, the paths that they would have.")
         .def(
             "objects_visited",
             [](Server& self, std::uint64_t session, std::uint32_t tenant) {
                 return refusing([&] { return self.objects_visited(session, tenant); });
             },
-            nb::arg("session"), nb::arg("tenant"))
+            nb::arg("session"), nb::arg("tenant"),
+            R"(Return a descriptor, the caller's, of the session's own marks of visits, in anonymous memory. QuotaExceededError
+where too many sessions of the tenant have some, or its share has no room for more.)")
         .def(
             "expose",
             [](Server& self, std::uint64_t session, std::uint32_t tenant) { refusing([&] { self.expose(session, tenant); }); },
-            nb::arg("session"), nb::arg("tenant"))
+            nb::arg("session"), nb::arg("tenant"),
+            "Note that the session writes the data segment over a one-sided fabric: it may prepare places there.")
         .def(
             "list_some",
             [](Server& self, std::uint32_t tenant, std::uint64_t place, const nb::bytes& after, const nb::bytes& prefix,
@@ -216,82 +241,110 @@ void bind_node(nb::module_& m) {
                 }
                 return nb::make_tuple(found, place);
             },
-            nb::arg("tenant"), nb::arg("place"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"))
-        .def("stats",
-             [](Server& self) {
-                 Server::Stats stats;
-                 {
-                     nb::gil_scoped_release release;
-                     stats = self.stats();
-                 }
-                 return as_dict(stats);
-             })
-        .def("tenants",
-             [](Server& self) {
-                 nb::dict found;
-                 for (const auto& [tenant, stats] : refusing([&] { return self.tenants(); })) {
-                     nb::dict made;
-                     made["objects"] = stats.objects;
-                     made["used"] = stats.used;
-                     made["backed"] = stats.backed;
-                     made["taken"] = stats.taken;
-                     made["lent"] = stats.lent;
-                     made["share"] = stats.share;
-                     made["searches"] = stats.counts.searches;
-                     made["gets"] = stats.counts.gets;
-                     made["hits"] = stats.counts.hits;
-                     made["evictions"] = stats.counts.evictions;
-                     made["evictions_of_damaged"] = stats.counts.damaged;
-                     made["evictions_from_file"] = stats.counts.from_file;
-                     made["expired"] = stats.counts.expired;
-                     add_charges(made, stats.charges);
-                     found[nb::int_(tenant)] = made;
-                 }
-                 return found;
-             })
-        .def("refusals", [](Server& self) { return refusing([&] { return self.refusals(); }); })
-        .def("latencies",
-             [](Server& self) {
-                 nb::dict found;
-                 for (const auto& [op, latencies] : refusing([&] { return self.latencies(); })) {
-                     nb::list counts;
-                     for (const std::uint64_t count : latencies.counts) {
-                         counts.append(count);
-                     }
-                     found[nb::int_(op)] = nb::make_tuple(counts, static_cast<double>(latencies.sum_ns) / 1e9);
-                 }
-                 return found;
-             })
-        .def_prop_ro_static("latency_ends",
-                            [](nb::handle) {
-                                nb::list ends;
-                                for (std::size_t bucket = 0; bucket < farpool::Latencies::buckets; ++bucket) {
-                                    ends.append(farpool::Latencies::end_s(bucket));
-                                }
-                                return ends;
-                            })
-        .def("keys",
-             [](Server& self) {
-                 nb::dict found;
-                 for (const auto& [name, stats] : refusing([&] { return self.keys(); })) {
-                     nb::dict made;
-                     made["tenant"] = stats.tenant;
-                     made["held"] = stats.charges.nbytes;
-                     add_charges(made, stats.charges);
-                     found[name.c_str()] = made;
-                 }
-                 return found;
-             })
-        .def("events", [](Server& self) {
-            std::vector<Server::Event> events;
-            {
-                nb::gil_scoped_release release;
-                events = self.events();
-            }
-            nb::list found;
-            for (const Server::Event& event : events) {
-                found.append(nb::make_tuple(event.kind, event.session, event.text));
-            }
-            return found;
-        });
+            nb::arg("tenant"), nb::arg("place"), nb::arg("after"), nb::arg("prefix"), nb::arg("limit"),
+            nb::sig("def list_some(self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int) -> "
+                    "tuple[list[tuple[bytes, int, int, int, int, int, bool]], int]"),
+            R"(List objects: key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if kept, of those behind
+the key `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at
+first it is 0), 0 at the end.)")
+        .def(
+            "stats",
+            [](Server& self) {
+                Server::Stats stats;
+                {
+                    nb::gil_scoped_release release;
+                    stats = self.stats();
+                }
+                return as_dict(stats);
+            },
+            nb::sig("def stats(self) -> dict[str, int]"))
+        .def(
+            "tenants",
+            [](Server& self) {
+                nb::dict found;
+                for (const auto& [tenant, stats] : refusing([&] { return self.tenants(); })) {
+                    nb::dict made;
+                    made["objects"] = stats.objects;
+                    made["used"] = stats.used;
+                    made["backed"] = stats.backed;
+                    made["taken"] = stats.taken;
+                    made["lent"] = stats.lent;
+                    made["share"] = stats.share;
+                    made["searches"] = stats.counts.searches;
+                    made["gets"] = stats.counts.gets;
+                    made["hits"] = stats.counts.hits;
+                    made["evictions"] = stats.counts.evictions;
+                    made["evictions_of_damaged"] = stats.counts.damaged;
+                    made["evictions_from_file"] = stats.counts.from_file;
+                    made["expired"] = stats.counts.expired;
+                    add_charges(made, stats.charges);
+                    found[nb::int_(tenant)] = made;
+                }
+                return found;
+            },
+            nb::sig("def tenants(self) -> dict[int, dict[str, int]]"),
+            R"(Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
+guaranteed; pins, preparations, leases and connections; evictions, and of them those of damaged objects and those
+for want of room in the NVMe file.)")
+        .def(
+            "refusals", [](Server& self) { return refusing([&] { return self.refusals(); }); },
+            "Requests over data connections that were refused, by tenant and by status.")
+        .def(
+            "latencies",
+            [](Server& self) {
+                nb::dict found;
+                for (const auto& [op, latencies] : refusing([&] { return self.latencies(); })) {
+                    nb::list counts;
+                    for (const std::uint64_t count : latencies.counts) {
+                        counts.append(count);
+                    }
+                    found[nb::int_(op)] = nb::make_tuple(counts, static_cast<double>(latencies.sum_ns) / 1e9);
+                }
+                return found;
+            },
+            nb::sig("def latencies(self) -> dict[int, tuple[list[int], float]]"),
+            R"(Times of replies by number of the operation: counts of the buckets that end at `latency_ends`, and of longer
+times; their sum in seconds.)")
+        .def_prop_ro_static(
+            "latency_ends",
+            [](nb::handle) {
+                nb::list ends;
+                for (std::size_t bucket = 0; bucket < farpool::Latencies::buckets; ++bucket) {
+                    ends.append(farpool::Latencies::end_s(bucket));
+                }
+                return ends;
+            },
+            nb::sig("def latency_ends(arg: object, /) -> list[float]"), "Ends of the buckets of `latencies`, in seconds.")
+        .def(
+            "keys",
+            [](Server& self) {
+                nb::dict found;
+                for (const auto& [name, stats] : refusing([&] { return self.keys(); })) {
+                    nb::dict made;
+                    made["tenant"] = stats.tenant;
+                    made["held"] = stats.charges.nbytes;
+                    add_charges(made, stats.charges);
+                    found[name.c_str()] = made;
+                }
+                return found;
+            },
+            nb::sig("def keys(self) -> dict[str, dict[str, int]]"),
+            R"(Counters by name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes,
+pins, preparations, leases and connections.)")
+        .def(
+            "events",
+            [](Server& self) {
+                std::vector<Server::Event> events;
+                {
+                    nb::gil_scoped_release release;
+                    events = self.events();
+                }
+                nb::list found;
+                for (const Server::Event& event : events) {
+                    found.append(nb::make_tuple(event.kind, event.session, event.text));
+                }
+                return found;
+            },
+            nb::sig("def events(self) -> list[tuple[str, int, str]]"),
+            "Return the events since the last call: kind, session and text of each.");
 }

@@ -4,7 +4,7 @@
 #include <string>
 #include <variant>
 
-#include "bound_pager.hpp"
+#include "bindings/bound_pager.hpp"
 #include "pager/simulated_program.hpp"
 
 using namespace farpool::pager;
@@ -148,7 +148,7 @@ void raise_refusal(const Refusal& refusal) {
 }
 
 void bind_pager(nb::module_& m) {
-    nb::enum_<Mode>(m, "Mode", nb::is_arithmetic(), "What an access does with the bytes.")
+    nb::enum_<Mode>(m, "Mode", nb::is_arithmetic(), "Access mode: read, change or overwrite the bytes.")
         .value("READ", Mode::read)
         .value("WRITE", Mode::write, "Reads and changes them, or changes only some.")
         .value("OVERWRITE", Mode::overwrite,
@@ -156,12 +156,13 @@ void bind_pager(nb::module_& m) {
     nb::enum_<Kind>(m, "Kind", nb::is_arithmetic(), "Direction of a transfer.")
         .value("FETCH", Kind::fetch)
         .value("WRITE_BACK", Kind::write_back);
-    nb::enum_<State>(m, "State", nb::is_arithmetic(), "Where a block stands.")
-        .value("FREE", State::free)
+    nb::enum_<State>(m, "State", nb::is_arithmetic(), "State of a block: absent, in the arena, or on its way.")
+        .value("FREE", State::free, "The number is not in use.")
         .value("ABSENT", State::absent)
         .value("FETCHING", State::fetching)
         .value("RESIDENT", State::resident)
-        .value("WRITING_BACK", State::writing_back);
+        .value("WRITING_BACK", State::writing_back,
+               "Leaving: its arena range may already be promised to another block, which waits for the write.");
 
     nb::class_<Run>(m, "Run", "Consecutive blocks of one storage, wanted contiguous in the arena.")
         .def(
@@ -173,7 +174,9 @@ void bind_pager(nb::module_& m) {
         .def_ro("first", &Run::first)
         .def_ro("count", &Run::count)
         .def_ro("mode", &Run::mode)
-        .def_ro("table", &Run::table)
+        .def_ro("table", &Run::table, R"(First block of the table, for a run of rows that are picked by data; -1 for any other.
+
+Such an access says nothing about the rows of the next pass, so the tape only notes the table.)")
         .def("__eq__", [](const Run& self,
                           nb::handle other) { return nb::isinstance<Run>(other) && self == nb::cast<const Run&>(other); })
         .def("__hash__",
@@ -182,16 +185,17 @@ void bind_pager(nb::module_& m) {
              })
         .def("__repr__", [](const Run& self) { return to_string(self); });
 
-    nb::class_<Counters>(m, "PagerCounters", "What a pager has done so far.")
-        .def_ro("accesses", &Counters::accesses)
-        .def_ro("hits", &Counters::hits)
-        .def_ro("row_accesses", &Counters::row_accesses)
-        .def_ro("row_hits", &Counters::row_hits)
-        .def_ro("late", &Counters::late)
+    nb::class_<Counters>(m, "PagerCounters", "Counters of a pager's work so far.")
+        .def_ro("accesses", &Counters::accesses, "Runs accessed.")
+        .def_ro("hits", &Counters::hits, "Runs found whole and in place.")
+        .def_ro("row_accesses", &Counters::row_accesses, "Accesses to blocks of tables whose rows are picked by data.")
+        .def_ro("row_hits", &Counters::row_hits, "Accesses among `row_accesses` that found their block in place.")
+        .def_ro("late", &Counters::late, "Runs whose transfer was under way when they were accessed.")
         .def_ro("demand_fetches", &Counters::demand_fetches)
         .def_ro("prefetches", &Counters::prefetches)
         .def_ro("prefetches_used", &Counters::prefetches_used)
-        .def_ro("prefetches_wasted", &Counters::prefetches_wasted)
+        .def_ro("prefetches_wasted", &Counters::prefetches_wasted,
+                "Blocks prefetched that left, or were overwritten, before they were accessed.")
         .def_ro("evictions", &Counters::evictions)
         .def_ro("write_backs", &Counters::write_backs)
         .def_ro("moves", &Counters::moves)
@@ -199,122 +203,211 @@ void bind_pager(nb::module_& m) {
 
     nb::class_<Block>(m, "Block", "One row of a pager's table of blocks, as it was when it was asked for.")
         .def_ro("size", &Block::size)
-        .def_ro("place", &Block::place)
-        .def_ro("copy", &Block::copy)
-        .def_ro("next_use", &Block::next_use)
-        .def_ro("last_use", &Block::last_use)
+        .def_ro("place", &Block::place, "Offset in the arena; -1 unless fetching, resident or writing back.")
+        .def_ro("copy", &Block::copy, "Offset of the copy in its tier, valid while the block is not dirty.")
+        .def_ro("next_use", &Block::next_use, "Key for eviction: the farther, the sooner it goes.")
+        .def_ro("last_use", &Block::last_use, "Position on the tape of the latest access.")
         .def_prop_ro("pins", [](const Block& self) { return self.pins; })
-        .def_ro("name", &Block::name)
-        .def_ro("tier", &Block::tier)
+        .def_ro("name", &Block::name, "Name of the block on the tape: its ordinal of birth among the blocks that live.")
+        .def_ro("tier", &Block::tier, "Tier of the copy below; -1 without one.")
         .def_prop_ro("state", [](const Block& self) { return self.state; })
         .def_prop_ro("dirty", [](const Block& self) { return self.dirty; })
-        .def_prop_ro("prefetched", [](const Block& self) { return self.prefetched; });
+        .def_prop_ro(
+            "prefetched", [](const Block& self) { return self.prefetched; },
+            "True if it was fetched ahead and has not been accessed since.");
 
-    nb::class_<Access>(m, "PagerAccess", "One operation's wish for its operands, and the answer.", nb::is_weak_referenceable(),
-                       nb::type_slots(access_slots))
+    nb::class_<Access>(m, "PagerAccess", "One operation's request for its operands, and the pager's answer.",
+                       nb::is_weak_referenceable(), nb::type_slots(access_slots))
         .def_ro("granted", &Access::granted)
-        .def_ro("ordinal", &Access::ordinal)
-        .def_ro("last_use", &Access::last_use)
-        .def_prop_ro("places",
-                     [](const Access& self) { return to_tuple(self.places, [](std::int64_t p) { return nb::int_(p); }); })
-        .def_prop_ro("runs",
-                     [](const Access& self) { return to_tuple(self.runs, [](const Run& run) { return nb::cast(run); }); })
-        .def_prop_ro("error", [](const Access& self) { return to_python(self.refusal); })
-        .def("waits_for", [](const Access& self, BlockId block) { return contains(self.blocks, block); }, nb::arg("block"));
+        .def_ro("ordinal", &Access::ordinal, "Place of the access in the order of requests; rows of one table may share it.")
+        .def_ro("last_use", &Access::last_use,
+                "Ordinal of the last access that may have used the ranges that were claimed for this one; -1 for none.")
+        .def_prop_ro(
+            "places", [](const Access& self) { return to_tuple(self.places, [](std::int64_t p) { return nb::int_(p); }); },
+            nb::sig("def places(self) -> tuple[int, ...]"), "Arena offset of each run; valid while granted.")
+        .def_prop_ro(
+            "runs", [](const Access& self) { return to_tuple(self.runs, [](const Run& run) { return nb::cast(run); }); },
+            nb::sig("def runs(self) -> tuple[Run, ...]"))
+        .def_prop_ro(
+            "error", [](const Access& self) { return to_python(self.refusal); },
+            nb::sig("def error(self) -> BaseException | None"),
+            "Error for which it will not be granted, with nothing pinned; None without one.")
+        .def(
+            "waits_for", [](const Access& self, BlockId block) { return contains(self.blocks, block); }, nb::arg("block"),
+            "Return True if it waits for the block, or waited for it before it was granted.");
 
-    nb::class_<BoundPager>(m, "Pager", "Decides which block is where, and when it moves.", nb::type_slots(pager_slots))
+    nb::class_<BoundPager>(m, "Pager",
+                           R"(Decides which block is where, and when it moves. Deterministic: no clock, no file, no thread.
+
+The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with
+`completed` or `failed`, then calls `proceed`. It holds one lock around the pager.
+
+Parameters
+----------
+capacity : int
+    Bytes of the arena.
+spaces : sequence of Space or None
+    The lower tiers from fast to slow; None stands for a read-only source, which blocks only come from.
+classes : tuple of str
+    Names that a block's class may have.
+alignment : int
+    Of blocks in the arena, in bytes; each block of a storage but the last must be a multiple of it.
+history : int
+    Accesses that the tape remembers; a loop longer than this is not predicted.
+prefetch : bool
+    True to fetch along the tape ahead of the accesses.
+late : bool
+    True if the program computes on a device, whose times are reported later, by `ran`.)",
+                           nb::type_slots(pager_slots))
         .def(nb::init<std::int64_t, nb::handle, nb::tuple, std::int64_t, std::int64_t, bool, bool>(), nb::arg("capacity"),
              nb::arg("spaces"), nb::arg("classes") = nb::make_tuple("bytes"), nb::kw_only(), nb::arg("alignment") = 64,
-             nb::arg("history") = std::int64_t{1} << 18, nb::arg("prefetch") = true, nb::arg("late") = false)
-        .def("add_source", [](BoundPager& self) { return self->add_source(); })
+             nb::arg("history") = std::int64_t{1} << 18, nb::arg("prefetch") = true, nb::arg("late") = false,
+             nb::sig("def __init__(self, capacity: int, spaces: collections.abc.Sequence[typing.Any], classes: tuple[str, ...] "
+                     "= ('bytes',), *, alignment: int = 64, history: int = 262144, prefetch: bool = True, late: bool = False) "
+                     "-> None"))
+        .def(
+            "add_source", [](BoundPager& self) { return self->add_source(); },
+            "Make known another read-only source; returns its index among the tiers.")
         .def(
             "create",
             [](BoundPager& self, const std::vector<std::int64_t>& sizes, nb::handle cls) {
                 return self->create(sizes, self.class_number(cls));
             },
-            nb::arg("sizes"), nb::arg("cls") = "bytes")
+            nb::arg("sizes"), nb::arg("cls") = "bytes",
+            nb::sig("def create(self, sizes: collections.abc.Sequence[int], cls: str = 'bytes') -> int"),
+            "Make consecutive blocks of these sizes in bytes. They have no content until they are written.")
         .def(
             "adopt",
             [](BoundPager& self, BlockId block, std::int32_t tier, std::int64_t offset, std::int64_t place,
                std::int64_t nbytes) { self->adopt(block, {tier, offset, place, nbytes}); },
-            nb::arg("block"), nb::arg("source"), nb::arg("offset"), nb::arg("place"), nb::arg("nbytes"))
+            nb::arg("block"), nb::arg("source"), nb::arg("offset"), nb::arg("place"), nb::arg("nbytes"),
+            "Note that part of this absent block's clean copy lies in a source; `place` is relative to the block.")
         .def(
-            "can_adopt", [](BoundPager& self, BlockId block) { return self->can_adopt(block); }, nb::arg("block"))
+            "can_adopt", [](BoundPager& self, BlockId block) { return self->can_adopt(block); }, nb::arg("block"),
+            "Return True if the block is absent and its content, if any, is a source's.")
         .def(
             "retire", [](BoundPager& self, BlockId first, std::int32_t count) { self->retire(first, count); }, nb::arg("first"),
-            nb::arg("count"))
+            nb::arg("count"),
+            "Note that the program has dropped the blocks of one `create`; then call `forget` until it returns True.")
         .def(
             "forget", [](BoundPager& self, BlockId first, std::int32_t count) { return self->forget(first, count); },
-            nb::arg("first"), nb::arg("count"))
+            nb::arg("first"), nb::arg("count"),
+            "Free retired blocks; False (and nothing done) while they are moved, pinned or waited for.")
         .def(
             "request",
             [](BoundPager& self, nb::handle runs, double now) {
                 return refusing([&] { return self->request(to_runs(runs), now); });
             },
-            nb::arg("runs"), nb::arg("now") = 0.0)
+            nb::arg("runs"), nb::arg("now") = 0.0,
+            nb::sig("def request(self, runs: collections.abc.Iterable[Run], now: float = 0.0) -> PagerAccess"),
+            R"(Ask for runs, which must not overlap. They are granted at once or later.
+
+Parameters
+----------
+now : float
+    Seconds on a clock that does not go back. What lies between a grant and the next request is taken for the
+    program's own computing, unless times come late; without it nothing is fetched ahead, since that would gain
+    nothing.
+
+Raises
+------
+TooLargeError
+    They do not fit into the arena together; nothing was changed.)")
         .def(
             "release", [](BoundPager& self, Access& access, bool go_on) { self->release(access, go_on); }, nb::arg("access"),
-            nb::kw_only(), nb::arg("go_on") = true)
+            nb::kw_only(), nb::arg("go_on") = true,
+            "End an access, whose operation is done. Without `go_on` no other access is served and nothing changes its place.")
         .def(
             "ran", [](BoundPager& self, std::int64_t ordinal, double start, double end) { self->ran(ordinal, start, end); },
-            nb::arg("ordinal"), nb::arg("start"), nb::arg("end"))
+            nb::arg("ordinal"), nb::arg("start"), nb::arg("end"),
+            R"(Report when a device computed what an access was for: from `start` to `end`, on the clock of `request`.
+
+For a pager whose times come late, in the order of the ends.
+
+Parameters
+----------
+ordinal : int
+    Of the access.
+
+Raises
+------
+ValueError
+    There was no such access, it ends before it begins, or times do not come late.)")
         .def(
             "abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); },
-            nb::arg("access"))
-        .def("take_commands",
-             [](BoundPager& self) {
-                 nb::list commands;
-                 for (const Command& command : self->take_commands()) {
-                     commands.append(to_python(command));
-                 }
-                 return commands;
-             })
-        .def("take_raised", [](BoundPager& self) { return self->take_raised(); })
+            nb::arg("access"), "Give up waiting, or what was granted meanwhile. What is under way goes on.")
+        .def(
+            "take_commands",
+            [](BoundPager& self) {
+                nb::list commands;
+                for (const Command& command : self->take_commands()) {
+                    commands.append(to_python(command));
+                }
+                return commands;
+            },
+            nb::sig("def take_commands(self) -> list[typing.Any]"),
+            "Return the commands to start now, in this order; a move is to be made before what follows it is started.")
+        .def(
+            "take_raised", [](BoundPager& self) { return self->take_raised(); },
+            "Return the ids of transfers, started before, for which an access waits by now.")
         .def(
             "completed",
             [](BoundPager& self, TransferId transfer, double start, double end) { self->completed(transfer, start, end); },
-            nb::arg("transfer"), nb::arg("start") = 0.0, nb::arg("end") = 0.0)
+            nb::arg("transfer"), nb::arg("start") = 0.0, nb::arg("end") = 0.0,
+            "Report that a transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`.")
         .def(
             "failed", [](BoundPager& self, TransferId transfer, nb::handle error) { self->failed(transfer, hold(error)); },
-            nb::arg("transfer"), nb::arg("error"))
+            nb::arg("transfer"), nb::arg("error"), nb::sig("def failed(self, transfer: int, error: BaseException) -> None"),
+            "Report that a transfer has failed. What was ordered after it is undone, and must not be reported.")
         .def(
-            "proceed", [](BoundPager& self, double now) { self->proceed(now); }, nb::arg("now") = 0.0)
+            "proceed", [](BoundPager& self, double now) { self->proceed(now); }, nb::arg("now") = 0.0,
+            "Grant what can be granted now, after completions were reported.")
         .def(
             "resize", [](BoundPager& self, std::int64_t capacity) { return refusing([&] { return self->resize(capacity); }); },
-            nb::arg("capacity"))
+            nb::arg("capacity"),
+            R"(Change the arena's bytes. False while something still lies beyond; then call again after completions.
+
+Raises
+------
+NoRoomError
+    No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.)")
         .def(
             "demote", [](BoundPager& self, BlockId first, std::int32_t count) { return self->demote(first, count); },
-            nb::arg("first"), nb::arg("count"))
+            nb::arg("first"), nb::arg("count"),
+            "Take consecutive blocks out of the arena ahead of their turn; False if some stay: in use, or no tier has room.")
         .def(
             "block",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);
                 return self->residency().blocks[block];
             },
-            nb::arg("block"))
+            nb::arg("block"), "Return the present state of one block.")
         .def(
             "class_of",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);
                 return self.class_name(self->residency().blocks[block].cls);
             },
-            nb::arg("block"))
-        .def("blocks", [](BoundPager& self) { return self->residency().blocks.used(); })
-        .def("resident", [](BoundPager& self) { return self->residency().arena.owners(); })
+            nb::arg("block"), nb::sig("def class_of(self, block: int) -> str"))
+        .def(
+            "blocks", [](BoundPager& self) { return self->residency().blocks.used(); }, "Blocks in use, in order.")
+        .def(
+            "resident", [](BoundPager& self) { return self->residency().arena.owners(); },
+            "Blocks that own a range of the arena, in order of place.")
         .def(
             "place_of",
             [](BoundPager& self, const Run& run) {
                 self->require_blocks(run.first, run.count);
                 return self->residency().place_of(run);
             },
-            nb::arg("run"))
+            nb::arg("run"), "Arena offset of a run that is resident and contiguous, else -1.")
         .def(
             "run_bytes",
             [](BoundPager& self, const Run& run) {
                 self->require_blocks(run.first, run.count);
                 return self->residency().run_bytes(run);
             },
-            nb::arg("run"))
+            nb::arg("run"), "Arena bytes that a run occupies.")
         .def(
             "transfer",
             [](BoundPager& self, TransferId id) -> nb::object {
@@ -322,46 +415,75 @@ void bind_pager(nb::module_& m) {
                 const auto found = transfers.find(id);
                 return found == transfers.end() ? nb::none() : to_python(*found->second);
             },
-            nb::arg("id"))
-        .def("transfers",
-             [](BoundPager& self) {
-                 nb::list transfers;
-                 for (const auto& [id, transfer] : self->residency().transfers) {
-                     transfers.append(to_python(*transfer));
-                 }
-                 return transfers;
-             })
+            nb::arg("id"), nb::sig("def transfer(self, id: int) -> typing.Any"),
+            "The transfer with this id, if it is under way.")
+        .def(
+            "transfers",
+            [](BoundPager& self) {
+                nb::list transfers;
+                for (const auto& [id, transfer] : self->residency().transfers) {
+                    transfers.append(to_python(*transfer));
+                }
+                return transfers;
+            },
+            nb::sig("def transfers(self) -> list[typing.Any]"),
+            "The transfers under way, in the order in which they were started.")
         .def(
             "evict_for_test",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);
                 return self->residency().try_evict(block);
             },
-            nb::arg("block"))
-        .def_prop_ro("under_way", [](BoundPager& self) { return self->residency().transfers.size(); })
-        .def_prop_ro("capacity", [](BoundPager& self) { return self->residency().arena.capacity(); })
-        .def_prop_ro("used", [](BoundPager& self) { return self->residency().arena.used(); })
+            nb::arg("block"),
+            "Make a resident block leave although nobody needs its room, even a pinned one; False where no tier takes it.")
+        .def_prop_ro(
+            "under_way", [](BoundPager& self) { return self->residency().transfers.size(); }, "Number of transfers under way.")
+        .def_prop_ro(
+            "capacity", [](BoundPager& self) { return self->residency().arena.capacity(); }, "Bytes of the arena.")
+        .def_prop_ro(
+            "used", [](BoundPager& self) { return self->residency().arena.used(); }, "Bytes of the arena that blocks own.")
         .def(
             "rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
-            nb::arg("nbytes"))
-        .def_prop_ro("ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; })
-        .def_prop_ro("tape_bytes", [](BoundPager& self) { return self->tape().held_bytes(); })
-        .def_prop_ro("table_bytes", [](BoundPager& self) { return self->held_bytes(); })
-        .def_prop_ro("divergences", [](BoundPager& self) { return self->tape().divergences(); })
-        .def_prop_ro("rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); })
-        .def_prop_ro("row_counts",
-                     [](BoundPager& self) {
-                         nb::dict counts;
-                         for (const auto& [table, rows] : self->row_counts()) {
-                             counts[nb::cast(table)] = nb::make_tuple(rows.accesses, rows.hits);
-                         }
-                         return counts;
-                     })
+            nb::arg("nbytes"), "Arena bytes that a block of `nbytes` bytes takes.")
+        .def_prop_ro(
+            "ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; },
+            "Bytes prefetched, or on their way, that have not been accessed yet.")
+        .def_prop_ro(
+            "tape_bytes", [](BoundPager& self) { return self->tape().held_bytes(); }, "Bytes of memory that the tape holds.")
+        .def_prop_ro(
+            "table_bytes", [](BoundPager& self) { return self->held_bytes(); },
+            "Bytes of memory that the pager holds to know its blocks, in addition to the tape.")
+        .def_prop_ro(
+            "divergences", [](BoundPager& self) { return self->tape().divergences(); },
+            "Number of times that the program did something else than the tape foretold.")
+        .def_prop_ro(
+            "rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); },
+            "True where rows of tables are kept by how often they are used, False where by how recently.")
+        .def_prop_ro(
+            "row_counts",
+            [](BoundPager& self) {
+                nb::dict counts;
+                for (const auto& [table, rows] : self->row_counts()) {
+                    counts[nb::cast(table)] = nb::make_tuple(rows.accesses, rows.hits);
+                }
+                return counts;
+            },
+            nb::sig("def row_counts(self) -> dict[int, tuple[int, int]]"),
+            "Accesses to blocks of each table whose rows are picked by data, and hits, by the table's first block.")
         .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });
 
-    nb::class_<SimulatedProgram>(m, "SimulatedProgram", "A pager under a program on simulated hardware, to measure it.")
+    nb::class_<SimulatedProgram>(m, "SimulatedProgram", R"(A pager under a program on simulated hardware, to measure the pager.
+
+One tier behind a link in virtual time, a quarter of the blocks in the arena, no bytes.
+
+Parameters
+----------
+blocks : int
+history : int
+    Accesses that the tape remembers.)")
         .def(nb::init<std::int64_t, std::int64_t>(), nb::arg("blocks"), nb::arg("history"))
-        .def("fill", &SimulatedProgram::fill)
-        .def("loop", &SimulatedProgram::loop, nb::arg("accesses"))
-        .def("shuffled", &SimulatedProgram::shuffled, nb::arg("accesses"));
+        .def("fill", &SimulatedProgram::fill, "Write each block.")
+        .def("loop", &SimulatedProgram::loop, nb::arg("accesses"),
+             "Read so many blocks one after the other, from where it stopped the last time, and over and over.")
+        .def("shuffled", &SimulatedProgram::shuffled, nb::arg("accesses"), "Read so many blocks picked at random.");
 }

@@ -1,10 +1,10 @@
 // Ports: each holds the object it stands on, and shows it to the garbage collector (a tier may hold its own port).
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
+#include "bindings/python_port.hpp"
 #include "core/file_port.hpp"
 #include "core/memory_port.hpp"
 #include "core/throttled_port.hpp"
 #include "core/verified_port.hpp"
-#include "python_port.hpp"
 
 using farpool::FilePort;
 using farpool::Memory;
@@ -48,13 +48,14 @@ PyType_Slot held_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse<Ba
 }  // namespace
 
 void bind_ports(nb::module_& m) {
-    nb::class_<Port>(m, "Port", "The native end of a tier: blocking reads and writes without the interpreter lock.")
+    nb::class_<Port>(m, "Port", "The native end of a tier: blocking reads and writes that do not hold the interpreter lock.")
         .def(
             "read",
             [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
                 self.read(offset, reinterpret_cast<void*>(address), nbytes);
             },
-            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>())
+            nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>(),
+            "Read into memory; blocks, without the interpreter lock. Raises what the tier raises.")
         .def(
             "write",
             [](Port& self, std::uint64_t offset, std::uintptr_t address, std::size_t nbytes) {
@@ -70,7 +71,13 @@ void bind_ports(nb::module_& m) {
             },
             nb::arg("memory"));
 
-    nb::class_<FilePort, Port>(m, "FilePort", "Positioned reads and writes on a file descriptor, which it does not own.")
+    nb::class_<FilePort, Port>(m, "FilePort", R"(Positioned reads and writes on a file descriptor (not owned).
+
+With ``direct`` the descriptor was opened O_DIRECT: aligned pieces go straight to and from the caller's memory,
+through io_uring (several requests of up to 512 KiB in flight) where the kernel has it, else through pread/pwrite; unaligned
+memory and the tail of a length that is no multiple of `alignment` go through an aligned bounce buffer.
+Short reads (a truncated file) raise TierError. With ``read_only`` writes raise TierError, and so do reads once the
+file's size or time of modification is no longer that of construction.)")
         .def(
             "__init__",
             [](FilePort* self, int fd, std::string name, bool direct, std::size_t alignment, std::uint64_t base, bool ring,
@@ -79,8 +86,10 @@ void bind_ports(nb::module_& m) {
             nb::arg("ring") = true, nb::arg("read_only") = false)
         .def_prop_ro("uses_ring", &FilePort::uses_ring);
 
-    nb::class_<Held<PythonPort>, Port>(m, "PythonPort", nb::type_slots(held_slots<PythonPort>),
-                                       "Calls read_into and write_from of a tier written in Python.")
+    nb::class_<Held<PythonPort>, Port>(
+        m, "PythonPort", nb::type_slots(held_slots<PythonPort>),
+        R"(Port over a Python tier: calls ``tier.read_into(Extent(offset, nbytes), view)``, with the interpreter lock for that call
+only.)")
         .def(
             "__init__",
             [](Held<PythonPort>* self, nb::object tier) {
@@ -91,19 +100,23 @@ void bind_ports(nb::module_& m) {
             },
             nb::arg("tier"));
 
-    nb::class_<Held<VerifiedPort>, Port>(m, "VerifiedPort", nb::type_slots(held_slots<VerifiedPort>),
-                                         "Keeps the CRC32C of each extent at its write and compares it at its read.")
+    nb::class_<Held<VerifiedPort>, Port>(
+        m, "VerifiedPort", nb::type_slots(held_slots<VerifiedPort>),
+        R"(Port over another that keeps the CRC32C of each extent at its write and compares it at its read; ChecksumError names tier
+and offset.)")
         .def(
             "__init__",
             [](Held<VerifiedPort>* self, nb::handle_t<Port> inner, std::string name) {
                 new (self) Held<VerifiedPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), std::move(name));
             },
             nb::arg("inner"), nb::arg("name"))
-        .def("forget", &VerifiedPort::forget, nb::arg("offset"))
-        .def_prop_ro("tracked", &VerifiedPort::tracked);
+        .def("forget", &VerifiedPort::forget, nb::arg("offset"), "Forget the checksum of an extent that was freed.")
+        .def_prop_ro("tracked", &VerifiedPort::tracked, "Number of extents with a checksum.");
 
-    nb::class_<Held<ThrottledPort>, Port>(m, "ThrottledPort", nb::type_slots(held_slots<ThrottledPort>),
-                                          "Ends transfers no earlier than a link of a given rate and latency would.")
+    nb::class_<Held<ThrottledPort>, Port>(
+        m, "ThrottledPort", nb::type_slots(held_slots<ThrottledPort>),
+        R"(Port over another, slowed down to a link of these rates (bytes per second, ``inf`` for no limit) and latency (seconds).
+With `shared` both directions are on one link. The rates are above 0.)")
         .def(
             "__init__",
             [](Held<ThrottledPort>* self, nb::handle_t<Port> inner, double read_rate, double write_rate, double latency,
@@ -112,5 +125,6 @@ void bind_ports(nb::module_& m) {
                     Held<ThrottledPort>(nb::borrow(inner), *nb::inst_ptr<Port>(inner), read_rate, write_rate, latency, shared);
             },
             nb::arg("inner"), nb::kw_only(), nb::arg("read_rate"), nb::arg("write_rate"), nb::arg("latency"), nb::arg("shared"))
-        .def("lift", &ThrottledPort::lift, nb::call_guard<nb::gil_scoped_release>());
+        .def("lift", &ThrottledPort::lift, nb::call_guard<nb::gil_scoped_release>(),
+             "Stop throttling, and end the transfers that are held back.");
 }

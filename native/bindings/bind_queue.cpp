@@ -4,7 +4,7 @@
 #include <memory>
 #include <tuple>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "core/port.hpp"
 #include "core/queue.hpp"
 
@@ -176,22 +176,44 @@ void close_live_queues() {
 std::shared_ptr<QueueCore> queue_core(nb::handle queue) { return nb::cast<const Queue&>(queue).core(); }
 
 void bind_queue(nb::module_& m) {
-    nb::class_<Completion>(m, "Completion", nb::type_slots(completion_slots), "One finished entry of a queue.")
+    nb::class_<Completion>(
+        m, "Completion", nb::type_slots(completion_slots),
+        R"(One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
+(CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself.)")
         .def_ro("id", &Completion::id)
-        .def_ro("error", &Completion::error)
+        .def_ro("error", &Completion::error, nb::sig("def error(self) -> BaseException | None"))
         .def_ro("cancelled", &Completion::cancelled)
         .def_ro("start", &Completion::start)
         .def_ro("end", &Completion::end);
 
-    auto queue = nb::class_<Queue>(m, "Queue", "Ordered queue of transfers, worked off by native threads.")
-                     .def(nb::init<>())
-                     .def("submit", &Queue::submit, nb::arg("id"), nb::arg("port").none(), nb::arg("direction"),
-                          nb::arg("pieces"), nb::arg("after") = nb::make_tuple(), nb::arg("priority") = 0)
-                     .def("reprioritize", &Queue::reprioritize, nb::arg("id"), nb::arg("priority"))
-                     .def("poll", &Queue::poll)
-                     .def("wait", &Queue::wait, nb::arg("timeout"))
-                     .def_prop_ro("pending", &Queue::pending)
-                     .def("close", &Queue::close, nb::arg("timeout"));
+    auto queue =
+        nb::class_<Queue>(m, "Queue", R"(Ordered queue of transfers, worked off by native threads.
+
+Each (port, direction) is a lane with threads of its own, created when they are needed: one, or four for a file that is
+read and written directly, so that several transfers are under way. Within a lane the ready entry with the
+highest priority runs first, in order of submission among equals. An entry is ready when all entries in `after` have
+completed; ids in `after` that are unknown or completed already count as completed. If one of them failed, the entry
+completes as cancelled, and so on through its own dependents; an entry that failed or was cancelled counts as failed until
+poll() has returned it, so that the caller cannot build on a failure that it has not seen yet.)")
+            .def(nb::init<>())
+            .def(
+                "submit", &Queue::submit, nb::arg("id"), nb::arg("port").none(), nb::arg("direction"), nb::arg("pieces"),
+                nb::arg("after") = nb::make_tuple(), nb::arg("priority") = 0,
+                nb::sig(
+                    "def submit(self, id: int, port: Port | None, direction: int, pieces: collections.abc.Sequence[tuple[int, "
+                    "int, int]], after: collections.abc.Sequence[int] = (), priority: int = 0) -> None"),
+                R"(Enqueue. `pieces` are ``(offset in the port, memory address, nbytes)``; no piece (or port None) is a barrier that
+completes once `after` has. ValueError if `id` is pending; PoolClosedError after close or in a forked child.)")
+            .def("reprioritize", &Queue::reprioritize, nb::arg("id"), nb::arg("priority"),
+                 "Raise or lower an entry that has not started, and (when raising) all that it waits for.")
+            .def("poll", &Queue::poll, nb::sig("def poll(self) -> list[Completion]"),
+                 "Return the entries that finished since the last call, in the order they finished. Never blocks.")
+            .def("wait", &Queue::wait, nb::arg("timeout"),
+                 "Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed.")
+            .def_prop_ro("pending", &Queue::pending)
+            .def("close", &Queue::close, nb::arg("timeout"),
+                 R"(Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an
+entry still ran at the timeout; its thread is then left behind (and must be: its buffer is in use). Idempotent.)");
     queue.attr("READ") = static_cast<int>(Direction::read);
     queue.attr("WRITE") = static_cast<int>(Direction::write);
 

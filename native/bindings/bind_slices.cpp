@@ -4,8 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "bindings/slices.hpp"
 #include "core/error.hpp"
-#include "slices.hpp"
 
 Rows::Rows(const nb::list& memories, const std::vector<std::size_t>& row_nbytes) {
     if (memories.size() != row_nbytes.size() || memories.size() == 0) {
@@ -119,13 +119,28 @@ std::optional<nb::list> target_sizes(const nb::list& targets) {
 }  // namespace
 
 void bind_slices(nb::module_& m) {
-    nb::class_<Rows>(m, "Rows", "Buffers in which each row, such as one token, has a fixed number of bytes.")
-        .def(nb::init<const nb::list&, const std::vector<std::size_t>&>(), nb::arg("memories"), nb::arg("row_nbytes"))
+    nb::class_<Rows>(
+        m, "Rows",
+        R"(Buffers in which each row, such as one token, has a fixed number of bytes; `len` is of the rows that all of them have.
+
+Keeps the buffers. ValueError if there are not as many sizes as buffers, or none; BufferError if a buffer is not contiguous.)")
+        .def(nb::init<const nb::list&, const std::vector<std::size_t>&>(), nb::arg("memories"), nb::arg("row_nbytes"),
+             nb::sig("def __init__(self, memories: collections.abc.Sequence[typing.Any], row_nbytes: "
+                     "collections.abc.Sequence[int]) -> None"))
         .def("__len__", &Rows::rows)
-        .def("blocks", blocks, nb::arg("start"), nb::arg("count"), nb::arg("size"));
+        .def(
+            "blocks", blocks, nb::arg("start"), nb::arg("count"), nb::arg("size"),
+            nb::sig("def blocks(self, start: int, count: int, size: int) -> list[Slices | None]"),
+            R"(Take `count` slices of `size` rows each that follow each other from row `start` on, which may be negative; None for
+those of which not all rows exist.)");
     nb::class_<Slices>(m, "Slices", "The same rows of several buffers, one buffer after the other, as one payload.")
         .def_prop_ro("nbytes", &Slices::nbytes)
         .def_prop_ro("readonly", &Slices::readonly)
-        .def("views", &Slices::views);
-    m.def("target_sizes", target_sizes, nb::arg("targets"));
+        .def("views", &Slices::views, nb::sig("def views(self) -> list[memoryview]"),
+             "Return them as memory of Python, one for each buffer.");
+    m.def(
+        "target_sizes", target_sizes, nb::arg("targets"),
+        nb::sig("def target_sizes(targets: list[typing.Any]) -> list[int] | None"),
+        R"(Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
+one of them is something else, which `farpool.store.arguments` converts or refuses.)");
 }

@@ -5,7 +5,7 @@
 #include <cerrno>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "wire/stream.hpp"
 #include "wire/tls.hpp"
 
@@ -83,27 +83,43 @@ Stream taken_stream(nb::handle stream) {
 }
 
 void bind_stream(nb::module_& m) {
-    nb::class_<Stream>(m, "Stream", "A connected, non-blocking socket, plain or with TLS; owns the descriptor.")
+    nb::class_<Stream>(
+        m, "Stream", R"(A connected, non-blocking socket, plain or with TLS. Owns the descriptor. Used by one thread at a time.
+
+Raises OSError: PermissionError where one side does not accept the other's certificate, EPROTO where what came is not TLS as
+it should be. What takes a stream over leaves an object without a descriptor.)")
         .def(nb::init<int>(), nb::arg("fd"))
-        .def("fileno", &Stream::fd)
-        .def("handshake", handshake)
-        .def("receive", receive_some, nb::arg("nbytes"))
-        .def("send", send_some, nb::arg("data"), nb::arg("begin") = 0)
-        .def_prop_ro("receiving_sends", &Stream::receiving_sends)
-        .def_prop_ro("peer_name",
-                     [](const Stream& self) { return self.tls() == nullptr ? std::string() : self.tls()->peer_name(); })
-        .def_prop_ro("in_kernel",
-                     [](const Stream& self) {
-                         const bool is_tls = self.tls() != nullptr;
-                         return nb::make_tuple(is_tls && self.tls()->kernel_sends(), is_tls && self.tls()->kernel_receives());
-                     })
+        .def("fileno", &Stream::fd, "Return the descriptor; -1 once it was closed or taken over.")
+        .def("handshake", handshake,
+             "Continue the TLS handshake; returns 0 once it is complete, else the event to wait for, POLLIN or POLLOUT.")
+        .def("receive", receive_some, nb::arg("nbytes"), nb::sig("def receive(self, nbytes: int) -> bytes | None"),
+             "Receive at most `nbytes` bytes: empty at the end of the stream, None where nothing is there now.")
+        .def("send", send_some, nb::arg("data"), nb::arg("begin") = 0,
+             R"(Send bytes from `begin` on; returns how many were sent, 0 where none can be now: then the same has to be tried
+again.)")
+        .def_prop_ro("receiving_sends", &Stream::receiving_sends, "True if a `receive` without result waits for room to send.")
+        .def_prop_ro(
+            "peer_name", [](const Stream& self) { return self.tls() == nullptr ? std::string() : self.tls()->peer_name(); },
+            "The common name of the other side's certificate; empty without one.")
+        .def_prop_ro(
+            "in_kernel",
+            [](const Stream& self) {
+                const bool is_tls = self.tls() != nullptr;
+                return nb::make_tuple(is_tls && self.tls()->kernel_sends(), is_tls && self.tls()->kernel_receives());
+            },
+            nb::sig("def in_kernel(self) -> tuple[bool, bool]"),
+            "Two flags: True if the kernel encrypts what is sent, and True if it decrypts what is received.")
         // Ends what waits for the stream, here and at the other side.
         .def(
             "shut_down", [](const Stream& self, bool writing) { shutdown(self.fd(), writing ? SHUT_WR : SHUT_RDWR); },
-            nb::kw_only(), nb::arg("writing") = false)
+            nb::kw_only(), nb::arg("writing") = false,
+            "Shut down both directions, or only this side's sending, for whoever waits at either end.")
         .def("close", &Stream::close);
 
-    nb::class_<TlsContext>(m, "TlsContext", "A certificate with its key, and the authorities that are believed.")
+    nb::class_<TlsContext>(
+        m, "TlsContext", R"(A certificate with its private key, and the authorities whose certificates are believed; all in PEM.
+
+ValueError says what is wrong with them.)")
         .def(
             "__init__",
             [](TlsContext* self, const nb::bytes& certificate, const nb::bytes& key, const nb::bytes& authority) {
@@ -113,8 +129,12 @@ void bind_stream(nb::module_& m) {
         .def(
             "connect",
             [](const TlsContext& self, int fd, const std::string& host) { return Stream(fd, self.connect(fd, host)); },
-            nb::arg("fd"), nb::arg("host"))
-        .def("accept", [](const TlsContext& self, int fd) { return Stream(fd, self.accept(fd)); }, nb::arg("fd"));
+            nb::arg("fd"), nb::arg("host"),
+            "Make the client's end of TLS over a connected, non-blocking socket; the node's certificate has to be of this "
+            "host.")
+        .def(
+            "accept", [](const TlsContext& self, int fd) { return Stream(fd, self.accept(fd)); }, nb::arg("fd"),
+            "Make the node's end of TLS; the client has to show a certificate.");
 
     m.attr("tls_available") = farpool::tls_available();
 }

@@ -8,12 +8,12 @@
 #include <optional>
 #include <string_view>
 
-#include "bindings.hpp"
-#include "interpreter_exit.hpp"
-#include "slices.hpp"
+#include "bindings/bindings.hpp"
+#include "bindings/interpreter_exit.hpp"
+#include "bindings/slices.hpp"
+#include "core/hash.hpp"
 #include "wire/connection.hpp"
 #include "wire/exchange.hpp"
-#include "wire/hash.hpp"
 #include "wire/looked_up.hpp"
 #include "wire/object_reader.hpp"
 #include "wire/remote_port.hpp"
@@ -586,19 +586,28 @@ std::vector<std::size_t> rank(const nb::bytes& key, const std::vector<std::uint6
 }  // namespace
 
 void bind_wire(nb::module_& m) {
-    nb::class_<Reply>(m, "Reply", "What a node answered.")
+    nb::class_<Reply>(
+        m, "Reply",
+        R"(Answer of a node to a request. `payload` is None where there is none, or where it went into the caller's buffer; `nbytes`
+is its length in each case.)")
         .def_ro("status", &Reply::status)
         .def_ro("serial", &Reply::serial)
         .def_ro("meta", &Reply::meta)
-        .def_ro("payload", &Reply::payload)
+        .def_ro("payload", &Reply::payload, nb::sig("def payload(self) -> bytes | None"))
         .def_ro("nbytes", &Reply::nbytes);
 
-    nb::class_<TenantEpoch>(m, "TenantEpoch", "The highest epoch of a tenant that a program knows.")
+    nb::class_<TenantEpoch>(m, "TenantEpoch", "The highest epoch of a tenant that a program knows; thread-safe.")
         .def(nb::init<>())
         .def_prop_ro("value", &TenantEpoch::get)
-        .def("meet", &TenantEpoch::meet, nb::arg("value"));
+        .def("meet", &TenantEpoch::meet, nb::arg("value"), "Raise it to this value if that is higher.");
 
-    nb::class_<Connection>(m, "Connection", "The client's end of an authenticated stream; owns the descriptor.")
+    nb::class_<Connection>(
+        m, "Connection", R"(The client's end of an authenticated stream (docs/wire.md). Owns `fd`. Used by one thread at a time.
+
+Deadlines are seconds of time.monotonic(). Waits spin for `spin` seconds before they block. Raises NodeTimeoutError at
+the deadline, NodeError where the stream breaks, ProtocolError for a bad frame: the connection is then broken and of no
+more use. ChecksumError (a payload that is not what was sent) and ValueError (a payload larger than the buffer) leave it
+usable.)")
         .def(
             "__init__",
             [](Connection* self, nb::object fd, std::string node, std::uint32_t tenant, std::uint8_t credential, double spin,
@@ -607,55 +616,129 @@ void bind_wire(nb::module_& m) {
                                       {tenant, credential, spin, check_signals, area, std::move(epoch)});
             },
             nb::arg("fd"), nb::arg("node"), nb::kw_only(), nb::arg("tenant"), nb::arg("credential"), nb::arg("spin"),
-            nb::arg("area") = false, nb::arg("epoch").none() = nb::none())
+            nb::arg("area") = false, nb::arg("epoch").none() = nb::none(),
+            nb::sig("def __init__(self, fd: int | Stream, node: str, *, tenant: int, credential: int, spin: float, area: bool "
+                    "= False, epoch: TenantEpoch | None = None) -> None"),
+            R"(Take a stream over. With an `epoch` each request tells it to the node, and each reply may raise it. With `area`, over
+the UNIX socket of a node on this host, large payloads are put through memory that it passes.)")
         .def_prop_ro("broken", &Connection::broken)
         .def_prop_ro("unanswered", &Connection::unanswered)
-        .def("stale", &Connection::stale)
+        .def("stale", &Connection::stale,
+             "Return True if an idle connection is of no more use, because the node has hung up or sent what nobody asked for.")
         .def("exchange", exchange_one, nb::arg("op"), nb::arg("meta"), nb::arg("deadline"), nb::kw_only(),
-             nb::arg("serial") = 0, nb::arg("lease") = 0, nb::arg("payload") = nb::none(), nb::arg("into") = nb::none())
+             nb::arg("serial") = 0, nb::arg("lease") = 0, nb::arg("payload") = nb::none(), nb::arg("into") = nb::none(),
+             "Send a request and receive its reply.")
         // Both hold the interpreter's lock all the time, so that neither meets a descriptor that the other has closed.
-        .def("shut_down", &Connection::shut_down)
+        .def("shut_down", &Connection::shut_down, "Make what another thread waits for on this connection fail with NodeError.")
         .def("close", &Connection::close);
 
-    nb::class_<ConnectionPool>(m, "ConnectionPool", "A program's connections to one node.")
+    nb::class_<ConnectionPool>(m, "ConnectionPool",
+                               "Pool of a program's connections to one node: those that lie ready, and those that are lent.")
         .def(nb::init<>())
-        .def("take", &ConnectionPool::take)
-        .def("lend", &ConnectionPool::lend, nb::arg("connection"))
-        .def("give", &ConnectionPool::give, nb::arg("connection"))
+        .def("take", &ConnectionPool::take, nb::sig("def take(self) -> Connection | None"),
+             "Lend a connection that lies ready; None where there is none.")
+        .def("lend", &ConnectionPool::lend, nb::arg("connection"),
+             nb::sig("def lend(self, connection: Connection) -> Connection"),
+             "Count a new connection among those that are lent.")
+        .def("give", &ConnectionPool::give, nb::arg("connection"), nb::sig("def give(self, connection: Connection) -> None"),
+             "Take a connection back, whatever state it is in; a broken one is closed.")
         .def("ask", &ConnectionPool::ask, nb::arg("op"), nb::arg("meta"), nb::arg("serial"), nb::arg("payload").none(),
-             nb::arg("into").none(), nb::arg("deadline"))
-        .def("close", &ConnectionPool::close);
+             nb::arg("into").none(), nb::arg("deadline"),
+             nb::sig("def ask(self, op: int, meta: bytes, serial: int, payload: object | None, into: object | None, deadline: "
+                     "float) -> Reply | Exception | None"),
+             R"(Send one request and receive its reply, as `exchange`, over a connection that lies ready; None where there is
+none.)")
+        .def("close", &ConnectionPool::close,
+             "Close the connections that lie ready, and end what is waited for on those that are lent. Idempotent.");
 
-    nb::class_<ObjectReader>(m, "ObjectReader", nb::type_slots(reader_slots), "A tenant's objects in shared memory.")
+    nb::class_<ObjectReader>(
+        m, "ObjectReader", nb::type_slots(reader_slots),
+        R"(A tenant's objects in shared memory (docs/segment-file.md). Maps the files; the descriptors stay the caller's.
+
+Thread-safe. ChecksumError means that an object is damaged in the node's memory: no reading it again helps. Supports the
+buffer protocol: the whole data file, read-only.)")
         .def(nb::init<int, int, int, std::string, int, std::shared_ptr<TenantEpoch>>(), nb::arg("index_fd"), nb::arg("data_fd"),
              nb::arg("visited_fd"), nb::arg("node"), nb::kw_only(), nb::arg("lifeline") = -1,
-             nb::arg("epoch").none() = nb::none())
-        .def("get", get, nb::arg("key"))
-        .def("get_into", get_into, nb::arg("key"), nb::arg("into"))
-        .def("get_many_into", get_many_into, nb::arg("keys"), nb::arg("into"), nb::arg("deadline"))
-        .def("expect_copies", &ObjectReader::expect_copies, nb::arg("copies"))
-        .def("lookup", lookup, nb::arg("keys"), nb::kw_only(), nb::arg("visit") = false)
-        .def("view", view, nb::arg("offset"), nb::arg("nbytes"));
+             nb::arg("epoch").none() = nb::none(),
+             R"(Map the files. With a `lifeline`, a socket to the node, nothing is found any more once that has hung up. With an
+`epoch` nothing is found as long as the node's is a lower one; where it is higher it raises `epoch`.)")
+        .def(
+            "get", get, nb::arg("key"), nb::sig("def get(self, key: bytes) -> tuple[bytes, int] | None"),
+            R"(Return an object's payload and serial; None where the node has to be asked (not in memory, expired, changing right
+now).)")
+        .def("get_into", get_into, nb::arg("key"), nb::arg("into"),
+             nb::sig("def get_into(self, key: bytes, into: object) -> tuple[int, int] | None"),
+             R"(Read an object; its bytes and serial. ValueError if the buffer is too small; None as with `get`, and then the
+buffer's contents are unspecified.)")
+        .def(
+            "get_many_into", get_many_into, nb::arg("keys"), nb::arg("into"), nb::arg("deadline"),
+            nb::sig("def get_many_into(self, keys: list[bytes], into: list[typing.Any], deadline: float) -> list[int | "
+                    "Exception | None]"),
+            R"(Read many objects into buffers, with a second thread where that pays: bytes of each; None where the node has to be
+asked (also for damaged ones), ValueError if its buffer is too small, NodeTimeoutError if its turn did not come before
+the deadline, by the monotonic clock. The contents of buffers of the others are unspecified.)")
+        .def("expect_copies", &ObjectReader::expect_copies, nb::arg("copies"),
+             "Leave the first object met that was put with another number of copies to the node, whose reply says so.")
+        .def(
+            "lookup", lookup, nb::arg("keys"), nb::kw_only(), nb::arg("visit") = false,
+            nb::sig("def lookup(self, keys: list[bytes], *, visit: bool = False) -> tuple[list[int | None], list[int]]"),
+            R"(Look up keys: bytes of each value, None where it is not found, and the numbers of those: they may be there, ask the
+node. With `visit` the others count as used.)")
+        .def("view", view, nb::arg("offset"), nb::arg("nbytes"),
+             nb::sig("def view(self, offset: int, nbytes: int) -> memoryview"),
+             "Return a read-only view of a range of the data file, without a copy; it keeps the mapping alive.");
 
-    nb::class_<End>(m, "RemoteEnd", "A lease, and how it is reached.")
+    nb::class_<End>(
+        m, "RemoteEnd",
+        R"(A lease on one node, and how it is reached: `memory` is its mapped file (header included), None where its bytes go over
+connections. `dial` returns the descriptor of a new authenticated stream, which is then the caller's.)")
         .def(nb::init<std::string, std::uint64_t, std::uint64_t, nb::handle, nb::object, std::uint32_t, std::uint8_t, double>(),
              nb::arg("node"), nb::arg("lease"), nb::arg("nbytes"), nb::kw_only(), nb::arg("memory").none(), nb::arg("dial"),
-             nb::arg("tenant"), nb::arg("credential"), nb::arg("spin"));
+             nb::arg("tenant"), nb::arg("credential"), nb::arg("spin"),
+             nb::sig("def __init__(self, node: str, lease: int, nbytes: int, *, memory: object | None, dial: "
+                     "collections.abc.Callable[[], int | Stream], tenant: int, credential: int, spin: float) -> None"));
 
-    nb::class_<HeldRemotePort, Port>(m, "RemotePort", "Reads and writes a tier's space that is striped over nodes.")
+    nb::class_<HeldRemotePort, Port>(
+        m, "RemotePort",
+        R"(Port of a tier whose space is on nodes: in stripes, round robin, each node's stripes one after the other in its lease.
+
+The ends lend equally many bytes, a multiple of `stripe`. `timeout`: seconds that a node may take for a piece of at most
+a stripe. Raises LeaseLostError, AccessDeniedError, NodeTimeoutError, NodeError, ChecksumError. Keeps the ends alive.)")
         .def(
             "__init__",
             [](HeldRemotePort* self, std::string name, nb::object ends, std::uint64_t stripe, double timeout) {
                 new (self) HeldRemotePort(std::move(name), nb::list(ends), stripe, timeout);
             },
-            nb::arg("name"), nb::arg("ends"), nb::kw_only(), nb::arg("stripe"), nb::arg("timeout"));
+            nb::arg("name"), nb::arg("ends"), nb::kw_only(), nb::arg("stripe"), nb::arg("timeout"),
+            nb::sig("def __init__(self, name: str, ends: collections.abc.Sequence[RemoteEnd], *, stripe: int, timeout: float) "
+                    "-> None"));
 
     m.attr("WINDOW") = farpool::window;
     m.attr("WINDOW_BYTES") = farpool::window_nbytes;
-    m.def("exchange", exchange, nb::arg("asks"), nb::arg("deadline"));
-    m.def("by_first", by_first, nb::arg("keys"), nb::arg("seeds"));
-    m.def("as_keys", as_keys, nb::arg("keys"));
-    m.def("lookup_requests", lookup_requests, nb::arg("keys"), nb::arg("places"), nb::arg("use"));
-    m.def("looked_up", looked_up, nb::arg("meta"), nb::arg("places"), nb::arg("sizes"), nb::arg("node"));
-    m.def("rank", rank, nb::arg("key"), nb::arg("seeds"));
+    m.def("exchange", exchange, nb::arg("asks"), nb::arg("deadline"),
+          nb::sig("def exchange(asks: collections.abc.Sequence[tuple[Connection, int, bytes, int, object | None, object | "
+                  "None]], deadline: float) -> list[Reply | Exception]"),
+          R"(Send requests to several nodes at the same time and take all replies, in the order of the requests.
+
+Each is a connection, operation, meta, serial, payload and buffer for the reply's payload; both may be tuples of buffers. At most `WINDOW` requests and
+`WINDOW_BYTES` of payload are under way on a connection. One payload to several nodes (the same memory) goes out chunk by
+chunk to all of them, with one checksum. In the place of a reply is the error of a connection that failed, or of a
+payload that is damaged or larger than its buffer. A connection that has not answered by the deadline is broken.)");
+    m.def("by_first", by_first, nb::arg("keys"), nb::arg("seeds"),
+          nb::sig("def by_first(keys: list[bytes], seeds: collections.abc.Sequence[int]) -> list[list[int]]"),
+          "Group keys by node: for each node's seed, the numbers of the keys for which it is the first in `rank`.");
+    m.def("as_keys", as_keys, nb::arg("keys"), nb::sig("def as_keys(keys: list[str | bytes]) -> list[bytes] | None"),
+          "Convert keys to bytes, text as UTF-8; None where one of them cannot be a key.");
+    m.def(
+        "lookup_requests", lookup_requests, nb::arg("keys"), nb::arg("places"), nb::arg("use"),
+        nb::sig("def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]"),
+        R"(Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`
+counts as a use of what is there.)");
+    m.def("looked_up", looked_up, nb::arg("meta"), nb::arg("places"), nb::arg("sizes"), nb::arg("node"),
+          nb::sig("def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str) -> list[int]"),
+          R"(Enter a node's answer to one of `lookup_requests` into `sizes`; returns the places of keys that it does not have.
+
+ProtocolError if it is no answer for so many keys.)");
+    m.def("rank", rank, nb::arg("key"), nb::arg("seeds"),
+          "Rendezvous order of nodes for a key: indices of `seeds`, the highest hash of key and seed first.");
 }

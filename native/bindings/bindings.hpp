@@ -9,7 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "python_error.hpp"
+#include "bindings/python_error.hpp"
 
 namespace nb = nanobind;
 

@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "bound_pager.hpp"
+#include "bindings/bound_pager.hpp"
 #include "core/clock.hpp"
 #include "pager/driver.hpp"
 #include "pager/uses.hpp"

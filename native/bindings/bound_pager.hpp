@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 #include "pager/pager.hpp"
 
 // A tier's bookkeeping that is implemented by a Python object.

@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <memory>
 
-#include "bound_driver.hpp"
+#include "bindings/bound_driver.hpp"
 
 inline nb::object call(const nb::object& function, std::initializer_list<PyObject*> arguments) {
     PyObject* result = PyObject_Vectorcall(function.ptr(), std::data(arguments), std::size(arguments), nullptr);

@@ -2,9 +2,10 @@
 #include <cerrno>
 #include <system_error>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 
 NB_MODULE(_native, m) {
+    m.doc() = "The native core: aligned memory, extent allocation, tier ports, the transfer queue, the pager, checksums.";
     nb::set_leak_warnings(false);  // what lives until the interpreter ends is not a leak
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {

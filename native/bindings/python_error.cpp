@@ -1,4 +1,4 @@
-#include "python_error.hpp"
+#include "bindings/python_error.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

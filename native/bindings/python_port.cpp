@@ -1,9 +1,9 @@
-#include "python_port.hpp"
+#include "bindings/python_port.hpp"
 
 #include <Python.h>
 
-#include "interpreter_exit.hpp"
-#include "python_error.hpp"
+#include "bindings/interpreter_exit.hpp"
+#include "bindings/python_error.hpp"
 
 namespace farpool {
 

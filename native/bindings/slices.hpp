@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
 
 // Buffers in which each row has a fixed number of bytes; holds them.
 class Rows {

@@ -1,13 +1,13 @@
 // The crc32 instruction takes three cycles but one can start each cycle, so three streams run side by side. Their results
 // are joined by advancing a register over a known number of zero bytes, which is linear over GF(2) and so a table lookup
 // a byte. Where the processor can fold (crc32c_folding.cpp), only what is short or left over comes here.
-#include "crc32c.hpp"
+#include "core/crc32c.hpp"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 
-#include "crc32c_folding.hpp"
+#include "core/crc32c_folding.hpp"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>

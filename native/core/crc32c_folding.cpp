@@ -6,7 +6,7 @@
 //
 // Vectors of 128 bits are left out: a turn of four is slower than the three streams of crc32c.cpp (on an AMD EPYC 6 to 9
 // against 10 to 15 GB/s; vectors of 256 bits make 12 to 19 there, and twice as much as the streams where they copy, too).
-#include "crc32c_folding.hpp"
+#include "core/crc32c_folding.hpp"
 
 #if defined(__x86_64__)
 

@@ -1,8 +1,8 @@
-#include "extent_allocator.hpp"
+#include "core/extent_allocator.hpp"
 
 #include <string>
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool {
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "extent_table.hpp"
-#include "free_space.hpp"
+#include "core/extent_table.hpp"
+#include "core/free_space.hpp"
 
 namespace farpool {
 

@@ -1,6 +1,6 @@
 // A direct transfer is cut into slices. A slice whose memory or length is not aligned goes through its own aligned bounce
 // buffer, so that unaligned transfers are pipelined like aligned ones.
-#include "file_port.hpp"
+#include "core/file_port.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>

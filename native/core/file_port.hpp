@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "port.hpp"
-#include "ring.hpp"
+#include "core/port.hpp"
+#include "core/ring.hpp"
 
 namespace farpool {
 

@@ -1,4 +1,4 @@
-#include "free_space.hpp"
+#include "core/free_space.hpp"
 
 #include <utility>
 

@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-#include "hole_tree.hpp"
+#include "core/hole_tree.hpp"
 
 namespace farpool {
 

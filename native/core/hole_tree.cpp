@@ -1,8 +1,8 @@
-#include "hole_tree.hpp"
+#include "core/hole_tree.hpp"
 
 #include <algorithm>
 
-#include "wire/hash.hpp"
+#include "core/hash.hpp"
 
 namespace farpool {
 

@@ -1,4 +1,4 @@
-#include "memory.hpp"
+#include "core/memory.hpp"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <new>
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool {
 

@@ -1,4 +1,4 @@
-#include "memory_port.hpp"
+#include "core/memory_port.hpp"
 
 #include <cstring>
 #include <string>

@@ -1,8 +1,8 @@
 // A port over memory of this process.
 #pragma once
 
-#include "memory.hpp"
-#include "port.hpp"
+#include "core/memory.hpp"
+#include "core/port.hpp"
 
 namespace farpool {
 

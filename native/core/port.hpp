@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "error.hpp"
+#include "core/error.hpp"
 
 namespace farpool {
 

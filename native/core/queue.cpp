@@ -1,4 +1,4 @@
-#include "queue.hpp"
+#include "core/queue.hpp"
 
 #include <pthread.h>
 #include <unistd.h>
@@ -9,8 +9,8 @@
 #include <string>
 #include <tuple>
 
-#include "clock.hpp"
-#include "signals_blocked.hpp"
+#include "core/clock.hpp"
+#include "core/signals_blocked.hpp"
 
 namespace farpool {
 

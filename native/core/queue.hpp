@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "port.hpp"
+#include "core/port.hpp"
 
 namespace farpool {
 

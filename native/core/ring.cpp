@@ -1,4 +1,4 @@
-#include "ring.hpp"
+#include "core/ring.hpp"
 
 #include <sys/mman.h>
 #include <sys/syscall.h>

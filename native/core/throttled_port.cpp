@@ -1,4 +1,4 @@
-#include "throttled_port.hpp"
+#include "core/throttled_port.hpp"
 
 #include <algorithm>
 #include <cmath>

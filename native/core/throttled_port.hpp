@@ -5,7 +5,7 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "port.hpp"
+#include "core/port.hpp"
 
 namespace farpool {
 

@@ -1,8 +1,8 @@
-#include "verified_port.hpp"
+#include "core/verified_port.hpp"
 
 #include <cstdio>
 
-#include "crc32c.hpp"
+#include "core/crc32c.hpp"
 
 namespace farpool {
 

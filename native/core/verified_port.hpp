@@ -5,7 +5,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "port.hpp"
+#include "core/port.hpp"
 
 namespace farpool {
 

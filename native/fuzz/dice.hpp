@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "wire/hash.hpp"
+#include "core/hash.hpp"
 
 namespace farpool::fuzz {
 

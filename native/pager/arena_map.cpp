@@ -1,4 +1,4 @@
-#include "arena_map.hpp"
+#include "pager/arena_map.hpp"
 
 #include <algorithm>
 #include <span>

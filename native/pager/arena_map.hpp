@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/extent_allocator.hpp"
-#include "last_uses.hpp"
-#include "messages.hpp"
+#include "pager/last_uses.hpp"
+#include "pager/messages.hpp"
 
 namespace farpool::pager {
 

@@ -1,4 +1,4 @@
-#include "backing.hpp"
+#include "pager/backing.hpp"
 
 namespace farpool::pager {
 

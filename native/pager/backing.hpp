@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "arena_map.hpp"
-#include "block_table.hpp"
+#include "pager/arena_map.hpp"
+#include "pager/block_table.hpp"
 
 namespace farpool::pager {
 

@@ -1,4 +1,4 @@
-#include "block_table.hpp"
+#include "pager/block_table.hpp"
 
 #include <algorithm>
 #include <string>

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/extent_allocator.hpp"
-#include "held.hpp"
-#include "messages.hpp"
+#include "pager/held.hpp"
+#include "pager/messages.hpp"
 
 namespace farpool::pager {
 

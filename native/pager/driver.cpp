@@ -1,4 +1,4 @@
-#include "driver.hpp"
+#include "pager/driver.hpp"
 
 #include <algorithm>
 #include <cstring>

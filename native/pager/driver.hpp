@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "core/queue.hpp"
-#include "pager.hpp"
-#include "uses.hpp"
+#include "pager/pager.hpp"
+#include "pager/uses.hpp"
 
 namespace farpool::pager {
 

@@ -1,4 +1,4 @@
-#include "farthest_use.hpp"
+#include "pager/farthest_use.hpp"
 
 namespace farpool::pager {
 

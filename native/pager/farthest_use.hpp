@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "block_table.hpp"
+#include "pager/block_table.hpp"
 
 namespace farpool::pager {
 

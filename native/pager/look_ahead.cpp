@@ -1,4 +1,4 @@
-#include "look_ahead.hpp"
+#include "pager/look_ahead.hpp"
 
 #include <algorithm>
 #include <functional>

@@ -18,11 +18,11 @@
 #include <tuple>
 #include <utility>
 
-#include "held.hpp"
-#include "residency.hpp"
-#include "retention.hpp"
-#include "strides.hpp"
-#include "tape.hpp"
+#include "pager/held.hpp"
+#include "pager/residency.hpp"
+#include "pager/retention.hpp"
+#include "pager/strides.hpp"
+#include "pager/tape.hpp"
 
 namespace farpool::pager {
 

@@ -1,4 +1,4 @@
-#include "pager.hpp"
+#include "pager/pager.hpp"
 
 #include <algorithm>
 #include <limits>

@@ -18,10 +18,10 @@
 #include <utility>
 #include <vector>
 
-#include "look_ahead.hpp"
-#include "messages.hpp"
-#include "residency.hpp"
-#include "tape.hpp"
+#include "pager/look_ahead.hpp"
+#include "pager/messages.hpp"
+#include "pager/residency.hpp"
+#include "pager/tape.hpp"
 
 namespace farpool::pager {
 

@@ -1,4 +1,4 @@
-#include "prefetch_gate.hpp"
+#include "pager/prefetch_gate.hpp"
 
 #include <algorithm>
 

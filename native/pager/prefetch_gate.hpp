@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "held.hpp"
+#include "pager/held.hpp"
 
 namespace farpool::pager {
 

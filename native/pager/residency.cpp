@@ -1,4 +1,4 @@
-#include "residency.hpp"
+#include "pager/residency.hpp"
 
 #include <algorithm>
 #include <stdexcept>

@@ -22,14 +22,14 @@
 #include <variant>
 #include <vector>
 
-#include "arena_map.hpp"
-#include "backing.hpp"
-#include "block_table.hpp"
-#include "farthest_use.hpp"
-#include "messages.hpp"
-#include "prefetch_gate.hpp"
-#include "row_policy.hpp"
-#include "tape.hpp"
+#include "pager/arena_map.hpp"
+#include "pager/backing.hpp"
+#include "pager/block_table.hpp"
+#include "pager/farthest_use.hpp"
+#include "pager/messages.hpp"
+#include "pager/prefetch_gate.hpp"
+#include "pager/row_policy.hpp"
+#include "pager/tape.hpp"
 
 namespace farpool::pager {
 

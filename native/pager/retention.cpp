@@ -1,4 +1,4 @@
-#include "retention.hpp"
+#include "pager/retention.hpp"
 
 #include <algorithm>
 #include <cmath>

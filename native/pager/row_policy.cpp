@@ -1,8 +1,8 @@
-#include "row_policy.hpp"
+#include "pager/row_policy.hpp"
 
 #include <algorithm>
 
-#include "tape.hpp"
+#include "pager/tape.hpp"
 
 namespace farpool::pager {
 

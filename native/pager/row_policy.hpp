@@ -16,8 +16,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "held.hpp"
-#include "messages.hpp"
+#include "pager/held.hpp"
+#include "pager/messages.hpp"
 
 namespace farpool::pager {
 

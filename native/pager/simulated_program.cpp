@@ -1,4 +1,4 @@
-#include "simulated_program.hpp"
+#include "pager/simulated_program.hpp"
 
 #include <algorithm>
 #include <limits>

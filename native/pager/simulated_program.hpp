@@ -9,7 +9,7 @@
 #include <random>
 #include <unordered_map>
 
-#include "pager.hpp"
+#include "pager/pager.hpp"
 
 namespace farpool::pager {
 

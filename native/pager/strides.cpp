@@ -1,4 +1,4 @@
-#include "strides.hpp"
+#include "pager/strides.hpp"
 
 namespace farpool::pager {
 

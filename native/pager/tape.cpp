@@ -1,4 +1,4 @@
-#include "tape.hpp"
+#include "pager/tape.hpp"
 
 #include <algorithm>
 #include <utility>

@@ -17,7 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "held.hpp"
+#include "pager/held.hpp"
 
 namespace farpool::pager {
 

@@ -1,4 +1,4 @@
-#include "uses.hpp"
+#include "pager/uses.hpp"
 
 #include <algorithm>
 #include <numeric>

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "messages.hpp"
+#include "pager/messages.hpp"
 
 namespace farpool::pager {
 

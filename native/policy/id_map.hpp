@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "wire/hash.hpp"
+#include "core/hash.hpp"
 
 namespace farpool::policy {
 

@@ -4,7 +4,7 @@
 #include <bit>
 #include <cmath>
 
-#include "wire/hash.hpp"
+#include "core/hash.hpp"
 
 namespace farpool::policy {
 

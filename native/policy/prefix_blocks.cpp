@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "core/error.hpp"
+#include "core/hash.hpp"
 #include "policy/policies.hpp"
 #include "policy/w_tiny_lfu.hpp"
-#include "wire/hash.hpp"
 
 namespace farpool::policy {
 

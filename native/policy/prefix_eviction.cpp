@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "core/error.hpp"
-#include "wire/hash.hpp"
+#include "core/hash.hpp"
 
 namespace farpool::policy {
 

@@ -2,7 +2,7 @@
 #include "pager/block_table.hpp"
 
 #include "core/error.hpp"
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::PortFailure;
 using farpool::pager::BlockTable;

@@ -8,7 +8,7 @@
 
 #include "core/clock.hpp"
 #include "core/extent_allocator.hpp"
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using namespace farpool::pager;
 using farpool::ExtentAllocator;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <random>
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::pager::BlockId;
 using farpool::pager::BlockTable;

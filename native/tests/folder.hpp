@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <string>
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 namespace farpool::testing {
 

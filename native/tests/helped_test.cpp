@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 namespace {
 

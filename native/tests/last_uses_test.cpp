@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::pager::LastUses;
 

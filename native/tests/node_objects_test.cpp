@@ -13,8 +13,8 @@
 #include <string>
 
 #include "core/crc32c.hpp"
-#include "folder.hpp"
-#include "testing.hpp"
+#include "tests/folder.hpp"
+#include "tests/testing.hpp"
 
 using farpool::Budget;
 using farpool::Found;

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "core/crc32c.hpp"
-#include "folder.hpp"
 #include "node/server.hpp"
-#include "testing.hpp"
+#include "tests/folder.hpp"
+#include "tests/testing.hpp"
 
 using farpool::FrameHeader;
 using farpool::ObjectHead;

@@ -14,7 +14,7 @@
 #include "policy/s3_fifo.hpp"
 #include "policy/sieve.hpp"
 #include "policy/simulation.hpp"
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using namespace farpool::policy;
 using farpool::PortFailure;

@@ -6,7 +6,7 @@
 
 #include "core/error.hpp"
 #include "policy/prefix_eviction.hpp"
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using namespace farpool::policy;
 using farpool::PortFailure;

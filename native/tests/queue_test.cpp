@@ -9,7 +9,7 @@
 #include <set>
 #include <thread>
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::Direction;
 using farpool::Piece;

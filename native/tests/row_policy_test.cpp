@@ -2,7 +2,7 @@
 #include "pager/row_policy.hpp"
 
 #include "pager/tape.hpp"
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::pager::BlockId;
 using farpool::pager::moment;

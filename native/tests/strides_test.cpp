@@ -1,7 +1,7 @@
 // Strides: the step that most of the latest accesses took.
 #include "pager/strides.hpp"
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::pager::Strides;
 

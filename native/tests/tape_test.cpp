@@ -1,7 +1,7 @@
 // The tape: what comes next in loops, in nested ones, and after the program has done something else.
 #include "pager/tape.hpp"
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::pager::never;
 using farpool::pager::Tape;

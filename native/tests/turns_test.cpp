@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using farpool::Turns;
 

@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include "testing.hpp"
+#include "tests/testing.hpp"
 
 using namespace farpool::pager;
 

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string_view>
 
-#include "wire/hash.hpp"
+#include "core/hash.hpp"
 
 namespace farpool {
 

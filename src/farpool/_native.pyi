@@ -1,31 +1,69 @@
+# Made by scripts/native-stub (make stub) from native/bindings: change it there.
 """The native core: aligned memory, extent allocation, tier ports, the transfer queue, the pager, checksums."""
 
-import builtins
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import IntEnum
-from typing import Any, ClassVar, Protocol
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Final
 
 import torch
-
-from farpool.pager.messages import Move, Space, Transfer
-from farpool.pager.storage import Storage
-from farpool.tensors.arena import ArenaViews
 
 class Memory:
     """Anonymous memory, aligned to 2 MiB, huge pages advised. Supports the buffer protocol (writable, format ``B``)."""
 
-    def __init__(self, nbytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __init__(self, nbytes: int) -> None: ...
     @property
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     def touch(self, offset: int = 0, nbytes: int | None = None) -> None:
         """Touch each page of the range, without the interpreter lock, so that the first use is not slowed by page faults."""
+
     def discard(self, offset: int, nbytes: int) -> None:
         """Give the pages that lie wholly inside the range back to the operating system; they read as zero afterwards."""
+
     def release(self) -> None:
         """Unmap the memory. The caller makes sure that nobody uses it any more. Idempotent."""
+
+def crc32c(data: object, value: int = 0) -> int:
+    """CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions where there are some; without the interpreter
+    lock.
+    """
+
+def crc32c_many(data: list[Any]) -> list[int]:
+    """CRC32C of each of several contiguous buffers, also of a single one, by two threads if there is much to do; without the
+    interpreter lock.
+    """
+
+def crc32c_portable(data: object, value: int = 0) -> int:
+    """CRC32C by tables, to which `crc32c` falls back on a processor without the instructions."""
+
+class Crc32cFolding:
+    """A variant of CRC32C by carry-less multiplication, for certain instructions of the processor."""
+
+    @property
+    def name(self) -> str: ...
+
+def crc32c_foldings() -> list[Crc32cFolding]:
+    """Return the foldings that this processor has instructions for, the fastest first; `crc32c` takes the first."""
+
+def crc32c_by(folding: Crc32cFolding | None, data: object, value: int = 0) -> int:
+    """CRC32C by the given folding; None for none."""
+
+def copy_crc32c_by(folding: Crc32cFolding | None, destination: object, source: object, value: int = 0) -> int:
+    """Copy a buffer; returns the CRC32C of the very bytes that the destination has then. The buffers are of one size and do not
+    overlap.
+    """
+
+def buffer_address(data: object, writable: bool = False) -> int:
+    """Address of the first byte of a contiguous buffer; BufferError if it must be writable and is not. The caller keeps
+    the buffer alive.
+    """
+
+def memmove(destination: int, source: int, nbytes: int) -> None:
+    """Copy between addresses, which may overlap; without the interpreter lock for large copies."""
+
+def memset(address: int, value: int, nbytes: int) -> None: ...
 
 class ExtentAllocator:
     """Allocator of ranges in ``[0, capacity)``: best fit, lowest offset among equals; deterministic. Logarithmic time.
@@ -36,17 +74,24 @@ class ExtentAllocator:
     def __init__(self, capacity: int, alignment: int = 1) -> None: ...
     def alloc(self, nbytes: int, tag: int = 0) -> int:
         """Take a new range; returns its offset, or -1 if no hole is large enough. The tag is the caller's and kept with the
-        range."""
+        range.
+        """
+
     def alloc_lowest(self, nbytes: int) -> int:
         """Take a new range first fit: returns the lowest offset at which it fits, or -1."""
+
     def alloc_at(self, offset: int, nbytes: int, tag: int = 0) -> bool:
         """Take exactly this range; False (and nothing taken) if any byte of it is taken or outside."""
+
     def free(self, offset: int) -> int:
         """Free the range that begins at `offset`; returns its (rounded) bytes. ValueError if none begins there."""
+
     def grow(self, capacity: int) -> None:
         """Raise the capacity."""
+
     def shrink(self, capacity: int) -> bool:
         """Lower the capacity; False (and nothing changed) if anything is allocated beyond it."""
+
     @property
     def capacity(self) -> int: ...
     @property
@@ -55,8 +100,10 @@ class ExtentAllocator:
     def largest_hole(self) -> int: ...
     def ranges(self) -> list[tuple[int, int]]:
         """The allocated ranges ``(offset, nbytes)`` in order of offset."""
+
     def tag(self, offset: int) -> int | None:
         """The tag of the range that begins at `offset`, None if none begins there."""
+
     def tags(self) -> list[int]:
         """The tags of the allocated ranges in order of offset."""
 
@@ -65,9 +112,12 @@ class Port:
 
     def read(self, offset: int, address: int, nbytes: int) -> None:
         """Read into memory; blocks, without the interpreter lock. Raises what the tier raises."""
+
     def write(self, offset: int, address: int, nbytes: int) -> None: ...
 
 class MemoryPort(Port):
+    """Reads and writes a Memory."""
+
     def __init__(self, memory: Memory) -> None: ...
 
 class FilePort(Port):
@@ -94,29 +144,30 @@ class FilePort(Port):
     @property
     def uses_ring(self) -> bool: ...
 
-class PythonTier(Protocol):
-    """Protocol of the object that `PythonPort` calls: `farpool.tiers.base.Tier` with its read_into and write_from."""
-
 class PythonPort(Port):
     """Port over a Python tier: calls ``tier.read_into(Extent(offset, nbytes), view)``, with the interpreter lock for that call
-    only."""
+    only.
+    """
 
     def __init__(self, tier: object) -> None: ...
 
 class VerifiedPort(Port):
     """Port over another that keeps the CRC32C of each extent at its write and compares it at its read; ChecksumError names tier
-    and offset."""
+    and offset.
+    """
 
     def __init__(self, inner: Port, name: str) -> None: ...
     def forget(self, offset: int) -> None:
         """Forget the checksum of an extent that was freed."""
+
     @property
     def tracked(self) -> int:
         """Number of extents with a checksum."""
 
 class ThrottledPort(Port):
     """Port over another, slowed down to a link of these rates (bytes per second, ``inf`` for no limit) and latency (seconds).
-    With `shared` both directions are on one link. The rates are above 0."""
+    With `shared` both directions are on one link. The rates are above 0.
+    """
 
     def __init__(self, inner: Port, *, read_rate: float, write_rate: float, latency: float, shared: bool) -> None: ...
     def lift(self) -> None:
@@ -124,13 +175,19 @@ class ThrottledPort(Port):
 
 class Completion:
     """One finished entry of the queue. `error` is None, or the exception. `start`/`end` are seconds on the monotonic clock
-    (CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself."""
+    (CLOCK_MONOTONIC, the one of time.monotonic) of the copying itself.
+    """
 
-    id: int
-    error: BaseException | None
-    cancelled: bool
-    start: float
-    end: float
+    @property
+    def id(self) -> int: ...
+    @property
+    def error(self) -> BaseException | None: ...
+    @property
+    def cancelled(self) -> bool: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
 
 class Queue:
     """Ordered queue of transfers, worked off by native threads.
@@ -143,8 +200,6 @@ class Queue:
     poll() has returned it, so that the caller cannot build on a failure that it has not seen yet.
     """
 
-    READ: int
-    WRITE: int
     def __init__(self) -> None: ...
     def submit(
         self,
@@ -156,36 +211,140 @@ class Queue:
         priority: int = 0,
     ) -> None:
         """Enqueue. `pieces` are ``(offset in the port, memory address, nbytes)``; no piece (or port None) is a barrier that
-        completes once `after` has. ValueError if `id` is pending; PoolClosedError after close or in a forked child."""
+        completes once `after` has. ValueError if `id` is pending; PoolClosedError after close or in a forked child.
+        """
+
     def reprioritize(self, id: int, priority: int) -> None:
         """Raise or lower an entry that has not started, and (when raising) all that it waits for."""
+
     def poll(self) -> list[Completion]:
         """Return the entries that finished since the last call, in the order they finished. Never blocks."""
+
     def wait(self, timeout: float) -> bool:
         """Block (without the interpreter lock) until poll() has something to return or `timeout` seconds passed."""
+
     @property
     def pending(self) -> int: ...
     def close(self, timeout: float) -> bool:
-        """Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an entry still ran at the timeout; its thread
-        is then left behind (and must be: its buffer is in use). Idempotent."""
+        """Let running entries finish, drop the rest (poll() returns them as cancelled), join the threads. False if an
+        entry still ran at the timeout; its thread is then left behind (and must be: its buffer is in use). Idempotent.
+        """
 
-class Reply:
-    """Answer of a node to a request. `payload` is None where there is none, or where it went into the caller's buffer; `nbytes`
-    is its length in each case."""
+    READ: int = 0
 
-    @property
-    def status(self) -> int: ...
-    @property
-    def serial(self) -> int: ...
-    @property
-    def meta(self) -> bytes: ...
-    @property
-    def payload(self) -> bytes | None: ...
-    @property
-    def nbytes(self) -> int: ...
+    WRITE: int = 1
 
-tls_available: bool
-"""True if farpool was built with OpenSSL."""
+class NodeServer:
+    """The data loop of a node (docs/wire.md) and what it lends: segment files in a folder (docs/segment-file.md).
+
+    Methods may be called from any thread. OSError where the system refuses a file or memory.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        capacity: int,
+        *,
+        ephemeral: bool = False,
+        grace: float = 10.0,
+        stall: float = 30.0,
+        spin: float = 5e-05,
+        nvme: str = "",
+        nvme_capacity: int = 0,
+        shares: Mapping[int, int] = {},
+    ) -> None:
+        """Adopt what an earlier start left in the folder, unless `ephemeral`. `shares` are bytes guaranteed to tenants."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None:
+        """Close all connections and end the loop. The segments stay unless ephemeral. Idempotent."""
+
+    def adopt(self, fd: int | Stream, session: int, tenant: int, rights: int, key: str) -> None:
+        """Serve an authenticated stream, which belongs to the server from now on. AccessDeniedError where the session is
+        another tenant's or another access key's.
+        """
+
+    def expect_tenants(self, tenants: Set[int]) -> None:
+        """Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others."""
+
+    def expect_keys(self, keys: Mapping[str, tuple[int, bool, int]]) -> None:
+        """Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
+        the bytes that it may hold, 0 where nobody says.
+        """
+
+    def end_key(self, key: str) -> None:
+        """Close all connections that were opened with this access key."""
+
+    def hold(self, session: int, tenant: int, key: str) -> None:
+        """Keep the session alive by one more connection, which the server does not serve itself. AccessDeniedError as for
+        `adopt`, QuotaExceededError where the key or its tenant has too many connections.
+        """
+
+    def drop(self, session: int) -> None: ...
+    def lend(self, session: int, tenant: int, nbytes: int) -> int:
+        """Lend memory; returns the new lease's number. NodeFullError where there is no room, QuotaExceededError where the
+        session or its tenant has too much.
+        """
+
+    def release(self, session: int, lease: int) -> None:
+        """End a lease. KeyError if the session has no such lease."""
+
+    def leases(self, session: int) -> list[tuple[int, int]]: ...
+    def lease_path(self, session: int, lease: int) -> str:
+        """Path of a lease's file; of an ephemeral node, the path that it would have. KeyError if the session has no such
+        lease.
+        """
+
+    def lease_file(self, session: int, lease: int) -> int:
+        """Return a descriptor of a lease's file, the caller's. KeyError if the session has no such lease."""
+
+    def objects_files(self, tenant: int, writable: bool) -> tuple[int, int]:
+        """Return descriptors, the caller's, of the index, read-only, and the data, writable where that is wanted."""
+
+    def objects_paths(self, tenant: int) -> tuple[str, str]:
+        """Paths of the files of the index and the data; of an ephemeral node, the paths that they would have."""
+
+    def objects_visited(self, session: int, tenant: int) -> int:
+        """Return a descriptor, the caller's, of the session's own marks of visits, in anonymous memory. QuotaExceededError
+        where too many sessions of the tenant have some, or its share has no room for more.
+        """
+
+    def expose(self, session: int, tenant: int) -> None:
+        """Note that the session writes the data segment over a one-sided fabric: it may prepare places there."""
+
+    def list_some(
+        self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int
+    ) -> tuple[list[tuple[bytes, int, int, int, int, int, bool]], int]:
+        """List objects: key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if kept, of those behind
+        the key `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at
+        first it is 0), 0 at the end.
+        """
+
+    def stats(self) -> dict[str, int]: ...
+    def tenants(self) -> dict[int, dict[str, int]]:
+        """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
+        guaranteed; pins, preparations, leases and connections; evictions, and of them those of damaged objects and those
+        for want of room in the NVMe file.
+        """
+
+    def refusals(self) -> dict[int, dict[int, int]]:
+        """Requests over data connections that were refused, by tenant and by status."""
+
+    def latencies(self) -> dict[int, tuple[list[int], float]]:
+        """Times of replies by number of the operation: counts of the buckets that end at `latency_ends`, and of longer
+        times; their sum in seconds.
+        """
+
+    latency_ends: Final[list[float]] = ...
+    """Ends of the buckets of `latencies`, in seconds."""
+
+    def keys(self) -> dict[str, dict[str, int]]:
+        """Counters by name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes,
+        pins, preparations, leases and connections.
+        """
+
+    def events(self) -> list[tuple[str, int, str]]:
+        """Return the events since the last call: kind, session and text of each."""
 
 class Stream:
     """A connected, non-blocking socket, plain or with TLS. Owns the descriptor. Used by one thread at a time.
@@ -197,24 +356,33 @@ class Stream:
     def __init__(self, fd: int) -> None: ...
     def fileno(self) -> int:
         """Return the descriptor; -1 once it was closed or taken over."""
+
     def handshake(self) -> int:
         """Continue the TLS handshake; returns 0 once it is complete, else the event to wait for, POLLIN or POLLOUT."""
+
     def receive(self, nbytes: int) -> bytes | None:
         """Receive at most `nbytes` bytes: empty at the end of the stream, None where nothing is there now."""
+
     def send(self, data: bytes, begin: int = 0) -> int:
         """Send bytes from `begin` on; returns how many were sent, 0 where none can be now: then the same has to be tried
-        again."""
+        again.
+        """
+
     @property
     def receiving_sends(self) -> bool:
         """True if a `receive` without result waits for room to send."""
+
     @property
     def peer_name(self) -> str:
         """The common name of the other side's certificate; empty without one."""
+
     @property
     def in_kernel(self) -> tuple[bool, bool]:
         """Two flags: True if the kernel encrypts what is sent, and True if it decrypts what is received."""
+
     def shut_down(self, *, writing: bool = False) -> None:
         """Shut down both directions, or only this side's sending, for whoever waits at either end."""
+
     def close(self) -> None: ...
 
 class TlsContext:
@@ -226,8 +394,66 @@ class TlsContext:
     def __init__(self, certificate: bytes, key: bytes, authority: bytes) -> None: ...
     def connect(self, fd: int, host: str) -> Stream:
         """Make the client's end of TLS over a connected, non-blocking socket; the node's certificate has to be of this host."""
+
     def accept(self, fd: int) -> Stream:
         """Make the node's end of TLS; the client has to show a certificate."""
+
+tls_available: bool
+"""True if farpool was built with OpenSSL."""
+
+class Rows:
+    """Buffers in which each row, such as one token, has a fixed number of bytes; `len` is of the rows that all of them have.
+
+    Keeps the buffers. ValueError if there are not as many sizes as buffers, or none; BufferError if a buffer is not contiguous.
+    """
+
+    def __init__(self, memories: Sequence[Any], row_nbytes: Sequence[int]) -> None: ...
+    def __len__(self) -> int: ...
+    def blocks(self, start: int, count: int, size: int) -> list[Slices | None]:
+        """Take `count` slices of `size` rows each that follow each other from row `start` on, which may be negative; None for
+        those of which not all rows exist.
+        """
+
+class Slices:
+    """The same rows of several buffers, one buffer after the other, as one payload."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def readonly(self) -> bool: ...
+    def views(self) -> list[memoryview]:
+        """Return them as memory of Python, one for each buffer."""
+
+def target_sizes(targets: list[Any]) -> list[int] | None:
+    """Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
+    one of them is something else, which `farpool.store.arguments` converts or refuses.
+    """
+
+def token_keys(
+    tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int, prior: bytes
+) -> list[bytes] | None:
+    """Compose the keys of all blocks of tokens, as `farpool.kv.keys` describes them, one group of layers after the other.
+
+    `prior` is hashed before the first block's tokens.
+
+    None where Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.
+    """
+
+class Reply:
+    """Answer of a node to a request. `payload` is None where there is none, or where it went into the caller's buffer; `nbytes`
+    is its length in each case.
+    """
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def serial(self) -> int: ...
+    @property
+    def meta(self) -> bytes: ...
+    @property
+    def payload(self) -> bytes | None: ...
+    @property
+    def nbytes(self) -> int: ...
 
 class TenantEpoch:
     """The highest epoch of a tenant that a program knows; thread-safe."""
@@ -259,13 +485,16 @@ class Connection:
         epoch: TenantEpoch | None = None,
     ) -> None:
         """Take a stream over. With an `epoch` each request tells it to the node, and each reply may raise it. With `area`, over
-        the UNIX socket of a node on this host, large payloads are put through memory that it passes."""
+        the UNIX socket of a node on this host, large payloads are put through memory that it passes.
+        """
+
     @property
     def broken(self) -> bool: ...
     @property
     def unanswered(self) -> int: ...
     def stale(self) -> bool:
         """Return True if an idle connection is of no more use, because the node has hung up or sent what nobody asked for."""
+
     def exchange(
         self,
         op: int,
@@ -278,6 +507,7 @@ class Connection:
         into: object | None = None,
     ) -> Reply:
         """Send a request and receive its reply."""
+
     def shut_down(self) -> None:
         """Make what another thread waits for on this connection fail with NodeError."""
 
@@ -289,31 +519,22 @@ class ConnectionPool:
     def __init__(self) -> None: ...
     def take(self) -> Connection | None:
         """Lend a connection that lies ready; None where there is none."""
+
     def lend(self, connection: Connection) -> Connection:
         """Count a new connection among those that are lent."""
+
     def give(self, connection: Connection) -> None:
         """Take a connection back, whatever state it is in; a broken one is closed."""
+
     def ask(
         self, op: int, meta: bytes, serial: int, payload: object | None, into: object | None, deadline: float
     ) -> Reply | Exception | None:
         """Send one request and receive its reply, as `exchange`, over a connection that lies ready; None where there is
-        none."""
+        none.
+        """
+
     def close(self) -> None:
         """Close the connections that lie ready, and end what is waited for on those that are lent. Idempotent."""
-
-def exchange(
-    asks: Sequence[tuple[Connection, int, bytes, int, object | None, object | None]], deadline: float
-) -> list[Reply | Exception]:
-    """Send requests to several nodes at the same time and take all replies, in the order of the requests.
-
-    Each is a connection, operation, meta, serial, payload and buffer for the reply's payload; both may be tuples of buffers. At most `WINDOW` requests and
-    `WINDOW_BYTES` of payload are under way on a connection. One payload to several nodes (the same memory) goes out chunk by
-    chunk to all of them, with one checksum. In the place of a reply is the error of a connection that failed, or of a
-    payload that is damaged or larger than its buffer. A connection that has not answered by the deadline is broken.
-    """
-
-WINDOW: int
-WINDOW_BYTES: int
 
 class ObjectReader:
     """A tenant's objects in shared memory (docs/segment-file.md). Maps the files; the descriptors stay the caller's.
@@ -322,6 +543,7 @@ class ObjectReader:
     buffer protocol: the whole data file, read-only.
     """
 
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def __init__(
         self,
         index_fd: int,
@@ -333,28 +555,40 @@ class ObjectReader:
         epoch: TenantEpoch | None = None,
     ) -> None:
         """Map the files. With a `lifeline`, a socket to the node, nothing is found any more once that has hung up. With an
-        `epoch` nothing is found as long as the node's is a lower one; where it is higher it raises `epoch`."""
+        `epoch` nothing is found as long as the node's is a lower one; where it is higher it raises `epoch`.
+        """
+
     def get(self, key: bytes) -> tuple[bytes, int] | None:
         """Return an object's payload and serial; None where the node has to be asked (not in memory, expired, changing right
-        now)."""
+        now).
+        """
+
     def get_into(self, key: bytes, into: object) -> tuple[int, int] | None:
         """Read an object; its bytes and serial. ValueError if the buffer is too small; None as with `get`, and then the
-        buffer's contents are unspecified."""
+        buffer's contents are unspecified.
+        """
+
     def get_many_into(self, keys: list[bytes], into: list[Any], deadline: float) -> list[int | Exception | None]:
         """Read many objects into buffers, with a second thread where that pays: bytes of each; None where the node has to be
         asked (also for damaged ones), ValueError if its buffer is too small, NodeTimeoutError if its turn did not come before
-        the deadline, by the monotonic clock. The contents of buffers of the others are unspecified."""
+        the deadline, by the monotonic clock. The contents of buffers of the others are unspecified.
+        """
+
     def expect_copies(self, copies: int) -> None:
         """Leave the first object met that was put with another number of copies to the node, whose reply says so."""
+
     def lookup(self, keys: list[bytes], *, visit: bool = False) -> tuple[list[int | None], list[int]]:
         """Look up keys: bytes of each value, None where it is not found, and the numbers of those: they may be there, ask the
-        node. With `visit` the others count as used."""
+        node. With `visit` the others count as used.
+        """
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a read-only view of a range of the data file, without a copy; it keeps the mapping alive."""
 
 class RemoteEnd:
     """A lease on one node, and how it is reached: `memory` is its mapped file (header included), None where its bytes go over
-    connections. `dial` returns the descriptor of a new authenticated stream, which is then the caller's."""
+    connections. `dial` returns the descriptor of a new authenticated stream, which is then the caller's.
+    """
 
     def __init__(
         self,
@@ -378,36 +612,19 @@ class RemotePort(Port):
 
     def __init__(self, name: str, ends: Sequence[RemoteEnd], *, stripe: int, timeout: float) -> None: ...
 
-class Rows:
-    """Buffers in which each row, such as one token, has a fixed number of bytes; `len` is of the rows that all of them have.
+WINDOW: int = 64
 
-    Keeps the buffers. ValueError if there are not as many sizes as buffers, or none; BufferError if a buffer is not contiguous.
-    """
+WINDOW_BYTES: int = 8388608
 
-    def __init__(self, memories: Sequence[Any], row_nbytes: Sequence[int]) -> None: ...
-    def __len__(self) -> int: ...
-    def blocks(self, start: int, count: int, size: int) -> list[Slices | None]:
-        """Take `count` slices of `size` rows each that follow each other from row `start` on, which may be negative; None for
-        those of which not all rows exist."""
+def exchange(
+    asks: Sequence[tuple[Connection, int, bytes, int, object | None, object | None]], deadline: float
+) -> list[Reply | Exception]:
+    """Send requests to several nodes at the same time and take all replies, in the order of the requests.
 
-class Slices:
-    """The same rows of several buffers, one buffer after the other, as one payload."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def readonly(self) -> bool: ...
-    def views(self) -> list[memoryview]:
-        """Return them as memory of Python, one for each buffer."""
-
-def token_keys(
-    tokens: Sequence[int], page: int, namespace: bytes, groups: int, shard: int, prior: bytes
-) -> list[bytes] | None:
-    """Compose the keys of all blocks of tokens, as `farpool.kv.keys` describes them, one group of layers after the other.
-
-    `prior` is hashed before the first block's tokens.
-
-    None where Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.
+    Each is a connection, operation, meta, serial, payload and buffer for the reply's payload; both may be tuples of buffers. At most `WINDOW` requests and
+    `WINDOW_BYTES` of payload are under way on a connection. One payload to several nodes (the same memory) goes out chunk by
+    chunk to all of them, with one checksum. In the place of a reply is the error of a connection that failed, or of a
+    payload that is damaged or larger than its buffer. A connection that has not answered by the deadline is broken.
     """
 
 def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
@@ -416,13 +633,10 @@ def by_first(keys: list[bytes], seeds: Sequence[int]) -> list[list[int]]:
 def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
     """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
-def target_sizes(targets: list[Any]) -> list[int] | None:
-    """Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
-    one of them is something else, which `farpool.store.arguments` converts or refuses."""
-
 def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]:
     """Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`
-    counts as a use of what is there."""
+    counts as a use of what is there.
+    """
 
 def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str) -> list[int]:
     """Enter a node's answer to one of `lookup_requests` into `sizes`; returns the places of keys that it does not have.
@@ -433,147 +647,42 @@ def looked_up(meta: bytes, places: list[int], sizes: list[int | None], node: str
 def rank(key: bytes, seeds: Sequence[int]) -> list[int]:
     """Rendezvous order of nodes for a key: indices of `seeds`, the highest hash of key and seed first."""
 
-def crc32c(data: object, value: int = 0) -> int:
-    """CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions where there are some; without the interpreter
-    lock."""
-
-def crc32c_many(data: list[Any]) -> list[int]:
-    """CRC32C of each of several contiguous buffers, also of a single one, by two threads if there is much to do; without the
-    interpreter lock."""
-
-def crc32c_portable(data: object, value: int = 0) -> int:
-    """CRC32C by tables, to which `crc32c` falls back on a processor without the instructions."""
-
-class Crc32cFolding:
-    """A variant of CRC32C by carry-less multiplication, for certain instructions of the processor."""
-
-    @property
-    def name(self) -> str: ...
-
-def crc32c_foldings() -> list[Crc32cFolding]:
-    """Return the foldings that this processor has instructions for, the fastest first; `crc32c` takes the first."""
-
-def crc32c_by(folding: Crc32cFolding | None, data: object, value: int = 0) -> int:
-    """CRC32C by the given folding; None for none."""
-
-def copy_crc32c_by(folding: Crc32cFolding | None, destination: object, source: object, value: int = 0) -> int:
-    """Copy a buffer; returns the CRC32C of the very bytes that the destination has then. The buffers are of one size and do not
-    overlap."""
-
-def buffer_address(data: object, writable: bool = False) -> int:
-    """Address of the first byte of a contiguous buffer; BufferError if it must be writable and is not. The caller keeps
-    the buffer alive."""
-
-def memmove(destination: int, source: int, nbytes: int) -> None:
-    """Copy between addresses, which may overlap; without the interpreter lock for large copies."""
-
-def memset(address: int, value: int, nbytes: int) -> None: ...
-
-class NodeServer:
-    """The data loop of a node (docs/wire.md) and what it lends: segment files in a folder (docs/segment-file.md).
-
-    Methods may be called from any thread. OSError where the system refuses a file or memory.
-    """
-
-    def __init__(
-        self,
-        directory: str,
-        capacity: int,
-        *,
-        ephemeral: bool = False,
-        grace: float = 10.0,
-        stall: float = 30.0,
-        spin: float = 50e-6,
-        nvme: str = "",
-        nvme_capacity: int = 0,
-        shares: Mapping[int, int] = ...,
-    ) -> None:
-        """Adopt what an earlier start left in the folder, unless `ephemeral`. `shares` are bytes guaranteed to tenants."""
-    def start(self) -> None: ...
-    def stop(self) -> None:
-        """Close all connections and end the loop. The segments stay unless ephemeral. Idempotent."""
-    def adopt(self, fd: int | Stream, session: int, tenant: int, rights: int, key: str) -> None:
-        """Serve an authenticated stream, which belongs to the server from now on. AccessDeniedError where the session is
-        another tenant's or another access key's."""
-    def expect_tenants(self, tenants: set[int]) -> None:
-        """Set the tenants that may come: what a tenant holds unevictable leaves room for the shares of the others."""
-    def expect_keys(self, keys: Mapping[str, tuple[int, bool, int]]) -> None:
-        """Set the access keys that may come: the tenant of each, True if it has a right with which it can hold something, and
-        the bytes that it may hold, 0 where nobody says."""
-    def end_key(self, key: str) -> None:
-        """Close all connections that were opened with this access key."""
-    def hold(self, session: int, tenant: int, key: str) -> None:
-        """Keep the session alive by one more connection, which the server does not serve itself. AccessDeniedError as for
-        `adopt`, QuotaExceededError where the key or its tenant has too many connections."""
-    def drop(self, session: int) -> None: ...
-    def lend(self, session: int, tenant: int, nbytes: int) -> int:
-        """Lend memory; returns the new lease's number. NodeFullError where there is no room, QuotaExceededError where the
-        session or its tenant has too much."""
-    def release(self, session: int, lease: int) -> None:
-        """End a lease. KeyError if the session has no such lease."""
-    def leases(self, session: int) -> list[tuple[int, int]]: ...
-    def lease_path(self, session: int, lease: int) -> str:
-        """Path of a lease's file; of an ephemeral node, the path that it would have. KeyError if the session has no such
-        lease."""
-    def lease_file(self, session: int, lease: int) -> int:
-        """Return a descriptor of a lease's file, the caller's. KeyError if the session has no such lease."""
-    def objects_paths(self, tenant: int) -> tuple[str, str]:
-        """Paths of the files of the index and the data; of an ephemeral node, the paths that they would have."""
-    def objects_files(self, tenant: int, writable: bool) -> tuple[int, int]:
-        """Return descriptors, the caller's, of the index, read-only, and the data, writable where that is wanted."""
-    def expose(self, session: int, tenant: int) -> None:
-        """Note that the session writes the data segment over a one-sided fabric: it may prepare places there."""
-    def objects_visited(self, session: int, tenant: int) -> int:
-        """Return a descriptor, the caller's, of the session's own marks of visits, in anonymous memory. QuotaExceededError
-        where too many sessions of the tenant have some, or its share has no room for more."""
-    def list_some(
-        self, tenant: int, place: int, after: bytes, prefix: bytes, limit: int
-    ) -> tuple[list[tuple[bytes, int, int, int, int, int, bool]], int]:
-        """List objects: key, serial, bytes, milliseconds to live (0: no end), pins, copies, and True if kept, of those behind
-        the key `after`: at least `limit`, or those that one turn has come to. With them the place where the walk goes on (at
-        first it is 0), 0 at the end."""
-    def stats(self) -> dict[str, int]: ...
-    def tenants(self) -> dict[int, dict[str, int]]:
-        """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
-        guaranteed; pins, preparations, leases and connections; evictions, and of them those of damaged objects and those
-        for want of room in the NVMe file."""
-    def refusals(self) -> dict[int, dict[int, int]]:
-        """Requests over data connections that were refused, by tenant and by status."""
-    def latencies(self) -> dict[int, tuple[list[int], float]]:
-        """Times of replies by number of the operation: counts of the buckets that end at `latency_ends`, and of longer
-        times; their sum in seconds."""
-    latency_ends: ClassVar[list[float]]
-    def keys(self) -> dict[str, dict[str, int]]:
-        """Counters by name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes,
-        pins, preparations, leases and connections."""
-    def events(self) -> list[tuple[str, int, str]]:
-        """Return the events since the last call: kind, session and text of each."""
-
-class Mode(IntEnum):
+class Mode(enum.IntEnum):
     """Access mode: read, change or overwrite the bytes."""
 
     READ = 0
+
     WRITE = 1
     """Reads and changes them, or changes only some."""
-    OVERWRITE = 2
-    """Writes each byte without looking at the old ones, which therefore need not be fetched."""
 
-class Kind(IntEnum):
+    OVERWRITE = 2
+    """
+    Writes each byte without looking at the old ones, which therefore need not be fetched.
+    """
+
+class Kind(enum.IntEnum):
     """Direction of a transfer."""
 
     FETCH = 0
+
     WRITE_BACK = 1
 
-class State(IntEnum):
+class State(enum.IntEnum):
     """State of a block: absent, in the arena, or on its way."""
 
     FREE = 0
     """The number is not in use."""
+
     ABSENT = 1
+
     FETCHING = 2
+
     RESIDENT = 3
+
     WRITING_BACK = 4
-    """Leaving: its arena range may already be promised to another block, which waits for the write."""
+    """
+    Leaving: its arena range may already be promised to another block, which waits for the write.
+    """
 
 class Run:
     """Consecutive blocks of one storage, wanted contiguous in the arena."""
@@ -592,38 +701,9 @@ class Run:
         Such an access says nothing about the rows of the next pass, so the tape only notes the table.
         """
 
-class Block:
-    """One row of a pager's table of blocks, as it was when it was asked for."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def place(self) -> int:
-        """Offset in the arena; -1 unless fetching, resident or writing back."""
-    @property
-    def copy(self) -> int:
-        """Offset of the copy in its tier, valid while the block is not dirty."""
-    @property
-    def next_use(self) -> int:
-        """Key for eviction: the farther, the sooner it goes."""
-    @property
-    def last_use(self) -> int:
-        """Position on the tape of the latest access."""
-    @property
-    def pins(self) -> int: ...
-    @property
-    def name(self) -> int:
-        """Name of the block on the tape: its ordinal of birth among the blocks that live."""
-    @property
-    def tier(self) -> int:
-        """Tier of the copy below; -1 without one."""
-    @property
-    def state(self) -> State: ...
-    @property
-    def dirty(self) -> bool: ...
-    @property
-    def prefetched(self) -> bool:
-        """True if it was fetched ahead and has not been accessed since."""
+    def __eq__(self, arg: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
 
 class PagerCounters:
     """Counters of a pager's work so far."""
@@ -631,18 +711,23 @@ class PagerCounters:
     @property
     def accesses(self) -> int:
         """Runs accessed."""
+
     @property
     def hits(self) -> int:
         """Runs found whole and in place."""
+
     @property
     def row_accesses(self) -> int:
         """Accesses to blocks of tables whose rows are picked by data."""
+
     @property
     def row_hits(self) -> int:
         """Accesses among `row_accesses` that found their block in place."""
+
     @property
     def late(self) -> int:
         """Runs whose transfer was under way when they were accessed."""
+
     @property
     def demand_fetches(self) -> int: ...
     @property
@@ -652,6 +737,7 @@ class PagerCounters:
     @property
     def prefetches_wasted(self) -> int:
         """Blocks prefetched that left, or were overwritten, before they were accessed."""
+
     @property
     def evictions(self) -> int: ...
     @property
@@ -661,25 +747,68 @@ class PagerCounters:
     @property
     def moved_bytes(self) -> int: ...
 
+class Block:
+    """One row of a pager's table of blocks, as it was when it was asked for."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def place(self) -> int:
+        """Offset in the arena; -1 unless fetching, resident or writing back."""
+
+    @property
+    def copy(self) -> int:
+        """Offset of the copy in its tier, valid while the block is not dirty."""
+
+    @property
+    def next_use(self) -> int:
+        """Key for eviction: the farther, the sooner it goes."""
+
+    @property
+    def last_use(self) -> int:
+        """Position on the tape of the latest access."""
+
+    @property
+    def pins(self) -> int: ...
+    @property
+    def name(self) -> int:
+        """Name of the block on the tape: its ordinal of birth among the blocks that live."""
+
+    @property
+    def tier(self) -> int:
+        """Tier of the copy below; -1 without one."""
+
+    @property
+    def state(self) -> State: ...
+    @property
+    def dirty(self) -> bool: ...
+    @property
+    def prefetched(self) -> bool:
+        """True if it was fetched ahead and has not been accessed since."""
+
 class PagerAccess:
     """One operation's request for its operands, and the pager's answer."""
 
-    @property
-    def runs(self) -> tuple[Run, ...]: ...
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Arena offset of each run; valid while granted."""
     @property
     def granted(self) -> bool: ...
     @property
     def ordinal(self) -> int:
         """Place of the access in the order of requests; rows of one table may share it."""
+
     @property
     def last_use(self) -> int:
         """Ordinal of the last access that may have used the ranges that were claimed for this one; -1 for none."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Arena offset of each run; valid while granted."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]: ...
     @property
     def error(self) -> BaseException | None:
         """Error for which it will not be granted, with nothing pinned; None without one."""
+
     def waits_for(self, block: int) -> bool:
         """Return True if it waits for the block, or waited for it before it was granted."""
 
@@ -710,7 +839,7 @@ class Pager:
     def __init__(
         self,
         capacity: int,
-        spaces: Sequence[Space | None],
+        spaces: Sequence[Any],
         classes: tuple[str, ...] = ("bytes",),
         *,
         alignment: int = 64,
@@ -720,16 +849,22 @@ class Pager:
     ) -> None: ...
     def add_source(self) -> int:
         """Make known another read-only source; returns its index among the tiers."""
+
     def create(self, sizes: Sequence[int], cls: str = "bytes") -> int:
         """Make consecutive blocks of these sizes in bytes. They have no content until they are written."""
+
     def adopt(self, block: int, source: int, offset: int, place: int, nbytes: int) -> None:
         """Note that part of this absent block's clean copy lies in a source; `place` is relative to the block."""
+
     def can_adopt(self, block: int) -> bool:
         """Return True if the block is absent and its content, if any, is a source's."""
+
     def retire(self, first: int, count: int) -> None:
         """Note that the program has dropped the blocks of one `create`; then call `forget` until it returns True."""
+
     def forget(self, first: int, count: int) -> bool:
         """Free retired blocks; False (and nothing done) while they are moved, pinned or waited for."""
+
     def request(self, runs: Iterable[Run], now: float = 0.0) -> PagerAccess:
         """Ask for runs, which must not overlap. They are granted at once or later.
 
@@ -745,8 +880,10 @@ class Pager:
         TooLargeError
             They do not fit into the arena together; nothing was changed.
         """
+
     def release(self, access: PagerAccess, *, go_on: bool = True) -> None:
         """End an access, whose operation is done. Without `go_on` no other access is served and nothing changes its place."""
+
     def ran(self, ordinal: int, start: float, end: float) -> None:
         """Report when a device computed what an access was for: from `start` to `end`, on the clock of `request`.
 
@@ -762,18 +899,25 @@ class Pager:
         ValueError
             There was no such access, it ends before it begins, or times do not come late.
         """
+
     def abandon(self, access: PagerAccess) -> None:
         """Give up waiting, or what was granted meanwhile. What is under way goes on."""
-    def take_commands(self) -> list[Transfer | Move]:
+
+    def take_commands(self) -> list[Any]:
         """Return the commands to start now, in this order; a move is to be made before what follows it is started."""
+
     def take_raised(self) -> list[int]:
         """Return the ids of transfers, started before, for which an access waits by now."""
+
     def completed(self, transfer: int, start: float = 0.0, end: float = 0.0) -> None:
         """Report that a transfer has ended well; it was on its link from `start` to `end`, on the clock of `request`."""
+
     def failed(self, transfer: int, error: BaseException) -> None:
         """Report that a transfer has failed. What was ordered after it is undone, and must not be reported."""
+
     def proceed(self, now: float = 0.0) -> None:
         """Grant what can be granted now, after completions were reported."""
+
     def resize(self, capacity: int) -> bool:
         """Change the arena's bytes. False while something still lies beyond; then call again after completions.
 
@@ -782,56 +926,76 @@ class Pager:
         NoRoomError
             No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.
         """
+
     def demote(self, first: int, count: int) -> bool:
         """Take consecutive blocks out of the arena ahead of their turn; False if some stay: in use, or no tier has room."""
+
     def block(self, block: int) -> Block:
         """Return the present state of one block."""
+
     def class_of(self, block: int) -> str: ...
     def blocks(self) -> list[int]:
         """Blocks in use, in order."""
+
     def resident(self) -> list[int]:
         """Blocks that own a range of the arena, in order of place."""
+
     def place_of(self, run: Run) -> int:
         """Arena offset of a run that is resident and contiguous, else -1."""
+
     def run_bytes(self, run: Run) -> int:
         """Arena bytes that a run occupies."""
-    def transfer(self, id: int) -> Transfer | None:
+
+    def transfer(self, id: int) -> Any:
         """The transfer with this id, if it is under way."""
-    def transfers(self) -> list[Transfer]:
+
+    def transfers(self) -> list[Any]:
         """The transfers under way, in the order in which they were started."""
+
     def evict_for_test(self, block: int) -> bool:
         """Make a resident block leave although nobody needs its room, even a pinned one; False where no tier takes it."""
-    def rounded(self, nbytes: int) -> int:
-        """Arena bytes that a block of `nbytes` bytes takes."""
+
     @property
     def under_way(self) -> int:
         """Number of transfers under way."""
+
     @property
     def capacity(self) -> int:
         """Bytes of the arena."""
+
     @property
     def used(self) -> int:
         """Bytes of the arena that blocks own."""
+
+    def rounded(self, nbytes: int) -> int:
+        """Arena bytes that a block of `nbytes` bytes takes."""
+
     @property
     def ahead_bytes(self) -> int:
         """Bytes prefetched, or on their way, that have not been accessed yet."""
+
     @property
     def tape_bytes(self) -> int:
         """Bytes of memory that the tape holds."""
+
     @property
     def table_bytes(self) -> int:
         """Bytes of memory that the pager holds to know its blocks, in addition to the tape."""
+
     @property
     def divergences(self) -> int:
         """Number of times that the program did something else than the tape foretold."""
-    @property
-    def counters(self) -> PagerCounters: ...
-    @property
-    def row_counts(self) -> dict[int, tuple[int, int]]:
-        """Accesses to blocks of each table whose rows are picked by data, and hits, by the table's first block."""
+
     @property
     def rows_by_frequency(self) -> bool:
         """True where rows of tables are kept by how often they are used, False where by how recently."""
+
+    @property
+    def row_counts(self) -> dict[int, tuple[int, int]]:
+        """Accesses to blocks of each table whose rows are picked by data, and hits, by the table's first block."""
+
+    @property
+    def counters(self) -> PagerCounters: ...
 
 class SimulatedProgram:
     """A pager under a program on simulated hardware, to measure the pager.
@@ -848,8 +1012,10 @@ class SimulatedProgram:
     def __init__(self, blocks: int, history: int) -> None: ...
     def fill(self) -> None:
         """Write each block."""
+
     def loop(self, accesses: int) -> None:
         """Read so many blocks one after the other, from where it stopped the last time, and over and over."""
+
     def shuffled(self, accesses: int) -> None:
         """Read so many blocks picked at random."""
 
@@ -869,16 +1035,19 @@ class Layout:
     def nbytes(self) -> int: ...
     @property
     def shared(self) -> bool: ...
-    loose: bool
+    @property
+    def loose(self) -> bool: ...
+    @loose.setter
+    def loose(self, arg: bool, /) -> None: ...
     def swap(self, other: Layout) -> None:
         """Exchange two storages' places."""
 
 class Use:
     """Bytes ``[start, stop)`` of a storage, and the mode of access to them. Immutable, so it may be used again."""
 
-    def __init__(self, storage: Storage, start: int, stop: int, mode: Mode) -> None: ...
+    def __init__(self, storage: Any, start: int, stop: int, mode: Mode) -> None: ...
     @property
-    def storage(self) -> Storage: ...
+    def storage(self) -> Any: ...
     @property
     def start(self) -> int: ...
     @property
@@ -900,19 +1069,24 @@ def runs_of(uses: Iterable[Use], *, rows: bool = False) -> tuple[list[Run], list
 class Grant:
     """Operands in the arena, pinned until they are released."""
 
-    note: object
-    """Free for a note of the grant's owner; None at first."""
-
     def __init__(self, offsets: tuple[int, ...], access: PagerAccess | None, waited: float = 0.0) -> None: ...
+    @property
+    def note(self) -> object:
+        """Free for a note of the grant's owner; None at first."""
+
+    @note.setter
+    def note(self, arg: object, /) -> None: ...
     @property
     def offsets(self) -> tuple[int, ...]:
         """Offset of each use's first byte, in bytes from the arena's start."""
-    @property
-    def access(self) -> PagerAccess | None:
-        """The pager's access behind the grant; None where all uses are empty."""
+
     @property
     def waited(self) -> float:
         """Seconds that the call waited for the operands; 0 where they were there."""
+
+    @property
+    def access(self) -> PagerAccess | None:
+        """The pager's access behind the grant; None where all uses are empty."""
 
 class Driver:
     """A pager, the queue that runs its transfers, and one lock around them; see `farpool.pager.driver`.
@@ -929,7 +1103,6 @@ class Driver:
         Hears of each wait; see `farpool.pager.driver.Waited`.
     """
 
-    attention: bool
     def __init__(
         self,
         pager: Pager,
@@ -941,29 +1114,33 @@ class Driver:
     ) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
-    def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None: ...
-    def release(self, grant: Grant) -> None: ...
     def wait(self, timeout: float) -> None: ...
     def notify_all(self) -> None: ...
+    def acquire(self, uses: Sequence[Use], op: str, rows: bool, careful: bool) -> Grant | None: ...
+    def release(self, grant: Grant) -> None: ...
     def start(self) -> None: ...
     def note_ends(self) -> bool: ...
     def close(self) -> None: ...
-    def listen(self, wanted: bool) -> None: ...
-    def take_ended(self) -> list[tuple[Transfer, float, float, int]]: ...
-    def forget_parent(self) -> None: ...
-    def links(self) -> list[tuple[int, Kind, int, int, float]]: ...
+    @property
+    def attention(self) -> bool: ...
+    @attention.setter
+    def attention(self, arg: bool, /) -> None: ...
     @property
     def granted(self) -> int: ...
     @property
     def peak(self) -> int: ...
+    def listen(self, wanted: bool) -> None: ...
+    def take_ended(self) -> list[tuple[Any, float, float, int]]: ...
+    def forget_parent(self) -> None: ...
+    def links(self) -> list[tuple[int, Kind, int, int, float]]: ...
 
 class Footprint:
     """Geometry of a tensor over a storage; see `farpool.tensors.footprint`."""
 
     def __init__(
         self,
-        storage: Storage,
-        arena: ArenaViews,
+        storage: Any,
+        arena: Any,
         dtype: torch.dtype,
         size: Sequence[int],
         stride: Sequence[int],
@@ -973,9 +1150,9 @@ class Footprint:
         neg: bool = False,
     ) -> None: ...
     @property
-    def storage(self) -> Storage: ...
+    def storage(self) -> Any: ...
     @property
-    def arena(self) -> ArenaViews: ...
+    def arena(self) -> Any: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property
@@ -996,36 +1173,52 @@ class Footprint:
     def views(self) -> dict[Any, Any]: ...
     def reader(self) -> Use:
         """Return the use that reads its bytes."""
+
     def writer(self) -> Use:
         """Return the use that writes its bytes."""
+
     def kept_real(self, place: int, requires_grad: bool) -> torch.Tensor | None:
         """Return the real tensor that was kept, if it lies at `place` in the arena."""
+
     def keep_real(self, place: int, requires_grad: bool, real: torch.Tensor) -> None:
         """Keep a real tensor, to be used again."""
+
     def check_real(self, real: torch.Tensor) -> None:
         """Drop a real tensor that was kept if an operation has changed its geometry."""
+
     def forget_real(self) -> None:
         """Drop the real tensor that was kept, so that the next use makes a new one."""
 
 class Calls:
     """Runs operations on paged tensors that need no Python; see `farpool.tensors.calls`."""
 
-    class Kind(IntEnum):
+    def __init__(self) -> None: ...
+
+    class Kind(enum.IntEnum):
         """Kind of an operator, by which it is run."""
 
         COMPUTE = 0
         """Runs on real tensors."""
+
         VIEW = 1
-        """Views a part of its first argument, which the other arguments say; none of these is a tensor."""
+        """
+        Views a part of its first argument, which the other arguments say; none of these is a tensor.
+        """
+
         ALIAS = 2
         """Another tensor over the same bytes."""
+
         COMPOSED = 3
         """Composed of other operators, which are dispatched in its place."""
+
         COMPOSED_OF_VIEWS = 4
-        """Composed of other operators, and torch itself marks what it returns as a view."""
+        """
+        Composed of other operators, and torch itself marks what it returns as a view.
+        """
 
     def bind(self, torch: object, paged: type, footprint: type, hooks: object) -> None:
         """Make known the types of tensors and footprints, and the functions that do the rest."""
+
     def learn(
         self,
         operation: object,
@@ -1053,29 +1246,13 @@ class Calls:
         strided : bool
             Leave it to Python where an argument is a tensor of another layout.
         """
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation of which at least one argument is paged."""
+
     def compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation on real tensors; NotImplemented where that takes Python."""
-    def page_gradient(self, leaf: torch.Tensor, op: str, copy: Callable[[Any, torch.Tensor, str], object]) -> bool:
-        """Replace the plain gradient of a leaf by a paged copy.
 
-        Parameters
-        ----------
-        copy : callable
-            Copies one that spans blocks: paged tensor, gradient, operation.
-
-        Returns
-        -------
-        bool
-            False where it takes Python; then nothing was done.
-        """
-    def stretches(self, lists: list[Sequence[Any]], count: int, share: int, pinned: int) -> list[slice]:
-        """Cut lists of `count` items into stretches.
-
-        The tensors of one take at most one of `share` parts of the budget, and the blocks in which they lie at most one
-        of `pinned` parts; or it has one item of each list.
-        """
     def copy_rows(
         self, table: Footprint, op: str, indices: int, count: int, memory: int, groups: int, write: bool
     ) -> bool:
@@ -1097,10 +1274,36 @@ class Calls:
         bool
             False, with nothing done, where it takes Python: a number out of range, rows with gaps, debug mode, a device.
         """
+
+    def page_gradient(self, leaf: torch.Tensor, op: str, copy: Callable[[Any, torch.Tensor, str], object]) -> bool:
+        """Replace the plain gradient of a leaf by a paged copy.
+
+        Parameters
+        ----------
+        copy : callable
+            Copies one that spans blocks: paged tensor, gradient, operation.
+
+        Returns
+        -------
+        bool
+            False where it takes Python; then nothing was done.
+        """
+
+    def stretches(self, lists: list[Sequence[Any]], count: int, share: int, pinned: int) -> list[slice]:
+        """Cut lists of `count` items into stretches.
+
+        The tensors of one take at most one of `share` parts of the budget, and the blocks in which they lie at most one
+        of `pinned` parts; or it has one item of each list.
+        """
+
     def wrap(self, footprint: Footprint, requires_grad: bool) -> torch.Tensor:
         """Return a paged tensor over the bytes of a footprint."""
+
     def suspend(self) -> None:
         """Leave all operations to Python from now on."""
+
+def policy_names() -> tuple[str, ...]:
+    """Names of all policies, in the order in which tables show them."""
 
 class Policy:
     """Chooses which object of a cache makes room for the next one. The caller keeps the objects and counts the bytes.
@@ -1111,16 +1314,66 @@ class Policy:
 
     def __init__(self, name: str, capacity: int) -> None:
         """Make the policy with this name, one of `policy_names` or ``node``, that of nodes, for a cache of that capacity."""
-    def touch(self, slot: int, next_use: int = ...) -> None:
+
+    def touch(self, slot: int, next_use: int = 9223372036854775807) -> None:
         """Note that the object is used again; `next_use` is the time of its next use, for ``belady``."""
-    def insert(self, slot: int, key: int, size: int = 1, next_use: int = ..., cost: float = 1.0) -> None:
+
+    def insert(
+        self, slot: int, key: int, size: int = 1, next_use: int = 9223372036854775807, cost: float = 1.0
+    ) -> None:
         """Note that the object has come in; `cost` is that of fetching it, for ``gdsf`` and ``node``."""
-    def victim(self, key: int, size: int = 1, held: builtins.set[int] = ...) -> int:
+
+    def victim(self, key: int, size: int = 1, held: set[int] = set()) -> int:
         """Return the slot to evict next so that `key` can come in, none of `held`; it stays in. IndexError if none may go."""
+
     def remove(self, slot: int, *, evicted: bool) -> None:
         """Note that the object has left: evicted, so that it may be remembered, or deleted."""
-    def __contains__(self, slot: int) -> bool: ...
+
+    def __contains__(self, arg: int, /) -> bool: ...
     def __len__(self) -> int: ...
+
+class RequestTrace:
+    """Requests for objects, in order, with sizes and next uses. Requests of 0 bytes are left out and counted."""
+
+    def __init__(self, ids: Sequence[int], sizes: Sequence[int]) -> None: ...
+    @staticmethod
+    def oracle_general(data: object) -> RequestTrace:
+        """Read libCacheSim's oracleGeneral format: records of 24 bytes. ValueError, with the record's number, if the bytes
+        cannot be that.
+        """
+
+    @staticmethod
+    def csv(data: object) -> RequestTrace:
+        """Read lines of ``time,object,size``, or of columns that a header names. ValueError, with the line's number, for
+        anything else.
+        """
+
+    def __len__(self) -> int: ...
+    @property
+    def left_out(self) -> int:
+        """Requests of 0 bytes."""
+
+    def objects(self) -> int:
+        """Number of different objects."""
+
+    def footprint(self) -> int:
+        """Bytes of all different objects."""
+
+class CacheSimulation:
+    """A cache under a policy, given the requests of a trace. Its counts are those of all runs so far."""
+
+    def __init__(self, policy: str, capacity: int) -> None: ...
+    def run(self, trace: RequestTrace, first: int, last: int) -> None:
+        """Give it the requests from `first` to before `last`, without the interpreter lock."""
+
+    @property
+    def requests(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def bytes_missed(self) -> int: ...
 
 def online_policy_names() -> tuple[str, ...]:
     """Return the names of the policies among which `PrefixEviction` chooses, the first one first in use."""
@@ -1150,22 +1403,23 @@ class PrefixEviction:
 
     def __init__(self, capacity: int, policy: str = "") -> None:
         """Make it for a cache of that many bytes; with a policy's name, that one is used and no shadows are run."""
+
     def insert(self, id: int, parent: int, size: int, cost: float, tenant: int = 0) -> tuple[bool, list[int]]:
         """Bring a block in; return True if it was admitted, and the ids that had to leave. `parent` is 0 for the first."""
+
     def touch(self, id: int) -> bool:
         """Note a hit; False if the block is not in."""
+
     def remove(self, id: int) -> bool:
         """Take a block out; False if it is not in."""
+
     def pin(self, id: int) -> bool:
         """Hold a block and those before it; False if it is not in."""
+
     def unpin(self, id: int) -> bool:
         """Take one pin away; False if the block is not in."""
-    def use_policy(self, name: str) -> None:
-        """Go on with another policy and the blocks as they are."""
-    def tenants(self) -> list[TenantCounts]: ...
-    def shadows(self) -> list[tuple[str, int, float]]:
-        """Return the policy, hits and saved seconds of each shadow cache."""
-    def __contains__(self, id: int) -> bool: ...
+
+    def __contains__(self, arg: int, /) -> bool: ...
     def __len__(self) -> int: ...
     @property
     def capacity(self) -> int: ...
@@ -1179,41 +1433,9 @@ class PrefixEviction:
     def sampled(self) -> int:
         """One block in so many is in the sample of the shadows."""
 
-class RequestTrace:
-    """Requests for objects, in order, with sizes and next uses. Requests of 0 bytes are left out and counted."""
+    def use_policy(self, name: str) -> None:
+        """Go on with another policy and the blocks as they are."""
 
-    def __init__(self, ids: Sequence[int], sizes: Sequence[int]) -> None: ...
-    @staticmethod
-    def oracle_general(data: object) -> RequestTrace:
-        """Read libCacheSim's oracleGeneral format: records of 24 bytes. ValueError, with the record's number, if the bytes
-        cannot be that."""
-    @staticmethod
-    def csv(data: object) -> RequestTrace:
-        """Read lines of ``time,object,size``, or of columns that a header names. ValueError, with the line's number, for
-        anything else."""
-    def __len__(self) -> int: ...
-    @property
-    def left_out(self) -> int:
-        """Requests of 0 bytes."""
-    def objects(self) -> int:
-        """Number of different objects."""
-    def footprint(self) -> int:
-        """Bytes of all different objects."""
-
-class CacheSimulation:
-    """A cache under a policy, given the requests of a trace. Its counts are those of all runs so far."""
-
-    def __init__(self, policy: str, capacity: int) -> None: ...
-    def run(self, trace: RequestTrace, first: int, last: int) -> None:
-        """Give it the requests from `first` to before `last`, without the interpreter lock."""
-    @property
-    def requests(self) -> int: ...
-    @property
-    def misses(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def bytes_missed(self) -> int: ...
-
-def policy_names() -> tuple[str, ...]:
-    """Names of all policies, in the order in which tables show them."""
+    def tenants(self) -> list[TenantCounts]: ...
+    def shadows(self) -> list[tuple[str, int, float]]:
+        """Return the policy, hits and saved seconds of each shadow cache."""

@@ -25,7 +25,7 @@ def test_no_docstring_begins_as_a_riddle() -> None:
     for file in [*_SOURCE.rglob("*.py"), *_SOURCE.rglob("*.pyi")]:
         for line, text in _docstrings(ast.parse(file.read_text())):
             count += 1
-            if text.startswith(_RIDDLES):
+            if text.lstrip().startswith(_RIDDLES):
                 found.append(f"{file.relative_to(_SOURCE)}:{line}: {text.splitlines()[0]}")
     assert count > 1000  # they were found
     assert not found, "say what it is, as a noun phrase or a plain sentence:\n" + "\n".join(found)

@@ -145,7 +145,8 @@ class Tenants:
 
     def _write_back_of(self, block: int) -> Transfer | None:
         """Return a block's write-back under way: a block kept during it may leave after all, by the same write."""
-        for transfer in self._pager.transfers():
+        transfers: list[Transfer] = self._pager.transfers()
+        for transfer in transfers:
             if transfer.block == block and transfer.kind == Kind.WRITE_BACK:
                 return transfer
         return None

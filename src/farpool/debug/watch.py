@@ -23,6 +23,7 @@ from farpool.errors import FarpoolError, LifetimeError, OrderError
 from farpool.pager import Access as Grant
 from farpool.pager import Kind, Mode, Move, Pager, Transfer
 from farpool.pager.executor.base import Executor
+from farpool.pager.storage import Storage
 from farpool.pager.use import Use
 
 __all__ = ["Watch"]
@@ -350,7 +351,8 @@ def _names(uses: Sequence[Use]) -> dict[int, str]:
     names: dict[int, str] = {}
     for use in uses:
         if use.stop > use.start:
-            storage, step = use.storage, use.storage.block_bytes
+            storage: Storage = use.storage
+            step = storage.block_bytes
             for block in range(storage.first + use.start // step, storage.first + (use.stop - 1) // step + 1):
                 names[block] = ", ".join(filter(None, (names.get(block), storage.name or storage.cls)))
     return names
@@ -358,7 +360,7 @@ def _names(uses: Sequence[Use]) -> dict[int, str]:
 
 def _range_of(use: Use, tenants: Tenants) -> tuple[int, int]:
     """Return where in the arena the bytes of a granted use begin and end."""
-    storage = use.storage
+    storage: Storage = use.storage
     index, inside = divmod(use.start, storage.block_bytes)
     place = tenants[storage.first + index].place + storage.offset + inside
     return place, place + use.stop - use.start

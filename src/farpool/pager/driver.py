@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from farpool._native import Grant
-from farpool.pager import Access, Kind, Pager, Transfer, TransferFailedError
+from farpool.pager import Access, Kind, Move, Pager, Transfer, TransferFailedError
 from farpool.pager.executor.base import Done, Executor
 from farpool.pager.use import Use, runs_of
 
@@ -206,7 +206,8 @@ class ExecutorDriver:
         return seconds
 
     def _awaited(self, access: Access) -> tuple[int, int]:
-        waiting = [transfer for transfer in self._pager.transfers() if transfer.pieces]
+        transfers: list[Transfer] = self._pager.transfers()
+        waiting = [transfer for transfer in transfers if transfer.pieces]
         own = [transfer for transfer in waiting if access.waits_for(transfer.block)]
         for transfer in own or waiting:
             return transfer.block, transfer.pieces[0].tier
@@ -233,7 +234,8 @@ class ExecutorDriver:
     # ---- transfers ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        if commands := self._pager.take_commands():
+        commands: list[Transfer | Move] = self._pager.take_commands()
+        if commands:
             self._executor.start(commands)
         if raised := self._pager.take_raised():
             self._executor.expedite(raised)
@@ -241,7 +243,7 @@ class ExecutorDriver:
     def note_ends(self) -> bool:
         finished = self._executor.poll()
         for done in finished:
-            transfer = self._pager.transfer(done.id)
+            transfer: Transfer | None = self._pager.transfer(done.id)
             if transfer is None or done.cancelled:
                 continue
             if done.error is not None:

@@ -137,7 +137,8 @@ def _bytes_of(uses: Iterable[Use], sizes: Cut, packed: Callable[[Cut], dict[Stor
     ranges: dict[Storage, list[tuple[int, int]]] = {}
     total = 0
     for use in uses:
-        storage, start, stop = use.storage, use.start, use.stop
+        storage: Storage = use.storage
+        start, stop = use.start, use.stop
         if stop <= start:
             continue
         if storage.nbytes <= sizes.small:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from farpool._native import Footprint as NativeFootprint
+from farpool.pager.storage import Storage
+from farpool.tensors.arena import ArenaViews
 
 __all__ = ["Footprint"]
 
@@ -39,6 +41,8 @@ class Footprint(NativeFootprint):
     """
 
     __slots__ = ()
+    storage: Storage
+    arena: ArenaViews
 
     def real(self, memory: torch.UntypedStorage, origin: int, *, requires_grad: bool) -> torch.Tensor:
         """A real tensor over memory that begins with byte `origin` of the storage."""
