@@ -79,7 +79,7 @@ void Server::watch(Peer& peer) {
     }
     const bool listening = !peer.closing && !peer.works() && peer.replies.size() < largest_backlog && peer.rest.empty();
     if (listening && !peer.listening) {  // what it has begun did not go on because of us
-        peer.sending.begin(seconds(settings_.stall));
+        peer.sending.begin(now(), seconds(settings_.stall));
     }
     peer.listening = listening;
     const bool sends = !peer.replies.empty() && peer.replies.front().ticket == 0;
@@ -171,7 +171,7 @@ ssize_t Server::receive_some(Peer& peer) {
     const auto nbytes = static_cast<std::size_t>(got);
     turn_.spend(nbytes);
     counts_.bytes_in += nbytes;
-    peer.sending.moved(nbytes, seconds(settings_.stall));
+    peer.sending.moved(nbytes, now(), seconds(settings_.stall));
     peer.readable = nbytes == room || peer.hung_up;  // else nothing more was there, and epoll tells when more comes
     std::size_t rest = nbytes;
     if (direct) {
@@ -225,7 +225,7 @@ std::size_t Server::feed_some(Peer& peer, const std::byte* data, std::size_t nby
     };
     if (peer.stage == Peer::Stage::header) {
         if (peer.have == 0) {
-            peer.sending.begin(seconds(settings_.stall));
+            peer.sending.begin(now(), seconds(settings_.stall));
         }
         if (fill(&peer.header, sizeof peer.header)) {
             if (const char* fault = header_fault(peer.header)) {
@@ -294,7 +294,7 @@ void Server::go_on_with_part(Peer& peer) {
         left.nbytes -= step;
         peer.copied += step;
         turn_.spend(step);
-        peer.sending.moved(step, seconds(settings_.stall));
+        peer.sending.moved(step, now(), seconds(settings_.stall));
         take(peer, from, step);
     }
 }
@@ -319,7 +319,7 @@ void Server::reply(Peer& peer, Status status, std::uint64_t serial, std::string 
     reply.meta = std::move(meta);
     seal(reply.header, reply.meta.data(), static_cast<std::uint32_t>(reply.meta.size()));
     if (peer.replies.size() == 1) {
-        peer.receiving.begin(seconds(settings_.stall));
+        peer.receiving.begin(now(), seconds(settings_.stall));
     }
 }
 
@@ -386,7 +386,7 @@ void Server::flush(Peer& peer) {
 
 void Server::sent(Peer& peer, std::size_t nbytes) {
     counts_.bytes_out += nbytes;
-    peer.receiving.moved(nbytes, seconds(settings_.stall));
+    peer.receiving.moved(nbytes, now(), seconds(settings_.stall));
     while (nbytes > 0) {
         Reply& first = peer.replies.front();
         const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, first.nbytes() - first.sent));
