@@ -110,7 +110,8 @@ struct Peer {
     std::size_t have = 0;  // bytes of header, meta or the checksum behind the payload
     FrameHeader header{};
     std::vector<std::byte> meta;
-    Clock::time_point begun{};  // when both had come
+    Clock::time_point received{};  // when the last bytes came; one look at the clock serves all frames in them
+    Clock::time_point begun{};     // when both had come
 
     std::byte* into = nullptr;  // where the payload goes; null: it is dropped
     std::uint64_t room = 0;     // bytes that have memory there

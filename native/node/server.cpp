@@ -190,7 +190,7 @@ bool Server::step(int milliseconds) {
     serve_turns();
     serve_those_in_line();
     reap();
-    if (Clock::now() >= next_tick_) {
+    if (begun >= next_tick_) {
         guarded([this] { tick(); });
         next_tick_ = Clock::now() + tick_period;
     }

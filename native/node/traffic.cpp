@@ -171,7 +171,8 @@ ssize_t Server::receive_some(Peer& peer) {
     const auto nbytes = static_cast<std::size_t>(got);
     turn_.spend(nbytes);
     counts_.bytes_in += nbytes;
-    peer.sending.moved(nbytes, now(), seconds(settings_.stall));
+    peer.received = Clock::now();
+    peer.sending.moved(nbytes, time_.at(peer.received), seconds(settings_.stall));
     peer.readable = nbytes == room || peer.hung_up;  // else nothing more was there, and epoll tells when more comes
     std::size_t rest = nbytes;
     if (direct) {
@@ -204,7 +205,7 @@ std::size_t Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) 
         done += feed_some(peer, data + done, nbytes - done);
         if (!peer.dead && !peer.closing && peer.stage == Peer::Stage::meta && peer.have == peer.meta.size()) {
             if (is_whole(peer.header, peer.meta.data())) {
-                peer.begun = Clock::now();
+                peer.begun = peer.received;
                 frame_begun(peer);
             } else {
                 bad_frame(peer, "a frame whose header is not what was sent");
@@ -385,15 +386,16 @@ void Server::flush(Peer& peer) {
 }
 
 void Server::sent(Peer& peer, std::size_t nbytes) {
+    const Clock::time_point handed_over = Clock::now();  // one look at the clock for all replies: it costs more than counting
     counts_.bytes_out += nbytes;
-    peer.receiving.moved(nbytes, now(), seconds(settings_.stall));
+    peer.receiving.moved(nbytes, time_.at(handed_over), seconds(settings_.stall));
     while (nbytes > 0) {
         Reply& first = peer.replies.front();
         const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, first.nbytes() - first.sent));
         first.sent += step;
         nbytes -= step;
         if (first.sent == first.nbytes()) {
-            tallies_.add(first.header, Clock::now() - first.begun);
+            tallies_.add(first.header, handed_over - first.begun);
             let_go(peer, first);
             peer.replies.pop_front();
         }
