@@ -123,7 +123,7 @@ void Server::deliver(Peer& peer, const Fetch& fetch, bool ok) {
 void Server::complete(Peer& peer, Reply& answer, const Fetch& fetch, bool ok) {
     answer.ticket = 0;
     if (&answer == &peer.replies.front()) {
-        peer.receiving.begin(seconds(settings_.stall));
+        peer.receiving.begin(now(), seconds(settings_.stall));
     }
     const bool pins = static_cast<Op>(answer.header.op) == Op::pin;
     const std::optional<Found> promoted =

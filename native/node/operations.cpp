@@ -445,9 +445,9 @@ void Server::pin(Peer& peer, const Found& found, Reply& answer, std::uint64_t tt
         return refuse(answer, Status::busy, beyond_share);
     }
     const Place place{peer.tenant, found.payload};
-    const auto ending = ttl_ms == 0 ? endings_.end()
-                                    : endings_.emplace(Clock::now() + seconds(static_cast<double>(ttl_ms) / 1000),
-                                                       std::pair(peer.session, place));
+    const auto ending =
+        ttl_ms == 0 ? endings_.end()
+                    : endings_.emplace(now() + seconds(static_cast<double>(ttl_ms) / 1000), std::pair(peer.session, place));
     peer.objects->pin(found);
     peer.objects->count_lent_out(1);
     quotas_.pin(session.charged(), found.offset, room);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "node/leases.hpp"
+#include "node/loop_time.hpp"
 #include "node/objects.hpp"
 #include "node/turns.hpp"
 #include "wire/frame.hpp"
@@ -22,18 +23,16 @@
 
 namespace farpool {
 
-using Clock = std::chrono::steady_clock;
-
 // The deadline by which a peer has to make progress. Bytes that move extend it, so that a peer slower than `slowest` runs out
 // of time, however regularly its bytes come.
 class Patience {
 public:
     static constexpr double slowest = 64 * 1024;  // bytes a second
 
-    void begin(Clock::duration most) { end_ = Clock::now() + most; }
-    void moved(std::size_t nbytes, Clock::duration most) {
+    void begin(Clock::time_point now, Clock::duration most) { end_ = now + most; }
+    void moved(std::size_t nbytes, Clock::time_point now, Clock::duration most) {
         const std::chrono::duration<double> bought(static_cast<double>(nbytes) / slowest);
-        end_ = std::min(Clock::now() + most, end_ + std::chrono::duration_cast<Clock::duration>(bought));
+        end_ = std::min(now + most, end_ + std::chrono::duration_cast<Clock::duration>(bought));
     }
     bool is_over(Clock::time_point now) const noexcept { return now > end_; }
     Clock::time_point end() const noexcept { return end_; }
@@ -111,7 +110,8 @@ struct Peer {
     std::size_t have = 0;  // bytes of header, meta or the checksum behind the payload
     FrameHeader header{};
     std::vector<std::byte> meta;
-    Clock::time_point begun{};  // when both had come
+    Clock::time_point received{};  // when the last bytes came; one look at the clock serves all frames in them
+    Clock::time_point begun{};     // when both had come
 
     std::byte* into = nullptr;  // where the payload goes; null: it is dropped
     std::uint64_t room = 0;     // bytes that have memory there

@@ -67,8 +67,7 @@ Server::Server(Settings settings)
             lent_ += lease->nbytes;
             budget_.lend(lease->tenant, lease->nbytes);
             quotas_.lend({lease->tenant, lease->owner}, lease->nbytes);
-            sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since =
-                Clock::now();
+            sessions_.try_emplace(lease->session, Session{lease->tenant, lease->owner}).first->second.empty_since = now();
         }
     }
     for (std::string& text : notes) {
@@ -166,10 +165,16 @@ void Server::run() {
 bool Server::step(int milliseconds) {
     std::array<epoll_event, 64> ready{};
     const int count = epoll_wait(epoll_.fd(), ready.data(), static_cast<int>(ready.size()), has_work_ ? 0 : milliseconds);
-    if (count == 0 && milliseconds == 0 && !has_work_) {
+    if (count == 0 && milliseconds == 0 && !has_work_ && Clock::now() < next_tick_) {
         return false;
     }
     const Hold hold(mutex_);
+    const Clock::time_point begun = Clock::now();
+    const bool late = time_.begin_round(begun);
+    if (late && !was_late_) {  // once, so that a node that is always late has ticks
+        next_tick_ = begun + tick_period;
+    }
+    was_late_ = late;
     for (int event = 0; event < count; ++event) {
         const epoll_event& found = ready[static_cast<std::size_t>(event)];
         if (found.data.fd == alarm_.fd()) {
@@ -185,7 +190,7 @@ bool Server::step(int milliseconds) {
     serve_turns();
     serve_those_in_line();
     reap();
-    if (Clock::now() >= next_tick_) {
+    if (begun >= next_tick_) {
         guarded([this] { tick(); });
         next_tick_ = Clock::now() + tick_period;
     }
@@ -428,10 +433,11 @@ std::map<std::uint32_t, Tallies::Refusals> Server::refusals() {
 }
 
 void Server::tick() {
-    const Clock::time_point now = Clock::now();
+    const Clock::time_point judged = now();
     for (const auto& [fd, peer] : peers_) {
-        const bool rests = peer->in_frame() && peer->listening && peer->sending.is_over(now);
-        const bool takes_nothing = !peer->replies.empty() && peer->replies.front().ticket == 0 && peer->receiving.is_over(now);
+        const bool rests = peer->in_frame() && peer->listening && peer->sending.is_over(judged);
+        const bool takes_nothing =
+            !peer->replies.empty() && peer->replies.front().ticket == 0 && peer->receiving.is_over(judged);
         if (!peer->dead && (rests || takes_nothing)) {
             note("stalled", peer->session,
                  rests ? "a connection rested in the middle of a frame for too long and was closed"
@@ -443,7 +449,7 @@ void Server::tick() {
     check_leases();
     end_pins();
     for (auto session = sessions_.begin(); session != sessions_.end();) {
-        if (session->second.connections == 0 && now - session->second.empty_since > seconds(settings_.grace)) {
+        if (session->second.connections == 0 && judged - session->second.empty_since > seconds(settings_.grace)) {
             free_session(session->first, session->second);
             session = sessions_.erase(session);
         } else {
@@ -481,12 +487,12 @@ void Server::close_peer(Peer& peer) {
     Session& session = sessions_.at(peer.session);
     for (auto& [place, preparing] : session.prepared) {
         if (preparing.peer == peer.number) {
-            preparing.left_alone = Clock::now();
+            preparing.left_alone = now();
         }
     }
     quotas_.disconnect(session.charged());
     if (--session.connections == 0) {
-        session.empty_since = Clock::now();
+        session.empty_since = now();
     }
 }
 

@@ -23,6 +23,7 @@
 
 #include "node/freeing.hpp"
 #include "node/leases.hpp"
+#include "node/loop_time.hpp"
 #include "node/objects.hpp"
 #include "node/peer.hpp"
 #include "node/quotas.hpp"
@@ -278,6 +279,8 @@ private:
     void note(std::string kind, std::uint64_t session, std::string text);
     Objects& objects_of(std::uint32_t tenant);
     void wake();
+    // For deadlines of clients.
+    Clock::time_point now() const noexcept { return time_.at(Clock::now()); }
     bool ours() const noexcept;
 
     const pid_t owner_;
@@ -313,7 +316,9 @@ private:
     std::atomic<bool> stopping_{false};
     bool stopped_ = false;
     std::thread thread_;
-    Clock::time_point next_tick_;
+    Clock::time_point next_tick_;  // by the system's clock, like the rounds of `time_`
+    LoopTime time_{Clock::now()};
+    bool was_late_ = false;  // the last round
 };
 
 }  // namespace farpool

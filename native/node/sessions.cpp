@@ -51,7 +51,7 @@ Server::Session& Server::session_of(std::uint64_t session, std::uint32_t tenant)
         throw Denied("the session belongs to another tenant");
     }
     if (found.connections == 0) {
-        found.empty_since = Clock::now();
+        found.empty_since = now();
     }
     return found;
 }
@@ -74,7 +74,7 @@ void Server::drop(std::uint64_t session) {
     }
     quotas_.disconnect(found->second.charged());
     if (--found->second.connections == 0) {
-        found->second.empty_since = Clock::now();
+        found->second.empty_since = now();
     }
 }
 
@@ -125,7 +125,7 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
     leases_.add(lease);
     Session& holder = sessions_.try_emplace(session, Session{tenant, owner}).first->second;
     if (holder.connections == 0) {
-        holder.empty_since = Clock::now();
+        holder.empty_since = now();
     }
     return lease->id;
 }
@@ -212,8 +212,8 @@ void Server::unpin(Session& session, std::multimap<Place, Pinned>::iterator pin)
 
 // Frees the pins whose time to live has ended.
 void Server::end_pins() {
-    const Clock::time_point now = Clock::now();
-    while (!endings_.empty() && endings_.begin()->first <= now) {
+    const Clock::time_point until = now();
+    while (!endings_.empty() && endings_.begin()->first <= until) {
         const auto ending = endings_.begin();
         Session& session = sessions_.at(ending->second.first);
         const auto [first, last] = session.pins.equal_range(ending->second.second);
@@ -223,10 +223,9 @@ void Server::end_pins() {
 
 // Ends preparations left by closed connections. Not at once, as the program may still be writing there.
 void Server::abort_left_alone(Session& session) {
-    const Clock::time_point now = Clock::now();
     for (auto found = session.prepared.begin(); found != session.prepared.end();) {
         const auto& [place, preparing] = *found;
-        if (preparing.left_alone && now - *preparing.left_alone > seconds(settings_.grace)) {
+        if (preparing.left_alone && now() - *preparing.left_alone > seconds(settings_.grace)) {
             end_preparation(session, place, preparing);
             found = session.prepared.erase(found);
         } else {

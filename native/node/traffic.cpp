@@ -79,7 +79,7 @@ void Server::watch(Peer& peer) {
     }
     const bool listening = !peer.closing && !peer.works() && peer.replies.size() < largest_backlog && peer.rest.empty();
     if (listening && !peer.listening) {  // what it has begun did not go on because of us
-        peer.sending.begin(seconds(settings_.stall));
+        peer.sending.begin(now(), seconds(settings_.stall));
     }
     peer.listening = listening;
     const bool sends = !peer.replies.empty() && peer.replies.front().ticket == 0;
@@ -171,7 +171,8 @@ ssize_t Server::receive_some(Peer& peer) {
     const auto nbytes = static_cast<std::size_t>(got);
     turn_.spend(nbytes);
     counts_.bytes_in += nbytes;
-    peer.sending.moved(nbytes, seconds(settings_.stall));
+    peer.received = Clock::now();
+    peer.sending.moved(nbytes, time_.at(peer.received), seconds(settings_.stall));
     peer.readable = nbytes == room || peer.hung_up;  // else nothing more was there, and epoll tells when more comes
     std::size_t rest = nbytes;
     if (direct) {
@@ -204,7 +205,7 @@ std::size_t Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) 
         done += feed_some(peer, data + done, nbytes - done);
         if (!peer.dead && !peer.closing && peer.stage == Peer::Stage::meta && peer.have == peer.meta.size()) {
             if (is_whole(peer.header, peer.meta.data())) {
-                peer.begun = Clock::now();
+                peer.begun = peer.received;
                 frame_begun(peer);
             } else {
                 bad_frame(peer, "a frame whose header is not what was sent");
@@ -225,7 +226,7 @@ std::size_t Server::feed_some(Peer& peer, const std::byte* data, std::size_t nby
     };
     if (peer.stage == Peer::Stage::header) {
         if (peer.have == 0) {
-            peer.sending.begin(seconds(settings_.stall));
+            peer.sending.begin(now(), seconds(settings_.stall));
         }
         if (fill(&peer.header, sizeof peer.header)) {
             if (const char* fault = header_fault(peer.header)) {
@@ -294,7 +295,7 @@ void Server::go_on_with_part(Peer& peer) {
         left.nbytes -= step;
         peer.copied += step;
         turn_.spend(step);
-        peer.sending.moved(step, seconds(settings_.stall));
+        peer.sending.moved(step, now(), seconds(settings_.stall));
         take(peer, from, step);
     }
 }
@@ -319,7 +320,7 @@ void Server::reply(Peer& peer, Status status, std::uint64_t serial, std::string 
     reply.meta = std::move(meta);
     seal(reply.header, reply.meta.data(), static_cast<std::uint32_t>(reply.meta.size()));
     if (peer.replies.size() == 1) {
-        peer.receiving.begin(seconds(settings_.stall));
+        peer.receiving.begin(now(), seconds(settings_.stall));
     }
 }
 
@@ -385,15 +386,16 @@ void Server::flush(Peer& peer) {
 }
 
 void Server::sent(Peer& peer, std::size_t nbytes) {
+    const Clock::time_point handed_over = Clock::now();  // one look at the clock for all replies: it costs more than counting
     counts_.bytes_out += nbytes;
-    peer.receiving.moved(nbytes, seconds(settings_.stall));
+    peer.receiving.moved(nbytes, time_.at(handed_over), seconds(settings_.stall));
     while (nbytes > 0) {
         Reply& first = peer.replies.front();
         const auto step = static_cast<std::size_t>(std::min<std::uint64_t>(nbytes, first.nbytes() - first.sent));
         first.sent += step;
         nbytes -= step;
         if (first.sent == first.nbytes()) {
-            tallies_.add(first.header, Clock::now() - first.begun);
+            tallies_.add(first.header, handed_over - first.begun);
             let_go(peer, first);
             peer.replies.pop_front();
         }

@@ -14,18 +14,58 @@ Turns::Seat Turns::join(std::uint32_t tenant, std::uint64_t key, std::uint64_t n
     Flow& of_tenant = below(root_, tenant);
     Flow& of_key = below(of_tenant, key);
     Flow& flow = below(of_key, number);
-    keys_ += of_key.below_.size() == 1 ? 1 : 0;
+    if (of_key.joined_ == 0) {
+        ++keys_;
+        recall(of_key);
+    }
+    flow.joined_ = 1;
+    ++of_key.joined_;
+    ++of_tenant.joined_;
     return Seat(&flow, Leave{this});
 }
 
 void Turns::leave(Flow& flow) noexcept {
     rest(flow);
-    keys_ -= flow.above_->below_.size() == 1 ? 1 : 0;
-    for (Flow* gone = &flow; gone->above_ != nullptr && gone->below_.empty();) {
-        Flow* const above = gone->above_;
-        stand(*gone, Flow::Stands::nowhere);
-        above->below_.erase(gone->name_);
-        gone = above;
+    Flow& key = *flow.above_;
+    stand(flow, Flow::Stands::nowhere);
+    key.below_.erase(flow.name_);
+    --key.joined_;
+    --key.above_->joined_;
+    if (key.joined_ == 0) {
+        --keys_;
+        remember(key);
+    }
+}
+
+// Keeps a key that was left as long as it stands in line. Memory stays bounded: the key that was left first is forgotten.
+void Turns::remember(Flow& key) noexcept {
+    if (key.stands_ == Flow::Stands::nowhere) {
+        return forget(key);
+    }
+    remembered_.splice(remembered_.end(), key.left_);
+    if (remembered_.size() > most_remembered) {
+        forget(*remembered_.front());
+    }
+}
+
+// Takes a key out of the line of those that were left, if it stands there.
+void Turns::recall(Flow& key) noexcept {
+    if (key.left_.empty()) {
+        key.left_.splice(key.left_.end(), remembered_, key.left_place_);
+    }
+}
+
+// Removes a key or a tenant that has no connections, and the tenant of a key if that was the last that was known of it.
+void Turns::forget(Flow& gone) noexcept {
+    recall(gone);
+    for (const auto& [name, key] : gone.below_) {
+        recall(*key);
+    }
+    stand(gone, Flow::Stands::nowhere);
+    Flow& above = *gone.above_;
+    above.below_.erase(gone.name_);
+    if (above.above_ != nullptr && above.below_.empty()) {
+        forget(above);
     }
 }
 
@@ -70,6 +110,9 @@ Turns::Flow& Turns::next_below(Flow& group) noexcept {
         } else {
             const bool waits = first.stands_ == Flow::Stands::fresh && !group.old_.empty();
             stand(first, waits ? Flow::Stands::old : Flow::Stands::nowhere);
+            if (!waits && first.joined_ == 0) {  // it has paid its debt
+                forget(first);
+            }
         }
     }
 }

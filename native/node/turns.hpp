@@ -4,6 +4,9 @@
 // others follow one another. Each tenant, each key of a tenant and each connection of a key is given `quantum` units of work a
 // round and pays for what it has used. If it uses more in one turn, it pays that debt in later rounds.
 //
+// A key or a tenant whose last connection ends keeps its debt and its place in line until its turn comes. So a client that
+// connects again for each request pays like one that stays.
+//
 // This class knows units and no sockets. Only join() allocates. A turn takes constant time, apart from the rounds in which
 // debts are paid.
 #pragma once
@@ -20,6 +23,8 @@ class Turns {
 public:
     // Units of work in a turn. A unit is about the work of moving a byte.
     static constexpr std::int64_t quantum = 64 * 1024;
+    // Access keys without a connection that are remembered; one more, and the one that left first is forgotten.
+    static constexpr std::size_t most_remembered = 1024;
 
     // A connection's place in the order; also the groups above it, which are the key and the tenant.
     class Flow {
@@ -41,9 +46,12 @@ public:
         std::uint64_t name_;
         Line own_;              // holds the one element that stands for this flow, unless that stands in a line of `above_`
         Line::iterator place_;  // that element
+        Line left_{this};       // of a key: the same for the line of those that were left; see `remembered_`
+        Line::iterator left_place_ = left_.begin();
         Stands stands_ = Stands::nowhere;
         std::int64_t credit_ = 0;
         bool has_work_ = false;
+        std::size_t joined_ = 0;   // connections: those below, or the connection itself
         std::size_t working_ = 0;  // flows below that have work
         Line fresh_{};             // flows below that had no work until now
         Line old_{};               // flows below that have been served since
@@ -80,10 +88,14 @@ private:
     void leave(Flow& flow) noexcept;
     static Flow& below(Flow& group, std::uint64_t name);
     static void stand(Flow& flow, Flow::Stands where) noexcept;
-    static Flow& next_below(Flow& group) noexcept;
+    Flow& next_below(Flow& group) noexcept;
+    void remember(Flow& key) noexcept;
+    void recall(Flow& key) noexcept;
+    void forget(Flow& flow) noexcept;
 
     Flow root_{nullptr, 0};
-    std::size_t keys_ = 0;
+    std::size_t keys_ = 0;     // that have connections
+    Flow::Line remembered_{};  // keys that have none, in the order in which the last one left
 };
 
 }  // namespace farpool

@@ -48,7 +48,7 @@ bool Server::send_held_back(Peer& peer) {
         }
         answer.ticket = 0;
         if (&answer == &peer.replies.front()) {
-            peer.receiving.begin(seconds(settings_.stall));
+            peer.receiving.begin(now(), seconds(settings_.stall));
         }
         if (found.status == Status::done) {
             send_object(peer, answer, found, key);

@@ -231,6 +231,33 @@ TEST("two tenants that read all the time have equal parts of the bytes, with 1, 
     }
 }
 
+// The answer to the ping cannot be sent, so the node closes the connection in the turn in which it took memory for the put.
+TEST("a tenant that connects again for each request, and is gone before its answer, has no more than its part") {
+    World world;
+    const auto victim = world.client(2);
+    constexpr std::uint64_t nbytes = 64 << 10;
+    world.answered(*victim, put("object", nbytes));
+    const std::string request = framed(Op::ping, "") + put("announced", mib).substr(0, sizeof(FrameHeader) + 100);
+    std::uint64_t requests = 0;
+    for (int steps = 0; victim->received < 64 * mib; ++steps) {
+        CHECK(steps < 100'000);
+        if (world.server.stats().connections == 1) {
+            const auto greedy = world.client(1);
+            greedy->ask(request);
+            greedy->move();
+            ++requests;
+        }
+        for (; victim->asked < victim->received + 4 * nbytes; victim->asked += nbytes) {
+            victim->ask(framed(Op::get, "object"));
+        }
+        victim->move();
+        world.server.step(0);
+    }
+    CHECK(requests > 5);
+    // A get of 64 KiB costs a third more than its bytes, a request the zeroing of a MiB.
+    CHECK(requests * farpool::work::backed_byte * mib <= victim->received * 3 / 2);
+}
+
 TEST("a lookup that takes several turns begins again when its tenant is rotated, and says nothing of the epoch before") {
     World world;
     const auto asking = world.client(1);

@@ -150,6 +150,77 @@ TEST("an idle connection saves nothing up, and one that pauses after each large 
     CHECK(began <= of_other + 7 * quantum);
 }
 
+TEST("a client that connects again for each large request pays for it, against another tenant and another key") {
+    for (const bool same_tenant : {false, true}) {
+        Busy busy(5);
+        busy.add(1, 10, 1);
+        Turns::Seat other;
+        std::uint64_t of_other = 0;
+        for (std::uint64_t turn = 0; turn < 2000; ++turn) {
+            if (other == nullptr) {
+                other = busy.turns.join(same_tenant ? 1 : 2, 20, 1000 + turn);
+                busy.turns.want(*other);
+            }
+            if (busy.turns.next() == other.get()) {
+                busy.turns.charge(*other, 5 * quantum);
+                of_other += 5 * quantum;
+                other.reset();
+            } else {
+                busy.serve();
+            }
+        }
+        const std::uint64_t began = busy.of_keys[10];
+        CHECK(of_other <= began + 7 * quantum);
+        CHECK(began <= of_other + 7 * quantum);
+    }
+}
+
+TEST("a key that has paid its debt without a connection is first again when it is back") {
+    Busy busy(5);
+    busy.add(1, 10, 1);
+    busy.serve();
+    busy.serve();
+    for (std::uint64_t round = 0; round < 20; ++round) {
+        Turns::Seat other = busy.turns.join(2, 20, 1000 + round);
+        busy.turns.want(*other);
+        CHECK(busy.turns.next() == other.get());
+        busy.turns.charge(*other, 3 * quantum);
+        other.reset();
+        for (int turn = 0; turn < 20; ++turn) {
+            busy.serve();
+        }
+    }
+}
+
+TEST("of the keys that were left a bounded number is remembered, those that were left last") {
+    for (const bool same_tenant : {false, true}) {
+        Busy busy(5);
+        busy.add(1, 1, 1);
+        busy.serve();
+        busy.serve();
+        constexpr std::uint64_t count = Turns::most_remembered + 1;
+        const auto joined = [&](std::uint64_t number) {
+            const std::uint64_t key = 100 + number;
+            Turns::Seat seat = busy.turns.join(same_tenant ? 1 : static_cast<std::uint32_t>(key), key, key);
+            busy.turns.want(*seat);
+            return seat;
+        };
+        for (std::uint64_t number = 0; number < count; ++number) {
+            const Turns::Seat seat = joined(number);
+            CHECK(busy.turns.next() == seat.get());
+            busy.turns.charge(*seat, 1000 * quantum);
+        }
+        const auto waits = [&](std::uint64_t number) {
+            const Turns::Seat seat = joined(number);
+            return busy.turns.next() != seat.get();
+        };
+        for (const std::uint64_t number : {std::uint64_t{1}, count / 2, count - 1}) {
+            CHECK(waits(number));
+        }
+        CHECK(!waits(0));
+    }
+}
+
 TEST("only connections with work are served, through random arrivals, pauses and ends") {
     for (unsigned seed = 0; seed < 30; ++seed) {
         std::mt19937 random(seed);

@@ -246,6 +246,13 @@ def test_the_page_of_the_registry_quotes_its_result_file() -> None:
         figures = " | ".join(f"{outcome['milliseconds'][client][one]:.1f}" for one in ("get", "put", "txn", "watch"))
         assert f"| {what} | {figures} |" in page, client
     assert f"etcd {outcome['etcd']}" in page
+    outcome = result("registry-election")
+    for how in ("killed", "stopped"):
+        seconds = outcome[how]["seconds"]
+        assert f"| {how} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |" in page, how
+        assert f"with {len(seconds)} publishes in each row and etcd {outcome['etcd']}" in page
+    longer = sum(one > 5 for one in outcome["stopped"]["seconds"])
+    assert f"{longer} of the {len(outcome['stopped']['seconds'])} publishes took longer than 5 seconds" in page
 
 
 def test_the_page_of_compression_quotes_its_result_file() -> None:

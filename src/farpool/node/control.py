@@ -24,6 +24,7 @@ from farpool.node.calls import Call, Expose, Lend, List, PassedFiles, check_righ
 from farpool.node.exposures import Exposures
 from farpool.node.listing import Lists
 from farpool.node.logs import log
+from farpool.node.patience import patience
 
 __all__ = ["STALL_SECONDS", "ControlService"]
 
@@ -100,7 +101,7 @@ class ControlService:
         finally:
             for file in files:
                 os.close(file)
-        async with asyncio.timeout(STALL_SECONDS):
+        async with patience(STALL_SECONDS):
             await connection.send(reply[sent:])
 
     async def _outcome(
@@ -145,7 +146,7 @@ async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
     data = await connection.receive(reader.needed)
     if not data:
         return None
-    async with asyncio.timeout(STALL_SECONDS):
+    async with patience(STALL_SECONDS):
         while (frame := reader.feed(data)) is None:
             data = await connection.receive(reader.needed)
             if not data:

@@ -28,6 +28,7 @@ from farpool.node.arrival import Arrival
 from farpool.node.control import ControlService
 from farpool.node.half_open import HalfOpen
 from farpool.node.logs import log
+from farpool.node.patience import patience
 
 __all__ = ["Listener"]
 
@@ -204,7 +205,7 @@ class Listener:
 
     async def _shake_hands(self, arrival: Arrival) -> Accepted | None:
         try:
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+            async with patience(_HANDSHAKE_SECONDS):
                 stranger = self._access.refusal(arrival.socket)  # asked before TLS takes the socket
                 handshake = self._access.handshake(await self._secured(arrival))
                 client = await self._introduced(arrival, handshake, stranger)
@@ -259,7 +260,7 @@ class Listener:
             return
         # Let the refusal arrive, with any alert of TLS itself.
         with contextlib.suppress(OSError):
-            async with asyncio.timeout(_LINGER_SECONDS):
+            async with patience(_LINGER_SECONDS):
                 if frame:
                     await arrival.send(frame)
                 await arrival.end(_LINGER_BYTES, plain)

@@ -1,0 +1,35 @@
+// The time by which the node's loop measures its clients.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace farpool {
+
+using Clock = std::chrono::steady_clock;
+
+// A clock that does not run while the loop stands still: while its process is stopped, its machine is paused, or other
+// processes take all processors. A client cannot make progress in that time, so no deadline may count it.
+class LoopTime {
+public:
+    // A round of the loop counts for this long at most. The loop begins one at least every second, also if there is no event.
+    static constexpr Clock::duration longest_round = std::chrono::milliseconds(1500);
+
+    explicit LoopTime(Clock::time_point started) noexcept : begun_(started) {}
+
+    // Begins a round; true if it comes late. Then the loop handles the events that waited for it before it judges a deadline.
+    bool begin_round(Clock::time_point real) noexcept {
+        const Clock::duration late = real - (begun_ + longest_round);
+        begun_ = real;
+        lost_ += std::max(late, Clock::duration::zero());
+        return late > Clock::duration::zero();
+    }
+    // The time of this clock at a time of the system's clock that is not before the round.
+    Clock::time_point at(Clock::time_point real) const noexcept { return std::min(real, begun_ + longest_round) - lost_; }
+
+private:
+    Clock::time_point begun_;
+    Clock::duration lost_{};
+};
+
+}  // namespace farpool

@@ -1,0 +1,67 @@
+"""Deadlines of clients that do not count the time in which the node itself stood still."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+__all__ = ["patience"]
+
+_SLICE_SECONDS = 0.5
+
+
+@contextlib.asynccontextmanager
+async def patience(seconds: float) -> AsyncIterator[None]:
+    """Raise TimeoutError in the block after so many seconds in which the event loop ran.
+
+    `asyncio.timeout` would end every handshake under way when a process goes on that was stopped for longer than the
+    handshake may take, before it looks at the bytes that have come. So the time is counted in slices, and a slice
+    counts no more than its length however late the loop gets to its end.
+
+    Parameters
+    ----------
+    seconds : float
+        Time that the block may take.
+
+    Raises
+    ------
+    TimeoutError
+        The block took longer.
+    """
+    async with asyncio.timeout(None) as timeout:
+        slices = _Slices(timeout, seconds)
+        try:
+            yield
+        finally:
+            slices.cancel()
+
+
+class _Slices:
+    """Lets a timeout expire after so many seconds, counted in slices."""
+
+    def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = timeout
+        self._left = seconds
+        self._was_late = False
+        self._begin(min(seconds, _SLICE_SECONDS))
+
+    def cancel(self) -> None:
+        """Count no more."""
+        self._timer.cancel()
+
+    def _begin(self, seconds: float) -> None:
+        self._left -= seconds
+        self._due = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._due, self._end_slice)
+
+    def _end_slice(self) -> None:
+        late = self._loop.time() - self._due > _SLICE_SECONDS
+        if self._left > 0:
+            self._begin(min(self._left, _SLICE_SECONDS))
+        elif late and not self._was_late:  # the client's bytes may be there; once, or a slow loop would wait for ever
+            self._begin(_SLICE_SECONDS)
+        else:
+            self._timeout.reschedule(self._loop.time())
+        self._was_late = late
