@@ -7,9 +7,9 @@
 #include <string>
 #include <thread>
 
-#include "folder.hpp"
 #include "node/server.hpp"
-#include "testing.hpp"
+#include "tests/folder.hpp"
+#include "tests/testing.hpp"
 
 using farpool::Clock;
 using farpool::LoopTime;
