@@ -20,7 +20,7 @@ case "$name $*" in {fails}*) echo "$name fails"; exit 3 ;; esac
 """
 BACKGROUND = """#!/bin/bash
 name=scripts/$(basename "$0")
-echo "$name began" >>calls
+echo "$name began ${{SKBUILD_CMAKE_DEFINE:-}}" >>calls
 for _ in $(seq 3000); do grep --quiet "{until}" calls && break; sleep 0.02; done
 echo "$name ended" >>calls
 case "$name" in {fails}*) echo "$name fails"; exit 3 ;; esac
@@ -66,6 +66,8 @@ def test_all_stages_run_and_the_tests_begin_when_nothing_is_in_the_background(tm
     assert status == 0, output
     assert stages(calls) == STAGES
     assert calls[-1] == "python scripts/ci_tests.py test test-long"
+    # The clone is built with the option that make dev has, so that ccache finds what is compiled.
+    assert {"scripts/check-install began FARPOOL_WERROR=ON", "scripts/kv-envs began "} <= set(calls)
     assert {"scripts/check-install ended", "scripts/kv-envs ended"} <= set(calls)
     assert output.count(" s  ") == len(STAGES) - 1 + 3  # the packages, and the rest of the two in the background
 
