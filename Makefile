@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest --dist worksteal
-# The quick tests wait for about as long as they compute: two more of them run at a time than there are processors.
-QUICK_WORKERS := $(shell expr $$(nproc) + 2)
+# The tests wait for about as long as they compute: two more of them run at a time than there are processors, each with one thread
+# of torch. Tests that need more threads set their number themselves.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal -n $(shell expr $$(nproc) + 2)
 
 unexport PYTHONPATH
 unexport PYTHONHOME
@@ -35,10 +35,10 @@ demo: $(DEMO) ## Embed a text collection with a model that has a quarter of its 
 	@$(BIN)/farpool demo $(ARGS)
 
 test: $(DEV) test-native ## Run the tests that are quick (ARGS="-k budget")
-	@OMP_NUM_THREADS=1 $(PYTEST) -n $(QUICK_WORKERS) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-long: $(DEV) ## Run the tests that take their time (ARGS="-k history")
-	@$(PYTEST) -n auto -m slow $(ARGS)
+	@$(PYTEST) -m slow $(ARGS)
 
 # $(call native_tests,SANITIZERS,FOLDER): build and run the unit tests of the native core in build/FOLDER.
 comma := ,
@@ -46,7 +46,7 @@ define native_tests
 	@$(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -S native/tests -B build/$(2) -DCMAKE_BUILD_TYPE=None \
 		-DFARPOOL_SANITIZE='$(1)' >/dev/null
 	@$(BIN)/cmake --build build/$(2) -- --quiet
-	@$(BIN)/ctest --test-dir build/$(2) --output-on-failure --no-tests=error
+	@$(BIN)/ctest --test-dir build/$(2) --parallel $$(nproc) --output-on-failure --no-tests=error
 endef
 
 test-native: $(BASE) ## Run the native core's own unit tests

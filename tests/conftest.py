@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.frozen import freeze, thaw
+from tests.longest import is_long, longest_first
 
 settings.register_profile("farpool", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.load_profile("farpool")
@@ -26,6 +27,11 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         freeze()
+
+
+@pytest.hookimpl(trylast=True)  # after the tests that the command line does not select are gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = longest_first(items, is_long, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from farpool.store import PutOutcome, Store
 from tests.store.local_nodes import LocalNode, store_over
 
 PATIENCE = 20.0
+IN_VAIN = 0.1
+"""Timeout in seconds of a call that may fail because a node is down: hundreds of calls wait for all of it."""
 KEYS = st.sampled_from([b"a", b"b", b"c", b"d" * 256, b"key"])
 SIZES = st.sampled_from([0, 1, 100, 5000, 70_000, 300_000])
 
@@ -48,9 +50,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.numbers = 0
 
     def store(self, number: int, *, may_fail: bool = False) -> Store:
-        """A store, with little time for a call that waits for a node in vain."""
+        """A store, with little time for a call that may wait for a node that is down."""
         store = self.stores[number]
-        store._open().timeout = 0.3 if may_fail else PATIENCE
+        store._open().timeout = IN_VAIN if may_fail else PATIENCE
         return store
 
     @property
