@@ -18,7 +18,7 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -32,6 +32,7 @@ from farpool.kv.background import Background
 from farpool.kv.blocks import BlockCache, Found
 from farpool.kv.cost import Arm, Plan
 from farpool.kv.disagreement import Disagreements
+from farpool.kv.first_use import Place, loading_block, saving_block
 from farpool.kv.header import HEADER_BYTES
 from farpool.kv.journal import record
 from farpool.kv.judge import Judge
@@ -39,6 +40,7 @@ from farpool.kv.keys import block_keys, chain_seed, salt_bytes, token_chain, tok
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, TensorMemory, layer_groups
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
+from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.store.arguments import as_payload, nbytes_of
 
@@ -53,6 +55,10 @@ if TYPE_CHECKING:
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
 
 T = TypeVar("T")
+
+_Uses = dict[tuple[Callable[[Sequence[Place]], EngineBlock], type[KVMemory], int], tuple[KVMemory, int]]
+"""Memory that a call uses, by what makes a probe's block of it, its class and the group of layers: the memory, and the
+number of a block that is in it."""
 
 _SHORTEST = 0.01
 """Seconds that a lookup may take at least: a thread that has to wait for a processor would seem late before."""
@@ -302,6 +308,8 @@ class PrefixCache:
         self._decides = is_alone or (ranks is not None and rank == 0)
         self.judge = Judge(hold_out=hold_out and self._decides)
         self._blocks = BlockCache(nodes, self._namespace, judge=self.judge, **settings)
+        self._probe = Probe("PrefixCache", at_first_use=True)
+        self._probe.guard(self._blocks, self._blocks)
         self._background = Background(self._blocks.submit)
         self._near = NearMemory(near_bytes)
         self._disagreements = Disagreements(self._blocks.namespaces)
@@ -708,7 +716,8 @@ class PrefixCache:
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
         sizes, targets = self._targets(memory, self._needed(wanted.blocks))
         near = self._near.held(wanted.keys)
-        outcomes, under_way, moving = self._fetch(wanted.keys, targets, sizes, request, until)
+        uses: _Uses = {(loading_block, type(memory), number): (memory, 0) for number in range(len(self._groups))}
+        outcomes, under_way, moving = self._fetch_probed(uses, wanted.keys, targets, sizes, request, until)
         if moving:
             self.judge.loaded(under_way, moving)
         seconds = time.monotonic() - began
@@ -818,6 +827,7 @@ class PrefixCache:
         targets: list[Payload] = []
         sizes: list[int] = []
         places: list[list[int]] = []
+        uses: _Uses = {}
         for match, memory in zip(matches, memories, strict=True):
             needed = list(self._needed(match.tokens // self._block, match.compute // self._block, groups))
             if self._is_outdated(match):
@@ -827,13 +837,15 @@ class PrefixCache:
             targets += own_targets
             for number, blocks in needed:
                 keys += match._wanted.keys_of(number, blocks)
+                if blocks:
+                    uses[loading_block, type(memory), number] = memory, blocks.start
             places.append([block for _, blocks in needed for block in blocks])
         names = (
             matches[0].request
             if len(matches) == 1
             else [match.request for match, own in zip(matches, places, strict=True) for _ in own]
         )
-        came, under_way, seconds = self._fetch(keys, targets, sizes, names, until)
+        came, under_way, seconds = self._fetch_probed(uses, keys, targets, sizes, names, until)
         outcomes = iter(came)
         usable = [
             self._came(match, own, list(itertools.islice(outcomes, len(own))))
@@ -868,6 +880,49 @@ class PrefixCache:
             return match.tokens
         # Only layers with full attention can do with fewer blocks; others have just those of the end.
         return min(lost) * self._block if self._all_full else match.compute
+
+    def _fetch_probed(
+        self,
+        uses: _Uses,
+        keys: Sequence[bytes],
+        targets: Sequence[Payload],
+        sizes: Sequence[int],
+        request: str | Sequence[str],
+        until: float,
+    ) -> tuple[list[Reason | None], int, float]:
+        """Do as `_fetch`, after the probe of memory that is used for the first time."""
+        if self._near.nbytes and len(self._near.held(keys)) == len(keys):
+            withheld = self._probe.reason  # no node is asked for these blocks, and the nodes may be away
+        else:
+            withheld = self._unproved(uses, until)
+        if withheld is None:
+            return self._fetch(keys, targets, sizes, request, until)
+        self._withheld("load", [request] * len(keys) if isinstance(request, str) else request, withheld)
+        return [withheld] * len(keys), 0, 0.0
+
+    def _unproved(self, uses: _Uses, until: float) -> Reason | None:
+        """Probe memory that is used for the first time; return why its blocks may not be moved."""
+
+        def block(kinds: Sequence[Any]) -> EngineBlock:
+            make: Callable[[Sequence[Place]], EngineBlock] = kinds[0][0]
+            return make([self._place(number, *uses[make, kind, number]) for _, kind, number in kinds])
+
+        return self._probe.first_use(uses, block, _seconds_to(until))
+
+    def _place(self, number: int, memory: KVMemory, block: int) -> Place:
+        """Return the place of a block of one group of layers."""
+
+        def payload() -> Payload:
+            (found,) = self._targets(memory, [(number, range(block, block + 1))])[1]
+            return found
+
+        step = self._block
+        return Place(memory, self._groups[number].layers, block * step, (block + 1) * step, payload)
+
+    def _withheld(self, step: str, requests: Sequence[str], reason: Reason) -> None:
+        """Write into the journal that blocks were not moved because no known block came back before them."""
+        for request, blocks in Counter(requests).items():
+            self._blocks.missed(step, request, blocks, reason, "no known block has come back through this memory")
 
     def _fetch(
         self,
@@ -1156,6 +1211,7 @@ class PrefixCache:
         parents: dict[bytes, bytes] = {}
         names: list[str] = []
         saved: list[list[bytes]] = []
+        uses: _Uses = {}
         each = zip(sequences, memories, starts, salts, requests, strict=True)
         for tokens, memory, start, salt, request in each:
             wanted = self._wanted(namespace, tokens, salt, 0, request)
@@ -1170,10 +1226,14 @@ class PrefixCache:
                     if payload is not None and key not in values:
                         values[key] = payload
                         names.append(request)
+                        uses[saving_block, type(memory), number] = memory, block
                         if (parent := self._parent(wanted, number, block)) is not None:
                             parents[key] = parent
                 own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
+        if (withheld := self._unproved(uses, until)) is not None:
+            self._withheld("save", names, withheld)
+            return [0] * len(saved)
         computing = sum(self.judge.prefill_seconds(len(tokens)) for tokens in sequences)
         outcomes = self._blocks.save(
             list(values),
