@@ -10,6 +10,7 @@ begun before a change is saved, or found, as KV of the old weights, and is never
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -363,8 +364,10 @@ class PrefixCache:
         timeout : float or None
             Seconds that it may take; None for the cache's own time.
         """
-        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
-        return self._match([wanted], split, timeout, self._exchange())[0]
+        exchange = self._exchange()
+        with self._joining(exchange):
+            wanted = self._wanted(self._namespace, tokens, salt, leave, request)
+        return self._match([wanted], split, timeout, exchange)[0]
 
     def lookup_many(
         self,
@@ -389,10 +392,11 @@ class PrefixCache:
         split, leave, timeout
             As of `lookup`.
         """
-        namespace = self._namespace
-        each = zip(prompts, _each(salts, prompts, b""), _each(requests, prompts, ""), strict=True)
-        wanted = [self._wanted(namespace, tokens, salt, leave, request) for tokens, salt, request in each]
-        return self._match(wanted, split, timeout, self._exchange())
+        namespace, exchange = self._namespace, self._exchange()
+        with self._joining(exchange):
+            each = zip(prompts, _each(salts, prompts, b""), _each(requests, prompts, ""), strict=True)
+            wanted = [self._wanted(namespace, tokens, salt, leave, request) for tokens, salt, request in each]
+        return self._match(wanted, split, timeout, exchange)
 
     def lookup_async(
         self,
@@ -409,7 +413,8 @@ class PrefixCache:
         exchange = self._exchange()
 
         def look_up() -> Match:
-            wanted = self._wanted(namespace, tokens, salt, leave, request)
+            with self._joining(exchange):
+                wanted = self._wanted(namespace, tokens, salt, leave, request)
             return self._match([wanted], split, _seconds_to(until), exchange)[0]
 
         return self._background.begin(look_up, until)
@@ -436,11 +441,29 @@ class PrefixCache:
         """Begin an exchange with the other ranks, in the order of calls; None if there are no others to agree with."""
         return None if self._agreement is None else self._agreement.begin()
 
+    def _load_exchange(self, matches: Sequence[Match]) -> Exchange | None:
+        """Begin the exchange of a load; None if the ranks have agreed that there is nothing to load.
+
+        A rank whose lookup raised an error has no match to load, so the others must not begin an exchange without it.
+        """
+        return self._exchange() if any(match.tokens for match in matches) else None
+
+    @contextlib.contextmanager
+    def _joining(self, exchange: Exchange | None) -> Iterator[None]:
+        """Take part in an exchange with nothing if the body raises an error: the other ranks wait for this one."""
+        try:
+            yield
+        except BaseException:
+            if exchange is not None:
+                self._agreed([], exchange)
+            raise
+
     def _match(
         self, wanted: Sequence[_Wanted], split: bool, timeout: float | None, exchange: Exchange | None
     ) -> list[Match]:
         """Look up sequences together, and decide about each, with the other ranks if there is an exchange."""
-        matches = self._match_here(wanted, split, timeout)
+        with self._joining(exchange):
+            matches = self._match_here(wanted, split, timeout)
         return matches if exchange is None else self._agreed(matches, exchange)
 
     def _agreed(self, matches: Sequence[Match], exchange: Exchange) -> list[Match]:
@@ -671,7 +694,7 @@ class PrefixCache:
             Result of `load` for each.
         """
         until = self._load_until(matches, timeout)
-        return self._load_judged(matches, memories, time.monotonic(), until, self._exchange())
+        return self._load_judged(matches, memories, time.monotonic(), until, self._load_exchange(matches))
 
     def fetch(
         self,
@@ -704,13 +727,15 @@ class PrefixCache:
         ConfigError
             The memory lacks a place for a layer.
         """
-        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
+        exchange = self._exchange()
+        with self._joining(exchange):
+            wanted = self._wanted(self._namespace, tokens, salt, leave, request)
         there, nbytes = wanted.blocks * self._block, self._nbytes(wanted.blocks)
         plan = None
-        if self._agreement is None and self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
+        if exchange is None and self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
             plan = self.judge.planned(there, nbytes, step=self._block)
         if plan is None:
-            (match,) = self._match([wanted], False, timeout, self._exchange())
+            (match,) = self._match([wanted], False, timeout, exchange)
             return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
@@ -734,7 +759,7 @@ class PrefixCache:
     def load_async(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> Future[int]:
         """Begin a `load` on a thread of this cache; its result is that of `load`."""
         began, until = time.monotonic(), self._load_until([match], timeout)
-        exchange = self._exchange()
+        exchange = self._load_exchange([match])
         return self._background.begin(lambda: self._load_judged([match], [memory], began, until, exchange)[0], until)
 
     def load_layers(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> list[LayerLoad]:
@@ -755,7 +780,7 @@ class PrefixCache:
         began, until = time.monotonic(), self._load_until([match], timeout)
 
         def begin(number: int) -> Future[int]:
-            exchange = self._exchange()
+            exchange = self._load_exchange([match])
             return self._background.begin(lambda: self._load([match], [memory], [number], until, exchange)[0], until)
 
         loads = [LayerLoad(self._groups[number].layers, begin(number)) for number in self._order]
@@ -1380,16 +1405,14 @@ class PrefixCache:
         Raises
         ------
         ConfigError
-            The bytes are no such note.
+            The bytes are no such note. The other ranks, if there are any, find nothing then.
         """
-        try:
-            handed = msgspec.msgpack.decode(note, type=_Note)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
         namespace, exchange = self._namespace, self._exchange()
-        is_ours = handed.namespace == namespace.digest
-        chains = handed.chains if is_ours else []
-        keys = self._keys(namespace, chains)
+        with self._joining(exchange):
+            handed = _handed(note)
+            is_ours = handed.namespace == namespace.digest
+            chains = handed.chains if is_ours else []
+            keys = self._keys(namespace, chains)
         wanted = _Wanted(namespace, keys, len(chains), len(handed.chains) * self._block, request, handed.salt)
         if not is_ours:
             said = "the note is of other weights, layers or settings"
@@ -1529,6 +1552,20 @@ def _count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None)
         said = f"ranks is rank {ranks.rank} of {ranks.size}, expected rank {rank} of {count}, as parallel and rank say"
         raise ConfigError(said, setting="ranks")
     return count
+
+
+def _handed(note: bytes) -> _Note:
+    """Read the note of a handoff.
+
+    Raises
+    ------
+    ConfigError
+        The bytes are no such note.
+    """
+    try:
+        return msgspec.msgpack.decode(note, type=_Note)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
 
 
 def _passed_over(wanted: _Wanted) -> Match:
