@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from farpool._native import Slices
 from farpool.errors import ConfigError
 from farpool.kv import Reason
+from farpool.kv.first_use import loading_block, saving_block
 from farpool.kv.journal import recorded
 from farpool.kv.memory import Layer, TensorMemory, layer_groups
 from farpool.kv.prefix import PrefixCache
@@ -123,6 +125,13 @@ def check(layers: Sequence[Layer], tokens: Sequence[int], into: Made, usable: in
         low = {"sliding": max(0, usable - one.window + 1), "recurrent": usable - 1}.get(one.kind, 0)
         for token in range(max(low, first), usable):
             assert into.memory[layer, token] == into.value(layer, token), (layer, token)
+
+
+def use_first(cache: PrefixCache, layers: Sequence[Layer]) -> None:
+    """Let a cache make its probes of memory, so that a test counts only what comes after them."""
+    for block, memory in ((saving_block, Made(layers, TOKENS).computed()), (loading_block, target(layers, TOKENS))):
+        uses: Any = {(block, type(memory), number): (memory, 0) for number in range(len(cache.parts))}
+        assert cache._unproved(uses, time.monotonic() + PATIENCE) is None
 
 
 def keys_of(cache: PrefixCache, tokens: Sequence[int]) -> list[bytes]:

@@ -28,6 +28,7 @@ from tests.kv.test_prefix import (
     save_steps,
     target,
     teach,
+    use_first,
 )
 
 __all__ = ["make", "node"]
@@ -96,6 +97,7 @@ def test_a_load_that_has_ended_is_not_under_way_any_more(
     make: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch, tokens: list[int], fails: bool
 ) -> None:
     cache = make([FULL])
+    use_first(cache, [FULL])
     save_steps(cache, [FULL], tokens[:28])
     load, under_way = cache._blocks.load, []
 
@@ -117,6 +119,7 @@ def test_what_lies_near_is_no_part_of_the_decision_and_computing_ends_a_load(
     make: Callable[..., PrefixCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = make([FULL], near_bytes=1 << 20, hold_out=False)
+    use_first(cache, [FULL])
     save_steps(cache, [FULL], TOKENS)
     assert cache.prefetch_by(TOKENS[:8], PATIENCE, leave=0).result(PATIENCE) == 2
     cache.judge = Judge(hold_out=False)  # which has not measured what that took

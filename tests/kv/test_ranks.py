@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
@@ -176,6 +177,72 @@ def test_a_load_that_raises_on_one_rank_holds_no_other_up(pair: list[PrefixCache
 
     # The answers of exchanges with one rank alone would come after the time that `on_all` waits.
     assert on_all(range(2), load) == [0, 0]
+    assert [match.tokens for match in on_all(pair, lambda cache: cache.lookup(prompt(1)))] == [WHOLE, WHOLE]
+
+
+def damaged(note: bytes, how: str) -> bytes:
+    """A note that was cut off, one that is other bytes, and one whose names of blocks were changed."""
+    if how == "hash":
+        handed = msgspec.msgpack.decode(note)
+        handed["chains"][-1] = bytes(32)
+        return msgspec.msgpack.encode(handed)
+    return {"cut": note[:-5], "other bytes": b"\xc1" * len(note), "empty": b""}[how]
+
+
+@pytest.mark.parametrize("model", ["full", "windows"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_whose_note_is_damaged_takes_part_with_nothing(node: RunningNode, size: int, model: str) -> None:
+    made = [cache_of(node.address, one.rank, size, model, one) for one in rank_threads(size, timeout=2 * PATIENCE)]
+    try:
+        for rank, cache in enumerate(made):
+            cache.save(prompt(1), memory(rank, prompt(1), filled=True)[1])
+        notes = [cache.handoff(prompt(1), 60).note for cache in made]
+
+        def taken(number: int, given: bytes, is_whole: bool) -> tuple[int, int]:
+            """Take a note, and load what it names; tokens of both."""
+            if is_whole:
+                match = made[number].take(given, timeout=PATIENCE)
+                return match.tokens, loaded_by(made[number], match)
+            with pytest.raises(ConfigError, match="not the note of a handoff"):
+                made[number].take(given, timeout=PATIENCE)
+            return 0, 0
+
+        # A rank that waited for another one's deadline would take twice as long as `on_all` waits.
+        for how in ("cut", "other bytes", "empty", "hash"):
+            for wrong in range(size):
+                calls = [
+                    (rank, damaged(note, how) if rank == wrong else note, rank != wrong or how == "hash")
+                    for rank, note in enumerate(notes)
+                ]
+                assert on_all(calls, lambda one: taken(*one)) == [(0, 0)] * size
+                # All ranks are still in step: the next request is found and loaded by all of them.
+                whole = [(rank, note, True) for rank, note in enumerate(notes)]
+                assert on_all(whole, lambda one: taken(*one)) == [(WHOLE, WHOLE)] * size
+    finally:
+        for cache in made:
+            cache.close()
+
+
+@pytest.mark.parametrize("way", ["lookup", "lookup_many", "lookup_async", "fetch"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lookup_that_raises_on_one_rank_holds_no_other_up(pair: list[PrefixCache], rank: int, way: str) -> None:
+    def asked(number: int) -> int:
+        cache, tokens = pair[number], [-1] * 5 if number == rank else prompt(1)
+        calls: dict[str, Callable[[], Any]] = {
+            "lookup": lambda: cache.lookup(tokens),
+            "lookup_many": lambda: cache.lookup_many([tokens])[0],
+            "lookup_async": lambda: cache.lookup_async(tokens).result(PATIENCE),
+            "fetch": lambda: cache.fetch(tokens, room()),
+        }
+        if number != rank:
+            found: int = calls[way]().tokens
+            return found
+        with pytest.raises(ConfigError, match="tokens: "):
+            calls[way]()
+        return 0
+
+    # The ranks wait for each other for as long as `on_all` waits for them.
+    assert on_all(range(2), asked) == [0, 0]
     assert [match.tokens for match in on_all(pair, lambda cache: cache.lookup(prompt(1)))] == [WHOLE, WHOLE]
 
 

@@ -256,6 +256,11 @@ class BlockCache:
         """Move no block, but the probe's own, until a connector's probe has passed."""
         self._probe = probe
 
+    @property
+    def probe(self) -> Gate | None:
+        """Probe that this cache requires; None if it requires none."""
+        return self._probe
+
     def _withheld(self, timeout: float | None) -> Reason | None:
         """Return why no block may be moved; None if blocks may be.
 

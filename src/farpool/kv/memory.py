@@ -126,6 +126,7 @@ class TensorMemory:
     def __init__(
         self, layers: Sequence[tuple[torch.Tensor, ...]], token_dim: int = -2, first: Sequence[int] | None = None
     ) -> None:
+        self._tensors, self._token_dim = list(layers), token_dim
         self._layers: list[tuple[list[Buffer], list[int]]] = []
         self._together: dict[tuple[int, ...], Rows] = {}
         self._first = list(first) if first is not None else [0] * len(layers)
@@ -152,6 +153,25 @@ class TensorMemory:
         """Return the memory of one layer's tokens, head by head; None if it is not whole in its tensors."""
         (found,) = self.blocks((layer,), start, 1, stop - start)
         return found
+
+    def read(self, layer: int, start: int, stop: int) -> bytes:
+        """Copy one layer's tokens with torch, in the order of `parts`; it shares no code with `parts`."""
+        return b"".join(
+            own.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for own in self._narrowed(layer, start, stop)
+        )
+
+    def write(self, layer: int, start: int, stop: int, data: bytes) -> None:
+        """Replace one layer's tokens by what `read` has returned, with torch."""
+        at = 0
+        for own in self._narrowed(layer, start, stop):
+            nbytes = own.numel() * own.element_size()
+            given = torch.frombuffer(bytearray(data[at : at + nbytes]), dtype=own.dtype)
+            own.copy_(given.view(own.shape))
+            at += nbytes
+
+    def _narrowed(self, layer: int, start: int, stop: int) -> list[torch.Tensor]:
+        first = self._first[layer]
+        return [one.detach().narrow(self._token_dim, start - first, stop - start) for one in self._tensors[layer]]
 
     def blocks(self, layers: tuple[int, ...], start: int, count: int, size: int) -> list[tuple[Slices, ...] | None]:
         """Return the memory of several layers' tokens, by blocks that follow each other, one layer after the other.

@@ -10,6 +10,7 @@ begun before a change is saved, or found, as KV of the old weights, and is never
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -18,7 +19,7 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -32,6 +33,7 @@ from farpool.kv.background import Background
 from farpool.kv.blocks import BlockCache, Found
 from farpool.kv.cost import Arm, Plan
 from farpool.kv.disagreement import Disagreements
+from farpool.kv.first_use import Place, loading_block, saving_block
 from farpool.kv.header import HEADER_BYTES
 from farpool.kv.journal import record
 from farpool.kv.judge import Judge
@@ -39,6 +41,7 @@ from farpool.kv.keys import block_keys, chain_seed, salt_bytes, token_chain, tok
 from farpool.kv.memory import KVMemory, Layer, LayerGroup, TensorMemory, layer_groups
 from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
+from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
 from farpool.store.arguments import as_payload, nbytes_of
 
@@ -53,6 +56,10 @@ if TYPE_CHECKING:
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
 
 T = TypeVar("T")
+
+_Uses = dict[tuple[Callable[[Sequence[Place]], EngineBlock], type[KVMemory], int], tuple[KVMemory, int]]
+"""Memory that a call uses, by what makes a probe's block of it, its class and the group of layers: the memory, and the
+number of a block that is in it."""
 
 _SHORTEST = 0.01
 """Seconds that a lookup may take at least: a thread that has to wait for a processor would seem late before."""
@@ -302,6 +309,8 @@ class PrefixCache:
         self._decides = is_alone or (ranks is not None and rank == 0)
         self.judge = Judge(hold_out=hold_out and self._decides)
         self._blocks = BlockCache(nodes, self._namespace, judge=self.judge, **settings)
+        self._probe = Probe("PrefixCache", at_first_use=True)
+        self._probe.guard(self._blocks, self._blocks)
         self._background = Background(self._blocks.submit)
         self._near = NearMemory(near_bytes)
         self._disagreements = Disagreements(self._blocks.namespaces)
@@ -355,8 +364,10 @@ class PrefixCache:
         timeout : float or None
             Seconds that it may take; None for the cache's own time.
         """
-        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
-        return self._match([wanted], split, timeout, self._exchange())[0]
+        exchange = self._exchange()
+        with self._joining(exchange):
+            wanted = self._wanted(self._namespace, tokens, salt, leave, request)
+        return self._match([wanted], split, timeout, exchange)[0]
 
     def lookup_many(
         self,
@@ -381,10 +392,11 @@ class PrefixCache:
         split, leave, timeout
             As of `lookup`.
         """
-        namespace = self._namespace
-        each = zip(prompts, _each(salts, prompts, b""), _each(requests, prompts, ""), strict=True)
-        wanted = [self._wanted(namespace, tokens, salt, leave, request) for tokens, salt, request in each]
-        return self._match(wanted, split, timeout, self._exchange())
+        namespace, exchange = self._namespace, self._exchange()
+        with self._joining(exchange):
+            each = zip(prompts, _each(salts, prompts, b""), _each(requests, prompts, ""), strict=True)
+            wanted = [self._wanted(namespace, tokens, salt, leave, request) for tokens, salt, request in each]
+        return self._match(wanted, split, timeout, exchange)
 
     def lookup_async(
         self,
@@ -401,7 +413,8 @@ class PrefixCache:
         exchange = self._exchange()
 
         def look_up() -> Match:
-            wanted = self._wanted(namespace, tokens, salt, leave, request)
+            with self._joining(exchange):
+                wanted = self._wanted(namespace, tokens, salt, leave, request)
             return self._match([wanted], split, _seconds_to(until), exchange)[0]
 
         return self._background.begin(look_up, until)
@@ -428,11 +441,29 @@ class PrefixCache:
         """Begin an exchange with the other ranks, in the order of calls; None if there are no others to agree with."""
         return None if self._agreement is None else self._agreement.begin()
 
+    def _load_exchange(self, matches: Sequence[Match]) -> Exchange | None:
+        """Begin the exchange of a load; None if the ranks have agreed that there is nothing to load.
+
+        A rank whose lookup raised an error has no match to load, so the others must not begin an exchange without it.
+        """
+        return self._exchange() if any(match.tokens for match in matches) else None
+
+    @contextlib.contextmanager
+    def _joining(self, exchange: Exchange | None) -> Iterator[None]:
+        """Take part in an exchange with nothing if the body raises an error: the other ranks wait for this one."""
+        try:
+            yield
+        except BaseException:
+            if exchange is not None:
+                self._agreed([], exchange)
+            raise
+
     def _match(
         self, wanted: Sequence[_Wanted], split: bool, timeout: float | None, exchange: Exchange | None
     ) -> list[Match]:
         """Look up sequences together, and decide about each, with the other ranks if there is an exchange."""
-        matches = self._match_here(wanted, split, timeout)
+        with self._joining(exchange):
+            matches = self._match_here(wanted, split, timeout)
         return matches if exchange is None else self._agreed(matches, exchange)
 
     def _agreed(self, matches: Sequence[Match], exchange: Exchange) -> list[Match]:
@@ -663,7 +694,7 @@ class PrefixCache:
             Result of `load` for each.
         """
         until = self._load_until(matches, timeout)
-        return self._load_judged(matches, memories, time.monotonic(), until, self._exchange())
+        return self._load_judged(matches, memories, time.monotonic(), until, self._load_exchange(matches))
 
     def fetch(
         self,
@@ -696,19 +727,22 @@ class PrefixCache:
         ConfigError
             The memory lacks a place for a layer.
         """
-        wanted = self._wanted(self._namespace, tokens, salt, leave, request)
+        exchange = self._exchange()
+        with self._joining(exchange):
+            wanted = self._wanted(self._namespace, tokens, salt, leave, request)
         there, nbytes = wanted.blocks * self._block, self._nbytes(wanted.blocks)
         plan = None
-        if self._agreement is None and self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
+        if exchange is None and self._all_full and 0 < len(wanted.keys) <= _FEW_BLOCKS:
             plan = self.judge.planned(there, nbytes, step=self._block)
         if plan is None:
-            (match,) = self._match([wanted], False, timeout, self._exchange())
+            (match,) = self._match([wanted], False, timeout, exchange)
             return msgspec.structs.replace(match, tokens=self.load(match, memory, timeout=timeout))
         began = time.monotonic()
         until = self._until(plan.recompute_seconds if timeout is None else timeout, nbytes)
         sizes, targets = self._targets(memory, self._needed(wanted.blocks))
         near = self._near.held(wanted.keys)
-        outcomes, under_way, moving = self._fetch(wanted.keys, targets, sizes, request, until)
+        uses: _Uses = {(loading_block, type(memory), number): (memory, 0) for number in range(len(self._groups))}
+        outcomes, under_way, moving = self._fetch_probed(uses, wanted.keys, targets, sizes, request, until)
         if moving:
             self.judge.loaded(under_way, moving)
         seconds = time.monotonic() - began
@@ -725,7 +759,7 @@ class PrefixCache:
     def load_async(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> Future[int]:
         """Begin a `load` on a thread of this cache; its result is that of `load`."""
         began, until = time.monotonic(), self._load_until([match], timeout)
-        exchange = self._exchange()
+        exchange = self._load_exchange([match])
         return self._background.begin(lambda: self._load_judged([match], [memory], began, until, exchange)[0], until)
 
     def load_layers(self, match: Match, memory: KVMemory, *, timeout: float | None = None) -> list[LayerLoad]:
@@ -746,7 +780,7 @@ class PrefixCache:
         began, until = time.monotonic(), self._load_until([match], timeout)
 
         def begin(number: int) -> Future[int]:
-            exchange = self._exchange()
+            exchange = self._load_exchange([match])
             return self._background.begin(lambda: self._load([match], [memory], [number], until, exchange)[0], until)
 
         loads = [LayerLoad(self._groups[number].layers, begin(number)) for number in self._order]
@@ -818,6 +852,7 @@ class PrefixCache:
         targets: list[Payload] = []
         sizes: list[int] = []
         places: list[list[int]] = []
+        uses: _Uses = {}
         for match, memory in zip(matches, memories, strict=True):
             needed = list(self._needed(match.tokens // self._block, match.compute // self._block, groups))
             if self._is_outdated(match):
@@ -827,13 +862,15 @@ class PrefixCache:
             targets += own_targets
             for number, blocks in needed:
                 keys += match._wanted.keys_of(number, blocks)
+                if blocks:
+                    uses[loading_block, type(memory), number] = memory, blocks.start
             places.append([block for _, blocks in needed for block in blocks])
         names = (
             matches[0].request
             if len(matches) == 1
             else [match.request for match, own in zip(matches, places, strict=True) for _ in own]
         )
-        came, under_way, seconds = self._fetch(keys, targets, sizes, names, until)
+        came, under_way, seconds = self._fetch_probed(uses, keys, targets, sizes, names, until)
         outcomes = iter(came)
         usable = [
             self._came(match, own, list(itertools.islice(outcomes, len(own))))
@@ -868,6 +905,49 @@ class PrefixCache:
             return match.tokens
         # Only layers with full attention can do with fewer blocks; others have just those of the end.
         return min(lost) * self._block if self._all_full else match.compute
+
+    def _fetch_probed(
+        self,
+        uses: _Uses,
+        keys: Sequence[bytes],
+        targets: Sequence[Payload],
+        sizes: Sequence[int],
+        request: str | Sequence[str],
+        until: float,
+    ) -> tuple[list[Reason | None], int, float]:
+        """Do as `_fetch`, after the probe of memory that is used for the first time."""
+        if self._near.nbytes and len(self._near.held(keys)) == len(keys):
+            withheld = self._probe.reason  # no node is asked for these blocks, and the nodes may be away
+        else:
+            withheld = self._unproved(uses, until)
+        if withheld is None:
+            return self._fetch(keys, targets, sizes, request, until)
+        self._withheld("load", [request] * len(keys) if isinstance(request, str) else request, withheld)
+        return [withheld] * len(keys), 0, 0.0
+
+    def _unproved(self, uses: _Uses, until: float) -> Reason | None:
+        """Probe memory that is used for the first time; return why its blocks may not be moved."""
+
+        def block(kinds: Sequence[Any]) -> EngineBlock:
+            make: Callable[[Sequence[Place]], EngineBlock] = kinds[0][0]
+            return make([self._place(number, *uses[make, kind, number]) for _, kind, number in kinds])
+
+        return self._probe.first_use(uses, block, _seconds_to(until))
+
+    def _place(self, number: int, memory: KVMemory, block: int) -> Place:
+        """Return the place of a block of one group of layers."""
+
+        def payload() -> Payload:
+            (found,) = self._targets(memory, [(number, range(block, block + 1))])[1]
+            return found
+
+        step = self._block
+        return Place(memory, self._groups[number].layers, block * step, (block + 1) * step, payload)
+
+    def _withheld(self, step: str, requests: Sequence[str], reason: Reason) -> None:
+        """Write into the journal that blocks were not moved because no known block came back before them."""
+        for request, blocks in Counter(requests).items():
+            self._blocks.missed(step, request, blocks, reason, "no known block has come back through this memory")
 
     def _fetch(
         self,
@@ -1156,6 +1236,7 @@ class PrefixCache:
         parents: dict[bytes, bytes] = {}
         names: list[str] = []
         saved: list[list[bytes]] = []
+        uses: _Uses = {}
         each = zip(sequences, memories, starts, salts, requests, strict=True)
         for tokens, memory, start, salt, request in each:
             wanted = self._wanted(namespace, tokens, salt, 0, request)
@@ -1170,10 +1251,14 @@ class PrefixCache:
                     if payload is not None and key not in values:
                         values[key] = payload
                         names.append(request)
+                        uses[saving_block, type(memory), number] = memory, block
                         if (parent := self._parent(wanted, number, block)) is not None:
                             parents[key] = parent
                 own += [key for key in wanted.keys_of(number, blocks) if key in values]
             saved.append(own)
+        if (withheld := self._unproved(uses, until)) is not None:
+            self._withheld("save", names, withheld)
+            return [0] * len(saved)
         computing = sum(self.judge.prefill_seconds(len(tokens)) for tokens in sequences)
         outcomes = self._blocks.save(
             list(values),
@@ -1320,16 +1405,14 @@ class PrefixCache:
         Raises
         ------
         ConfigError
-            The bytes are no such note.
+            The bytes are no such note. The other ranks, if there are any, find nothing then.
         """
-        try:
-            handed = msgspec.msgpack.decode(note, type=_Note)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
         namespace, exchange = self._namespace, self._exchange()
-        is_ours = handed.namespace == namespace.digest
-        chains = handed.chains if is_ours else []
-        keys = self._keys(namespace, chains)
+        with self._joining(exchange):
+            handed = _handed(note)
+            is_ours = handed.namespace == namespace.digest
+            chains = handed.chains if is_ours else []
+            keys = self._keys(namespace, chains)
         wanted = _Wanted(namespace, keys, len(chains), len(handed.chains) * self._block, request, handed.salt)
         if not is_ours:
             said = "the note is of other weights, layers or settings"
@@ -1469,6 +1552,20 @@ def _count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None)
         said = f"ranks is rank {ranks.rank} of {ranks.size}, expected rank {rank} of {count}, as parallel and rank say"
         raise ConfigError(said, setting="ranks")
     return count
+
+
+def _handed(note: bytes) -> _Note:
+    """Read the note of a handoff.
+
+    Raises
+    ------
+    ConfigError
+        The bytes are no such note.
+    """
+    try:
+        return msgspec.msgpack.decode(note, type=_Note)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{len(note)} bytes are not the note of a handoff: {error}") from None
 
 
 def _passed_over(wanted: _Wanted) -> Match:

@@ -4,21 +4,27 @@ Checksums protect a block between a save and a load. They cannot see a connector
 engine's memory, or puts the right bytes into the wrong place, for example after the engine has changed its layout. So a
 connector first moves a block of known bytes, which it writes and reads with the engine's own functions. If other bytes
 come back, it refuses to serve: every block is missing, and none is saved.
+
+A connector has the engine's memory when it starts, and probes then. `farpool.kv.PrefixCache` and the caches for
+transformers see the memory when it is first saved from or loaded into, so they probe at that call (`Probe.first_use`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farpool.errors import ProbeError
+from farpool.errors import BudgetError, PoolFullError, ProbeError, StoreClosedError, TierError
 from farpool.kv.compression import flat
 from farpool.kv.keys import block_key, namespace_key
 from farpool.kv.namespace import Group, Namespace
@@ -55,6 +61,9 @@ class EngineBlock:
         Return the memory into which the connector loads the block.
     land : callable
         Bring what was loaded into `targets` to its place, if that is somewhere else.
+    known : bytes or None
+        Bytes that `values` have now, for memory that may only be read: the probe moves these. None if it writes random
+        bytes first.
     """
 
     nbytes: int
@@ -63,6 +72,7 @@ class EngineBlock:
     values: Callable[[], Sequence[Target]]
     targets: Callable[[], Sequence[Target]]
     land: Callable[[Sequence[Any]], None] = lambda targets: None
+    known: bytes | None = None
 
     @classmethod
     def private(cls, nbytes: int) -> EngineBlock:
@@ -83,22 +93,26 @@ class Probe:
     ----------
     where : str
         Name of the engine, for messages.
+    at_first_use : bool
+        The engine's memory is probed by `first_use`. Until then blocks may be looked up.
 
     Attributes
     ----------
     reason : Reason or None
-        Why no block is served; None once the probe has passed. `UNPROVED` if the probe has failed, else the reason for
-        which the nodes could not be asked yet.
+        Why no block is served; None once the probe has passed, and before the first use. `UNPROVED` if the probe has
+        failed, else the reason for which the nodes could not be asked yet.
     error : ProbeError or None
         Error of a probe that has failed.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, *, at_first_use: bool = False) -> None:
         self._where = where
-        self.reason: Reason | None = Reason.UNPROVED
+        self.reason: Reason | None = None if at_first_use else Reason.UNPROVED
         self.error: ProbeError | None = None
         self._nbytes = 0
         self._caches: tuple[BlockCache, BlockCache] | None = None
+        self._passed: set[Hashable] = set()
+        self._without_nodes: set[Hashable] = set()  # kinds of memory that were checked without a node
         self.begin_in_child()
 
     def guard(self, saving: BlockCache, loading: BlockCache, *others: BlockCache) -> None:
@@ -110,6 +124,7 @@ class Probe:
     def begin_in_child(self) -> None:
         """Forget a probe that another thread was making when this process was forked."""
         self._lock = threading.Lock()
+        self._asking: Future[None] | None = None
         self._thread: int | None = None  # that makes the probe now
 
     def is_of_this_thread(self) -> bool:
@@ -144,24 +159,95 @@ class Probe:
                 if self.error is None:
                     self._settle(reason)
 
+    def first_use(
+        self,
+        kinds: Iterable[Hashable],
+        block: Callable[[Sequence[Hashable]], EngineBlock],
+        timeout: float | None = None,
+    ) -> Reason | None:
+        """Move a known block through each kind of memory that no call has used before.
+
+        If no node can be asked, a copy in memory stands for them, and the next call asks them again.
+
+        Parameters
+        ----------
+        kinds : iterable
+            Names of the kinds of memory that a call uses.
+        block : callable
+            Makes the block of the kinds that have to be probed.
+        timeout : float or None
+            Seconds that this may take; None for the cache's own time for each request.
+
+        Returns
+        -------
+        Reason or None
+            Why the call must not move its blocks; None if it may.
+
+        Raises
+        ------
+        BudgetError, PoolFullError, TierError
+            The engine's memory is in a pool, and has no room for the block.
+        """
+        kinds = list(kinds)
+        if self._passed.issuperset(kinds):
+            return self.reason
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self._lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+            return Reason.LATE  # another call still makes the probe
+        try:
+            missing = [kind for kind in kinds if kind not in self._passed]
+            if self.error is not None or not missing:
+                return self.reason
+            own = block(missing)
+            self._nbytes = own.nbytes
+            reason = self._allowed(self._moved(own, through_nodes=True, until=until))
+            if reason is not None and self.reason is None:
+                self._moved(own, through_nodes=False)
+            if self.reason is None:
+                (self._passed if reason is None else self._without_nodes).update(missing)
+            if reason is Reason.LATE and timeout is not None:
+                self._ask_later()
+            return self.reason or reason
+        finally:
+            self._lock.release()
+
+    def _ask_later(self) -> None:
+        """Ask the nodes with the cache's own time: calls whose time is always short must not stay unproved for good."""
+        if self._caches is not None and (self._asking is None or self._asking.done()):
+            with contextlib.suppress(StoreClosedError):
+                self._asking = self._caches[0].submit(self._ask_nodes)
+
+    def _ask_nodes(self) -> None:
+        """Move a block in memory of its own for kinds whose first use left no time for nodes."""
+        with self._lock:
+            kinds = self._without_nodes - self._passed
+            if self.error is None and kinds:
+                reason = self._allowed(self._moved(EngineBlock.private(self._nbytes), through_nodes=True))
+                if self.error is None and reason is None:
+                    self._passed |= kinds
+
     def _settle(self, reason: Reason | None) -> None:
+        self.reason = self._allowed(reason)
+
+    def _allowed(self, reason: Reason | None) -> Reason | None:
+        """Return why blocks may not be served yet, for a probe's block that was not moved for a reason."""
         if reason in _NOT_ALLOWED:
             _LOG.warning(
                 "%s: nodes took no block for the probe (%s); its memory alone was checked", self._where, reason
             )
-            reason = None
-        self.reason = reason
+            return None
+        return reason
 
-    def _moved(self, block: EngineBlock, *, through_nodes: bool) -> Reason | None:
+    def _moved(self, block: EngineBlock, *, through_nodes: bool, until: float | None = None) -> Reason | None:
         """Move a known block and compare it; return why it could not be moved."""
-        known, reason = _known(block.nbytes), None
+        known, reason = block.known or _known(block.nbytes), None
         self._thread = threading.get_ident()
         try:
             kept = block.read()
             try:
                 block.write(known)
                 if through_nodes and self._caches is not None:
-                    reason = _carried(block, known, *self._caches)
+                    reason = _carried(block, known, *self._caches, until)
                 else:
                     _copied(block, known)
                 found = block.read()
@@ -171,6 +257,8 @@ class Probe:
                 self._fail(f"it came back {reason}")
             elif reason is None and found != known:
                 self._fail(_difference(known, found))
+        except (BudgetError, PoolFullError, TierError):  # of the pool that the engine's memory is in
+            raise
         except Exception as error:  # of the engine's functions, which may have changed
             self._fail(f"{type(error).__name__} was raised: {error}")
         finally:
@@ -181,7 +269,8 @@ class Probe:
         self.reason = Reason.UNPROVED
         self.error = ProbeError(
             f"{self._where}: a known block of {self._nbytes} bytes was saved and loaded, and {what}; expected the same "
-            "bytes. No block is loaded or saved by this connector. Check that this release of the engine is supported"
+            "bytes. No block is loaded or saved by this cache. Check that this release of the engine is supported, "
+            "and that its memory has the same order of bytes each time"
         )
         _LOG.error("ProbeError: %s", self.error)
 
@@ -208,7 +297,9 @@ def _copied(block: EngineBlock, known: bytes) -> None:
     block.land(targets)
 
 
-def _carried(block: EngineBlock, known: bytes, saving: BlockCache, loading: BlockCache) -> Reason | None:
+def _carried(
+    block: EngineBlock, known: bytes, saving: BlockCache, loading: BlockCache, until: float | None
+) -> Reason | None:
     """Save the block and load it again; return why one of them failed."""
     values = block.values()
     namespace = Namespace(
@@ -221,17 +312,21 @@ def _carried(block: EngineBlock, known: bytes, saving: BlockCache, loading: Bloc
         groups=(Group(("probe",), block.nbytes),),
     )
     keys = [block_key(namespace.digest, b"probe", 0, number) for number in range(len(values))]
-    saved = saving.save(keys, values, ttl=_TTL_S, namespace=namespace)
+    saved = saving.save(keys, values, ttl=_TTL_S, namespace=namespace, timeout=_left(until))
     if any(saved):  # the copies that were saved expire; do not ask nodes a second time that are away
         return next(reason for reason in saved if reason is not None)
     try:
         block.write(_inverted(known))
         targets = block.targets()
-        loaded = loading.load(keys, targets)
+        loaded = loading.load(keys, targets, timeout=_left(until))
         block.land(targets)
         return next((reason for reason in loaded if reason is not None), None)
     finally:
-        saving.drop([*keys, namespace_key(namespace.digest)])
+        saving.drop([*keys, namespace_key(namespace.digest)], timeout=_left(until))
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())
 
 
 def _difference(known: bytes, found: bytes) -> str:

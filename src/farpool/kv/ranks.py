@@ -58,8 +58,9 @@ class Ranks(Protocol):
         Returns
         -------
         callable
-            It is called once, perhaps later and on another thread, with as many numbers on each rank. It returns the
-            same numbers on all ranks: the least of each, or zeros if a rank did not give its numbers in time.
+            It is called once, perhaps later and on another thread. It returns the same numbers on all ranks: the least
+            of each, or zeros if a rank did not give its numbers in time or gave fewer numbers than another one. A rank
+            whose call has failed, for example on a damaged note, gives two zeros.
         """
 
 

@@ -18,6 +18,10 @@ with which the prefix was loaded.
 *Load or compute.* The cache sees when a pass of the model comes to its first layer and when to its last, and so how
 long computing takes; loads it times itself. With both, the `Judge` of the blocks decides, as for `PrefixCache`. A
 device runs behind the program, so on one nothing is timed and everything is loaded.
+
+*Probe.* Before the first save or load through a `BlockCache`, a known block goes through layers like those of the
+model, in the same pool: `update` fills them as the model does, and they are saved, loaded, and read as attention reads
+them.
 """
 
 from __future__ import annotations
@@ -34,10 +38,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from farpool.errors import ConfigError, UnsupportedError
+from farpool.errors import BudgetError, ConfigError, PoolFullError, TierError, UnsupportedError
 from farpool.kv.journal import record
 from farpool.kv.keys import chain_seed, salt_bytes, token_chain
 from farpool.kv.namespace import Group, Namespace
+from farpool.kv.probe import EngineBlock, Probe
+from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 from farpool.kv.transformers_config import check_prefixes, config_of, dtype_of, inputs_beside_tokens, left_padding
 from farpool.kv.transformers_layer import OperandMemory, PagedLayer
@@ -139,7 +145,9 @@ def prefix_blocks(
         codec=settings.codec,
         extra=(("config", digest),),
     )
-    return settings.cache(namespace)
+    blocks = settings.cache(namespace)
+    _probe_of(blocks)
+    return blocks
 
 
 class _State(NamedTuple):
@@ -209,6 +217,8 @@ class FarpoolCache(Cache):
             )
         self._pool = blocks_of(pool)
         self._prefixes = prefixes
+        self._probe = None if prefixes is None else _probe_of(prefixes)
+        self._tokens_per_block = tokens_per_block
         self._model_dtype = dtype_of(config)
         config = config_of(config)
         self._beside_tokens = inputs_beside_tokens(config)
@@ -370,6 +380,8 @@ class FarpoolCache(Cache):
             )
         self._chain = max(chain, self._chain, key=len)
         stored = count
+        if self._is_unproved("save", count, request):
+            return 0
         full = self._of_type(PagedLayer)
         if full:
             keys = self._keys(chain, _FULL)
@@ -474,6 +486,8 @@ class FarpoolCache(Cache):
                 return 0
             if plan.seconds is not None and plan.recompute_seconds is not None:
                 until = began + plan.recompute_seconds  # what comes later could have been computed
+        if self._is_unproved("load", there, request, _left(until)):
+            return 0
         start = time.monotonic()
         under_way = blocks.judge.begun(nbytes)
         try:
@@ -603,7 +617,6 @@ class FarpoolCache(Cache):
         self, layers: Sequence[tuple[int, PagedLayer]], keys: Sequence[bytes], request: str, until: float
     ) -> int:
         """Load leading blocks of the layers with full attention; returns how many came."""
-        device = device_of(self._pool)
         loaded = 0
         for batch in _batches(range(len(keys)), self._bytes(_FULL)):
             memory, targets = self._memory_for(len(layers), len(batch))
@@ -611,14 +624,18 @@ class FarpoolCache(Cache):
             outcomes = self._blocks.load(own, targets, request=request, timeout=_left(until))
             came = len(list(takewhile(lambda reason: reason is None, outcomes)))
             if came:
-                for row, (_, layer) in enumerate(layers):
-                    parts = memory[:came, row].permute(1, 2, 0, 3, 4).to(device)
-                    keys_of_layer, values = parts.reshape(2, *self._shape(came * self._block_tokens))
-                    layer.extend(keys_of_layer, values)
+                self._extend(layers, memory[:came])
             loaded += came
             if came < len(batch):
                 break
         return loaded
+
+    def _extend(self, layers: Sequence[tuple[int, PagedLayer]], memory: torch.Tensor) -> None:
+        """Add blocks that have come into memory of `_memory_for` to the layers with full attention."""
+        for row, (_, layer) in enumerate(layers):
+            parts = memory[:, row].permute(1, 2, 0, 3, 4).to(device_of(self._pool))
+            keys, values = parts.reshape(2, *self._shape(len(memory) * self._block_tokens))
+            layer.extend(keys, values)
 
     def _memory_for(self, layers: int, count: int) -> tuple[torch.Tensor, list[memoryview]]:
         """Memory for blocks: as a tensor ``(blocks, layers, 2, heads, tokens, width)``, and the bytes of each block."""
@@ -647,7 +664,11 @@ class FarpoolCache(Cache):
         (reason,) = self._blocks.load([states[end - 1]], [memory], request=request, timeout=_left(until))
         if reason is not None:
             return False
-        tokens = end * self._block_tokens
+        self._restore(parts, end * self._block_tokens)
+        return True
+
+    def _restore(self, parts: Sequence[torch.Tensor], tokens: int) -> None:
+        """Give layers with a sliding window the states after so many tokens, from pieces of `_sliding_memory`."""
         for (number, layer), part in zip(self._of_type(DynamicSlidingWindowLayer), parts, strict=True):
             kept = min(tokens, layer.sliding_window - 1)
             joined = torch.cat(list(part), dim=-2)[..., :kept, :].to(device_of(self._pool))
@@ -655,7 +676,6 @@ class FarpoolCache(Cache):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values, layer.cumulative_length = keys, values, tokens
             self._states[number] = _State(tokens, keys, values)
-        return True
 
     def _sliding_memory(self) -> tuple[memoryview, list[torch.Tensor]]:
         """Memory for the states of all layers with a sliding window: its bytes, and the pieces of each layer.
@@ -670,6 +690,117 @@ class FarpoolCache(Cache):
             parts.append(whole[start:stop])
             start = stop
         return memoryview(memory), parts
+
+    # ---- the probe -----------------------------------------------------------------------------------------------
+
+    def _is_unproved(self, step: str, blocks: int, request: str, timeout: float | None = None) -> bool:
+        """Probe layers like those of this cache at their first use; True if blocks must not be moved."""
+        assert self._probe is not None
+        kind = (str(device_of(self._pool)), self._tokens_per_block)
+        try:
+            reason = self._probe.first_use([kind], lambda kinds: self._scratch().probe_block(), timeout)
+        except (BudgetError, PoolFullError, TierError):
+            if step == "load":
+                raise
+            reason = Reason.FULL
+        if reason is not None:
+            said = "no known block has come back through layers like these"
+            self._blocks.missed(step, request, blocks, reason, said)
+        return reason is not None
+
+    def _scratch(self) -> _Scratch:
+        """Return an empty cache with layers like those of this one."""
+        other = _Scratch.__new__(_Scratch)
+        other.__dict__.update(self.__dict__)
+        other._timed, other._several, other._chain = False, False, []
+        other.forget()
+        return other
+
+
+class _Scratch(FarpoolCache):
+    """Layers of a cache that are used for its probe alone, with one block of tokens in each."""
+
+    def forget(self) -> None:
+        """Begin with empty layers; those of before leave the pool."""
+        memory = self._operand_memory()
+        self._states: dict[int, _State] = {}
+        self.layers = [
+            PagedLayer(self._pool, f"probe of layer {number}", memory, self._tokens_per_block)
+            if type(layer) is PagedLayer
+            else DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+            if type(layer) is DynamicSlidingWindowLayer
+            else layer
+            for number, layer in enumerate(self.layers)
+        ]
+
+    def probe_block(self) -> EngineBlock:
+        """Make the block of the probe: what one block of tokens leaves in all layers."""
+        step = self._block_tokens
+        kept = [(number, step) for number, _ in self._of_type(PagedLayer)]
+        kept += [
+            (number, min(step, layer.sliding_window - 1)) for number, layer in self._of_type(DynamicSlidingWindowLayer)
+        ]
+        came: list[torch.Tensor] = []
+
+        def targets() -> list[memoryview]:
+            places: list[memoryview] = []
+            came.clear()
+            if full := self._of_type(PagedLayer):
+                memory, places = self._memory_for(len(full), 1)
+                came.append(memory)
+            if self._of_type(DynamicSlidingWindowLayer):
+                place, parts = self._sliding_memory()
+                places.append(place)
+                came.extend(parts)
+            return places
+
+        def land(places: Sequence[Any]) -> None:
+            self.forget()
+            if full := self._of_type(PagedLayer):
+                self._extend(full, came.pop(0))
+            self._restore(came, step)
+
+        def write(data: bytes) -> None:
+            self._fill(kept, data)
+
+        nbytes = sum(2 * math.prod(self._shape(tokens)) for _, tokens in kept) * self._dtype.itemsize
+        write(bytes(nbytes))
+        return EngineBlock(nbytes, write, lambda: self._seen(kept), self._values, targets, land)
+
+    def _fill(self, kept: Sequence[tuple[int, int]], data: bytes) -> None:
+        """Add a block of tokens to each layer as the model does; `data` is of the last ones, which it keeps."""
+        self.forget()
+        rest = torch.frombuffer(bytearray(data), dtype=self._dtype)
+        for number, tokens in kept:
+            shape = (2, *self._shape(tokens))
+            own, rest = rest[: math.prod(shape)].view(shape), rest[math.prod(shape) :]
+            before = torch.zeros((2, *self._shape(self._block_tokens - tokens)), dtype=self._dtype)
+            keys, values = torch.cat([before, own], dim=-2).to(device_of(self._pool))
+            self.update(keys, values, number)
+
+    def _seen(self, kept: Sequence[tuple[int, int]]) -> bytes:
+        """Return what attention gets when one more token comes."""
+        other, seen = copy.deepcopy(self), []
+        token = torch.zeros(self._shape(1), dtype=self._dtype, device=device_of(self._pool))
+        for number, tokens in kept:
+            for states in other.update(token, token, number):
+                own = states[..., states.shape[-2] - 1 - tokens : -1, :].cpu().contiguous()
+                seen.append(own.view(-1).view(torch.uint8).numpy().tobytes())
+        return b"".join(seen)
+
+    def _values(self) -> list[memoryview]:
+        full = self._of_type(PagedLayer)
+        payloads = self._payloads(full, [0]) if full else []
+        return [*payloads, self._sliding_payload()] if self._of_type(DynamicSlidingWindowLayer) else payloads
+
+
+def _probe_of(prefixes: BlockCache) -> Probe:
+    """Return the probe that all caches with these prefixes have in common."""
+    probe = prefixes.probe
+    if not isinstance(probe, Probe):
+        probe = Probe("FarpoolCache", at_first_use=True)
+        probe.guard(prefixes, prefixes)
+    return probe
 
 
 def _pieces(layer: DynamicSlidingWindowLayer, tokens_per_block: int) -> int:

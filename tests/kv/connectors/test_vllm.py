@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES, OF_HOST_MEMORY
+from tests.kv.pairs import Comparison, significant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -117,6 +118,17 @@ def test_hashes_and_keys_are_the_published_ones_in_every_process(run_program: Ca
     assert first["own"] != second["own"]
     assert [one["namespace"][0] for one in (first, second)] == ["0", "1"]
     assert first["namespace"][1] != second["namespace"][1]
+
+
+def test_a_tenants_salt_reaches_the_nodes_and_times_tell_nothing(run_program: Callable[..., dict[str, Any]]) -> None:
+    facts = run_program("vllm", "vllm_salt", timeout=500)
+    assert {name: one["hits"] for name, one in facts.items()} == {"apart": 0, "apart again": 0, "lost": 200}
+    times = {name: Comparison(**one["times"]) for name, one in facts.items()}
+    assert [times[name].pairs for name in ("apart", "apart again")] == [2000, 2000]
+    said = "; ".join(f"{name}: {one}" for name, one in times.items())
+    assert significant({"lost": times["lost"]}, 0.01), f"too noisy a machine to find what differs; {said}"
+    # A false alarm needs two comparisons with other prompts that both differ: one run in 10,000.
+    assert not all(significant({name: times[name]}, 0.01) for name in ("apart", "apart again")), said
 
 
 @pytest.mark.timeout(1000)
