@@ -801,7 +801,7 @@ private:
         const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(args.ptr()));
         std::vector<PyObject*> values = {composite_.ptr()};
         values.insert(values.end(), &PyTuple_GET_ITEM(args.ptr(), 0), &PyTuple_GET_ITEM(args.ptr(), 0) + length);
-        // The operators inside pass the rules that run before autograd, as they do when torch decomposes this one itself.
+        // Run our rules before autograd for the operators inside, as when torch decomposes this operator itself.
         const Included lazy_and_rules(*this, composing_);
         std::optional<Included> marked;
         if (known.kind == Kind::composed && call(infers_, {}).ptr() == Py_True) {
@@ -837,7 +837,7 @@ private:
     nb::object set_memory_, part_of_memory_, make_wrapper_, refuse_address_, set_conj_, set_neg_, modes_, infers_, is_excluded_,
         set_excluded_;
     std::array<nb::object, 3> lazy_;
-    std::array<nb::object, 4> composing_;  // keys that are open while an operator is decomposed: lazy ones and our rules'
+    std::array<nb::object, 4> composing_;  // keys to open while we decompose an operator: lazy keys and the key of our rules
     nb::object views_, composite_, inference_;
     nb::object dispatch_, wrap_results_, explain_, refusals_, budget_error_;
     nb::object wrapper_names_ = nb::make_tuple("strides", "storage_offset", "dtype", "device", "requires_grad");

@@ -1,11 +1,11 @@
 // The order in which a node serves its connections: turns by tenant, then by access key, then by connection.
 //
-// Deficit round robin on three levels, with the lists of fq_codel (RFC 8290): those that had no work are first, once, and all
-// others follow one another. Each tenant, each key of a tenant and each connection of a key is given `quantum` units of work a
-// round and pays for what it has used. If it uses more in one turn, it pays that debt in later rounds.
+// Deficit round robin on three levels, with the lists of fq_codel (RFC 8290): flows that had no work are first, once, and all
+// other flows follow one another. Each tenant, each key of a tenant and each connection of a key gets `quantum` units of work a
+// round and pays for the units that it uses. If it uses more in one turn, it pays that debt in later rounds.
 //
 // This class knows units and no sockets. Only join() allocates. A turn takes constant time, apart from the rounds in which
-// debts are paid.
+// flows pay debts.
 #pragma once
 
 #include <cstddef>
@@ -39,14 +39,14 @@ public:
 
         Flow* above_;
         std::uint64_t name_;
-        Line own_;              // holds the one element that stands for this flow, unless that stands in a line of `above_`
-        Line::iterator place_;  // that element
+        Line own_;              // holds this flow's one element while it is not in a line of `above_`
+        Line::iterator place_;  // the element
         Stands stands_ = Stands::nowhere;
         std::int64_t credit_ = 0;
         bool has_work_ = false;
-        std::size_t working_ = 0;  // flows below that have work
-        Line fresh_{};             // flows below that had no work until now
-        Line old_{};               // flows below that have been served since
+        std::size_t working_ = 0;  // number of flows below that have work
+        Line fresh_{};             // flows below that had no work before
+        Line old_{};               // flows below that have had a turn since they got work
         std::map<std::uint64_t, std::unique_ptr<Flow>> below_{};
     };
 
@@ -67,7 +67,7 @@ public:
     void want(Flow& flow) noexcept;
     void rest(Flow& flow) noexcept;
 
-    // The connection whose turn it is; null if none has work. It keeps its turn until it has been charged.
+    // Returns the connection that has its turn; null if none has work. It keeps its turn until charge().
     Flow* next() noexcept;
     // Charges a connection, its key and its tenant for the units of work of a turn.
     void charge(Flow& flow, std::uint64_t units) noexcept;

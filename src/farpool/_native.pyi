@@ -417,8 +417,8 @@ def as_keys(keys: list[str | bytes]) -> list[bytes] | None:
     """Convert keys to bytes, text as UTF-8; None where one of them cannot be a key."""
 
 def target_sizes(targets: list[Any]) -> list[int] | None:
-    """Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
-    one of them is something else, which `farpool.store.arguments` converts or refuses."""
+    """Return the bytes of each target: a memoryview, or a tuple of memoryviews and `Slices`, all writable and contiguous. Return
+    None if a target is something else; `farpool.store.arguments` then converts or refuses it."""
 
 def lookup_requests(keys: list[bytes], places: list[int], use: bool) -> list[tuple[bytes, list[int]]]:
     """Pack lookups for the keys at these places (docs/wire.md), into as few requests as have room, each with its places; `use`
@@ -438,8 +438,8 @@ def crc32c(data: object, value: int = 0) -> int:
     lock."""
 
 def crc32c_many(data: list[Any]) -> list[int]:
-    """CRC32C of each of several contiguous buffers, also of a single one, by two threads if there is much to do; without the
-    interpreter lock."""
+    """CRC32C of each of several contiguous buffers. Two threads share the work if there is much, even if it is one large buffer;
+    without the interpreter lock."""
 
 def crc32c_portable(data: object, value: int = 0) -> int:
     """CRC32C by tables, to which `crc32c` falls back on a processor without the instructions."""
@@ -535,13 +535,13 @@ class NodeServer:
     def stats(self) -> dict[str, int]: ...
     def tenants(self) -> dict[int, dict[str, int]]:
         """Counters by tenant: objects, and bytes that are used, backed by memory, taken by what the system says, lent and
-        guaranteed; pins, preparations, leases and connections; evictions, and of them those of damaged objects and those
-        for want of room in the NVMe file."""
+        guaranteed; pins, preparations, leases and connections; evictions, evictions of damaged objects, and evictions
+        because the NVMe file had no room or failed."""
     def refusals(self) -> dict[int, dict[int, int]]:
         """Requests over data connections that were refused, by tenant and by status."""
     def latencies(self) -> dict[int, tuple[list[int], float]]:
-        """Times of replies by number of the operation: counts of the buckets that end at `latency_ends`, and of longer
-        times; their sum in seconds."""
+        """Times of replies by number of the operation: the count of each bucket that ends at `latency_ends`, then the count
+        of longer times; and the sum of all times in seconds."""
     latency_ends: ClassVar[list[float]]
     def keys(self) -> dict[str, dict[str, int]]:
         """Counters by name of an access key that may come: its tenant, bytes held in leases, pins and unfinished publishes,

@@ -111,11 +111,11 @@ def growth(
 @app.command()
 def turns(
     seconds: Annotated[
-        float | None, typer.Option(metavar="S", min=0.05, help="Of each measurement; default: 1.")
+        float | None, typer.Option(metavar="S", min=0.05, help="Seconds of each measurement; default: 1.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Measurements of each; default: 3.")] = None,
     connections: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of the larger floods; default: 64.")
+        int | None, typer.Option(metavar="N", min=1, help="Connections of the larger floods; default: 64.")
     ] = None,
     quick: Quick = False,
     json: Json = False,

@@ -67,7 +67,7 @@ def why(
 
 
 def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
-    """Make a table of the steps of each request; its name is whole, so that `why` can be called with it."""
+    """Make a table of the steps of each request, under its whole name, which the user can pass to `why`."""
     from rich.console import Group
     from rich.text import Text
 

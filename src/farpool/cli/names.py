@@ -174,9 +174,9 @@ def watch(
 
 @app.command()
 def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
-    """Release the objects of old versions that nobody holds. Each publish does so, too."""
+    """Release the objects of old versions that no program holds. Each publish does so, too."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
-        typer.echo(f"{names.sweep()} objects let go")
+        typer.echo(f"{names.sweep()} objects released")
 
 
 def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:

@@ -212,10 +212,10 @@ def repair(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make copies again that were lost with their nodes, fewest copies first; exit code 1 if some could not be made.
+    """Copy objects again whose copies were lost with their nodes, fewest copies first; exit code 1 if some copies fail.
 
-    Each object that still has too few copies is named, with the reasons. Objects that were dropped, evicted or expired
-    while the command ran are counted as gone, and do not change the exit code.
+    The command names each object that still has too few copies, with the reasons. It counts objects that were dropped,
+    evicted or expired while it ran as gone; these do not change the exit code.
     """
     rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
@@ -229,7 +229,7 @@ def repair(
         fields["left"] = [{**one, "key": one["key"].decode(errors="backslashreplace")} for one in fields["left"]]
         typer.echo(msgspec.json.encode(fields).decode())
     else:
-        gone = f", {repaired.gone} gone meanwhile" if repaired.gone else ""
+        gone = f", {repaired.gone} gone during the sweep" if repaired.gone else ""
         typer.echo(
             f"{repaired.objects} objects, {repaired.endangered} with too few copies, {repaired.mended} mended "
             f"({format_size(repaired.nbytes)} copied){gone}"

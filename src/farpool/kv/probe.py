@@ -41,7 +41,7 @@ _DAMAGED = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_SIZE, Reason.
 
 @dataclass(frozen=True, slots=True)
 class EngineBlock:
-    """One block of an engine's memory, which nothing else uses during a probe.
+    """One block of an engine's memory, which the engine does not use during a probe.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class EngineBlock:
     targets : callable
         Return the memory into which the connector loads the block.
     land : callable
-        Bring what was loaded into `targets` to its place, if that is somewhere else.
+        Copy the loaded bytes from `targets` to the block, if the targets are other memory.
     """
 
     nbytes: int
@@ -77,7 +77,7 @@ class EngineBlock:
 
 
 class Probe:
-    """Says whether a connector's blocks may be served. Thread-safe.
+    """Decides if a connector may serve blocks. Thread-safe.
 
     Parameters
     ----------
@@ -87,8 +87,8 @@ class Probe:
     Attributes
     ----------
     reason : Reason or None
-        Why no block is served; None once the probe has passed. `UNPROVED` if the probe has failed, else the reason for
-        which the nodes could not be asked yet.
+        Why the connector serves no block; None once the probe has passed. `UNPROVED` if the probe has failed, else the
+        reason why it has not reached the nodes yet.
     error : ProbeError or None
         Error of a probe that has failed.
     """
@@ -102,7 +102,7 @@ class Probe:
         self.begin_in_child()
 
     def guard(self, saving: BlockCache, loading: BlockCache, *others: BlockCache) -> None:
-        """Let caches move no block until this probe has passed; it goes through the first two."""
+        """Keep caches from moving blocks until this probe has passed; the probe uses the first two."""
         self._caches = saving, loading
         for cache in (saving, loading, *others):
             cache.require(self)
@@ -113,13 +113,13 @@ class Probe:
         self._thread: int | None = None  # that makes the probe now
 
     def is_of_this_thread(self) -> bool:
-        """Return True while this thread makes the probe, whose own block is moved."""
+        """Return True while this thread makes the probe, because caches may then move the probe's block."""
         return self._thread == threading.get_ident()
 
     def check(self, block: EngineBlock) -> None:
         """Move a known block through a part of the engine's memory, at the start.
 
-        If no node can be asked, a copy in memory stands for them now, and `attempt` asks them later.
+        If no node answers, the probe uses a copy in memory instead, and `attempt` tries the nodes later.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class Probe:
                 self._settle(reason)
 
     def attempt(self) -> None:
-        """Ask the nodes if that could not be done yet; the engine's memory has been checked and may be in use."""
+        """Probe the nodes if none has answered yet, with other memory, because the engine may be using its own now."""
         with self._lock:
             if self.error is None and self.reason is not None and self._nbytes:
                 reason = self._moved(EngineBlock.private(self._nbytes), through_nodes=True)
@@ -147,13 +147,13 @@ class Probe:
     def _settle(self, reason: Reason | None) -> None:
         if reason in _NOT_ALLOWED:
             _LOG.warning(
-                "%s: nodes took no block for the probe (%s); its memory alone was checked", self._where, reason
+                "%s: nodes took no block for the probe (%s); only the engine's memory was checked", self._where, reason
             )
             reason = None
         self.reason = reason
 
     def _moved(self, block: EngineBlock, *, through_nodes: bool) -> Reason | None:
-        """Move a known block and compare it; return why it could not be moved."""
+        """Move a known block and compare it; return the reason if the nodes did not move it."""
         known, reason = _known(block.nbytes), None
         self._thread = threading.get_ident()
         try:
@@ -171,7 +171,7 @@ class Probe:
                 self._fail(f"it came back {reason}")
             elif reason is None and found != known:
                 self._fail(_difference(known, found))
-        except Exception as error:  # of the engine's functions, which may have changed
+        except Exception as error:  # the engine's functions may have changed
             self._fail(f"{type(error).__name__} was raised: {error}")
         finally:
             self._thread = None
@@ -181,7 +181,7 @@ class Probe:
         self.reason = Reason.UNPROVED
         self.error = ProbeError(
             f"{self._where}: a known block of {self._nbytes} bytes was saved and loaded, and {what}; expected the same "
-            "bytes. No block is loaded or saved by this connector. Check that this release of the engine is supported"
+            "bytes. This connector loads and saves no blocks. Check that this release of the engine is supported"
         )
         _LOG.error("ProbeError: %s", self.error)
 
@@ -196,7 +196,7 @@ def _inverted(known: bytes) -> bytes:
 
 
 def _copied(block: EngineBlock, known: bytes) -> None:
-    """Take the block out of the engine's memory and put it back, as the nodes would."""
+    """Copy the block out of the engine's memory and back, as a save and a load would."""
     copies = [b"".join(flat(part).tobytes() for part in parts_of(as_payload(value))) for value in block.values()]
     block.write(_inverted(known))
     targets = block.targets()
@@ -209,7 +209,7 @@ def _copied(block: EngineBlock, known: bytes) -> None:
 
 
 def _carried(block: EngineBlock, known: bytes, saving: BlockCache, loading: BlockCache) -> Reason | None:
-    """Save the block and load it again; return why one of them failed."""
+    """Save the block and load it again; return the reason if one of them failed."""
     values = block.values()
     namespace = Namespace(
         engine="farpool",
@@ -222,7 +222,7 @@ def _carried(block: EngineBlock, known: bytes, saving: BlockCache, loading: Bloc
     )
     keys = [block_key(namespace.digest, b"probe", 0, number) for number in range(len(values))]
     saved = saving.save(keys, values, ttl=_TTL_S, namespace=namespace)
-    if any(saved):  # the copies that were saved expire; do not ask nodes a second time that are away
+    if any(saved):  # do not drop the parts that were saved: they expire, and a drop would wait for missing nodes again
         return next(reason for reason in saved if reason is not None)
     try:
         block.write(_inverted(known))
