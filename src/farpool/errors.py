@@ -210,7 +210,7 @@ class AccessDeniedError(NodeError, PermissionError):
 
 
 class NodeFullError(NodeError, MemoryError):
-    """The node has no room, not even after evicting all that it may."""
+    """The node has no room, not even after evicting every object that it may evict."""
 
 
 class QuotaExceededError(NodeFullError):
@@ -301,7 +301,7 @@ class RegistryDamagedError(RegistryError):
 
 
 class RegistryCompactedError(RegistryError, LookupError):
-    """Changes that a watch asked for are no longer kept. Read the current entries, then watch from their revision.
+    """The registry no longer has the changes that a watch asked for. Read the entries, then watch from their revision.
 
     Attributes
     ----------
@@ -337,7 +337,7 @@ class NameMissingError(FarpoolError, LookupError):
 
 
 class NameLostError(FarpoolError, LookupError):
-    """A name is there, but an object that it holds is on no node any more. Publish it again.
+    """The name exists, but no node has one of its objects any more. Publish it again.
 
     Attributes
     ----------
