@@ -51,7 +51,7 @@ class Offer:
 
 
 class Agreement:
-    """The exchanges of one cache with those of the other ranks.
+    """The exchanges between one cache and the caches of the other ranks.
 
     Parameters
     ----------
