@@ -69,7 +69,7 @@ nb::list blocks(const std::shared_ptr<Rows>& self, std::int64_t start, std::int6
     return found;
 }
 
-// Bytes of one part of a target; empty for what is neither a memoryview nor Slices, cannot be written, or is not contiguous.
+// Bytes of one part of a target; empty unless it is a memoryview or Slices, writable and contiguous.
 std::optional<std::size_t> part_nbytes(nb::handle part) {
     if (nb::isinstance<Slices>(part) && nb::inst_ready(part)) {
         const auto& slices = *nb::inst_ptr<Slices>(part);
@@ -103,7 +103,7 @@ std::optional<std::size_t> target_nbytes(nb::handle target) {
     return total;
 }
 
-// Bytes of each target; empty where Python has to look at one of them.
+// Bytes of each target; empty if Python has to look at one of them.
 std::optional<nb::list> target_sizes(const nb::list& targets) {
     nb::list sizes;
     for (const nb::handle one : targets) {

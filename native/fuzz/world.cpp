@@ -117,7 +117,7 @@ void World::connect() {
     try {
         server_->adopt(Stream(theirs), session, tenant, rights, "key");
     } catch (const Server::Denied&) {
-        // A lease has begun the session again, without a key, after the node had closed a connection that broke the protocol.
+        // The node closed a connection that broke the protocol, and then a lease began the session again without a key.
         require(tenant == chaos, "a session was denied to its own key");
         clients_.pop_back();
         return;

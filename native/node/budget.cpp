@@ -117,11 +117,11 @@ bool Budget::can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const {
 bool Budget::can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const {
     const std::uint64_t holes = backed - std::min(backed, objects + leaving);
     if (!system_left_ || nbytes <= holes || nbytes <= holes + evictable(tenant, {})) {
-        return true;  // without asking the system, which costs a call
+        return true;  // without a system call
     }
     const std::uint64_t left = system_left_();
     const std::uint64_t lacking = nbytes - holes - std::min(nbytes - holes, left);
-    // A page more: the extent may begin and end within one.
+    // One page more, because the extent may begin and end within a page.
     return lacking == 0 || lacking + page_nbytes <= evictable(tenant, {given(left)});
 }
 
@@ -161,14 +161,14 @@ bool Budget::return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uin
     nbytes = std::max<std::uint64_t>(nbytes, 1);
     const std::uint64_t before = backed;
     trim();
-    if (backed < before) {  // holes had memory, so nothing need be evicted yet
+    if (backed < before) {  // holes had memory, so there is no need to evict yet
         return true;
     }
     const double part = given(0);
     if (evictable(tenant, {part}) < nbytes + ahead || !evict_some(tenant, nbytes, {part, true})) {
         return false;
     }
-    evict_some(tenant, used / 64, {part});  // room for the next put: these have time to go to the file
+    evict_some(tenant, used / 64, {part});  // room for the next put: there is time to write these to the file
     trim();
     return true;
 }

@@ -24,7 +24,7 @@ public:
     // Returns the bytes that the system can give to objects and leases in addition to those that it has given.
     using SystemLeft = std::function<std::uint64_t()>;
 
-    // Without `system_left` the system seems to have no limit until it refuses.
+    // Without `system_left` the budget counts on the system's memory until the system refuses some.
     explicit Budget(std::uint64_t limit, Shares shares = {}, SystemLeft system_left = {})
         : limit(limit), shares_(std::move(shares)), system_left_(std::move(system_left)) {}
 
@@ -56,16 +56,16 @@ public:
     std::uint64_t share_of_objects(std::uint32_t tenant) const;
     // True if `nbytes` are free or can be freed by eviction.
     bool can_make_room(std::uint32_t tenant, std::uint64_t nbytes) const;
-    // True if the system can back `nbytes` more with memory, after eviction if need be: other programs use the same file
-    // system, so it may have less than the limit. Ask before anything is evicted.
+    // True if the system can back `nbytes` more with memory, if necessary after eviction: other programs use the same file
+    // system, so it may have less than the limit. Call it before the first eviction.
     bool can_be_backed(std::uint32_t tenant, std::uint64_t nbytes) const;
     // Evicts until `nbytes` are free; false, and evicts nothing, if that is impossible.
     bool make_room(std::uint32_t tenant, std::uint64_t nbytes);
     // Makes sure that the system may give `nbytes` more memory: first by returning that of holes, then by evicting.
     bool make_backing_room(std::uint32_t tenant, std::uint64_t nbytes);
-    // Evicts objects and returns their memory to the system, which had no `nbytes` more to give. Shares are parts of what it
-    // has given, then. False, and evicts nothing, if all that can be evicted has less than `nbytes` and `ahead` together: bytes
-    // that the same object or lease takes next.
+    // Evicts objects and returns their memory to the system, which had no `nbytes` more to give. Shares are then parts of the
+    // memory that it has given. False, and evicts nothing, if all evictable objects have less than `nbytes` and `ahead`
+    // together; `ahead` is the number of bytes that the same object or lease takes next.
     bool return_backing(std::uint32_t tenant, std::uint64_t nbytes, std::uint64_t ahead = 0);
     void trim();
 

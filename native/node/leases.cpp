@@ -20,7 +20,7 @@ constexpr std::string_view prefix = "lease-";
 constexpr std::string_view suffix = ".data";
 
 constexpr std::uint64_t page_nbytes = 4096;
-// Bytes that are taken from the system at once.
+// Most bytes to take from the system at once.
 constexpr std::uint64_t largest_slice = std::uint64_t{4} << 20;
 // Largest page by which a file system may give memory.
 constexpr std::uint64_t largest_page_nbytes = std::uint64_t{2} << 20;
@@ -149,7 +149,7 @@ std::shared_ptr<Lease> Leases::make(std::uint64_t session, std::uint32_t tenant,
         }
         const int code = errno;
         if (is_lack_of_memory(code) && slice > page_nbytes) {
-            slice /= 2;  // first what there is: no more is to be returned than lacks
+            slice /= 2;  // first take all that the system has, so that we return no more memory to it than is missing
         } else if (is_lack_of_memory(code) && return_memory(total - taken)) {
             slice = largest_slice;
         } else {

@@ -46,7 +46,7 @@ public:
     // Adopts the leases of an earlier start. `notes` gets a line for each file that was removed instead.
     void adopt(std::vector<std::string>& notes);
     // Makes a lease with a file backed by memory; throws std::system_error. Slow, and changes no table: add() enters the lease.
-    // Where the system has no more memory, `return_memory` is asked to return so many bytes to it: false if it cannot.
+    // If the system has no more memory, make() calls `return_memory` with the bytes to return to it: false if it cannot.
     std::shared_ptr<Lease> make(std::uint64_t session, std::uint32_t tenant, std::uint64_t owner, std::uint64_t nbytes,
                                 const std::function<bool(std::uint64_t)>& return_memory) const;
     void add(std::shared_ptr<Lease> lease);

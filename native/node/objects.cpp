@@ -38,14 +38,14 @@ std::uint64_t extended(std::uint64_t word, std::uint64_t end) {
     return (word & numbered_flag) != 0 ? word : later(word & ~kept_flag, end) | (word & kept_flag);
 }
 
-// The word that keeps an object. A number without an end makes it another word each time, so that a touch which names the word
-// before it is refused, also after a restart.
+// The word that keeps an object. If it has no end, it contains a random number, so each touch makes another word. A touch that
+// names an earlier word is therefore refused, also after a restart.
 std::uint64_t kept_until(std::uint64_t word, std::uint64_t end) {
     const std::uint64_t last = later(end_in(word), end);
     return kept_flag | (last == 0 ? numbered_flag | random_word() >> 2 : last);
 }
 
-// 0 on the wire stands for no mark, so the word of an object without an end gets another: a time that has never been.
+// 0 on the wire means no mark, so 1 is the mark of an object without an end: no object ever ended at that time.
 std::uint64_t mark_of(std::uint64_t word) { return word == 0 ? 1 : word; }
 
 bool has_expired(std::uint64_t expiry) { return expiry != 0 && expiry <= now_milliseconds(); }
@@ -337,7 +337,7 @@ Touched Objects::touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, st
     }
     const std::uint64_t word = index_->at(slot).expiry;
     const bool is_kept = (word & kept_flag) != 0;
-    // To keep what others keep takes nothing from them.
+    // Keeping an object that another program keeps does not harm that program.
     if (seen != 0 && seen != mark_of(word) && !(keep == Keep::keep && is_kept)) {
         return {Status::unknown, mark_of(word)};
     }

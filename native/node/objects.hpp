@@ -112,8 +112,8 @@ public:
     Found commit(std::uint64_t offset, std::uint64_t serial, std::uint32_t crc);
     bool abort(std::uint64_t offset, std::uint64_t serial);
     Status remove(std::string_view key);
-    // With `seen` only if that is the object's mark, else `unknown`: another has kept it, let it go or extended it since. What
-    // is kept already may be kept again in any case.
+    // With `seen` only if that is the object's mark. Otherwise `unknown`, because another program has kept, released or
+    // extended the object since; but a kept object may always be kept again.
     Touched touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, std::uint64_t seen = 0);
 
     std::uint32_t epoch() const noexcept { return epoch_; }
@@ -170,8 +170,8 @@ public:
     void sweep(std::size_t slots);
     // Gives the memory of holes back to the system.
     void trim();
-    // Gives the memory back that holes have kept without a use for the last `idle_rounds` calls, at most `most` bytes in this
-    // one. Returns true if it looked at holes, which takes up to some milliseconds.
+    // Returns the memory to the system that holes have not used during the last `idle_rounds` calls, at most `most` bytes in
+    // this call. True if it looked at holes, which takes up to some milliseconds.
     static constexpr int idle_rounds = 30;
     bool return_idle(std::uint64_t most);
 
@@ -202,7 +202,7 @@ private:
     static constexpr std::uint64_t chunk_nbytes = std::uint64_t{2} << 20;
     // Step in which a payload that is being received takes memory, as its bytes come.
     static constexpr std::uint64_t slice_nbytes = std::uint64_t{128} << 10;
-    // A payload of at most so many bytes has all of its memory at first, also if it comes in slices.
+    // A payload of at most this size gets all of its memory at first, even if it comes in slices.
     static constexpr std::uint64_t one_slice_nbytes = std::uint64_t{1} << 20;
 
     struct Preparation {
@@ -271,7 +271,7 @@ private:
     std::optional<std::uint64_t> alloc(std::uint32_t units, std::uint32_t taken);
     std::optional<std::uint64_t> alloc(std::uint32_t units) { return alloc(units, units); }
     void free_prepared(std::uint64_t offset, const Preparation& prepared);
-    // Gives the memory of whole pages in a range back to the system; returns the bytes.
+    // Returns the memory of whole pages in a range to the system; the result is their bytes.
     std::uint64_t release(std::uint64_t begin, std::uint64_t end);
     // Bytes of memory in holes, with pages that a hole shares with an object.
     std::uint64_t hole_nbytes() const;
@@ -334,11 +334,11 @@ private:
     std::vector<bool> backed_;              // by page of the data segment
     std::uint64_t backed_nbytes_ = 0;
     std::uint64_t backed_end_ = 0;                       // offset from which on no page is backed
-    int rounds_ = 0;                                     // since the holes are watched
+    int rounds_ = 0;                                     // calls of return_idle() since it began to watch holes
     std::uint64_t least_holes_ = 0;                      // bytes of holes in the round that had the fewest
-    std::uint64_t idle_nbytes_ = 0;                      // bytes of holes that are to be given back
+    std::uint64_t idle_nbytes_ = 0;                      // bytes of holes that are still to be returned
     std::pair<std::int64_t, std::int64_t> next_idle_{};  // the hole to look at next: units, offset
-    std::uint64_t next_idle_end_ = 0;                    // end of the part of it that was not looked at
+    std::uint64_t next_idle_end_ = 0;                    // end of the part of it that is still to be looked at
     std::uint64_t used_ = 0;
     std::uint64_t tables_ = 0;  // bytes of `used_`, as tables()
     std::uint64_t indexed_units_ = 0;

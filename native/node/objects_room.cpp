@@ -10,9 +10,9 @@ namespace farpool {
 namespace {
 
 constexpr std::uint64_t page_nbytes = 4096;
-// Bytes of places that are looked at in a round for memory to give back: a millisecond.
+// Bytes of holes to look at in a round, for memory to return: about a millisecond of work.
 constexpr std::uint64_t looked_nbytes = std::uint64_t{4} << 30;
-// Bytes as which each hole counts in addition: a system call for it takes as long as looking at so many.
+// Bytes that count in addition for each hole, because its system call takes as long as looking at this many bytes.
 constexpr std::uint64_t hole_cost_nbytes = std::uint64_t{1} << 20;
 
 constexpr std::uint64_t down(std::uint64_t value, std::uint64_t step) { return value / step * step; }
@@ -226,8 +226,8 @@ std::uint64_t Objects::hole_nbytes() const {
     return backed_nbytes_ - std::min(backed_nbytes_, places);
 }
 
-// Holes that were needed a moment ago are needed again soon, and taking memory from the system costs more than keeping it. So
-// only as much goes back as was free in each of the last rounds: the largest holes first, since they cost the fewest calls.
+// The node soon needs holes again that it needed a moment ago, and taking memory from the system costs more than keeping it.
+// So we return only as much as was free in each of the last rounds: the largest holes first, which cost the fewest calls.
 bool Objects::return_idle(std::uint64_t most) {
     if (idle_nbytes_ == 0) {
         least_holes_ = rounds_ == 0 ? hole_nbytes() : std::min(least_holes_, hole_nbytes());
@@ -289,9 +289,9 @@ bool Objects::can_take(std::uint64_t nbytes) const {
     return budget_.can_make_room(tenant_, nbytes) && budget_.can_be_backed(tenant_, nbytes);
 }
 
-// Backs an extent with memory, in whole chunks, so that few system calls are needed. If that would be more than the node may
-// take, free memory is returned first, and only the pages of the extent are backed. `ahead`: units that the same object takes
-// next; nothing is evicted if there is no memory for them, and without `ahead` nothing is evicted at all.
+// Backs an extent with memory, in whole chunks, to need few system calls. If that is more than the node may take, we first
+// return free memory, and then back only the pages of the extent. `ahead` is the number of units that the same object takes
+// next: we evict nothing if there is no memory for them, and nothing at all without `ahead`.
 bool Objects::back_extent(std::uint64_t offset, std::uint32_t units, std::optional<std::uint32_t> ahead) {
     const std::uint64_t begin = down(offset, page_nbytes);
     const std::uint64_t end = up(offset + std::uint64_t{units} * unit_nbytes, page_nbytes);

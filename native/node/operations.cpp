@@ -219,7 +219,7 @@ void Server::extend_put(Peer& peer) {
                                          Objects::Arrival::in_slices);
         };
         Found prepared = prepare();
-        // Another put is given up only for one that could go on then.
+        // Give up another put only if this one can continue then.
         while (prepared.status == Status::full && !peer.objects->may_announce(peer.header.payload_nbytes) &&
                give_up_a_put(*peer.objects)) {
             prepared = prepare();
@@ -357,10 +357,10 @@ void Server::answer_lookup(Peer& peer) {
     go_on_with_lookup(peer);
 }
 
-// Looks up the next keys, as many as the turn has room for, and answers once all were looked up.
+// Looks up as many of the next keys as the turn has room for, and answers after the last key.
 void Server::go_on_with_lookup(Peer& peer) {
     Lookup& lookup = *peer.lookup;
-    if (lookup.epoch != peer.objects->epoch()) {  // what was found until then is outdated
+    if (lookup.epoch != peer.objects->epoch()) {  // the objects found so far are outdated
         lookup = Lookup{lookup.count, lookup.visits, peer.objects->epoch(), LookedUp(lookup.count), 0, first_key_at};
     }
     const std::size_t nbytes = peer.meta.size();
@@ -527,8 +527,7 @@ void Server::answer_commit(Peer& peer) {
     }
 }
 
-// Checks the payload of a commit, a part in each turn. A payload that could not be read back, or was not written, is not
-// published.
+// Checks the payload of a commit, a part in each turn. Does not publish a payload that was not written or cannot be read.
 void Server::go_on_with_commit(Peer& peer) {
     const Session::Promise* found = prepared_or_refuse(peer);  // another connection may have ended it
     if (found == nullptr) {

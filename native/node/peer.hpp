@@ -65,7 +65,7 @@ struct Reply {
     std::uint64_t ticket = 0;      // of a fetch from the file: the reply, and those behind it, wait for its end
     std::uint64_t fetched = 0;     // bytes that count as fetched until the reply has gone
     std::uint64_t unsent = 0;      // bytes that count as unsent until then
-    Clock::time_point begun{};     // when the header of its request had come
+    Clock::time_point begun{};     // when the header of its request had arrived
     File file;                     // goes with its first byte
 
     std::uint64_t nbytes() const noexcept { return sizeof header + meta.size() + header.payload_nbytes; }
@@ -84,11 +84,11 @@ struct Fetch {
     std::uint64_t ttl_ms;  // of a pin
 };
 
-// A lookup that is being answered, some of its keys in each turn.
+// A lookup under way; each turn looks up some of its keys.
 struct Lookup {
     std::uint32_t count;
     bool visits;          // the objects count as used
-    std::uint32_t epoch;  // of the tenant, in which the first keys were looked up
+    std::uint32_t epoch;  // of the tenant when the first keys were looked up
     LookedUp answer;
     std::uint32_t number = 0;  // of the next key
     std::size_t at = 0;        // in the request's meta
@@ -148,13 +148,13 @@ struct Peer {
     // The commit whose payload is being checked: offset of its extent (0 for none), and bytes checked so far.
     std::uint64_t committing = 0;
     std::uint64_t looked_at = 0;
-    std::optional<Lookup> lookup;  // that is being answered
-    std::vector<std::byte> rest;   // bytes received that wait for a later turn
-    std::size_t rest_from = 0;     // of them, the first that waits
+    std::optional<Lookup> lookup;  // under way
+    std::vector<std::byte> rest;   // received bytes that wait for a later turn
+    std::size_t rest_from = 0;     // index in `rest` of the first byte that still waits
 
     bool has_area() const noexcept { return area.memory.data() != nullptr; }
     bool by_area() const noexcept { return (header.flags & payload_in_area) != 0; }
-    // True while a request is being worked on that takes several turns; what was received behind it waits.
+    // True during a request that takes several turns; bytes received behind it wait.
     bool works() const noexcept { return committing != 0 || lookup.has_value() || copying.nbytes > 0; }
     bool in_frame() const noexcept { return stage != Stage::header || have > 0; }
 };

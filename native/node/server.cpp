@@ -22,7 +22,7 @@ namespace farpool {
 namespace {
 
 constexpr std::size_t scratch_nbytes = 64 * 1024;
-// Units of work of a turn while connections of one access key alone are there. Long turns move a little more.
+// Units of work of a turn while only one access key has connections. Long turns move a little more.
 constexpr std::uint64_t lone_turn = 2 * 1024 * 1024;
 constexpr std::size_t swept_slots = 20'000;
 constexpr std::uint64_t returned_nbytes = std::uint64_t{64} << 20;  // to the system in one tick, which takes milliseconds
@@ -209,8 +209,7 @@ void Server::serve_turns() {
         }
         turn_ = Turn(turns_.is_shared() ? Turns::quantum : lone_turn);
         serve(*peers_.at(static_cast<int>(next->name())));
-        const std::uint64_t units =
-            std::max(turn_.spent(), work::call);  // each turn costs something, also if it came to nothing
+        const std::uint64_t units = std::max(turn_.spent(), work::call);  // each turn costs something, even if it did nothing
         turns_.charge(*next, units);
         spent += units;
     }

@@ -134,8 +134,8 @@ public:
     // Requests over data connections that were refused, by tenant and status.
     std::map<std::uint32_t, Tallies::Refusals> refusals();
 
-    // Notes the events that are there, after waiting at most `milliseconds` for one, and serves connections for about the work
-    // of one turn. False if there was nothing to do. For the loop's thread, and for tests that have none.
+    // Waits at most `milliseconds` for an event, notes all events, and serves connections for about the work of one turn. False
+    // if there was nothing to do. Called by the loop's thread, and by tests that have no such thread.
     bool step(int milliseconds);
 
 private:
@@ -306,8 +306,8 @@ private:
     Turns turns_;
     Turn turn_{0};  // the one that is being served
     std::unordered_map<int, std::unique_ptr<Peer>> peers_;
-    bool has_work_ = false;    // for connections that wait for no event; of the loop's thread alone
-    std::vector<int> closed_;  // not forgotten before the events at hand have been worked off
+    bool has_work_ = false;    // connections have work that needs no event; only the loop's thread uses this
+    std::vector<int> closed_;  // kept until the current events have been handled
     std::vector<Event> events_;
     Counts counts_;
     Tallies tallies_;

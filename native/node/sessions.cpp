@@ -107,7 +107,7 @@ std::uint64_t Server::lend(std::uint64_t session, std::uint32_t tenant, std::uin
     // Backing a lease with memory takes long, and the loop goes on meanwhile.
     std::shared_ptr<Lease> lease;
     try {
-        // Where the system has less memory than is lent, objects leave for the lease, as they do for others that come.
+        // If the system has less memory than the node lends, evict objects for the lease, as for new objects.
         lease = leases_.make(session, tenant, owner, nbytes, [&](std::uint64_t lacking) {
             const Hold hold(mutex_);
             return !stopped_ && budget_.return_backing(tenant, lacking);

@@ -1,4 +1,4 @@
-// Tallies of the replies of a node: how long each operation took, and what was refused to which tenant.
+// Tallies of the replies of a node: times of each operation, and refusals to each tenant.
 #pragma once
 
 #include <array>
@@ -12,12 +12,12 @@
 
 namespace farpool {
 
-// Times of one operation in buckets, each of which reaches twice as far as the one before it.
+// Times of one operation in buckets, each of which ends at twice the time of the one before it.
 struct Latencies {
     static constexpr std::size_t buckets = 25;
     static constexpr std::uint64_t first_ns = 1024;  // end of the first bucket; the last one ends after 17 s
 
-    std::array<std::uint64_t, buckets + 1> counts{};  // behind the buckets: of longer times
+    std::array<std::uint64_t, buckets + 1> counts{};  // one for each bucket, and the last for longer times
     std::uint64_t sum_ns = 0;
 
     void add(std::uint64_t ns) noexcept {
@@ -43,7 +43,7 @@ public:
             ++refusals_[reply.tenant][reply.status];
         }
     }
-    // By operation, as far as there was a reply to it. A request of an unknown operation has an entry of its own number.
+    // By operation, if it had a reply. A request of an unknown operation has an entry under its number.
     std::map<std::uint8_t, Latencies> latencies() const {
         std::map<std::uint8_t, Latencies> found;
         for (std::size_t op = 0; op < latencies_.size(); ++op) {

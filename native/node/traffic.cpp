@@ -39,7 +39,7 @@ void Server::notice(Peer& peer, std::uint32_t events) {
 }
 
 bool Server::may_read(const Peer& peer) const {
-    // The end of a stream closes the connection, so all replies are sent before it is read.
+    // Reading the end of a stream closes the connection, so the node sends all replies first.
     const bool may_end = !peer.hung_up || peer.replies.empty();
     const bool has_input = !peer.rest.empty() || ((peer.readable || peer.socket.pending()) && may_end);
     return !peer.closing && (peer.works() || (has_input && peer.replies.size() < largest_backlog));
@@ -70,8 +70,8 @@ void Server::service(Peer& peer) {
     }
 }
 
-// Closes a connection that is done with, or waits for its next event and its next turn. Epoll tells of changes alone: asking
-// for an event again makes it look again.
+// Closes a connection that is finished, or waits for its next event and its next turn. Epoll reports only changes; when we ask
+// for an event again, it checks the state again.
 void Server::watch(Peer& peer) {
     if (peer.closing && peer.replies.empty()) {
         close_peer(peer);
@@ -98,7 +98,7 @@ void Server::watch(Peer& peer) {
     queue(peer);
 }
 
-// Goes on with a request that takes several turns; true once nothing is left of it to do.
+// Continues a request that takes several turns; true once it is done.
 bool Server::go_on(Peer& peer) {
     if (peer.committing != 0) {
         go_on_with_commit(peer);
@@ -115,7 +115,7 @@ void Server::receive(Peer& peer) {
     if (go_on(peer)) {
         receive_more(peer);
     }
-    // As long as it waits for room in the area, it sends no more. It is told of whole parts.
+    // While the client waits for room in the area, it sends no more. We report whole parts to it.
     const std::uint64_t taken = peer.header.payload_nbytes - peer.left;
     if (!peer.dead && peer.copying.nbytes == 0 && peer.stage == Peer::Stage::payload && peer.by_area() &&
         peer.header.payload_nbytes > peer.area.nbytes() && taken > peer.told) {
@@ -124,7 +124,7 @@ void Server::receive(Peer& peer) {
     }
 }
 
-// Reads on where the turn before has ended: first what it had received.
+// Continues to read where the previous turn ended: first handles the bytes that it had received.
 void Server::receive_more(Peer& peer) {
     if (!peer.rest.empty()) {
         peer.rest_from += feed(peer, peer.rest.data() + peer.rest_from, peer.rest.size() - peer.rest_from);
@@ -148,7 +148,7 @@ void Server::receive_more(Peer& peer) {
     }
 }
 
-// Receives once, and handles the bytes. Returns as receive() of a stream.
+// Receives once, and handles the bytes. Returns the same as receive() of a stream.
 ssize_t Server::receive_some(Peer& peer) {
     std::array<iovec, 2> parts{};
     std::size_t count = 0;
@@ -193,7 +193,7 @@ ssize_t Server::receive_some(Peer& peer) {
     return got;
 }
 
-// Handles bytes that were received; returns how many. The others are for a later turn.
+// Handles received bytes, and returns how many; the others wait for a later turn.
 std::size_t Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) {
     std::size_t done = 0;
     while (done < nbytes && !peer.dead && !peer.closing && !peer.works() && peer.copied < area_turn_nbytes) {
@@ -215,7 +215,7 @@ std::size_t Server::feed(Peer& peer, const std::byte* data, std::size_t nbytes) 
     return done;
 }
 
-// Handles the next field of a frame, or the part of it that has come; returns its bytes.
+// Handles the next field of a frame, or the part of it that has arrived; returns its bytes.
 std::size_t Server::feed_some(Peer& peer, const std::byte* data, std::size_t nbytes) {
     std::size_t used = 0;
     const auto fill = [&](void* field, std::size_t size) {
@@ -336,7 +336,7 @@ void Server::refuse(Reply& answer, Status status, std::string meta) {
 
 void Server::flush(Peer& peer) {
     const std::size_t most = turn_.step_nbytes();
-    // Something is sent in each turn, also if reading took all of it.
+    // Send something in each turn, even if reading took all of the turn.
     for (bool first = true; (first || !turn_.is_over()) && !peer.replies.empty(); first = false) {
         std::array<iovec, 3 * replies_at_once> parts;
         std::size_t count = 0;

@@ -1,4 +1,4 @@
-// What a turn may cost, and the units of work in which it is counted.
+// The work that a turn may cost, and its units.
 #pragma once
 
 #include <algorithm>
@@ -7,12 +7,11 @@
 
 namespace farpool {
 
-// Units of work. One unit is the time of sending a byte (0.2 ns, measured over loopback); the others are multiples of it,
-// rounded.
+// Costs in units of work. One unit is the time of sending a byte (0.2 ns, measured over loopback); the costs are rounded.
 namespace work {
 constexpr std::uint64_t call = 8 * 1024;      // a system call that moves bytes
 constexpr std::uint64_t frame = 6 * 1024;     // a request: parsing it, finding its object, its reply
-constexpr std::uint64_t publish = 16 * 1024;  // an object that is published: its place, and others evicted for it
+constexpr std::uint64_t publish = 16 * 1024;  // an object that is published: its place, and evictions for it
 constexpr std::uint64_t key = 400;            // a key of a lookup
 constexpr std::uint64_t backed_byte = 2;      // a byte of memory taken for an object, and zeroed by the system
 }  // namespace work

@@ -91,7 +91,7 @@ void Turns::want(Flow& flow) noexcept {
     }
 }
 
-// The flow keeps its place in line, if it has one, until its turn comes: only then may it come back in front of others.
+// The flow keeps its place in line, if it has one, until its turn. Only after that may it come in front of other flows again.
 void Turns::rest(Flow& flow) noexcept {
     for (Flow* one = &flow; one->above_ != nullptr && one->has_work_ && one->working_ == 0; one = one->above_) {
         one->has_work_ = false;
@@ -100,7 +100,7 @@ void Turns::rest(Flow& flow) noexcept {
 }
 
 Turns::Flow& Turns::next_below(Flow& group) noexcept {
-    for (;;) {  // ends, because one has work, and each round gives it a quantum
+    for (;;) {  // ends, because one flow has work, and each round gives it a quantum
         Flow& first = *(group.fresh_.empty() ? group.old_ : group.fresh_).front();
         if (first.credit_ <= 0) {
             first.credit_ += quantum;

@@ -1,14 +1,14 @@
 // The order in which a node serves its connections: turns by tenant, then by access key, then by connection.
 //
-// Deficit round robin on three levels, with the lists of fq_codel (RFC 8290): those that had no work are first, once, and all
-// others follow one another. Each tenant, each key of a tenant and each connection of a key is given `quantum` units of work a
-// round and pays for what it has used. If it uses more in one turn, it pays that debt in later rounds.
+// Deficit round robin on three levels, with the lists of fq_codel (RFC 8290): flows that had no work are first, once, and all
+// other flows follow one another. Each tenant, each key of a tenant and each connection of a key gets `quantum` units of work a
+// round and pays for the units that it uses. If it uses more in one turn, it pays that debt in later rounds.
 //
 // A key or a tenant whose last connection ends keeps its debt and its place in line until its turn comes. So a client that
 // connects again for each request pays like one that stays.
 //
 // This class knows units and no sockets. Only join() allocates. A turn takes constant time, apart from the rounds in which
-// debts are paid.
+// flows pay debts.
 #pragma once
 
 #include <cstddef>
@@ -75,7 +75,7 @@ public:
     void want(Flow& flow) noexcept;
     void rest(Flow& flow) noexcept;
 
-    // The connection whose turn it is; null if none has work. It keeps its turn until it has been charged.
+    // Returns the connection that has its turn; null if none has work. It keeps its turn until charge().
     Flow* next() noexcept;
     // Charges a connection, its key and its tenant for the units of work of a turn.
     void charge(Flow& flow, std::uint64_t units) noexcept;

@@ -1,4 +1,4 @@
-// Bytes that containers hold: what they have allocated, not what they use.
+// Bytes that containers have allocated, which may be more than they use.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A node under the floods of one tenant: what it does for them before it answers another, and how it shares its bytes.
+// A node under the floods of one tenant: how much it works for them before it answers another, and how it shares its bytes.
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -163,7 +163,7 @@ std::uint64_t most_work_before_an_answer(std::size_t connections, const std::fun
         world.answered(*victim, framed(Op::get, "small"));
         most = std::max(most, world.work() - before);
     }
-    CHECK(world.work() > 60 * mib / 8);  // the flood was one
+    CHECK(world.work() > 60 * mib / 8);  // the flood kept the node busy
     return most;
 }
 

@@ -1,4 +1,4 @@
-// Turns by tenant, key and connection: who has how much of the work, and how long an idle one waits.
+// Turns by tenant, key and connection: the share of each in the work, and how long an idle connection waits.
 #include "node/turns.hpp"
 
 #include <algorithm>
@@ -83,7 +83,7 @@ TEST("tenants have equal parts, then keys, then connections, however many there 
     }
 }
 
-TEST("who had no work is next, at each level") {
+TEST("a flow that had no work is next, at each level") {
     Busy busy(7);
     busy.add(1, 10, 64);
     const Turns::Seat idle = busy.turns.join(2, 20, 1000);
@@ -105,7 +105,7 @@ TEST("who had no work is next, at each level") {
     }
 }
 
-TEST("who asks again and again waits for a quantum of each other tenant, no more") {
+TEST("a connection that asks again and again waits for a quantum of each other tenant, no more") {
     Busy busy(3);
     busy.add(1, 10, 64);
     busy.add(2, 20, 64);

@@ -76,8 +76,8 @@ void require_valid(X509* certificate) {
     }
 }
 
-// OpenSSL lets a certificate without extended key usage play both roles, so a stolen one of a client could play a node. We
-// want the role in it: clientAuth from a client, serverAuth from a node.
+// OpenSSL accepts a certificate without extended key usage in both roles, so a thief could run a node with a client's one. We
+// require the role in it: clientAuth from a client, serverAuth from a node.
 int require_role(int is_accepted, X509_STORE_CTX* chain) {
     if (is_accepted != 1 || X509_STORE_CTX_get_error_depth(chain) != 0) {
         return is_accepted;

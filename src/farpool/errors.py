@@ -210,7 +210,7 @@ class AccessDeniedError(NodeError, PermissionError):
 
 
 class NodeFullError(NodeError, MemoryError):
-    """The node has no room, not even after evicting all that it may."""
+    """The node has no room, not even after evicting every object that it may evict."""
 
 
 class QuotaExceededError(NodeFullError):
@@ -230,7 +230,7 @@ class StoreClosedError(FarpoolError, RuntimeError):
 
 
 class ProbeError(FarpoolError, RuntimeError):
-    """A known block came back different through an engine's memory; the connector loads and saves nothing."""
+    """A connector moved a known block through an engine's memory and got other bytes back, so it refuses to serve."""
 
 
 class LeaseLostError(NodeError):
@@ -276,11 +276,11 @@ class RegistryAwayError(RegistryError, TimeoutError):
 
 
 class RegistryUnwritableError(RegistryAwayError):
-    """The registry cannot be written now, for example because its disk is full or read-only. Reading may go on."""
+    """The registry cannot be written now, for example because its disk is full or read-only. Reads may succeed."""
 
 
 class RegistryReplacedError(RegistryError):
-    """The registry is not the one that the program opened: its file was removed or replaced, or its etcd made again.
+    """The registry is not the one that the program opened: its file was removed or replaced, or its etcd recreated.
 
     A change that was under way may be lost. Open the registry again.
     """
@@ -292,7 +292,7 @@ class RegistryDamagedError(RegistryError):
     Attributes
     ----------
     key : str
-        The damaged entry, empty if it is not known which.
+        Key of the damaged entry; empty if the damage is not in one entry.
     """
 
     def __init__(self, message: str, *, registry: str = "", key: str = "") -> None:
@@ -301,7 +301,7 @@ class RegistryDamagedError(RegistryError):
 
 
 class RegistryCompactedError(RegistryError, LookupError):
-    """Changes that a watch asked for are no longer kept. Read the current entries, then watch from their revision.
+    """The registry no longer has the changes that a watch asked for. Read the entries, then watch from their revision.
 
     Attributes
     ----------
@@ -337,7 +337,7 @@ class NameMissingError(FarpoolError, LookupError):
 
 
 class NameLostError(FarpoolError, LookupError):
-    """A name is there, but an object that it holds is on no node any more. Publish it again.
+    """The name exists, but no node has one of its objects any more. Publish it again.
 
     Attributes
     ----------

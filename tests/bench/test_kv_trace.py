@@ -205,7 +205,7 @@ def test_a_log_without_token_ids_or_with_a_part_of_them_is_refused(tmp_path: Pat
     log = Path(__file__).parent / "logs/sglang.log"
     cut = tmp_path / "cut.log"
     cut.write_text(log.read_text().replace("[100, 101", '[100, "...", 101'))
-    with pytest.raises(ConfigError, match=r"line 1 .* not all token ids; pass --log-requests-level 3"):
+    with pytest.raises(ConfigError, match=r"line 1 .* lacks some token ids; start SGLang with --log-requests-level 3"):
         kv_requests.read(cut)
     text = tmp_path / "text.log"
     text.write_text(log.read_text().splitlines()[2])
@@ -357,7 +357,7 @@ def test_a_compressed_file_that_is_cut_off_or_damaged_or_empty_is_named(tmp_path
 def test_a_table_of_token_counts_is_said_to_name_no_prefixes(tmp_path: Path, text: str, message: str) -> None:
     for name, data in (("trace.csv", text.encode()), ("trace.csv.gz", gzip.compress(text.encode()))):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(ConfigError, match=r"table \(CSV\) .*not which of them begin alike") as raised:
+        with pytest.raises(ConfigError, match=r"table \(CSV\) .*does not tell which of them begin alike") as raised:
             kv_requests.read(tmp_path / name)
         assert message in str(raised.value)
         assert "needed are JSON lines, each an object with 'hash_ids'" in str(raised.value)

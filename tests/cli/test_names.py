@@ -81,7 +81,7 @@ def test_a_name_is_published_watched_read_and_taken_away(node: RunningNode, tmp_
     done = run(tmp_path, "open", "models/a", *at)
     assert done.returncode == 2
     assert done.stderr == b"error: nothing is published under the name 'models/a'; publish it first\n"
-    assert b"objects let go" in run(tmp_path, "sweep", *at).stdout
+    assert b"objects released" in run(tmp_path, "sweep", *at).stdout
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:

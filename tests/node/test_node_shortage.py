@@ -69,7 +69,7 @@ def running() -> Iterator[RunningNode]:
 
 
 def test_a_node_without_descriptors_is_full_for_a_while_and_denies_nobody(running: RunningNode) -> None:
-    with short(running.pid, 1), pytest.raises(NodeFullError, match="lacks what a connection needs") as caught:
+    with short(running.pid, 1), pytest.raises(NodeFullError, match="is short of descriptors or memory") as caught:
         dial(parse_address(running.address), "data", deadline=time.monotonic() + PATIENCE)
     assert not caught.value.refused  # so a store asks it again
 
@@ -80,7 +80,7 @@ def test_a_store_waits_for_a_node_that_has_no_descriptors(running: RunningNode) 
     def hold() -> None:
         with short(running.pid, 1):
             began.set()
-            eventually(lambda: "lacks what a connection needs" in running.log)
+            eventually(lambda: "is short of descriptors or memory" in running.log)
         ends.set()
 
     began = threading.Event()
@@ -116,7 +116,7 @@ def test_a_publish_area_that_the_node_has_no_descriptor_for_is_refused_and_the_c
 
 
 def test_a_program_without_descriptors_says_that_the_shortage_is_its_own(running: RunningNode) -> None:
-    with short(os.getpid(), 0), pytest.raises(NodeError, match="this process lacks what a connection needs"):
+    with short(os.getpid(), 0), pytest.raises(NodeError, match="this process is short of descriptors or memory"):
         dial(parse_address(running.address), "data", deadline=time.monotonic() + PATIENCE)
 
 

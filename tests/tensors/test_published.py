@@ -280,7 +280,7 @@ def test_a_damaged_tensor_is_handed_to_no_one_and_leaves_nothing_pinned(tmp_path
             farpool.publish_tensors(store, "whole", {"small": tensors["small"]})
             farpool.publish_tensors(store, "damaged", tensors)
             node.damage(tensors["large"].numpy().tobytes())
-            with pytest.raises(ChecksumError, match="the bytes of the pinned object are not those that were put"):
+            with pytest.raises(ChecksumError, match="the bytes of the pinned object differ from those that were put"):
                 farpool.map_tensors(store, "damaged")
             assert sum(info.pins for info in store.objects()) == 0
             assert torch.equal(farpool.map_tensors(store, "whole")["small"], tensors["small"])

@@ -34,7 +34,7 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 """First bytes of every file that zstd writes."""
 _MARK = b"\xef\xbb\xbf"  # editors on Windows begin UTF-8 files with it
 _LINE_BYTES_MAX = 256 << 20
-# 4 KiB that zstd has compressed can be no more than 128 MiB of text, so that a hostile file cannot fill the memory.
+# 4 KiB that zstd has compressed hold at most 128 MiB of text, so a hostile file cannot fill the memory.
 _PACKED_BYTES = 4 << 10
 _PLAIN_BYTES = 1 << 20
 
@@ -59,7 +59,7 @@ class Request(NamedTuple):
     prompt : list
         Token ids, not yet checked.
     length : int or None
-        Tokens of the prompt, if the line with names says it.
+        Tokens of the prompt, if the line with the names has this number.
     """
 
     line: int
@@ -180,7 +180,7 @@ def _log_lines(path: Path, texts: Iterable[tuple[int, bytes]], reason: str, labe
             if not isinstance(prompt, list):
                 raise ConfigError(f"{where}: a prompt is {reprlib.repr(prompt)}, expected a list of token ids")
             if "..." in prompt:
-                raise ConfigError(f"{where} has not all token ids; pass --log-requests-level 3")
+                raise ConfigError(f"{where} lacks some token ids; start SGLang with --log-requests-level 3")
             any_prompt = True
             yield Request(number, None, prompt, None)
     if not any_prompt:
@@ -218,8 +218,8 @@ def _why_unreadable(path: Path, head: list[tuple[int, bytes]], reason: str, labe
         if {label_hash_ids, *_PROMPTS} & set(columns):
             return f"{named}, and tables are not read; {needed}"
         return (
-            f"{named}. It says how long the prompts are and not which of them begin alike, so no cache could find "
-            f"anything again; {needed}"
+            f"{named}. It has the lengths of prompts and does not tell which of them begin alike, so no hit rate "
+            f"follows from it; {needed}"
         )
     return (
         f"line {number} of {path} is not JSON: {reason}; there is no line of vLLM's or SGLang's log with the token ids "

@@ -10,9 +10,9 @@ checksums and headers are in it. Of the peers it is that of a lookup of all keys
 into memory that was written before, and the copy from there to the engine's memory; no hash is computed and nothing is
 verified. Mooncake and LMCache run in processes of their own, whose times are added. Redis runs here. LMCache's L1 is
 memory of the process that reads it: reading gives its blocks where they lie, and the copy to the engine's memory is the
-only one. Two more rows show what moving bytes takes by itself: a copy of as many in this process's memory, and a C
-program that sends as many from another process over TCP, where both sides sleep while they wait; nothing is looked up,
-checked or scattered. They follow a computation, too: a processor has to wake up, and caches are full of other things.
+only one. Two more rows only move as many bytes: a copy in this process's memory, and a C program that sends them from
+another process over TCP, with both sides sleeping while they wait. These look nothing up, check nothing and scatter
+nothing. They follow a computation, too: a processor has to wake up, and its caches hold the data of the computation.
 
 Loading is always chosen here, and no request is held out: the decision itself is not what is measured. transformers'
 offloaded caches need a GPU and are not compared.
@@ -77,8 +77,8 @@ def table(outcome: Outcome) -> Group:
                 f"{middle:.2f} ({low:.2f}-{high:.2f})",
                 "" if row.equal is None else "yes" if row.equal else "NO",
             )
-    said = f"{outcome.threads} threads; peers: {'; '.join(outcome.peers) or 'none'}"
-    return Group(made, Text("\n".join([said, *missing.values()])))
+    setting = f"{outcome.threads} threads; peers: {'; '.join(outcome.peers) or 'none'}"
+    return Group(made, Text("\n".join([setting, *missing.values()])))
 
 
 def figures(outcome: Outcome) -> dict[str, Figure]:

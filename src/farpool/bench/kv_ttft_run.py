@@ -221,7 +221,7 @@ def _own(
 def _bare(
     stack: ExitStack, model: _Model, sockets: Path | None, tokens: int
 ) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Yield the works of moving as many bytes in one piece, which are not looked up, checked or scattered."""
+    """Yield works that move as many bytes in one piece, without looking them up, checking or scattering them."""
     nbytes = model.token_bytes * tokens
     target = model.spare.view(-1).view(torch.uint8)[:nbytes]
     into, source = memoryview(cast("Buffer", target.numpy())), memoryview(bytearray(nbytes))

@@ -32,7 +32,7 @@ def read(path: Path) -> RequestTrace:
     try:
         with path.open("rb") as file:
             start = file.read(len(ZSTD_MAGIC))
-            # Records begin with a time, which may look like gzip's first bytes, so that the name decides about these.
+            # A trace may begin with a time that looks like gzip's first bytes, so the name of a gzip file counts, too.
             zipped = start.startswith(GZIP_MAGIC) and path.suffix.lower() in (".gz", ".csv")
             if zipped or start == ZSTD_MAGIC:
                 tool = "gzip" if zipped else "zstd"

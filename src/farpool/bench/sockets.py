@@ -44,7 +44,7 @@ def read(connection: socket.socket, into: memoryview) -> None:
     FarpoolError
         The server has ended the connection.
     OSError
-        It says nothing any more.
+        The server sends nothing before the timeout.
     """
     connection.sendall(_REQUEST)
     while into.nbytes > 0:
@@ -120,7 +120,7 @@ class Sockets:
     def connect(self) -> socket.socket:
         """Open a connection of this process, over which one object after another can be read with `read`."""
         connection = socket.create_connection(("127.0.0.1", int(self._port)), _TIMEOUT)
-        # A timeout of Python's would have it ask again for each part that comes.
+        # With a timeout of its own, Python would call poll before it receives each part.
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_TIMEOUT), 0))
         return connection

@@ -1,4 +1,4 @@
-"""Waiting next to floods of another tenant, and the shares of two tenants in a node's bytes.
+"""Benchmark of how long a tenant waits next to floods of another one, and how two tenants share a node's bytes.
 
 The victim gets an object of 4 KiB again and again, over a connection of its own; its median time is measured alone,
 next to a process that uses a processor and asks the node for nothing, and next to each flood of another tenant, with
@@ -35,7 +35,7 @@ __all__ = ["Outcome", "Settings", "Shared", "Waited", "figures", "run", "table"]
 
 _FLOODING, _VICTIM = "flooding:0123456789abcdef", "victim:0123456789abcdef"
 _BEGINNING = 0.5
-"""Seconds until a flood is one."""
+"""Seconds until a flood is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Settings:
     device : str
         ``cpu``: a node computes nothing on a device.
     seconds : float
-        Of each measurement.
+        Seconds of each measurement.
     rounds : int
         Measurements of each kind, taken in turn.
     connections : int
-        Of the larger floods.
+        Connections of the larger floods.
     """
 
     device: str = "cpu"
@@ -67,16 +67,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Median seconds of the victim's gets in each round, next to one flood.
+    """Median seconds of the victim's gets in each round, next to one kind of flood.
 
     Attributes
     ----------
     kind : str
         The flood; ``processor`` is a process that asks the node for nothing.
     alone, flooded : tuple of float
-        Without it, just before, and next to it.
+        Medians just before the flood, and next to it.
     node : tuple of float
-        Processors that the node used next to it.
+        Processors that the node used during the flood.
     """
 
     kind: str
@@ -87,13 +87,13 @@ class Waited:
 
     @property
     def ratio(self) -> float:
-        """Times that a get takes next to the flood, in the median of the rounds."""
+        """Time of a get next to the flood over its time alone, in the median of the rounds."""
         return statistics.median(busy / idle for busy, idle in zip(self.flooded, self.alone, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Bytes that a tenant with one connection received in each round, of the bytes of both."""
+    """Share of a tenant with one connection in the bytes that both tenants received, in each round."""
 
     connections: int
     shares: tuple[float, ...]
@@ -157,7 +157,7 @@ def _node() -> Iterator[RunningNode]:
 
 
 def _fill(node: RunningNode, victim: socket.socket) -> None:
-    """Put the objects that the floods ask for, as far as other floods have evicted them."""
+    """Put the objects that the floods read, in case other floods have evicted them."""
     with connected(node.address, _FLOODING) as flooding:
         objects = [(b"64 KiB", 64 << 10), (b"8 MiB", 8 << 20)]
         for key, nbytes in objects:
@@ -247,5 +247,5 @@ def table(outcome: Outcome) -> Group:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """Draw nothing: the table says it."""
+    """Draw nothing: the table has all results."""
     return {}

@@ -1,7 +1,7 @@
-"""One tenant's program that asks a node for more than its part, as the benchmark of turns runs it.
+"""Program of a tenant that sends a node more requests than its share allows; the benchmark of turns runs it.
 
 ``python -m farpool.bench.turns_flood ADDRESS KEY KIND CONNECTIONS`` prints a line when it has begun and goes on until
-its standard input ends. For each line there it prints how many bytes it has received.
+its standard input ends. For each line that it reads from there it prints how many bytes it has received.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _read_all_the_time(streams: list[socket.socket], kind: str) -> None:
     while True:
         for descriptor, _ in poll.poll():
             if descriptor == 0:
-                if not _told(total):
+                if not _reported(total):
                     return
                 continue
             got = of[descriptor].recv_into(buffer)
@@ -123,7 +123,7 @@ def _put_all_the_time(streams: list[socket.socket], kind: str) -> None:
     while True:
         for descriptor, events in poll.poll():
             if descriptor == 0:
-                if not _told(total):
+                if not _reported(total):
                     return
                 continue
             if events & select.POLLIN:
@@ -143,8 +143,8 @@ def _burn_all_the_time() -> None:
         sum(range(10_000))
 
 
-def _told(total: int) -> bool:
-    """Print the bytes for a line of the standard input; False at its end."""
+def _reported(total: int) -> bool:
+    """Answer a line of the standard input with the bytes received so far; return False at the end of the input."""
     if not os.read(0, 1):
         return False
     print(total, flush=True)
@@ -162,7 +162,7 @@ def _poll(streams: list[socket.socket], events: int) -> select.poll:
 def main() -> None:
     """Flood the node that the arguments name."""
     address, key, kind, connections = sys.argv[1:]
-    os.nice(5)  # what is measured next to this is the node, not the wait for a processor
+    os.nice(5)  # the benchmark measures the node, and not how long it waits for a processor that this program uses
     streams = [connected(address, key) for _ in range(int(connections))]
     print("begun", flush=True)
     if kind == "processor":

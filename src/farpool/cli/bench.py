@@ -17,7 +17,7 @@ from farpool.errors import ConfigError
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Measure farpool beside the machine's limit and beside what one would use otherwise.",
+    help="Measure farpool, the machine's limit, and other tools for the same task.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -111,11 +111,11 @@ def growth(
 @app.command()
 def turns(
     seconds: Annotated[
-        float | None, typer.Option(metavar="S", min=0.05, help="Of each measurement; default: 1.")
+        float | None, typer.Option(metavar="S", min=0.05, help="Seconds of each measurement; default: 1.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Measurements of each; default: 3.")] = None,
     connections: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of the larger floods; default: 64.")
+        int | None, typer.Option(metavar="N", min=1, help="Connections of the larger floods; default: 64.")
     ] = None,
     quick: Quick = False,
     json: Json = False,
@@ -174,16 +174,16 @@ def kv(
         list[int] | None, typer.Option(metavar="N", min=1, help="Repeatable; default: 1, 2, 4, 8.")
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens of a block, where FILE does not say it.")
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of a block, if FILE does not say it.")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Geometry, such as llama-3.1-8b.")] = None,
     bytes_per_token: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="KV of a token; default: 131072.")
     ] = None,
     prefill_tokens_per_second: Annotated[
-        float | None, typer.Option(metavar="RATE", help="Of your engine; default: 8000.")
+        float | None, typer.Option(metavar="RATE", help="Rate of your engine; default: 8000.")
     ] = None,
-    link: Annotated[str | None, typer.Option(metavar="RATE", help="To the nodes; default: 10GB/s.")] = None,
+    link: Annotated[str | None, typer.Option(metavar="RATE", help="Rate to the nodes; default: 10GB/s.")] = None,
     real: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Move bytes of the first N requests, too.")
     ] = None,
@@ -243,7 +243,7 @@ def kv_blocks(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """KV blocks looked up, saved and loaded, beside the store's own calls, sockets, Mooncake, Redis and LMCache."""
+    """KV blocks looked up, saved and loaded: farpool, the store's own calls, sockets, Mooncake, Redis and LMCache."""
     _perform("kv-blocks", {"lmcache": lmcache, "rounds": rounds}, "cpu", quick, json, report)
 
 
@@ -268,7 +268,7 @@ def kv_codecs(
     json: Json = False,
     report: Report = None,
 ) -> None:
-    """Codecs of KV blocks on real keys and values: how much smaller, and how fast, beside memcpy."""
+    """Codecs of KV blocks on real keys and values: how much smaller, and how fast, compared with memcpy."""
     _perform("kv-codecs", {"rounds": rounds}, "cpu", quick, json, report)
 
 
@@ -285,7 +285,7 @@ def kv_generate(
 
 @app.command("report")
 def write_report(
-    files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="What --json printed.")],
+    files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Files with the output of --json.")],
     out: Annotated[Path, typer.Option(metavar="FILE.html", help="The page to write.")],
 ) -> None:
     """Put results on one page, with their figures."""

@@ -31,7 +31,7 @@ def init(
     name: Annotated[str, typer.Option(metavar="NAME", help="The authority's name.")] = "farpool",
     days: Days = 3650,
 ) -> None:
-    """Make an authority. Whoever has its ca.key can make certificates that all nodes believe: keep it off the nodes."""
+    """Make an authority. A thief of its ca.key can make certificates that all nodes accept: keep it off the nodes."""
     from farpool.net.authority import Authority
 
     Authority.create(ca, name, days)
@@ -44,7 +44,7 @@ def issue(
         str,
         typer.Argument(metavar="NAME", help="Of a client: its access key's name at the nodes.", show_default=False),
     ],
-    role: Annotated[_Role, typer.Option(help="Who shows it.", show_default=False)],
+    role: Annotated[_Role, typer.Option(help="Who uses the certificate.", show_default=False)],
     host: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST", help="Of a node: a name or IP address that it is reached by; once for each."),

@@ -88,7 +88,7 @@ def as_shown(text: str | bytes) -> str:
 
 
 def _is_special(path: Path) -> bool:
-    """Return True if the path is that of a device, a FIFO or a folder, which no file may replace."""
+    """Return True if the path names a device, a FIFO or a folder, which no file may replace."""
     try:
         return not S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:

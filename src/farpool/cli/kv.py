@@ -67,7 +67,7 @@ def why(
 
 
 def _steps_by_request(steps: list[tuple[int, Any]]) -> RenderableType:
-    """Make a table of the steps of each request; its name is whole, so that `why` can be called with it."""
+    """Make a table of the steps of each request, under its whole name, which the user can pass to `why`."""
     from rich.console import Group
     from rich.text import Text
 
@@ -158,8 +158,8 @@ def purge(
 ) -> None:
     """Remove the KV of some weights, a tenant or a namespace from all nodes.
 
-    With several options only what fits all of them goes. Exit code 1: there was none, or there are blocks of which
-    nobody can tell whose they are, as their namespace's description is lost.
+    With several options, only KV that matches all of them is removed. Exit code 1: there was none, or there are blocks
+    whose owner is unknown because their namespace's description is lost.
     """
     if weights is None and tenant is None and namespace is None:
         raise ConfigError("nothing is named; expected --weights, --tenant or --namespace", setting="weights")

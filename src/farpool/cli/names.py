@@ -40,7 +40,7 @@ Expect = Annotated[
     typer.Option(metavar="VERSION", min=0, help="Fail unless the name has this version now; 0 for none yet."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
-Hold = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long the version before stays.")]
+Hold = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long the previous version stays.")]
 
 
 @app.command()
@@ -77,7 +77,7 @@ def open_name(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write it. Default: stdout.")
     ] = None,
     version: Annotated[
-        int | None, typer.Option(metavar="VERSION", min=1, help="An older one that is held yet.")
+        int | None, typer.Option(metavar="VERSION", min=1, help="An older version that is still held.")
     ] = None,
     registry: RegistryOption = None,
     node: Node = None,
@@ -148,9 +148,9 @@ def unpublish(
 def watch(
     name: NameArgument,
     after: Annotated[int, typer.Option(metavar="VERSION", min=0, help="Only versions above this one.")] = 0,
-    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="End after so many versions.")] = None,
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="End after this many versions.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="End after so long; exit code 1 if none came.")
+        float | None, typer.Option(metavar="SECONDS", min=0, help="End after this time; exit code 1 without versions.")
     ] = None,
     json: Json = False,
     registry: RegistryOption = None,
@@ -174,9 +174,9 @@ def watch(
 
 @app.command()
 def sweep(registry: RegistryOption = None, node: Node = None, replicas: Replicas = 1, timeout: Timeout = 30.0) -> None:
-    """Release the objects of old versions that nobody holds. Each publish does so, too."""
+    """Release the objects of old versions that no program holds. Each publish does so, too."""
     with open_store(node, replicas, timeout) as store, _names(store, registry, timeout) as names:
-        typer.echo(f"{names.sweep()} objects let go")
+        typer.echo(f"{names.sweep()} objects released")
 
 
 def _names(store: Any, registry: str | None, timeout: float, *, hold: float = 60.0) -> Names:

@@ -43,7 +43,7 @@ def node(
         tuple[str, str],
         typer.Option(
             metavar="PATH SIZE",
-            help="A file for objects that have to leave memory, and its size; without one they are forgotten.",
+            help="A file for objects for which memory has no room, and its size; without it, the node forgets them.",
             show_default=False,
         ),
     ] = ("", ""),
@@ -167,7 +167,7 @@ def _reload(running: Node, keys: Path | None) -> None:
 
 
 def _announce(line: str) -> None:
-    """Write a line for whoever started the node; if it cannot be written, the node lends all the same."""
+    """Write a line for the program that started the node; if writing fails, the node still lends memory."""
     try:
         print(line, end="", flush=True)  # writes nothing where there is no stdout
     except OSError as error:

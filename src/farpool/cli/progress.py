@@ -13,7 +13,7 @@ Told = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_bars() -> Iterator[Told]:
-    """Show a bar for each step that the callable is told of (name, done, total); none if stderr is no terminal."""
+    """Show a bar for each step that the program reports (name, done, total); none if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

@@ -35,7 +35,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="The backup.", show_d
 
 @app.command()
 def backup(file: File, registry: Where = None, timeout: Timeout = 30.0) -> None:
-    """Write all names, as they are at one moment, to a new file. Programs may use the registry at the same time."""
+    """Write all names, as they are at one moment, to a new file. Programs may keep using the registry."""
     from farpool.registry.backup import back_up
 
     with _open(registry, timeout) as opened:
@@ -69,7 +69,7 @@ def restore(
 
 @app.command()
 def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
-    """Read all entries, compare their checksums, and look for what names point to. Exit code 1 if there is damage."""
+    """Read all entries, compare their checksums, and find what names point to. Exit code 1 if there is damage."""
     from rich.markup import escape
 
     from farpool.observe.tables import Table, show
@@ -91,7 +91,7 @@ def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
 
 
 def _open(where: str | None, timeout: float) -> Registry:
-    """Open a registry that is there: a file is not made."""
+    """Open a registry that exists; do not create a file."""
     from farpool.errors import ConfigError
     from farpool.registry import default_registry, open_registry
 

@@ -75,7 +75,7 @@ def put(
     timeout: Timeout = 10.0,
 ) -> None:
     """Store a file under a key. A value that the key has already stays; stderr says "stored" or "present"."""
-    ttl_of(ttl)  # what is wrong with it is told before anything is read
+    ttl_of(ttl)  # raises an error for a wrong time to live before we read the file
     with progress_bars() as progress, open_source(file) as source, open_store(node, replicas, timeout) as store:
         largest = store.largest()
         total = os.fstat(source.fileno()).st_size
@@ -212,10 +212,10 @@ def repair(
     replicas: Replicas = 1,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Make copies again that were lost with their nodes, fewest copies first; exit code 1 if some could not be made.
+    """Copy objects again whose copies were lost with their nodes, fewest copies first; exit code 1 if some copies fail.
 
-    Each object that still has too few copies is named, with the reasons. Objects that were dropped, evicted or expired
-    while the command ran are counted as gone, and do not change the exit code.
+    The command names each object that still has too few copies, with the reasons. It counts objects that were dropped,
+    evicted or expired while it ran as gone; these do not change the exit code.
     """
     rate = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
@@ -229,7 +229,7 @@ def repair(
         fields["left"] = [{**one, "key": one["key"].decode(errors="backslashreplace")} for one in fields["left"]]
         typer.echo(msgspec.json.encode(fields).decode())
     else:
-        gone = f", {repaired.gone} gone meanwhile" if repaired.gone else ""
+        gone = f", {repaired.gone} gone during the sweep" if repaired.gone else ""
         typer.echo(
             f"{repaired.objects} objects, {repaired.endangered} with too few copies, {repaired.mended} mended "
             f"({format_size(repaired.nbytes)} copied){gone}"
@@ -249,8 +249,8 @@ def rotate_tenant(
 ) -> None:
     """Make everything that the access key's tenant has put so far unreadable; exit code 1 if a node was not reached.
 
-    Nobody reads it again, on no node and after no restart; what a program has pinned stays in memory until it lets go.
-    The key needs the rights "admin" and "publish". A node that was not reached may still give out what it has. It
+    No program can read it again, on any node or after any restart; pinned objects stay in memory until their unpin.
+    The key needs the rights "admin" and "publish". A node that was not reached may still return its objects. It
     learns of the rotation from the first program with the right "publish" that has met it and a node that was reached,
     for example "farpool store ls". Names whose objects are gone say so when they are opened.
     """

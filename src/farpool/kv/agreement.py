@@ -1,7 +1,7 @@
-"""Ranks of one engine tell each other about a lookup and a load, and agree on what all of them do then.
+"""Ranks of one engine exchange the results of a lookup or a load, so that all of them use the same blocks.
 
-Rank 0 decides if a prefix is loaded, and each rank reports how far it could go on. All ranks load up to the last block
-at which every one of them can. A load ends likewise: no rank uses a block that another rank did not get.
+Rank 0 decides if a prefix is loaded, and each rank reports up to which block it could load. All ranks load up to the
+last block that every one of them can load. After a load, no rank uses a block that another rank did not get.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Agreement", "Offer"]
 _LOG = logging.getLogger("farpool.kv")
 
 _MOST = (1 << 62) - 1
-"""Number that a rank gives where it has no objection."""
+"""Number that a rank gives if it sets no limit."""
 _CHAIN = slice(4, 52)
 """Bytes of a block's key that are the same on all ranks: its namespace, and the hash of all tokens up to its end."""
 _PER_SECOND = 1_000_000
@@ -37,8 +37,8 @@ class Offer:
     compute : int
         Blocks at the front of these that the engine computes during the load.
     ends : sequence of int
-        For models whose layers do not all need all blocks: 1 for each block behind which this rank could go on, 0 for
-        the others. Empty where every block up to `usable` is such an end.
+        For models whose layers do not all need all blocks: 1 for each block behind which this rank could continue, 0
+        for the other blocks. Empty if it could continue behind every block up to `usable`.
     last : bytes
         Key of the last of `blocks`; empty if there are none.
     """
@@ -51,7 +51,7 @@ class Offer:
 
 
 class Agreement:
-    """The exchanges of one cache with those of the other ranks.
+    """The exchanges between one cache and the caches of the other ranks.
 
     Parameters
     ----------
@@ -77,8 +77,8 @@ class Agreement:
         Returns
         -------
         list of tuple of int
-            For each sequence, the blocks that all ranks load, those included that all compute at the front, and the
-            number of these; both 0 if nothing is loaded.
+            For each sequence, the number of blocks that all ranks use, and how many of these, at the front, all ranks
+            compute; both 0 if nothing is loaded.
         """
         name = _name(b"found", [offer.last for offer in offers], [offer.blocks for offer in offers])
         values = list(name)
@@ -128,7 +128,7 @@ class Agreement:
         return tokens, (_MOST - left) / _PER_SECOND if left else 0.0
 
     def _least(self, exchange: Exchange, name: tuple[int, int], values: Sequence[int], has_any: bool) -> Sequence[int]:
-        """Return the least of all ranks' numbers, or zeros unless all of them are about the same tokens."""
+        """Return the least of all ranks' numbers, or zeros unless all ranks called with the same tokens."""
         nothing = [0] * len(values)
         # A rank that has nothing gives zeros only, because then it need not wait for the others.
         least = exchange(values if has_any else nothing)
@@ -136,13 +136,13 @@ class Agreement:
             return least
         if least[0]:
             _LOG.warning(
-                "ranks of one engine asked about different tokens, so none of them loads: they must call alike"
+                "ranks of one engine asked about different tokens, so none of them loads: call all ranks alike"
             )
         return nothing
 
 
 def _name(step: bytes, keys: Sequence[bytes], numbers: Sequence[int]) -> tuple[int, int]:
-    """Name what an exchange is about by two numbers, whose minima differ from both of them unless all ranks agree."""
+    """Hash the subject of an exchange to two numbers, which equal the ranks' minima only if all ranks have the same."""
     data = b"".join([step, *(key[_CHAIN] for key in keys), *(b"%d," % number for number in numbers)])
     name = int.from_bytes(hashlib.sha256(data).digest()[:7], "big") | 1
     return name, _MOST - name

@@ -253,7 +253,7 @@ class BlockCache:
             return self._link.calls
 
     def require(self, probe: Gate) -> None:
-        """Move no block, but the probe's own, until a connector's probe has passed."""
+        """Move no block except the probe's own until a connector's probe has passed."""
         self._probe = probe
 
     @property
@@ -262,10 +262,10 @@ class BlockCache:
         return self._probe
 
     def _withheld(self, timeout: float | None) -> Reason | None:
-        """Return why no block may be moved; None if blocks may be.
+        """Return the reason why the cache may not move blocks now; None if it may.
 
-        If the nodes could not be asked yet, the probe asks them now, unless the call has a time of its own, which may
-        be too short.
+        If the probe has not reached the nodes yet, it tries now, unless the call has a timeout of its own, which may be
+        too short.
         """
         probe = self._probe
         if probe is None or probe.reason is None or probe.is_of_this_thread():
@@ -275,7 +275,7 @@ class BlockCache:
         return probe.reason
 
     def _is_probed(self) -> bool:
-        """Return True while this thread moves the block of a probe, which is none of the engine's."""
+        """Return True while this thread moves the block of a probe, which does not belong to the engine."""
         return self._probe is not None and self._probe.is_of_this_thread()
 
     def _compression_of_blocks(self) -> Compression | None:
@@ -397,7 +397,7 @@ class BlockCache:
                 payload = sum(nbytes for nbytes, reason in loaded if reason is None)
                 compression.choice.received(came, seconds, payload)
             moved += came
-            if Reason.LATE in outcomes[piece]:  # the others would take as long, each piece again
+            if Reason.LATE in outcomes[piece]:  # each of the other pieces would take as long again
                 outcomes += [Reason.LATE] * (len(keys) - len(outcomes))
                 break
         if any(outcomes):
@@ -739,8 +739,8 @@ class BlockCache:
         sizes: Sequence[int],
         until: float,
     ) -> list[Reason | None]:
-        """Check what came into headers and targets, and decode it where it lies if it is encoded."""
-        # Almost always all of it is there as it was saved: one comparison of all headers tells.
+        """Check the headers and payloads that were received, and decode encoded payloads in place."""
+        # Almost always every block arrives as it was saved, and one comparison of all headers shows this.
         if answers == [HEADER_BYTES + nbytes for nbytes in sizes] and headers == b"".join(
             [pack_header(key, nbytes, nbytes) for key, nbytes in zip(keys, sizes, strict=True)]
         ):
@@ -759,7 +759,7 @@ class BlockCache:
     def _checked_block(
         self, key: bytes, header: bytearray, came: int, target: Payload, nbytes: int, until: float
     ) -> Reason | None:
-        """Check what came for one block, `came` bytes with its header."""
+        """Check one block, of which `came` bytes arrived with its header."""
         if came < HEADER_BYTES:
             return Reason.FOREIGN
         stored = came - HEADER_BYTES
@@ -800,7 +800,7 @@ class BlockCache:
             # It outlives the blocks that come until it is stored anew: without it nobody finds them by weights or
             # tenant.
             ttl_ms = ttl_ms + 2000 * int(_DESCRIBED_SECONDS) if ttl_ms else 0
-            # The description of a probe expires with its block if that could not be saved or dropped.
+            # The description of a probe is not kept, so it expires even if the probe could not drop it.
             about = About(ttl_ms=ttl_ms, kind=_KIND, tenant=namespace.tenant, keep=not self._is_probed())
             (outcome,) = self._calls().put_many([item], left, about)
             if not isinstance(outcome, Exception):

@@ -66,7 +66,7 @@ class _Fit:
         if estimate := self.seconds(values):
             ratio = seconds * self._correction / estimate
             self._latest.append(ratio)
-            # A fit that is so wrong decides nothing more.
+            # A fit that was so wrong once is not used for decisions any more.
             self._is_wrong = self._is_wrong or not _LIKELY[0] <= ratio <= _LIKELY[1]
             self._correction = median(self._latest)
         self._new.append((values, seconds))

@@ -78,7 +78,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A load that goes on; `ended` has to follow once, whatever happens."""
+    """A load under way; the caller calls `ended` once, however the load ends."""
 
     _judge: EngineJudge
     _keys: Sequence[Hashable]

@@ -46,7 +46,7 @@ class Judge:
         self._under_way = 0
 
     def planned(self, tokens: int, nbytes: int, *, step: int) -> Plan | None:
-        """Return the plan of a request that would load so much; None if it would compute. Decides nothing yet.
+        """Return a plan that loads all of a request; None if the request would compute. Nothing is decided yet.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class Judge:
         request : str
             Name of the request, for ``farpool why``.
         plan : Plan, optional
-            Result of `planned` for the same request; left out if it is to be made now.
+            Result of `planned` for the same request; None to make the plan now.
 
         Returns
         -------
@@ -112,13 +112,13 @@ class Judge:
         return plan, arm
 
     def begun(self, nbytes: int) -> int:
-        """Take in that a load begins, which `ended` ends; return the bytes of all that are under way, its own too."""
+        """Record that a load begins, until `ended` is called; return the bytes of all loads under way, this one too."""
         with self._lock:
             self._under_way += nbytes
             return self._under_way
 
     def ended(self, nbytes: int) -> None:
-        """Take in that a load is not under way any more, however it ended."""
+        """Record the end of a load, however it ended."""
         with self._lock:
             self._under_way -= nbytes
 

@@ -30,8 +30,8 @@ _KEY = struct.Struct("!4s16s32sII4x")
 KEY_BYTES = _KEY.size
 _LARGEST_U32 = 0xFFFFFFFF
 _SALT = b"farpool.kv.transformers salt"
-"""Hashed before a salt, so that no tokens give the same hash. It names the first program that had salts: with another
-text, KV that was stored with a salt before would not be found."""
+"""Hashed before a salt, so that no tokens give the same hash. It names the module that had salts first, because
+with another text farpool would not find KV that earlier releases stored with a salt."""
 
 
 def block_key(namespace: bytes, chain: bytes, group: int = 0, shard: int = 0) -> bytes:
@@ -105,7 +105,7 @@ def token_keys(
     shard : int
         Number of the part that one rank holds.
     salt : bytes
-        Whatever else the KV depends on; sequences with different salts have no key in common.
+        Bytes that name everything else that the KV depends on; sequences with different salts have no key in common.
 
     Returns
     -------

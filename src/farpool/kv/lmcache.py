@@ -217,7 +217,7 @@ class _Locks:
 class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
     """L2 adapter of LMCache over nodes; whatever goes wrong there is "not found". Thread-safe.
 
-    It connects when it is made, to move the block of its probe; nodes that are away are asked again later.
+    It connects when it is made, to move the block of its probe; it tries nodes that are away again later.
 
     Parameters
     ----------
@@ -319,7 +319,7 @@ class FarpoolL2(L2AdapterInterface):  # type: ignore[misc]
         """Return the state of this adapter: counters by step and outcome, and the bytes moved.
 
         Nodes that are away do not make it unhealthy, because LMCache goes on without them; a failed probe does.
-        ``probe`` is the reason why no object is moved, or empty.
+        ``probe`` is the reason why the adapter moves no object; empty if it moves objects.
         """
         counters: Counter[str] = Counter(self._judge.stats())
         for cache in (self._lookups, self._loads, self._stores):

@@ -227,10 +227,10 @@ class PrefixCache:
         Number of this process's part among all that `parallel` makes, 0 to their product less 1. Each part is stored by
         itself, and is never loaded for another one.
     ranks : Ranks, optional
-        How the ranks that `parallel` makes agree, such as `StoreRanks`. Rank 0 decides for all, and all ranks get the
-        same `Match.tokens` and the same result of each load. They have to make the same calls in the same order. If it
-        is left out, each rank loads all that it finds, and the engine has to take the least of what its ranks found,
-        and of what they loaded (docs/kv.md).
+        Object through which the ranks of `parallel` agree, such as `StoreRanks`. Rank 0 decides for all, and all ranks
+        get the same `Match.tokens` and the same result of each load. All ranks must make the same calls in the same
+        order. Without it, each rank loads everything that it finds, and the engine has to take the least `Match.tokens`
+        over its ranks, and then the least result of the loads (docs/kv.md).
     extra : mapping of str to (str or int), optional
         Whatever else makes bytes differ.
     tenant : str
@@ -305,7 +305,7 @@ class PrefixCache:
             extra=tuple(sorted((extra or {}).items())),
         )
         self._agreement = None if is_alone or ranks is None else Agreement(ranks, has_ends=not self._all_full)
-        # A decision rests on times, which differ from rank to rank: one rank decides for all, or none does.
+        # Decisions depend on measured times, which differ from rank to rank, so one rank decides for all, or none does.
         self._decides = is_alone or (ranks is not None and rank == 0)
         self.judge = Judge(hold_out=hold_out and self._decides)
         self._blocks = BlockCache(nodes, self._namespace, judge=self.judge, **settings)
@@ -352,9 +352,9 @@ class PrefixCache:
         tokens : sequence of int
             The prompt.
         salt : bytes or str
-            All that the KV depends on besides the tokens and this cache's settings, such as the name of a LoRA adapter,
-            a digest of all images, or a user who shares nothing with others. KV that was saved with one salt is never
-            found with another one.
+            Names everything that the KV depends on apart from the tokens and this cache's settings, such as a LoRA
+            adapter, a digest of all images, or a user who shares nothing with other users. A lookup with one salt never
+            finds KV that was saved with another one.
         request : str
             Name of the request, for ``farpool why``.
         split : bool
@@ -467,7 +467,7 @@ class PrefixCache:
         return matches if exchange is None else self._agreed(matches, exchange)
 
     def _agreed(self, matches: Sequence[Match], exchange: Exchange) -> list[Match]:
-        """Return what all ranks load of what this one has found."""
+        """Reduce this rank's matches to the blocks that all ranks load."""
         assert self._agreement is not None
         step = self._block
         offers = [
@@ -486,7 +486,7 @@ class PrefixCache:
         ]
 
     def _cut(self, match: Match, tokens: int, compute: int) -> Match:
-        """Return a match of which all ranks load so many tokens."""
+        """Return a match with the tokens on which all ranks have agreed."""
         if (tokens, compute) == (match.tokens, match.compute):
             return match
         if tokens == match.tokens:
@@ -498,8 +498,8 @@ class PrefixCache:
 
     def _outdone(self, step: str, match: Match, tokens: int) -> None:
         """Write into the journal that this rank could have used more tokens than all ranks together."""
-        said = "another rank lacks it, computes it, or did not answer in time"
-        self._blocks.missed(step, match.request, tokens // self._block, Reason.OTHER_RANK, said)
+        why = "another rank lacks the block, computes it, or did not answer in time"
+        self._blocks.missed(step, match.request, tokens // self._block, Reason.OTHER_RANK, why)
 
     def _match_here(self, wanted: Sequence[_Wanted], split: bool, timeout: float | None) -> list[Match]:
         """Look up sequences together, and decide about each as far as this rank can."""
@@ -590,7 +590,7 @@ class PrefixCache:
             plan = Plan(0, 0.0, None, "load: all of it is in the memory of this process")
             record(wanted.request, "decision", usable, usable, {}, 0.0, plan.why)
         else:
-            plan = Plan(0, None, None, "nothing is there")
+            plan = Plan(0, None, None, "no block was found")
             if wanted.blocks:
                 self.judge.missed(wanted.blocks * self._block, seconds)
         bypassed = plan.compute >= there
@@ -629,7 +629,7 @@ class PrefixCache:
         return [there[number * blocks : (number + 1) * blocks] for number in range(len(self._groups))]
 
     def _ends(self, rows: Sequence[Sequence[bool]], most: int) -> Iterator[int]:
-        """Yield the numbers of blocks, at most so many, behind which every layer can go on, the largest first."""
+        """Yield the numbers of blocks, at most `most`, behind which every layer can continue, the largest first."""
         for usable in range(most, 0, -1):
             if all(
                 all(row[one.first_block(usable, self._block) : usable])
@@ -831,7 +831,7 @@ class PrefixCache:
         until: float,
         exchange: Exchange | None,
     ) -> list[int]:
-        """Load some groups of layers of prompts; return how many tokens of each they have then, on all ranks."""
+        """Load some groups of layers of prompts; return the tokens of each prompt that all ranks have then."""
         try:
             usable, under_way, seconds = self._load_here(matches, memories, groups, until)
         except BaseException:
@@ -847,7 +847,7 @@ class PrefixCache:
     def _load_here(
         self, matches: Sequence[Match], memories: Sequence[KVMemory], groups: Sequence[int], until: float
     ) -> tuple[list[int], int, float]:
-        """Load what this rank needs; return the tokens that it can use of each prompt, and `_fetch`'s measurement."""
+        """Load this rank's blocks; return the tokens that it can use of each prompt, and `_fetch`'s measurement."""
         keys: list[bytes] = []
         targets: list[Payload] = []
         sizes: list[int] = []
@@ -881,7 +881,7 @@ class PrefixCache:
     def _agreed_load(
         self, matches: Sequence[Match], usable: Sequence[int], seconds: float, exchange: Exchange
     ) -> tuple[list[int], float]:
-        """Return how many tokens all ranks can use of what has come, and the time of the slowest rank, if known."""
+        """Return the loaded tokens that all ranks can use, and the time of the slowest rank, if known."""
         assert self._agreement is not None
         lasts = [match._wanted.last for match in matches]
         agreed, slowest = self._agreement.loaded(exchange, lasts, usable, seconds)
@@ -962,8 +962,8 @@ class PrefixCache:
         Returns
         -------
         tuple of list, int and float
-            For each block None or why it did not come, and for the judge the bytes under way and the seconds that the
-            load took; 0 seconds where they say nothing.
+            For each block None or the reason why it is missing, and for the judge the bytes under way and the seconds
+            that the load took; 0 seconds if the judge cannot use them.
         """
         outcomes: list[Reason | None] = [None] * len(keys)
         far = self._near.copy(keys, targets) if self._near.nbytes else range(len(keys))
@@ -1282,9 +1282,9 @@ class PrefixCache:
     def pin(self, tokens: Sequence[int], ttl: float, *, salt: bytes | str = "", request: str = "") -> int:
         """Keep the KV of a sequence from being evicted for `ttl` seconds; return how many of its blocks stay.
 
-        A sequence is its tokens and its salt (see `lookup`), and has pins of its own: what it shares with another one
-        stays until both are unpinned. Nodes let pins go before their time when this process has ended for longer than
-        their grace, or when they are restarted.
+        Tokens and salt (see `lookup`) together name a sequence, and each sequence has pins of its own: blocks that two
+        sequences share stay until both are unpinned. Nodes end pins early when this process has been gone for longer
+        than their grace, or when they are restarted.
         """
         keys, owner = self._sequence(tokens, salt)
         return self._blocks.pin(keys, ttl, owner=owner, request=request).count(None)
@@ -1295,7 +1295,7 @@ class PrefixCache:
         self._blocks.unpin(keys, owner=owner)
 
     def _sequence(self, tokens: Sequence[int], salt: bytes | str) -> tuple[list[bytes], bytes]:
-        """Return the keys of a sequence's blocks, and a name that stands for all of its tokens and its salt."""
+        """Return the keys of a sequence's blocks, and a name made from all of its tokens and its salt."""
         namespace = self._namespace
         chains = self._chains(namespace, tokens, salt_bytes(salt))
         return self._keys(namespace, chains), self._owner(chains, tokens)
@@ -1549,8 +1549,10 @@ def _count_of_ranks(parallel: Mapping[str, int], rank: int, ranks: Ranks | None)
     if not isinstance(rank, int) or not 0 <= rank < count:
         raise ConfigError(f"rank is {rank!r}, expected 0 to {count - 1}", setting="rank")
     if ranks is not None and (ranks.rank, ranks.size) != (rank, count):
-        said = f"ranks is rank {ranks.rank} of {ranks.size}, expected rank {rank} of {count}, as parallel and rank say"
-        raise ConfigError(said, setting="ranks")
+        raise ConfigError(
+            f"ranks is rank {ranks.rank} of {ranks.size}, expected rank {rank} of {count}, from parallel and rank",
+            setting="ranks",
+        )
     return count
 
 

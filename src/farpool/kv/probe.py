@@ -47,7 +47,7 @@ _DAMAGED = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.WRONG_SIZE, Reason.
 
 @dataclass(frozen=True, slots=True)
 class EngineBlock:
-    """One block of an engine's memory, which nothing else uses during a probe.
+    """One block of an engine's memory, which the engine does not use during a probe.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class EngineBlock:
 
 
 class Probe:
-    """Says whether a connector's blocks may be served. Thread-safe.
+    """Decides if a connector may serve blocks. Thread-safe.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class Probe:
         self.begin_in_child()
 
     def guard(self, saving: BlockCache, loading: BlockCache, *others: BlockCache) -> None:
-        """Let caches move no block until this probe has passed; it goes through the first two."""
+        """Keep caches from moving blocks until this probe has passed; the probe uses the first two."""
         self._caches = saving, loading
         for cache in (saving, loading, *others):
             cache.require(self)
@@ -128,13 +128,13 @@ class Probe:
         self._thread: int | None = None  # that makes the probe now
 
     def is_of_this_thread(self) -> bool:
-        """Return True while this thread makes the probe, whose own block is moved."""
+        """Return True while this thread makes the probe, because caches may then move the probe's block."""
         return self._thread == threading.get_ident()
 
     def check(self, block: EngineBlock) -> None:
         """Move a known block through a part of the engine's memory, at the start.
 
-        If no node can be asked, a copy in memory stands for them now, and `attempt` asks them later.
+        If no node answers, the probe uses a copy in memory instead, and `attempt` tries the nodes later.
 
         Parameters
         ----------
@@ -152,7 +152,7 @@ class Probe:
                 self._settle(reason)
 
     def attempt(self) -> None:
-        """Ask the nodes if that could not be done yet; the engine's memory has been checked and may be in use."""
+        """Probe the nodes if none has answered yet, with other memory, because the engine may be using its own now."""
         with self._lock:
             if self.error is None and self.reason is not None and self._nbytes:
                 reason = self._moved(EngineBlock.private(self._nbytes), through_nodes=True)
@@ -233,7 +233,7 @@ class Probe:
         """Return why blocks may not be served yet, for a probe's block that was not moved for a reason."""
         if reason in _NOT_ALLOWED:
             _LOG.warning(
-                "%s: nodes took no block for the probe (%s); its memory alone was checked", self._where, reason
+                "%s: nodes took no block for the probe (%s); only the engine's memory was checked", self._where, reason
             )
             return None
         return reason
@@ -285,7 +285,7 @@ def _inverted(known: bytes) -> bytes:
 
 
 def _copied(block: EngineBlock, known: bytes) -> None:
-    """Take the block out of the engine's memory and put it back, as the nodes would."""
+    """Copy the block out of the engine's memory and back, as a save and a load would."""
     copies = [b"".join(flat(part).tobytes() for part in parts_of(as_payload(value))) for value in block.values()]
     block.write(_inverted(known))
     targets = block.targets()

@@ -1,10 +1,10 @@
-"""The ranks of one engine give their numbers, and all of them get the same answer, or none of them gets one.
+"""Exchanges among the ranks of one engine: each rank gives numbers, and all ranks get the same answer.
 
 Ranks of a tensor-parallel engine have to load the same number of tokens: an engine whose ranks differ hangs in its
 collectives. Each rank has blocks, a clock and a link of its own, so ranks find and load different amounts. They agree
 on the least.
 
-A rank that waits cannot tell a late rank from a dead one, and it must not guess: the late rank may have been answered.
+A rank that waits cannot tell a late rank from a dead one, and it must not guess: the late rank may have got an answer.
 So the answer of an exchange is one key of a store that all ranks use, and the store lets only the first writer set it.
 Rank 0 writes the least of all numbers there once it has every rank's; a rank whose time is over writes a refusal.
 Every rank takes the answer that the store has kept, however late the rank comes.
@@ -28,11 +28,11 @@ Exchange = Callable[[Sequence[int]], Sequence[int]]
 
 _REFUSED = "refused"
 _KEPT = 1 << 12
-"""Exchanges whose keys stay in the store after they have ended. A rank that stands still for longer than that gets an
-error instead of an answer."""
+"""Number of exchanges whose keys stay in the store after they have ended. A rank that stands still for more exchanges
+gets an error instead of an answer."""
 _STEP = 1 << 8
-"""Exchanges after which rank 0 says again which answers it may have deleted; saying so each time would cost a trip to
-the store."""
+"""Number of exchanges after which rank 0 records again which answers it may have deleted; a record at each exchange
+would cost another trip to the store."""
 
 
 class Ranks(Protocol):
@@ -65,7 +65,7 @@ class Ranks(Protocol):
 
 
 class Store(Protocol):
-    """A store of ``torch.distributed``, which says little of it to type checkers; see its documentation."""
+    """A store of ``torch.distributed``, whose own types are incomplete; see the documentation of torch."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -99,7 +99,7 @@ class StoreRanks:
     Attributes
     ----------
     rank, size : int
-        As they were given.
+        The arguments.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class StoreRanks:
         self._process = os.getpid()
         self._own = threading.local()
         self._lock = threading.Lock()
-        self._deleted = 0  # rank 0 has said that answers before this number may be gone
+        self._deleted = 0  # rank 0 has recorded that answers before this number may be gone
 
     def begin(self) -> Exchange:
         """Begin an exchange; see `Ranks.begin`.
@@ -129,8 +129,8 @@ class StoreRanks:
         Raises
         ------
         NodeError
-            The returned callable raises it if the store cannot be asked, or if this rank stood still for so long that
-            the answer has been deleted. This rank cannot know then what the other ranks do: end it.
+            The returned callable raises it if the store fails, or if this rank stood still for so long that rank 0 has
+            deleted the answer. This rank then cannot know what the other ranks do: end it.
         """
         number = next(self._numbers)
         return lambda values: values if self.size == 1 else self._least(number, values)
@@ -144,7 +144,7 @@ class StoreRanks:
         except RuntimeError as error:
             raise NodeError(
                 f"rank {self.rank} of {self.size}: exchange {number} failed in the store of torch.distributed "
-                f"({error}); what the other ranks were answered is not known, so end this rank"
+                f"({error}); it is not known which answer the other ranks got, so end this rank"
             ) from error
         found = nothing if answer == _REFUSED else [int(value) for value in answer.split(",")]
         return found if len(found) == len(values) else nothing
@@ -171,7 +171,7 @@ class StoreRanks:
         """Give this rank's numbers, and take the answer."""
         store.set(self._key(number, self.rank), ",".join(map(str, values)))
         if not any(values):
-            return _REFUSED  # the least of all numbers is 0, whatever the others give
+            return _REFUSED  # the least of all numbers is 0 in any case
         key = self._key(number)
         try:
             store.wait([key], self._timeout)
@@ -184,7 +184,7 @@ class StoreRanks:
         return answer
 
     def _is_deleted(self, store: Store, number: int) -> bool:
-        """Tell if rank 0 may have deleted the answer of an exchange, so that a refusal there may be a later one."""
+        """Return True if rank 0 may have deleted the answer of an exchange, so that a refusal may be a later answer."""
         key = self._key("deleted")
         return store.check([key]) and int(store.get(key)) > number
 
@@ -197,7 +197,7 @@ class StoreRanks:
             return
         with self._lock:
             if number - _KEPT >= self._deleted + _STEP:
-                # The store knows of it before anything goes: a rank that finds no answer looks there for the reason.
+                # Record the number before deleting any answer: a rank that finds no answer looks here for the reason.
                 key, deleted = self._key("deleted"), number - _KEPT
                 store.set(key, str(deleted))
                 store.check([key])  # `set` does not wait for the store
@@ -209,13 +209,14 @@ class StoreRanks:
         return "/".join(map(str, (self._name, *parts)))
 
     def _connection(self) -> Store:
-        """Return this thread's own connection: a rank that waits on one would hold up all others on it."""
+        """Return this thread's own connection: a rank that waits on one blocks all other threads that use it."""
         if os.getpid() != self._process:
             raise ConfigError(
-                f"process {os.getpid()} was forked from rank {self.rank}, and is no rank: give its cache no ranks"
+                f"process {os.getpid()} was forked from rank {self.rank} and is not a rank itself: make its cache "
+                "without ranks"
             )
         store: Store | None = getattr(self._own, "store", None)
         if store is None:
-            shared: Any = self._store  # torch does not tell type checkers of `clone`
+            shared: Any = self._store  # torch's types lack `clone`
             store = self._own.store = shared.clone()
         return store

@@ -57,9 +57,9 @@ class Reason(StrEnum):
     BYPASSED
         Computing it was expected to take less time.
     OTHER_RANK
-        Another rank of this engine lacks it, computes it, or did not answer in time.
+        Another rank of this engine lacks the block, computes it, or did not answer in time.
     UNPROVED
-        The connector's probe has failed, or was not made yet, so that no block is moved.
+        The connector's probe has failed, or was not made yet, so the connector moves no block.
     CLOSED
         The cache or its store is closed.
     FAILED

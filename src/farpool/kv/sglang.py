@@ -188,7 +188,7 @@ class _Pages:
     def free_page(self) -> Iterator[EngineBlock]:
         """Take a page of the pool out of use, for a probe.
 
-        It has memory of its own if the pool has no free pages, or no flat copy of all bytes of a page.
+        The page is other memory if the pool has no free pages, or its flat copies do not hold all bytes of a page.
         """
         flat = self.pool.get_dummy_flat_data_page()
         is_whole = flat.numel() * flat.element_size() == self.nbytes
@@ -196,7 +196,7 @@ class _Pages:
         if two is None:
             yield EngineBlock.private(self.nbytes)
             return
-        page = two[self.page_size :]  # the second one: a wrong size of pages does not show in the first
+        page = two[self.page_size :]  # the second one, because a wrong page size would go unnoticed in the first
         (first,) = self._firsts(page)
 
         def write(data: bytes) -> None:
@@ -290,7 +290,7 @@ class FarpoolHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not ther
             self._check(pages)
 
     def _check(self, pages: _Pages) -> None:
-        """Move a known page through a pool; if it comes back different, no page of any pool is moved."""
+        """Move a known page through a pool; if it comes back different, move no page of any pool from then on."""
         if self._probe is not None and not pages.is_logical:
             with pages.free_page() as block:
                 self._probe.check(block)

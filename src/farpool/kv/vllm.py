@@ -120,8 +120,9 @@ class FarpoolTier(SecondaryTierManager):
         ranks = self._offloading_spec.config.parallel.world_size
         if ranks > 1 and model_parallel_is_initialized():  # this scheduler's process is a rank itself
             raise ConfigError(
-                f"each of {ranks} ranks has a scheduler (distributed_executor_backend is external_launcher), and would "
-                'load what the others compute; expected one scheduler for all ranks: use another backend, such as "mp"',
+                f"each of {ranks} ranks has a scheduler (distributed_executor_backend is external_launcher), so one "
+                "rank would load blocks that another computes; expected one scheduler for all ranks: use another "
+                'backend, such as "mp"',
                 setting="distributed_executor_backend",
             )
         self._hash_algorithm = prefix_caching_hash_algo
@@ -143,7 +144,7 @@ class FarpoolTier(SecondaryTierManager):
         self._judge = EngineJudge(self._settings.judge(), self._tokens, is_on=is_on)
         self._lookups = _AsyncLookups(self, tier_type)
         self._answers: dict[OffloadKey, bool] = {}  # of this step, from mapped memory
-        # Blocks for which a load was begun, by request; forgotten when the request ends or is preempted.
+        # Blocks that this tier has begun to load, by request, until the request ends or is preempted.
         self._loaded: dict[str, set[OffloadKey]] = {}
         self._asked: dict[str, float] = {}
         self._runs: dict[str, Run] = {}
@@ -209,7 +210,7 @@ class FarpoolTier(SecondaryTierManager):
         self._forget_run(req_context.req_id)
 
     def _forget_run(self, request: str) -> None:
-        """Forget when a request was first looked up, and the decision about its blocks."""
+        """Forget the time of a request's first lookup, and the decision about its blocks."""
         self._asked.pop(request, None)
         if (run := self._runs.pop(request, None)) is not None:
             self._judge.finished(run)

@@ -82,9 +82,9 @@ class CertificateFolder:
     def ends(self) -> dict[str, float]:
         """Return when the certificates in use end, in seconds since 1970, by the name of their file.
 
-        Of a file with several certificates it is the earliest end.
+        If a file has several certificates, its end is the earliest of theirs.
         """
-        # Not above: only metrics need it, and most programs have none.
+        # Imported here, because only metrics need it, and most programs have none.
         from cryptography import x509
 
         with self._lock:

@@ -132,7 +132,7 @@ def _as_node_errors(node: str, address: Address, began: float) -> Iterator[None]
     except OSError as error:
         if is_shortage(error):
             raise NodeError(
-                f"{where} cannot be reached, because this process lacks what a connection needs: {error.strerror}",
+                f"{where} cannot be reached, because this process is short of descriptors or memory: {error.strerror}",
                 node=node,
             ) from error
         raise NodeError(

@@ -193,7 +193,7 @@ class ClientHandshake:
             return b""
         if frame.op == Op.REFUSED:
             reason = decoded(frame, Refused, self._node).reason
-            # A node that lacks descriptors or memory may have them again: unlike other refusals, this one passes.
+            # A node that lacks descriptors or memory may have them again soon, so this refusal is temporary.
             passes = frame.status == Status.FULL
             raise refusal(frame.status, f"the node refused the connection: {reason}", self._node, passes=passes)
         if self._challenge is None:

@@ -19,5 +19,5 @@ def host_id() -> str:
 
 
 @cache
-def _boot_id() -> str:  # a failure is not cached: a process without descriptors has some again later
+def _boot_id() -> str:  # `cache` keeps no failure, because a process that lacks descriptors may have some later
     return _BOOT_ID.read_text("ascii").strip()

@@ -47,7 +47,7 @@ def refusal(
     nbytes : int or None
         Bytes of the object that was sent.
     passes : bool
-        The node may be asked again: it only lacked something for a moment.
+        The caller may try the node again, because it only lacked something for a moment.
     """
     message = f"{node}: {text or _known(status, op, nbytes)}"
     if status == Status.CHECKSUM:

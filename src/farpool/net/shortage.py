@@ -1,4 +1,4 @@
-"""Tell errors of a system that is short of something from refusals: a shortage passes, so the caller may ask again."""
+"""Tell a shortage of descriptors, memory or room from other errors: it passes, so the caller may try again."""
 
 from __future__ import annotations
 

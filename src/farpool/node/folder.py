@@ -82,7 +82,7 @@ class Folder:
         -------
         int
             Bytes that the file system has for the node now: `capacity`, or less if other programs fill the file system
-            and the folder has objects or leases of an earlier start, which a refusal would leave unused.
+            and the folder has objects or leases of an earlier start, which the node should still serve.
 
         Raises
         ------

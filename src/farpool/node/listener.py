@@ -215,7 +215,7 @@ class Listener:
         except OSError as error:
             reason = error.strerror or str(error) or f"no handshake within {_HANDSHAKE_SECONDS:g} s"
             if is_shortage(error) and (arrival.is_secure or arrival.is_local or self._access.tls is None):
-                short = NodeFullError(f"it lacks what a connection needs ({reason}); it may have it again soon")
+                short = NodeFullError(f"it is short of descriptors or memory ({reason}); try again soon")
                 await self._refuse(arrival, str(short), refused_frame(short))
                 return None
             await self._refuse(arrival, reason, plain=_EXPECTS_TLS if error.errno == errno.EPROTONOSUPPORT else b"")

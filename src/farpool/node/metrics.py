@@ -42,11 +42,11 @@ class Source(Protocol):
         ...
 
     def certificates(self) -> Mapping[str, float]:
-        """Return the ends of the certificates in use by file, in seconds since 1970."""
+        """Return when the certificates in use end, by file, in seconds since 1970."""
         ...
 
     def last_reload(self) -> LastReload:
-        """Return the outcome of the last time that keys and certificate were read."""
+        """Return when the node last read its keys and certificate, and if it could use them."""
         ...
 
 
@@ -124,7 +124,7 @@ class NodeCollector(Collector):
     ----------
     source : Source
         The node. Its name is a label of every metric; other labels are numbers of tenants, names of access keys in the
-        keys file, and operations and reasons of which the protocol knows a few.
+        keys file, and the few operations and reasons of the protocol.
     """
 
     def __init__(self, source: Source) -> None:
@@ -200,7 +200,7 @@ class NodeCollector(Collector):
         ends = [repr(end) for end in NodeServer.latency_ends] + ["+Inf"]
         known = {op.value: op.name.lower() for op in Op}
         for op, (counts, seconds) in self._source.latencies().items():
-            if op in known:  # others are refused, and counted as such
+            if op in known:  # the node refuses all others, and `_refusals` counts them
                 sums = itertools.accumulate(counts)
                 histogram.add_metric([self._node, known[op]], list(zip(ends, sums, strict=True)), seconds)
         return histogram
@@ -208,7 +208,7 @@ class NodeCollector(Collector):
     def _settings(self) -> Iterator[Metric]:
         ends = GaugeMetricFamily(
             "farpool_node_certificate_end_timestamp_seconds",
-            "End of a certificate in use; of a file with several, the earliest",
+            "End of a certificate in use; the earliest if a file has several",
             labels=["node", "file"],
         )
         for file, end in self._source.certificates().items():

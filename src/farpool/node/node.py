@@ -183,7 +183,7 @@ class Node:
             self._undo = undo.pop_all()
         if self._room < self._capacity:
             log(
-                "the file system has less room than --dram; the node lends what it gets",
+                "the file system has less room than --dram; the node lends the memory that it gets",
                 level=logging.WARNING,
                 dram=self._capacity,
                 room=self._room,
@@ -202,7 +202,7 @@ class Node:
         Raises
         ------
         ConfigError
-            The keys or the certificate cannot be used; all stays as it was.
+            The node cannot use the new keys or the new certificate; it keeps the old ones.
         """
         self._last_reload = LastReload(time.time(), succeeded=False)
         keys = read_keys()
@@ -258,11 +258,11 @@ class Node:
         return {} if server is None else server.latencies()
 
     def certificates(self) -> dict[str, float]:
-        """Ends of the certificates in use, in seconds since 1970, by file; empty without TLS."""
+        """Return when the certificates in use end, in seconds since 1970, by file; empty without TLS."""
         return {} if self._tls is None else self._tls.ends()
 
     def last_reload(self) -> LastReload:
-        """Time and outcome of the last time that keys and certificate were read, the start included."""
+        """Return when the node last read its keys and certificate, its start included, and if it could use them."""
         return self._last_reload
 
     def __enter__(self) -> Node:

@@ -16,7 +16,7 @@ class LastReload:
     time : float
         Seconds since 1970.
     succeeded : bool
-        False if they could not be used, so that the node kept those from before.
+        False if the node could not use them and kept the old ones.
     """
 
     time: float

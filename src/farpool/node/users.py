@@ -49,7 +49,7 @@ def user_of(connection: socket.socket) -> int | None:
     Raises
     ------
     OSError
-        The system is short of descriptors or memory, so the question could not be asked.
+        The system is short of descriptors or memory, so the node could not ask it.
     """
     if connection.family == socket.AF_UNIX:
         return _credentials(connection)[1]
@@ -58,7 +58,7 @@ def user_of(connection: socket.socket) -> int | None:
     except struct.error:
         return None
     except OSError as error:
-        if is_shortage(error):  # says nothing about the user
+        if is_shortage(error):  # does not mean that the user is unknown
             raise
         return None
 

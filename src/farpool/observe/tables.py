@@ -2,8 +2,8 @@
 
 rich's own tables cut cells ("17.6 T…") when the columns do not fit together. These save space in another order: they
 leave out the frame, they wrap headers and texts between words, and if the figures of a row still do not fit on one
-line, they print each cell on a line of its own. A figure is never broken, and neither is a name that another command
-needs: a name wider than the terminal has a line of its own and exceeds it.
+line, they print each cell on a line of its own. They never break a figure, nor a name that the user may pass to another
+command: a name wider than the terminal has a line of its own and exceeds it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _widths(console: Console, column: Column) -> tuple[int, int]:
 
 
 def _shared(room: int, least: Sequence[int], full: Sequence[int]) -> list[int] | None:
-    """Share the room between columns: each has its least width, and the rest goes where most is missing."""
+    """Divide the width among columns: each gets its least width, and the column that lacks most gets the rest."""
     widths = list(least)
     left = room - sum(widths)
     if left < 0:
@@ -173,5 +173,5 @@ def _shared(room: int, least: Sequence[int], full: Sequence[int]) -> list[int] |
 
 
 def _wrapped(console: Console, header: RenderableType, width: int) -> Text:
-    """Break a header between words so that it fits its column, also where the cells below may not wrap."""
+    """Break a header between words so that it fits its column, even if the cells below must not wrap."""
     return Text("\n").join(_rendered(console, header).wrap(console, width))

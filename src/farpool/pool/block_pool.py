@@ -512,7 +512,7 @@ class BlockPool:
             self._check_open()
             self._collect_dropped()
             self.driver.note_ends()
-            # These grow inside the native core, which knows no ledger.
+            # The native core allocates this memory and has no access to the ledger.
             self.ledger.hold("host", "tape", self.pager.tape_bytes)
             self.ledger.hold("host", "block tables", self.pager.table_bytes)
             return census.take(

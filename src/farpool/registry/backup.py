@@ -1,8 +1,8 @@
 """Back up a registry to a file, and restore it: the entries of one revision, of either kind of registry.
 
 A backup is a registry in a SQLite file, so each of its entries has a checksum. Entries that are bound to a lease are
-left out: they record what programs did at that moment. All entries of a restored registry have new revisions. So a
-program that goes on from before it was restored finds the conditions of its changes broken.
+left out: they record what programs did at that moment. All entries of a restored registry have new revisions, so the
+changes of a program that read the registry before the restore fail.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def replace(path: Path, registry: Path) -> int:
         The backup is damaged. Nothing is changed then.
     """
     entries = _entries_of(path)
-    registry = registry.resolve()  # a link stays, and leads to the new file
+    registry = registry.resolve()  # a symbolic link is kept, and points to the new file
     with _new_file(registry, _alone(registry)) as made:
         _write(made, entries)
     return len(entries)
 
 
 def _entries_of(path: Path) -> tuple[Entry, ...]:
-    if not path.is_file() or not path.stat().st_size:  # an empty file would be made a registry
+    if not path.is_file() or not path.stat().st_size:  # opening an empty file would make a registry of it
         raise ConfigError(
             f"{path} is no file or an empty one, expected a backup of `farpool registry backup`", setting="file"
         )
@@ -117,7 +117,7 @@ def _write(registry: Registry, entries: Sequence[Entry]) -> None:
 
 @contextmanager
 def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Registry]:
-    """Make a registry's file that is there whole or not at all; `old` is the file in its place, locked."""
+    """Write a registry to a hidden file, and move it to `path` when it is whole; `old` is the locked file there."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with SqliteRegistry(hidden) as made:
@@ -130,7 +130,7 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
                 os.fchown(file.fileno(), was.st_uid, was.st_gid)
                 os.fchmod(file.fileno(), stat.S_IMODE(was.st_mode))
             os.fsync(file.fileno())
-        for end in _LOGS:  # of a file that is too damaged to be closed in order
+        for end in _LOGS:  # SQLite leaves these next to a file that it found damaged
             with suppress(FileNotFoundError):
                 os.unlink(f"{path}{end}")
         os.rename(hidden, path)
@@ -148,7 +148,7 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
 def _alone(path: Path) -> sqlite3.Connection | None:
     """Lock a registry's file that no other program has open; None without one.
 
-    The mode without a log needs that, and leaves no log of the old file next to the new one.
+    The mode without a log needs such a lock; in it SQLite leaves no log of the old file next to the new one.
     """
     if not path.exists():
         return None

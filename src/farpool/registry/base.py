@@ -200,9 +200,9 @@ class Registry(ABC):
     Keys are text of 1 to 1024 bytes, values bytes of at most 1 MiB. All calls raise `RegistryAwayError` when the
     registry cannot be reached before the deadline, `RegistryDeniedError` where the user lacks the right, and
     `ConfigError` for arguments that no registry takes. Calls that change something raise `RegistryUnwritableError`
-    while it can only be read. Entries are stored with checksums: `RegistryDamagedError` is raised for an entry that is
-    not as it was written, and for one that was written and cannot be found. Entries of earlier releases have none.
-    `RegistryReplacedError` is raised once the registry is not the one that was opened.
+    while the registry can only be read. A registry stores a checksum with each entry, which earlier releases did not. A
+    call raises `RegistryDamagedError` if an entry differs from what was written, or was written and is missing. All
+    calls raise `RegistryReplacedError` once the registry is not the one that was opened.
 
     Attributes
     ----------
@@ -264,7 +264,7 @@ class Registry(ABC):
 
     @abstractmethod
     def check(self, *, timeout: float | None = None) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-        """Read all entries, also while some are damaged; return those that are whole, and what is wrong with others."""
+        """Read all entries, even if some are damaged; return the undamaged ones, and a description of each damage."""
 
     @abstractmethod
     def watch(self, prefix: str, after: int) -> Watch:
@@ -381,7 +381,7 @@ def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Op
 
 
 def damaged(address: str, why: str, key: str = "") -> RegistryDamagedError:
-    """Make the error of an entry, or of something else in a registry, that is not as it was written."""
+    """Make the error for a damaged entry, or for other damage in a registry."""
     what = f"its entry {key!r} " if key else ""
     return RegistryDamagedError(
         f"the registry {address} is damaged: {what}{why}; see `farpool registry check`, and restore a backup",

@@ -1,14 +1,14 @@
 """The registry in an etcd cluster (version 3.4 or newer), for many hosts.
 
-Three things are added to etcd's own promises. A transaction that was sent again because a reply was lost is done once.
-Each value is stored behind 16 bytes, the first of them random bytes of its write. If a repeated transaction finds its
-conditions broken, the entry's older revisions tell whether it was this very write that broke them.
+This module adds three promises to etcd's own. First, it makes a transaction only once, even if it sends it again after
+a reply was lost. Each value follows a mark of 16 bytes, which begins with random bytes of the write. If a repeated
+transaction finds its conditions broken, the marks of older revisions show if an earlier try of the same write did that.
 
-The other bytes are the checksum of the entry. Earlier releases wrote 16 random bytes and look at none of them, so both
-read what the other has written.
+Second, the mark ends with a checksum of the entry. Earlier releases write 16 random bytes and ignore them when they
+read, so earlier releases and this one can read each other's values.
 
-An etcd that was made again, or restored from a backup, under the same address is noticed: its replies name another
-cluster, or an earlier revision than one that was read before.
+Third, it notices if somebody recreates the etcd, or restores it from a backup, under the same address: replies then
+name another cluster, or an earlier revision than an earlier reply.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = ["EtcdRegistry"]
 
 
 class _Headed(Protocol):
-    """A reply that says who has answered."""
+    """A reply with a header, which names the cluster that answered."""
 
     @property
     def header(self) -> Header: ...
@@ -83,8 +83,8 @@ class _Headed(Protocol):
 _Answer = TypeVar("_Answer", bound=_Headed)
 
 _MARK = 16
-_RANDOM = 8  # bytes of a mark, which name the write
-_CHECKSUM = b"FPc1"  # behind them, if the CRC32 of the entry follows; 16 random bytes otherwise
+_RANDOM = 8  # random bytes at the beginning of a mark, which name the write
+_CHECKSUM = b"FPc1"  # follows them if the CRC32 of the entry comes next; earlier releases have more random bytes
 _PAGE = 1000  # entries read at a time
 _SILENCE = 2.0  # seconds without a change after which a watch asks whether its member still follows the cluster
 _NOT_FOUND, _FAILED_PRECONDITION, _OUT_OF_RANGE = 5, 9, 11  # codes of gRPC
@@ -125,7 +125,7 @@ class EtcdRegistry(Registry):
         self._cluster = 0  # the number of the cluster, once it has answered
 
     def _call(self, path: str, request: msgspec.Struct, reply: type[_Answer], deadline: float) -> tuple[_Answer, bool]:
-        """Send a request; the reply, and True if an earlier try may have been done. Checks who has answered."""
+        """Send a request, and check which cluster answers; return the reply, and True if an earlier try may be done."""
         before = self._seen
         answer, uncertain = self._gateway.call(path, request, reply, deadline)
         reads = isinstance(answer, RangeReply | TxnReply)  # other replies have the revision of one member
@@ -139,8 +139,8 @@ class EtcdRegistry(Registry):
         if cluster != self._cluster or header.revision < least:
             raise RegistryReplacedError(
                 f"the registry {self.address} was replaced while this program had it open: cluster {self._cluster:x} "
-                f"at revision {least} or later was expected, {cluster:x} at revision {header.revision} answered. What "
-                "was changed last may be lost; open the registry again",
+                f"at revision {least} or later was expected, {cluster:x} at revision {header.revision} answered. The "
+                "last changes may be lost; open the registry again",
                 registry=self.address,
             )
 

@@ -39,7 +39,7 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 class Header(_Reply, frozen=True):
-    """The revision at which a request was answered, and the cluster that has answered; 0 if the reply names none."""
+    """Revision at which etcd answered a request, and the number of the cluster that answered; 0 if not in the reply."""
 
     revision: int = 0
     cluster_id: int = 0
@@ -163,7 +163,7 @@ class Compact(_Request, frozen=True):
 
 
 class Empty(_Reply, frozen=True):
-    """Reply of which only the header counts."""
+    """Reply from which only the header is used."""
 
     header: Header = Header()
 

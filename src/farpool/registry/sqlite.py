@@ -6,9 +6,9 @@ read of the file; so that is its latency, half of it on average. Leases end by `
 of a host share, nobody can set and sleep does not stop; after a restart of the host all have ended. Whoever writes or
 watches sweeps what has ended; whoever only reads does not see it.
 
-Checksums are in tables of their own, which programs of earlier releases do not know. Triggers, which those programs
-obey, too, delete the checksum of an entry that is deleted or written without one. So a checksum without its entry, or
-with another entry than it was made of, shows damage.
+Checksums are in separate tables, which programs of earlier releases do not know. Triggers, which also run when those
+programs write, delete the checksum of an entry that is deleted or written without one. So a checksum that has no entry,
+or does not match its entry, shows damage.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class SqliteRegistry(Registry):
         if there != self._file:
             raise RegistryReplacedError(
                 f"the file of the registry {self.address} was {'replaced' if there else 'removed'} while this program "
-                "had it open, so no other program sees what this one changes in it; open the registry again",
+                "had it open, so other programs do not see the changes of this one; open the registry again",
                 registry=self.address,
             )
 
@@ -232,7 +232,7 @@ class SqliteRegistry(Registry):
         began = time.monotonic()
         try:
             yield
-        except UnicodeDecodeError as error:  # of a text in an error of SQLite
+        except UnicodeDecodeError as error:  # SQLite quotes damaged text in its errors
             raise damaged(self.address, str(error)) from error
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -246,7 +246,7 @@ class SqliteRegistry(Registry):
                 ) from error
             if code in _FULL or (code in _DENIED and done == "written"):
                 raise RegistryUnwritableError(
-                    f"the registry {self.address} cannot be {done} now: {error}; see to its disk and its rights",
+                    f"the registry {self.address} cannot be {done} now: {error}; check its disk and its permissions",
                     registry=self.address,
                 ) from error
             if code in _DAMAGED:
@@ -319,7 +319,7 @@ class SqliteRegistry(Registry):
         return _SELECT if self._sums else _SELECT_WITHOUT
 
     def _entry(self, row: tuple[object, ...]) -> Entry:
-        """Make an entry of a row of `entry` or `change` with its checksum; raise RegistryDamagedError."""
+        """Make an entry from a row of `entry` or `change`; raise RegistryDamagedError if it fails its checksum."""
         key, value, revision, lease, crc = row[:5]
         try:
             text = key.decode() if isinstance(key, bytes) else ""
@@ -458,7 +458,7 @@ _LOST = (
 _ALIVE = "(lease = 0 OR (? AND EXISTS (SELECT 1 FROM lease WHERE number = entry.lease AND ends > ?)))"
 _DENIED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-# A row that is there twice shows a damaged number, and an error without a code text that is not UTF-8.
+# Two equal rows show that a number is damaged, and an error without a code shows that a text is not UTF-8.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, 0)
 
 
@@ -543,8 +543,8 @@ def _crc(key: bytes, value: bytes, revision: int, lease: int) -> int:
 def _make(path: Path) -> None:
     """Make an empty file unless there is one, and check that it may be read and written.
 
-    A file that exists is not opened: closing it would drop all locks that this process's connections have on it.
-    Another program would then take itself for the last one and remove the log that this one still writes to.
+    Do not open a file that exists: closing it would drop all locks that this process's connections have on it. Another
+    program would then find no other user of the file, and remove the log that this program still writes to.
     """
     with _making:  # no connection of this process is open before the new file is closed
         try:
@@ -570,7 +570,7 @@ def _begin_writing(connection: sqlite3.Connection, deadline: float) -> None:
 
 
 def _state(connection: sqlite3.Connection, address: str) -> tuple[int, int, str]:
-    """Read the revision, the one up to which changes are forgotten, and the boot id of the last writer."""
+    """Read the revision, the revision up to which changes are deleted, and the boot id of the last writer."""
     rows = connection.execute("SELECT revision, compacted, boot FROM state").fetchall()
     newest = connection.execute("SELECT max(revision) FROM change").fetchone()[0] or 0
     if (

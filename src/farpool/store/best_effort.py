@@ -121,8 +121,8 @@ class BestEffort:
         ----------
         keys : list of bytes
             The keys.
-        targets : list of memoryview or tuple of them
-            A place for each value, contiguous and writable.
+        targets : list of memoryview or tuple of memoryview
+            Memory for each value, contiguous and writable.
         timeout : float
             Seconds that it may take.
 

@@ -113,10 +113,10 @@ class Touched:
     complete : bool
         True if all nodes have answered. Otherwise those that have not may hold untouched copies.
     marks : sequence of mapping
-        For each key the mark of each touched copy, by the number of its node. A copy's mark changes when it is kept,
-        let go, or given more time to live. It is 0 from a node of an earlier release, which knows no marks.
+        For each key the mark of each touched copy, by the number of its node. A copy's mark changes when it is kept or
+        released, or gets more time to live. Nodes of earlier releases know no marks and return 0.
     refused : sequence of int
-        Places of the keys of which a copy was not touched, because its mark was not the expected one.
+        Positions of the keys of which a node did not touch its copy, because the copy had another mark.
     """
 
     copies: Sequence[int]
@@ -173,7 +173,7 @@ def results(outcomes: Sequence[ResultT | Exception], keys: Sequence[bytes], done
     Raises
     ------
     Exception
-        An operation's, with a note of how many failed and with which keys.
+        The first error, with a note that counts the failed operations and names their keys.
     """
     failed = [key for key, outcome in zip(keys, outcomes, strict=True) if isinstance(outcome, Exception)]
     if failed:

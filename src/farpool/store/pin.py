@@ -151,7 +151,7 @@ class Pins(Sequence[Pin | None]):
         Raises
         ------
         ChecksumError
-            The bytes of an object are not those that were put; the message names its key.
+            The bytes of an object differ from those that were put; the message names its key.
         ValueError
             A pin was released, or its time to live is over.
         """
@@ -199,9 +199,9 @@ def _verify(pins: Sequence[Pin]) -> None:
     mapped = [(pin, view) for pin, view in views if pin._crc is not None]
     sums = crc32c_many([view for _, view in mapped])
     for (pin, _), crc in zip(mapped, sums, strict=True):
-        pin.view  # noqa: B018 - raises if the pin ended during the sums: the bytes may have changed
+        pin.view  # noqa: B018 - raises if the pin ended while we read: the bytes may have changed
         if crc != pin._crc:
-            raise ChecksumError(f"{pin._key!r}: the bytes of the pinned object are not those that were put")
+            raise ChecksumError(f"{pin._key!r}: the bytes of the pinned object differ from those that were put")
 
 
 def _shown(view: memoryview) -> Any:

@@ -27,7 +27,7 @@ class Unmended:
     lacking : int
         Copies that it still lacks.
     reasons : tuple of str
-        Why no node has taken them.
+        Why no node has taken the missing copies.
     """
 
     key: bytes
@@ -46,13 +46,13 @@ class Repaired:
     endangered : int
         Objects with too few copies; of objects that are kept, only copies that are kept count.
     mended : int
-        Of them, objects that have all their copies again.
+        Endangered objects that have all their copies again.
     nbytes : int
         Bytes that were copied.
     gone : int
-        Of them, objects that were dropped, evicted or expired while the sweep was under way.
+        Endangered objects that were dropped, evicted or expired while the sweep was under way.
     left : tuple of Unmended
-        The others, which still have too few copies.
+        The other endangered objects, which still have too few copies.
     """
 
     objects: int

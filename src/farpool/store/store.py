@@ -384,9 +384,9 @@ class Store:
         keep : bool or None
             As of `touch`.
         seen : sequence of mapping, optional
-            The ``marks`` of an earlier touch of the same keys. Only these copies are touched, and only those that
-            no program has kept, let go or given more time to live since. With `keep` True a copy that is kept by now is
-            touched in any case.
+            The ``marks`` of an earlier touch of the same keys. Nodes then touch only these copies, and only if no
+            program has kept or released them, or given them more time to live, since. With `keep` True they also touch
+            copies that are kept by now.
 
         Raises
         ------

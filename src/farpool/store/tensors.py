@@ -26,7 +26,7 @@ __all__ = ["map_tensors", "publish_tensors", "read_tensor", "read_tensors", "ten
 _BATCH_BYTES = 4 << 20
 """Bytes of tensors that the first call pins; the timeout applies to each call."""
 _MAPPED_BATCH_BYTES = 256 << 20
-"""Bytes that a call pins if all objects of the call before are mapped, and so take no memory for copies."""
+"""Bytes that a call pins if all objects of the previous call are mapped, and so need no memory for copies."""
 
 
 def publish_tensors(
@@ -162,7 +162,7 @@ class _Held:
 
 
 def _batch(entries: Iterator[TensorEntry], room: int) -> list[TensorEntry]:
-    """Take the next tensors, until they have `room` bytes; empty at the end."""
+    """Take the next tensors, until they have `room` bytes; return an empty list at the end."""
     batch: list[TensorEntry] = []
     for entry in entries:
         batch.append(entry)
@@ -175,7 +175,7 @@ def _batch(entries: Iterator[TensorEntry], room: int) -> list[TensorEntry]:
 def _over_pins(
     pins: Pins, opened: OpenedName, entries: Sequence[TensorEntry], held: _Held
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors over pinned objects, in the order of those that have bytes, all of them verified before."""
+    """Verify pinned objects, and yield a tensor for each entry; `pins` has an object for each entry with bytes."""
     try:
         pins.verify()
         left = iter(pins)

@@ -123,9 +123,9 @@ class Mended:
     Attributes
     ----------
     copies : int
-        Nodes that have it now, of those that were to take it.
+        Number of target nodes that have the object now.
     reasons : tuple of str
-        Why others have not, or why no holder returned it.
+        Why the other targets do not have it, or why no holder returned it.
     gone : bool
         No holder has it any more: it was dropped, evicted or expired.
     """
@@ -172,7 +172,7 @@ def _is_missing(cluster: Cluster, holder: int, key: bytes, deadline: float) -> b
 
 
 def _reason(answer: Reply | Exception, node: str, op: Op) -> str:
-    """Say why a node has not returned or taken an object."""
+    """Return the reason why a node has not returned or taken an object."""
     if isinstance(answer, Exception):
         return str(answer)
     if answer.status == Status.MISSING:

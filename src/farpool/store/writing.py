@@ -209,8 +209,8 @@ def everywhere(
     copies : int
         Number of nodes on which it has to succeed; refusals by others are then ignored.
     seen : sequence of mapping, optional
-        Marks of each object's copies, from an earlier touch. Only these copies are asked for, and each node does the
-        operation only if the copy has that mark still.
+        Marks of each object's copies, from an earlier touch. Only the nodes of these copies get a request, and each
+        does the operation only if its copy still has that mark.
 
     Raises
     ------

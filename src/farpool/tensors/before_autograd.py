@@ -27,5 +27,5 @@ def keys_after(keys: Any) -> Any:
 
 
 def rules_included() -> Any:
-    """A context in which rules are called also while torch handles an operation in Python, where it leaves them out."""
+    """A context in which torch calls rules even while it handles an operation in Python, when it would skip them."""
     return torch._C._SetExcludeDispatchKeyGuard(_KEY, False)

@@ -96,7 +96,7 @@ def fallback(*overloads: Any) -> Callable[[Rule], Rule]:
 
 
 def general_fallback(handles: Callable[[Any], bool]) -> Callable[[Rule], Rule]:
-    """Register a rule for such calls of all overloads for which `handles` returns True, after their own fallback."""
+    """Register a rule for these calls, for all overloads for which `handles` returns True, after their own fallback."""
 
     def register(function: Rule) -> Rule:
         _general_fallbacks.append((handles, function))
@@ -205,11 +205,11 @@ def _retried(general: Rule, fallbacks: Sequence[Rule]) -> Rule:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The operators inside pass the rules that run before autograd, as they do when torch decomposes this one itself.
+    # Run our rules before autograd for the operators inside, as when torch decomposes this operator itself.
     with rules_included():
         if torch.is_inference_mode_enabled() and not signature_of(func).marks_views:
-            # A plain tensor's views are marked as views here, too, and require a gradient where it does. What
-            # multiplies matrices looks at that and picks another kernel, with other bits.
+            # For plain tensors torch marks views as views here, too, and views of a tensor that requires a gradient
+            # require one. Matrix products look at that and pick another kernel, with other bits.
             with _SetExclude(_views, False):
                 return run(func._op_dk, (_composite, *args), kwargs)
         return run(func._op_dk, (_composite, *args), kwargs)

@@ -1,4 +1,4 @@
-"""Finding who holds a tensor, for messages that ask the program to drop it."""
+"""Find the variable or attribute that holds a tensor, for messages that ask the program to drop it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _key(names: dict[str, Any], tensor: torch.Tensor) -> str:
 
 
 def _in_frame(frame: FrameType, tensor: torch.Tensor) -> str:
-    # To look at the variables of a running function would copy them, and the copies would live on (before Python 3.13).
+    # Before Python 3.13, reading the variables of a running function copies them, and the copies keep tensors alive.
     if _is_running(frame):
         return ""
     name = _key(dict(frame.f_locals), tensor)

@@ -52,8 +52,8 @@ def _set(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _set_original(original: torch.Tensor, value: torch.Tensor) -> None:
-    # A parametrization keeps the object of the parameter that it replaces and gives it the values that it starts from.
-    # It makes these for that purpose, so nothing else has to share memory with them: a paged parameter takes a copy.
+    # A parametrization keeps the object of the parameter that it replaces, and sets its first values. It has made these
+    # values only for that, so they need not share memory with other tensors: a paged parameter takes a copy.
     if type(original) is PagedTensor:
         original.data = value
     elif type(value) is PagedTensor:

@@ -94,8 +94,8 @@ def take_along(pool: StorageOwner) -> str:
         # A view of a parameter goes with its graph; but bytes that only it has would be lost.
         if id(tensor._storage) not in kept:
             raise UnsupportedError(
-                f"{describe(tensor)} is the result of a computation with history, so it cannot become plain, and the "
-                "pool, which stays open, has its bytes alone: drop it or detach it, then close the pool. It is held by "
+                f"{describe(tensor)} is the result of a computation with history, so it cannot become plain, and only "
+                "the pool, which stays open, has its bytes: drop it or detach it, then close the pool. It is held by "
                 f"{holder_of(tensor)}"
             )
     gradients = _gradients(leaves)

@@ -200,8 +200,8 @@ def offload(module: _Owner, pool: Pool, *, progress: Callable[[int, int], None] 
     """Move all parameters and buffers of a module, or the moments of an optimizer, into a pool, in place.
 
     Parameters and buffers keep their identity, ties and aliases. Their gradients, those that exist and those that are
-    computed from now on, are paged too. What is in this pool already stays there. Parameters and buffers of lazy
-    modules (``torch.nn.LazyLinear``) have no bytes yet; they are moved at their module's first forward pass.
+    computed from now on, are paged too. Tensors that are already in this pool stay there. Parameters and buffers of
+    lazy modules (``torch.nn.LazyLinear``) have no bytes yet; their module's first forward pass moves them.
 
     An optimizer's moments go there by themselves: new ones are made there, those that ``load_state_dict`` brings are
     moved as they are loaded, and those that were there before the module was moved, at the optimizer's next step. Give

@@ -52,7 +52,7 @@ class _MoveWhenInitialized:
         return self
 
     def __reduce__(self) -> Any:
-        # A pool does not travel in a pickle, so the module stays plain where it is loaded.
+        # A pickle contains no pool, so the module stays plain after loading.
         return _MoveWhenInitialized, (None, self.move)
 
 
@@ -67,7 +67,7 @@ def _remove(part: torch.nn.Module) -> None:
 
 
 def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
-    """Raise if a part of a module is to be moved into another pool at its first forward pass.
+    """Raise if the first forward pass of a part of a module will move it into another pool.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def check_waits_for(module: torch.nn.Module, pool: BlockPool) -> None:
 
 
 def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) -> None:
-    """Have the parts of a module that have tensors without shape moved into a pool at their first forward pass."""
+    """Move the parts of a module that have tensors without shape into a pool at their first forward pass."""
     for part in module.modules():
         if _has_uninitialized(part):
             _remove(part)
@@ -91,6 +91,6 @@ def move_when_initialized(module: torch.nn.Module, pool: BlockPool, move: Move) 
 
 
 def stop_waiting(module: torch.nn.Module) -> None:
-    """Leave the parts of a module plain that would have been moved into a pool at their first forward pass."""
+    """Leave parts of a module plain that their first forward pass would have moved into a pool."""
     for part in module.modules():
         _remove(part)

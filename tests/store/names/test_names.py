@@ -349,7 +349,7 @@ def test_objects_that_are_evicted_while_they_are_published_are_sent_again(
     assert read(names, "s") == b"".join(b"part %d" % i for i in range(10))
     before = set(store.kept)
     monkeypatch.setattr(store, "touch", lambda key, ttl, keep, seen: None)
-    with pytest.raises(NameLostError, match="go again and again before they can be kept; nothing was published"):
+    with pytest.raises(NameLostError, match="disappear again and again before nodes can keep them; nothing was pub"):
         names.publish("n", b"other")
     monkeypatch.undo()
     assert read(names, "n") == b"value"

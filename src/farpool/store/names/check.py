@@ -27,9 +27,9 @@ class Checked:
     Attributes
     ----------
     entries : dict of str to (int, int)
-        For each kind of entry how many there are, and their bytes.
+        Number of entries of each kind, and their bytes.
     damage : sequence of str
-        What is wrong, a sentence each; empty if nothing is.
+        A sentence for each damage; empty if there is none.
     """
 
     entries: dict[str, tuple[int, int]]
@@ -37,7 +37,7 @@ class Checked:
 
 
 def check(registry: Registry) -> Checked:
-    """Read all entries of a registry and tell which are damaged or missing."""
+    """Read all entries of a registry and find the damaged and missing ones."""
     entries, damage = registry.check()
     found = list(damage)
     count: Counter[str] = Counter()

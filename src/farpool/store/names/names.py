@@ -219,8 +219,8 @@ class Names:
     def sweep(self) -> int:
         """Release the objects of versions that no program holds; return how many.
 
-        Each publish does it, too. Call it where names are published rarely and memory is short. Several programs may
-        do so at the same time, and no other call waits for it.
+        Each publish does it, too. Call it if programs publish rarely and memory is short. Several programs may sweep at
+        the same time, and no other call waits for a sweep.
         """
         return sweep(self._store, self._registry, max(1.0, self._hold))
 
@@ -229,9 +229,9 @@ class Names:
     def open(self, name: str, version: int | None = None) -> OpenedName:
         """Open a name for reading; its objects stay until it is closed.
 
-        While the registry is away this gives the version that this program has known last, and while it can only be
-        read the current one. Neither is held then (`OpenedName.held`): it stays for as long as it is the current one,
-        and for `hold` seconds after.
+        While the registry is away, this opens the last version that this program knows; while the registry can only be
+        read, it opens the current version. The reader then does not hold the version (`OpenedName.held`): the version
+        stays for as long as it is the current one, and for `hold` seconds after that.
 
         Parameters
         ----------
@@ -365,7 +365,7 @@ class Names:
             held = self._registry.get(first, timeout=self._timeout)
             if held is None:
                 break
-            # A sweep takes the entry away before it lets objects go.
+            # A sweep removes the entry before it releases objects.
             there = [Condition(first, held.revision), Condition(SWEEPER, 0)]
             release = self._hold_for_reader(quoted, record, there, self._timeout)
             if release is not None:
@@ -402,8 +402,8 @@ class Names:
             if readers > 1:
                 self._reading[reading] = revision, readers - 1
                 return
-            # The condition is for a deletion that is sent again and arrives late: the next reader's entry stays. If the
-            # entry itself was sent again and arrived late, it has another revision now.
+            # If this deletion is sent again and arrives late, the condition keeps it from deleting the next reader's
+            # entry. If our entry was itself sent again and arrived late, it has another revision now, so we read it.
             with suppress(RegistryError):  # it goes with the lease
                 if not self._delete_hold(key, revision) and (entry := self._registry.get(key, timeout=self._timeout)):
                     self._delete_hold(key, entry.revision)

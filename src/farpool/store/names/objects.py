@@ -36,9 +36,9 @@ class ObjectStore(Protocol):
     ) -> Touched:
         """Renew the time to live of values, and return how many copies of each there are, with their marks.
 
-        With `keep` True the values are never evicted and do not expire. With False they may be, and `ttl` counts even
-        if it is shorter than what was left. With `seen`, the marks of an earlier touch, only copies are touched that
-        have that mark still, and with `keep` True those that are kept by now.
+        With `keep` True nodes never evict the values, and they do not expire. With False they may, and `ttl` counts
+        even if it is shorter than the time that was left. With `seen`, the marks of an earlier touch, nodes touch only
+        copies that still have that mark, and with `keep` True also copies that are kept by now.
         """
 
     def get(self, key: str, /) -> bytes | None:

@@ -27,8 +27,8 @@ class OpenedName:
     info : NameInfo
         The version that is open.
     held : bool
-        True if the registry knows of this reader. False if it was away, or could not be written: then the version is
-        the last known one, or the current one, and lives for as long as others hold it.
+        True if the registry has recorded this reader. False if the registry was away, or could not be written: then
+        the version is the last known one, or the current one, and stays for as long as other programs hold it.
     """
 
     def __init__(

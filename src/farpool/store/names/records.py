@@ -4,7 +4,7 @@
 ``name/NAME``                      the version that counts now, or that the name was unpublished
 ``history/NAME/VERSION``           what was published (or unpublished), the last hundred
 ``publication/NAME/ID/PART``       which objects a version holds, 10,000 in a part; there before the name moves
-``released/NAME/ID/PART``          the same, of a version that nobody can begin to hold: a sweep lets its objects go
+``released/NAME/ID/PART``          the same, of a version that no program can begin to hold: a sweep releases it
 ``hold/NAME/ID/WHO``               why a version that is not the current one has to stay: its writer is at work, it is
                                    the previous one, or somebody reads it; bound to a lease of whoever that is
 ``writer/NAME``                    who may move the name; bound to the writer's lease
@@ -52,7 +52,7 @@ _LONGEST_NAME = 200
 _HASH = "sha256-"
 _FORMAT = 1
 _PUBLICATION_FORMAT = 2
-"""Programs of releases whose sweeps look at no marks cannot read this one, and so do not sweep."""
+"""Programs of earlier releases, whose sweeps ignore marks, cannot read this format, so they do not sweep."""
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 

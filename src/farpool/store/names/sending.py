@@ -1,12 +1,12 @@
 """Sending the objects of a version that is about to be published.
 
-Objects are sent with a time to live, small ones together, and those that have all their copies already are not sent
-again. The sender notes the mark that each copy then has. After that it records in the registry, in a publication with a
-hold of its writer, which objects the version holds. Only then does it have the nodes keep the copies without an end,
-each if it still has its mark or is kept already. So each sweep knows of all that is kept, and a writer that was stopped
-past its lease keeps nothing that a sweep has let go since (sweep.py). A copy that has another mark, or was evicted, is
-looked at again, sent again if it is gone, and kept once the registry has confirmed that the writer's hold is still
-there.
+The sender puts objects with a time to live, small ones together, except those that already have all their copies. It
+notes the mark that each copy then has. After that it records in the registry, in a publication with a hold of its
+writer, which objects the version holds. Only then does it tell the nodes to keep the copies without an end; a node does
+so if the copy still has its mark or is kept already. So a sweep finds a record of every kept object, and a writer that
+was stopped for longer than its lease keeps no object that a sweep has released since (sweep.py). If a copy has another
+mark or was evicted, the sender reads its mark again, sends the object again if it is gone, and has it kept once the
+registry has confirmed that the writer's hold still exists.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PAUSE = 0.05
 """Seconds between two checks of whether another program is done."""
 _TRIES = 5
 _A_LITTLE = 1.0
-"""Seconds to live with which marks are read: objects that are sent have more, so theirs do not change."""
+"""Time to live of touches that only read marks. Objects that were sent live longer, so such a touch changes no mark."""
 
 
 class Sending:
@@ -102,7 +102,7 @@ class Sending:
         self._outgoing_bytes = 0
         self._waiting: dict[str, Callable[[], Buffer]] = {}  # sent, and not yet held: how to get the bytes again
         self._waiting_bytes = 0  # in memory for that reason
-        self._seen: dict[str, Mapping[int, int]] = {}  # marks of copies of objects that were sent, and are not yet held
+        self._seen: dict[str, Mapping[int, int]] = {}  # marks of copies of sent objects, until nodes keep them
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:
@@ -181,7 +181,7 @@ class Sending:
         return [key for key, there in zip(keys, touched.copies, strict=True) if there < self._store.replicas]
 
     def _hold_all(self) -> None:
-        """Send what is left, record all objects sent as held, then have the nodes keep their copies without an end."""
+        """Send the remaining objects, record all sent objects as held, then tell the nodes to keep their copies."""
         self._send()
         self._announce(list(self._waiting))
         left = list(self._waiting)
@@ -196,8 +196,8 @@ class Sending:
             self._check_hold()
         else:
             raise NameLostError(
-                f"copies of the object {left[0]} of {self._name!r} go again and again before they can be kept; nothing "
-                "was published. Lend more memory, or publish less",
+                f"copies of the object {left[0]} of {self._name!r} disappear again and again before nodes can keep "
+                "them; nothing was published. Lend more memory, or publish less",
                 name=self._name,
                 key=left[0],
             )
@@ -206,7 +206,7 @@ class Sending:
         self._waiting_bytes = 0
 
     def _check_hold(self) -> None:
-        """Raise NameMovedError if the writer's hold has ended. Marks noted before this are good if it has not."""
+        """Raise NameMovedError if the writer's hold has ended. If not, marks noted before this call are valid."""
         assert self.hold is not None
         held = self._registry.get(self.hold.key, timeout=self._timeout)
         if held is None or held.revision != self.hold.revision:
@@ -254,13 +254,13 @@ def writer_lost(registry: Registry, name: str, quoted: str) -> NameMovedError:
 def wait_for_sweeper(registry: Registry, name: str, deadline: float) -> bool:
     """Wait a little if a program of an earlier release sweeps; return False if none does.
 
-    Such programs sweep one at a time, under an entry with a lease, and let objects go without looking at marks. They
-    cannot read the format of a publication of this release, so once there is one they sweep no more.
+    Such programs sweep one at a time, under an entry with a lease, and release objects without looking at marks. They
+    cannot read the format of a publication of this release, so they stop sweeping once there is one.
 
     Raises
     ------
     NameHeldError
-        One still sweeps at the deadline.
+        Such a program still sweeps at the deadline.
     """
     entry = registry.get(SWEEPER)
     if entry is None:

@@ -74,5 +74,5 @@ class Session:
             self._ended.set()
             lease, self._lease = self._lease, 0
         if lease and self._pid == os.getpid():
-            with contextlib.suppress(RegistryError):  # it ends by itself; an error here would hide the program's own
+            with contextlib.suppress(RegistryError):  # the lease ends by itself; an error would hide the program's own
                 self._registry.revoke(lease)

@@ -1,31 +1,32 @@
-"""Sweep: release the objects of versions that nobody holds any more.
+"""Sweep: release the objects of versions that no program holds any more.
 
-A version is held while it is the current one of its name or has an entry under ``hold/``. Objects are shared by
-content, so an object goes only if no version that is held has it.
+A version is held while it is the current one of its name or has an entry under ``hold/``. Versions share objects with
+equal bytes, so a sweep releases an object only if no held version has it.
 
-No program waits for a sweep, and many programs may sweep at the same time, be stopped at any point and go on much
+No program waits for a sweep, and many programs may sweep at the same time, be stopped at any point and continue much
 later. Each sweep takes these steps:
 
 1. Read the registry, and move each version that no program holds from ``publication/`` to ``released/``, on the
    condition that it is unchanged. From then on no reader can begin to hold it: a reader opens an older version
-   on the condition that its entry under ``publication/`` is there.
-2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it is kept or let go.
-3. Read the registry again. The objects to let go are those under ``released/`` that no version under ``publication/``
-   has, and no version that is held: the hold of a reader that came before step 1 shows now.
-4. Have each node let go of its copy if the copy has the mark of step 2.
-5. Delete the entries under ``released/``, if they are unchanged, once all their copies were let go.
+   on the condition that its entry under ``publication/`` exists.
+2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it keeps or releases the copy.
+3. Read the registry again. The objects to release are those under ``released/`` that neither a version under
+   ``publication/`` nor a held version has: this reading shows the hold of a reader that came before step 1.
+4. Tell each node to release its copy if the copy still has the mark of step 2.
+5. Delete the entries under ``released/``, if they are unchanged, once nodes have released all their copies.
 
 A program that reads a name can read all its objects, because the writer records them under ``publication/`` before it
-has their copies kept. If a copy was kept before step 2, then the record was there before step 3, which leaves the
-object alone. If it was kept after step 2, it has another mark, and the node refuses step 4, however late that arrives;
-the sweep begins again with step 2. If it is kept after step 4, the writer sees whether the object is still there.
+tells nodes to keep their copies. If a node kept a copy before step 2, then the record existed before step 3, which
+leaves the object alone. If it kept the copy after step 2, the copy has another mark, and the node refuses step 4,
+however late that arrives; the sweep begins again with step 2. If it keeps the copy after step 4, the writer checks
+whether the object still exists.
 
-A writer that was stopped past its lease leaves no copy kept without an end. It noted the marks of its copies before it
-recorded them, and has a copy kept only if the copy still has that mark or is kept by others. Before the record was
-deleted a sweep has let go of each copy, which then had another mark.
+A writer that was stopped for longer than its lease leaves no copy kept without an end. It noted the marks of its copies
+before it recorded them, and a node keeps a copy for it only if the copy still has that mark or is kept already. A sweep
+released each copy before it deleted the record, so the copy has another mark.
 
-A node that is away keeps its copies as they are, and one of an earlier release has no marks. So versions stay under
-``released/`` until all nodes could be asked.
+A node that is away keeps its copies as they are, and a node of an earlier release has no marks. So versions stay under
+``released/`` until all nodes have answered.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from farpool.store.names.records import NameRecord, Publication, decode
 __all__ = ["sweep"]
 
 _TOUCHES = 100
-"""Objects that nodes are asked for in one call, and most entries of the registry in one transaction."""
+"""Most objects of one call to the nodes, and most entries of one transaction of the registry."""
 _TRANSACTION_BYTES = 1 << 19
 """Most bytes of entries in one transaction of several."""
 _TRIES = 3
-"""Attempts to let go of objects that others keep or let go at the same time."""
+"""Attempts to release objects that other programs keep or release at the same time."""
 _A_LITTLE = 1.0
-"""Seconds to live with which marks are read; an object that has less gets so much."""
+"""Time to live of a touch that only reads marks; an object with less time left gets this much."""
 
 
 def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
@@ -59,18 +60,18 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
     registry : Registry
         Registry of the names.
     grace : float
-        Seconds that an object lives after it was let go.
+        Seconds that an object lives after its release.
 
     Returns
     -------
     int
-        Number of objects that were let go.
+        Number of released objects.
     """
     versions = _versions(registry)
     _retire(registry, versions.unheld)
     fresh = _keys(versions.unheld)
     marks = _marks(store, fresh)
-    # Versions released earlier are left because a node was away. One request shows if it still is.
+    # Versions of earlier sweeps remain if a node was away then. One request shows if it still is.
     late = _marks(store, _keys(versions.released) - fresh, patient=False)
     if not late.incomplete:
         marks.seen.update(late.seen)
@@ -91,7 +92,7 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
 class _Versions:
     """Entries of the versions that no program holds, and the objects to keep.
 
-    `unheld` are under ``publication/`` yet, `released` are not. All objects of versions under ``publication/`` stay.
+    `unheld` are still under ``publication/``, `released` are not. All objects of versions under ``publication/`` stay.
     """
 
     unheld: list[Entry]
@@ -101,7 +102,7 @@ class _Versions:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Marks of objects' copies, and the objects of which a node could not be asked or knows no marks."""
+    """Marks of objects' copies, and the objects for which a node did not answer or has no marks."""
 
     seen: dict[str, Mapping[int, int]]
     incomplete: set[str]
@@ -136,14 +137,14 @@ def _retire(registry: Registry, entries: list[Entry]) -> None:
 
 
 def _forget(registry: Registry, entries: list[Entry], done: set[str]) -> None:
-    """Delete the entries of versions whose objects were all let go, or belong to others."""
+    """Delete the entries of versions whose objects were all released, or belong to other versions."""
     finished = [entry for entry in entries if _keys([entry]) <= done]
     for begin in range(0, len(finished), _TOUCHES):
         _commit(registry, finished[begin : begin + _TOUCHES], [])
 
 
 def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
-    """Delete entries that are unchanged and write others for them; an entry that another sweep has changed is left."""
+    """Delete unchanged entries and write others for them; leave entries that another sweep has changed."""
     conditions = [Condition(entry.key, entry.revision) for entry in entries]
     done = registry.commit(conditions, [*(Delete(entry.key) for entry in entries), *puts])
     if not done.succeeded and len(entries) > 1:
@@ -152,7 +153,7 @@ def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
 
 
 def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
-    """Cut entries into parts that fit into a transaction which writes them."""
+    """Cut entries into parts that fit into one transaction each."""
     batch: list[Entry] = []
     for entry in entries:
         full = sum(len(one.value) for one in batch) + len(entry.value) > _TRANSACTION_BYTES
@@ -165,7 +166,7 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
 
 
 def _marks(store: ObjectStore, keys: set[str], *, patient: bool = True) -> _Marks:
-    """Note the marks of objects' copies. Without `patient`, stop where a node could not be asked."""
+    """Note the marks of objects' copies. Without `patient`, stop when a node does not answer."""
     found, ordered = _Marks({}, set()), sorted(keys)
     for begin in range(0, len(ordered), _TOUCHES):
         batch = ordered[begin : begin + _TOUCHES]
@@ -180,7 +181,7 @@ def _marks(store: ObjectStore, keys: set[str], *, patient: bool = True) -> _Mark
 
 
 def _let_go(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> set[str]:
-    """Have nodes let go of their copies of marked objects; return those that have a copy with another mark."""
+    """Tell nodes to release their copies of marked objects; return the objects of which a copy has another mark."""
     ordered, refused = sorted(keys & marks.seen.keys()), set[str]()
     for begin in range(0, len(ordered), _TOUCHES):
         batch = ordered[begin : begin + _TOUCHES]

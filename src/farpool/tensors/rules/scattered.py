@@ -3,9 +3,9 @@
 A column of a table touches all rows but shows few bytes of each. So the elements that such a view shows are copied to
 plain memory, a part of the table at a time, and torch's operation runs on the copy.
 
-torch chooses its loops by the strides of a tensor. The copy is as narrow as it can be while its strides still say the
-same: which dimension is contiguous, how the dimensions are ordered, and which of them can be taken together. If a
-dimension is contiguous, each of its runs also begins at the same place in a cache line as in the table.
+torch chooses its loops by the strides of a tensor. The copy is as narrow as possible with strides for which torch
+chooses the same loops: the same dimension is contiguous, the dimensions have the same order, and the same ones can be
+merged. If a dimension is contiguous, each of its runs also begins at the same place in a cache line as in the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNTAGGED = frozenset(
         *("masked_fill_", "masked_select", "median", "nanmedian", "nonzero", "zero_"),
     )
 )
-"""Operations that torch does not mark as elementwise or as reductions, and that only move or compare elements."""
+"""Operations that only move or compare elements, and that torch does not mark as elementwise or as reductions."""
 _TAGS = [getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)]
 
 
@@ -44,7 +44,7 @@ def _handles(func: Any) -> bool:
 
 
 def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> tuple[int, ...] | None:
-    """The smallest strides for which torch's operations take the same way through the elements as for `stride`.
+    """The smallest strides for which torch's operations go through the elements in the same way as for `stride`.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def narrow_strides(size: Sequence[int], stride: Sequence[int], period: int) -> t
     """
     narrow = [0] * len(size)
     contiguous = any(step == 1 and extent > 1 for extent, step in zip(size, stride, strict=True))
-    # Elements that the dimensions so far span, and the stride at which they and the next one can be taken together.
+    # Elements that the dimensions so far span, and the stride with which the next dimension can be merged with them.
     reach, joined = 1, 1
     new_reach, new_joined = 1, 1
     for step, dim in sorted((step, dim) for dim, step in enumerate(stride) if step):
@@ -118,7 +118,7 @@ def _place(tensor: PagedTensor) -> tuple[Any, ...]:
 
 
 def _copies(paged: Sequence[PagedTensor]) -> dict[tuple[Any, ...], _Copy] | None:
-    """The copies to make, by what they show; None if one cannot be made or they would take too much memory."""
+    """The copies to make, by the elements that they show; None if one is impossible or they need too much memory."""
     found: dict[tuple[Any, ...], _Copy] = {}
     for tensor in paged:
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
@@ -164,13 +164,13 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = (*args, *kwargs.values())
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     paged = [tensor for tensor in tensors if type(tensor) is PagedTensor]
-    # What is in a list is left to others.
+    # Other fallbacks handle tensors in lists.
     if len(paged) < len(paged_arguments(args, kwargs)) or any(one.layout is not torch.strided for one in tensors):
         return NotImplemented
     writes = signature_of(func).writes
     written = [args[position] for position in writes if position < len(args)]
     written = [tensor for tensor in written if type(tensor) is PagedTensor]
-    if any(0 in tensor.stride() for tensor in written):  # torch itself decides what this does
+    if any(0 in tensor.stride() for tensor in written):  # torch itself defines the outcome of this
         return NotImplemented
     if not _is_scattered(func, paged, tensors) or not all(_apart(one, other) for one in written for other in paged):
         return NotImplemented

@@ -1,9 +1,9 @@
-"""Rules for operations whose native code asks if an operand is a tensor subclass, and then takes another way.
+"""Rules for operations whose native code asks if an operand is a tensor subclass, and then computes in another way.
 
-torch spares subclasses what some of them cannot do: it reads no value on the host and writes to no tensor that it made
-plain. In most places both ways compute the same bits (docs/operators.md lists them all). In the places below they do
-not, so the operand is replaced by a plain copy before torch asks, and torch takes the way that it takes for plain
-tensors.
+For subclasses torch avoids operations that some of them do not support: it reads no value on the host and writes to no
+tensor that it made plain. In most places both ways compute the same bits (docs/subclasses.md lists them all). In the
+places below they do not, so our rule replaces the operand by a plain copy before torch asks, and torch computes as for
+plain tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MEAN = 1
 
 @dataclass(frozen=True)
 class Branch:
-    """A place where torch takes a way of its own for tensor subclasses, with other bits."""
+    """A place where torch computes tensor subclasses in another way, with other bits."""
 
     overloads: tuple[Any, ...]
     operand: int
-    """Position of the argument of which torch asks if it is a subclass."""
+    """Position of the argument that torch checks for being a subclass."""
     function: str
     """The native function that asks, by its name in the sources of torch."""
     when: str
@@ -151,11 +151,11 @@ FORWARD_BRANCHES = (
         _is_forward_mode,
     ),
 )
-"""Those that only forward-mode differentiation reaches."""
+"""Branches that only forward-mode differentiation reaches."""
 
 
 class _Plain(torch.autograd.Function):
-    """A plain copy whose gradient is that of the paged tensor."""
+    """A plain copy that passes its gradient on to the paged tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PagedTensor) -> torch.Tensor:
@@ -212,8 +212,8 @@ def _register_forward() -> None:
 
 
 def _make_dual(keys: Any, primal: torch.Tensor, tangent: torch.Tensor, level: int) -> Any:
-    # Most models compute norms in every step, and almost none differentiates them forwards. So their rules, which cost
-    # time in each call, are registered when a paged tensor is differentiated forwards for the first time.
+    # Most models compute norms in every step, and almost none differentiates them forwards. The rules for norms cost
+    # time in each call, so we register them when a program first differentiates a paged tensor forwards.
     with _registering:
         _register_forward()
     return _aten._make_dual.default.redispatch(keys_after(keys), primal, tangent, level)
