@@ -50,7 +50,7 @@ class Repaired:
     nbytes : int
         Bytes that were copied.
     gone : int
-        Of them, objects that were dropped, evicted or expired while the sweep was under way.
+        Of them, objects that were dropped, let go, evicted or expired while the sweep was under way.
     left : tuple of Unmended
         The others, which still have too few copies.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,44 @@ def test_a_copy_that_its_node_was_not_told_to_keep_is_kept_after_a_repair(nodes:
     assert kept([nodes[first], nodes[second]]) == ["k", "k"]
     assert kept([nodes[third]]) == []
     assert store.repair().endangered == 0
+
+
+@pytest.mark.parametrize("who", ["repair is stopped", "sweep is stopped"])
+def test_a_repair_and_a_sweep_at_the_same_time_leave_no_copy_kept_that_no_name_holds(
+    nodes: list[LocalNode], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """One of the two stops at each of its calls to the nodes, and the other does all of its work there."""
+    with store_over(nodes, 2) as other, Names(other, tmp_path / "registry", hold=0.0) as names:
+        stopped, work, others_work = (
+            (store._open(), store.repair, names.sweep)
+            if who == "repair is stopped"
+            else (other._open(), names.sweep, store.repair)
+        )
+        ask, steps, at = stopped.ask, 0, 0
+
+        def stops(asks: Any, deadline: float, *, fresh: bool = False) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == at:
+                others_work()
+            return ask(asks, deadline, fresh=fresh)
+
+        while steps >= at:
+            steps, at = 0, at + 1
+            assert at < 30
+            names.publish("n", b"%d" % at * 1000)
+            next(node for node in nodes if kept([node])).replace()  # repair copies what it had
+            eventually(answering(store))
+            eventually(answering(other))
+            with monkeypatch.context() as patch:
+                patch.setattr(names, "sweep", lambda: 0)
+                names.unpublish("n")
+            with monkeypatch.context() as patch:
+                patch.setattr(stopped, "ask", stops)
+                work()
+            names.sweep()
+            assert kept(nodes) == [], f"at call {at}"
+        assert at > 2
 
 
 def test_a_read_makes_a_missing_copy_again_and_it_is_kept(nodes: list[LocalNode], store: Store) -> None:
