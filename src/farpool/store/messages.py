@@ -117,12 +117,15 @@ class Touched:
         let go, or given more time to live. It is 0 from a node of an earlier release, which knows no marks.
     refused : sequence of int
         Places of the keys of which a copy was not touched, because its mark was not the expected one.
+    away : frozenset of str
+        Names of the nodes that have not answered, or that know no marks.
     """
 
     copies: Sequence[int]
     complete: bool
     marks: Sequence[Mapping[int, int]] = ()
     refused: Sequence[int] = ()
+    away: frozenset[str] = frozenset()
 
 
 class Ask(msgspec.Struct, gc=False):
