@@ -11,7 +11,8 @@
 namespace farpool::fuzz {
 
 // A tenant's objects as its publishers know them. Rules: a key holds only what was offered under it; a serial means one object
-// for ever; an object that was there when a drop was requested is not found once the drop is confirmed.
+// for ever; an object that was there when a drop was requested is not found once the drop is confirmed; no two keeps or
+// let-goes give the same mark.
 class Book {
 public:
     using Object = std::pair<std::uint64_t, std::uint32_t>;  // bytes, CRC32C
@@ -34,6 +35,8 @@ public:
         }
         return known->second.key == key && known->second.object == object;
     }
+    // Records the mark that a keep or let-go has given; false if it was given before.
+    bool is_new_mark(std::uint64_t mark) { return marks_.insert(mark).second; }
     // Number of known objects of a key, and the place of a serial among those of its key, from 1.
     std::uint64_t known(const std::string& key) const { return at(known_, key); }
     std::uint64_t place(std::uint64_t serial) const { return serials_.at(serial).place; }
@@ -59,6 +62,7 @@ private:
 
     std::map<std::string, std::set<Object>> offered_;
     std::map<std::uint64_t, Known> serials_;
+    std::set<std::uint64_t> marks_;
     Numbers known_;
     Numbers buried_;
 };

@@ -173,6 +173,8 @@ void Client::check(const Frame& reply) {
         prepared.push_back({asked.key, number_at<std::uint64_t>(reply.meta, 0), reply.header.serial, asked.object});
     } else if (asked.op == Op::lookup) {
         check_looked_up(reply, asked);
+    } else if (asked.op == Op::touch) {
+        require(!asked.changes || book_->is_new_mark(reply.header.serial), told(asked, "two changes have one mark"));
     } else if (asked.op == Op::read) {
         require(reply.payload == asked.expected, told(asked, "private memory has other bytes"));
     }

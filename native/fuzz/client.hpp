@@ -34,6 +34,7 @@ public:
         std::string expected;           // the payload that a read has to return
         std::vector<std::string> keys;  // keys that are looked up
         bool lasting = false;           // a pin without a time to live
+        bool changes = false;           // a touch that keeps or lets go
         bool damaged = false;
         bool by_area = false;
     };

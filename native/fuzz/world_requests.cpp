@@ -41,7 +41,9 @@ void World::request_on_key(Client& client) {
     Frame frame{make_header(asked.op), asked.key, {}};
     bool repair = true;
     if (asked.op == Op::touch) {
-        frame.meta = packed(ttl(), client.honest && dice_.one_in(3) ? dice_.below(3) : 0) + asked.key;
+        const std::uint64_t keep = client.honest && dice_.one_in(3) ? dice_.below(3) : 0;
+        asked.changes = keep != 0;
+        frame.meta = packed(ttl(), keep) + asked.key;
     } else if (asked.op == Op::pin) {
         asked.lasting = !dice_.one_in(4);
         frame.meta = packed(asked.lasting ? 0 : 1 + dice_.below(20)) + asked.key;

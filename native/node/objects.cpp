@@ -19,11 +19,8 @@ constexpr std::uint64_t swept_for_each = 64;
 // Time at which a time to live ends, in ms since 1970; 0 for never.
 std::uint64_t end_of(std::uint64_t ttl_ms) {
     const std::uint64_t now = now_milliseconds();
-    return ttl_ms == 0 ? 0 : now + std::min(ttl_ms, numbered_flag - 1 - now);
+    return ttl_ms == 0 ? 0 : now + std::min(ttl_ms, end_mask - now);
 }
-
-// The end in an expiry word, 0 for never.
-std::uint64_t end_in(std::uint64_t word) { return (word & numbered_flag) != 0 ? 0 : word & ~kept_flag; }
 
 std::uint64_t left_until(std::uint64_t expiry) {
     const std::uint64_t end = end_in(expiry);
@@ -33,22 +30,32 @@ std::uint64_t left_until(std::uint64_t expiry) {
 
 std::uint64_t later(std::uint64_t one, std::uint64_t other) { return one == 0 || other == 0 ? 0 : std::max(one, other); }
 
-// Moves the end in an expiry word away, never nearer. A word with a number stays as it is.
+// The word with another end. Each word without an end has a random number, so no two of them are the same.
+std::uint64_t with_end(std::uint64_t word, std::uint64_t end) {
+    const std::uint64_t rest = word & ~(numbered_flag | end_mask);
+    return rest | (end == 0 ? numbered_flag | (random_word() & end_mask) : end);
+}
+
+// Moves the end in an expiry word away, never nearer. If the end does not move, the word stays as it is.
 std::uint64_t extended(std::uint64_t word, std::uint64_t end) {
-    return (word & numbered_flag) != 0 ? word : later(word & ~kept_flag, end) | (word & kept_flag);
-}
-
-// The word that keeps an object. If it has no end, it contains a random number, so each touch makes another word. A touch that
-// names an earlier word is therefore refused, also after a restart.
-std::uint64_t kept_until(std::uint64_t word, std::uint64_t end) {
     const std::uint64_t last = later(end_in(word), end);
-    return kept_flag | (last == 0 ? numbered_flag | random_word() >> 2 : last);
+    return last == end_in(word) ? word : with_end(word, last);
 }
 
-// 0 on the wire means no mark, so 1 is the mark of an object without an end: no object ever ended at that time.
-std::uint64_t mark_of(std::uint64_t word) { return word == 0 ? 1 : word; }
+// The word of an object that is kept or let go now. It counts the change, so it differs from all words before it even if they
+// end at the same time, as within a tick of the clock or with another time to live. So a touch that names one of them is
+// refused, also after a restart. The count begins again behind 4,095 changes, which take far more than a tick.
+std::uint64_t changed(std::uint64_t word, std::uint64_t end) {
+    const std::uint64_t count = (word + change_unit) & change_mask;
+    return with_end(count == 0 ? change_unit : count, end);
+}
 
-bool has_expired(std::uint64_t expiry) { return expiry != 0 && expiry <= now_milliseconds(); }
+// The mark of an object with this word. The serial makes it differ from the marks of other objects that the key had before. On
+// the wire, 0 stands for any mark, and `mark_of_none` for that of no object.
+std::uint64_t mark_of(std::uint64_t serial, std::uint64_t word) {
+    const std::uint64_t mark = mix64(mix64(serial) + word);
+    return mark == 0 || mark == mark_of_none ? 1 : mark;
+}
 
 }  // namespace
 
@@ -335,21 +342,22 @@ Touched Objects::touch(std::string_view key, std::uint64_t ttl_ms, Keep keep, st
     if (slot == Index::none) {
         return {Status::missing, 0};
     }
-    const std::uint64_t word = index_->at(slot).expiry;
+    const auto [serial, word] = std::pair(index_->at(slot).serial, index_->at(slot).expiry);
     const bool is_kept = (word & kept_flag) != 0;
     // Keeping an object that another program keeps does not harm that program.
-    if (seen != 0 && seen != mark_of(word) && !(keep == Keep::keep && is_kept)) {
-        return {Status::unknown, mark_of(word)};
+    if (seen != 0 && seen != mark_of(serial, word) && !(keep == Keep::keep && is_kept)) {
+        return {Status::unknown, mark_of(serial, word)};
     }
     if (keep == Keep::keep && !is_kept && !may_fix(found_at(slot))) {
-        return {Status::busy, mark_of(word)};
+        return {Status::busy, mark_of(serial, word)};
     }
     const std::uint64_t end = end_of(ttl_ms);
-    const std::uint64_t let_go = end + (end == word && end != 0 ? 1 : 0);  // another word, as when it is kept
-    const std::uint64_t now = keep == Keep::let_go ? let_go : keep == Keep::keep ? kept_until(word, end) : extended(word, end);
+    const std::uint64_t now = keep == Keep::let_go ? changed(word, end)
+                              : keep == Keep::keep ? kept_flag | changed(word, later(end_in(word), end))
+                                                   : extended(word, end);
     set_expiry(slot, now);
     marks_.set(slot);
-    return {Status::done, mark_of(now)};
+    return {Status::done, mark_of(serial, now)};
 }
 
 void Objects::set_expiry(std::uint32_t slot, std::uint64_t expiry) {

@@ -59,7 +59,10 @@ struct Rotated {
 
 enum class Keep : std::uint8_t { as_it_is = 0, keep = 1, let_go = 2 };
 
-// Outcome of a touch. The mark names the object's time to live and whether it is kept, as they are now; 0 without an object.
+// A mark that no object has. A touch that names it keeps only what is kept already.
+constexpr std::uint64_t mark_of_none = ~std::uint64_t{0};
+
+// Outcome of a touch. The mark names this object, its time to live and how often it was kept or let go; 0 without an object.
 struct Touched {
     Status status;
     std::uint64_t mark;

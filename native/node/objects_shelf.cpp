@@ -38,7 +38,7 @@ bool Objects::demote(std::uint32_t slot) {
     const Index::Entry entry = index_->at(slot);
     const std::uint64_t nbytes = payload_nbytes(slot);
     if (shelf_ == nullptr || entry.blocks != 0 || nbytes == 0 || nbytes > shelf_->capacity() || !is_intact(slot) ||
-        (entry.expiry != 0 && entry.expiry <= now_milliseconds()) || budget_.leaving >= Budget::most_leaving) {
+        has_expired(entry.expiry) || budget_.leaving >= Budget::most_leaving) {
         return false;
     }
     const std::uint32_t blocks = shelf_blocks(nbytes);

@@ -3,6 +3,9 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
@@ -59,6 +62,16 @@ struct System {
 };
 System* System::present = nullptr;
 
+// A wall clock that stands still until it is moved, for as long as this exists.
+struct StoppedClock {
+    explicit StoppedClock(std::uint64_t milliseconds) { now = milliseconds; }
+    ~StoppedClock() { now = 0; }
+    StoppedClock(const StoppedClock&) = delete;
+    StoppedClock& operator=(const StoppedClock&) = delete;
+    static std::uint64_t now;  // 0: the system's clock counts
+};
+std::uint64_t StoppedClock::now = 0;
+
 Objects opened(const Folder& folder, Budget& budget, std::uint32_t tenant = 0) {
     std::string note;
     return Objects(folder.path(), tenant, budget, nullptr, true, note);
@@ -93,6 +106,16 @@ bool arrives(Objects& objects, const Found& place, std::uint64_t nbytes) {
 }
 
 }  // namespace
+
+// Instead of the system's: the wall clock may stand.
+extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
+    if (clock != CLOCK_REALTIME || StoppedClock::now == 0) {
+        return static_cast<int>(syscall(SYS_clock_gettime, clock, time));
+    }
+    time->tv_sec = static_cast<time_t>(StoppedClock::now / 1000);
+    time->tv_nsec = static_cast<long>(StoppedClock::now % 1000 * 1'000'000);
+    return 0;
+}
 
 // Instead of the system's: it refuses as a file system does that is full, if anything a little early.
 extern "C" int posix_fallocate(int fd, off_t offset, off_t nbytes) {
@@ -474,6 +497,78 @@ TEST("a touch that names a mark is refused once another has kept the object, let
     CHECK(touch(Keep::as_it_is, gone.mark).status == Status::unknown);
     CHECK((objects.find("never", false).head.flags & farpool::kept_object) == 0);
     CHECK(touch(Keep::keep, twice.mark).status == Status::done);
+}
+
+TEST(
+    "no two changes give an object the same mark, in one tick of the clock, with any time to live, after a restart or a drop") {
+    const std::vector<std::pair<Keep, std::uint64_t>> changes{
+        {Keep::keep, 60'000}, {Keep::keep, 60'000}, {Keep::let_go, 60'000}, {Keep::let_go, 60'000}, {Keep::keep, 60'000},
+        {Keep::let_go, 0},    {Keep::let_go, 0},    {Keep::keep, 0},        {Keep::let_go, 60'000}, {Keep::as_it_is, 0}};
+    StoppedClock clock(1'800'000'000'000);
+    const Folder folder;
+    Budget budget{4 * mib};
+    std::set<std::uint64_t> marks;
+    for (int start = 0; start < 3; ++start) {
+        std::string note;
+        Objects objects(folder.path(), 0, budget, nullptr, false, note);
+        CHECK_EQUAL(note, "");
+        CHECK_EQUAL(objects.size(), start == 0 ? 0u : 1u);
+        for (int life = 0; life < 2; ++life) {
+            const Status status = put(objects, "key", 100);
+            CHECK(status == (start > 0 && life == 0 ? Status::present : Status::done));
+            for (int turn = 0; turn < 4; ++turn) {
+                for (const auto& [keep, ttl_ms] : changes) {
+                    // A time to live that is shorter by as much as has passed ends at the same time.
+                    const std::uint64_t late = StoppedClock::now - 1'800'000'000'000;
+                    const std::uint64_t mark = objects.touch("key", ttl_ms == 0 ? 0 : ttl_ms - late, keep).mark;
+                    CHECK(mark != 0 && mark != farpool::mark_of_none);
+                    CHECK(marks.insert(mark).second);
+                }
+                StoppedClock::now += 1;
+            }
+            if (life == 0) {
+                CHECK(objects.remove("key") == Status::done);
+            }
+        }
+    }
+}
+
+TEST("a touch that names the mark of no object keeps what is kept already, and nothing else") {
+    const Folder folder;
+    Budget budget{4 * mib};
+    Objects objects = opened(folder, budget);
+    CHECK(objects.touch("key", 0, Keep::keep, farpool::mark_of_none).status == Status::missing);
+    CHECK(put(objects, "key", 100) == Status::done);
+    CHECK(objects.touch("key", 0, Keep::keep, farpool::mark_of_none).status == Status::unknown);
+    const farpool::Touched kept = objects.touch("key", 0, Keep::keep);
+    CHECK(objects.touch("key", 0, Keep::keep, farpool::mark_of_none).status == Status::done);
+    CHECK(objects.touch("key", 1000, Keep::let_go, kept.mark).status == Status::unknown);
+    CHECK(objects.touch("key", 1000, Keep::let_go).status == Status::done);
+    CHECK(objects.touch("key", 0, Keep::keep, farpool::mark_of_none).status == Status::unknown);
+}
+
+TEST("an object that was let go expires when its time is over, whatever it was before") {
+    StoppedClock clock(1'800'000'000'000);
+    const Folder folder;
+    Budget budget{4 * mib};
+    Objects objects = opened(folder, budget);
+    for (const std::uint64_t ttl_ms : {std::uint64_t{0}, std::uint64_t{5'000}}) {
+        CHECK(put(objects, "key", 100) == Status::done);
+        CHECK(objects.touch("key", ttl_ms, Keep::keep).status == Status::done);
+        CHECK(objects.touch("key", 1000, Keep::let_go).status == Status::done);
+        CHECK_EQUAL(objects.find("key", false).head.ttl_ms, 1000u);
+        CHECK(objects.touch("key", 2000, Keep::as_it_is).status == Status::done);
+        CHECK_EQUAL(objects.find("key", false).head.ttl_ms, 2000u);
+        StoppedClock::now += 1999;
+        CHECK(objects.find("key", false).status == Status::done);
+        StoppedClock::now += 1;
+        CHECK(objects.find("key", false).status == Status::missing);
+    }
+    CHECK(put(objects, "key", 100) == Status::done);
+    CHECK(objects.touch("key", 1000, Keep::let_go).status == Status::done);
+    CHECK(objects.touch("key", ~std::uint64_t{0}, Keep::as_it_is).status == Status::done);
+    StoppedClock::now *= 100;
+    CHECK(objects.find("key", false).head.ttl_ms > StoppedClock::now);
 }
 
 int main() { return farpool::testing::run(); }

@@ -207,7 +207,7 @@ std::optional<ObjectReader::Found> ObjectReader::probe(std::string_view key, boo
         if (key_of(seen.header) != key) {
             continue;
         }
-        if (expiry != 0 && expiry <= now_milliseconds()) {
+        if (has_expired(expiry)) {
             return std::nullopt;
         }
         const std::atomic_ref visited(visited_.at<unsigned char>(segment_header_nbytes)[number & visited_mask_]);

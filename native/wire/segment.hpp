@@ -8,6 +8,7 @@
 #include <optional>
 #include <string_view>
 
+#include "core/clock.hpp"
 #include "core/hash.hpp"
 
 namespace farpool {
@@ -85,8 +86,20 @@ static_assert(sizeof(IndexSlot) == 48);
 
 // Flag in IndexSlot::expiry of a kept object, which is never evicted and does not expire, as the word lies beyond all times.
 constexpr std::uint64_t kept_flag = std::uint64_t{1} << 63;
-// Flag of a kept object without an end: the bits below it are a random number of the touch that kept it.
+// Flag of an object without an end. The bits of the end are then a random number.
 constexpr std::uint64_t numbered_flag = std::uint64_t{1} << 62;
+// The bits below say how often the object was kept or let go, and the lowest 50 when its time to live ends, in ms since 1970.
+// A word of 0 is that of an object without an end that was never kept or let go.
+constexpr std::uint64_t end_mask = (std::uint64_t{1} << 50) - 1;
+constexpr std::uint64_t change_unit = end_mask + 1;
+constexpr std::uint64_t change_mask = numbered_flag - change_unit;
+
+// The end in an expiry word; 0 for none.
+constexpr std::uint64_t end_in(std::uint64_t word) noexcept { return (word & numbered_flag) != 0 ? 0 : word & end_mask; }
+
+inline bool has_expired(std::uint64_t word) noexcept {
+    return (word & kept_flag) == 0 && end_in(word) != 0 && end_in(word) <= now_milliseconds();
+}
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
 
 // Word of SegmentHeader::epoch: the epoch below its complement, so that damage shows; 0 for the first one.

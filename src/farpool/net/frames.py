@@ -23,6 +23,7 @@ __all__ = [
     "LARGEST_KEY",
     "LARGEST_META",
     "LOOKUP",
+    "MARK_OF_NONE",
     "OFFSET",
     "PLACE",
     "PRESENT",
@@ -91,6 +92,8 @@ TTL = struct.Struct("<Q")
 """Start of a ``pin`` request, before the key: milliseconds to live, 0 for as long as the session."""
 TOUCH = struct.Struct("<QB7x")
 """Start of a ``touch`` request, before the key: milliseconds to live, and 0 (as it is), 1 (keep) or 2 (let go)."""
+MARK_OF_NONE = (1 << 64) - 1
+"""A mark that no object has. A ``touch`` that keeps and names it keeps only what is kept already."""
 LOOKUP = struct.Struct("<II")
 """Start of a ``lookup`` request: flags, number of keys; of its reply: number of keys, and of leading ones present."""
 OFFSET = struct.Struct("<Q")

@@ -117,12 +117,15 @@ class Touched:
         released, or gets more time to live. Nodes of earlier releases know no marks and return 0.
     refused : sequence of int
         Positions of the keys of which a node did not touch its copy, because the copy had another mark.
+    away : frozenset of str
+        Names of the nodes that did not answer, or that have no marks.
     """
 
     copies: Sequence[int]
     complete: bool
     marks: Sequence[Mapping[int, int]] = ()
     refused: Sequence[int] = ()
+    away: frozenset[str] = frozenset()
 
 
 class Ask(msgspec.Struct, gc=False):

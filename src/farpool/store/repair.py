@@ -50,7 +50,7 @@ class Repaired:
     nbytes : int
         Bytes that were copied.
     gone : int
-        Endangered objects that were dropped, evicted or expired while the sweep was under way.
+        Endangered objects that were dropped, released, evicted or expired while the sweep was under way.
     left : tuple of Unmended
         The other endangered objects, which still have too few copies.
     """

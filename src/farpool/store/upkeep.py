@@ -11,10 +11,10 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from farpool.errors import FarpoolError
-from farpool.net.frames import COPIED, HEAD, KEPT, TOUCH, Op, Status
+from farpool.net.frames import COPIED, HEAD, KEPT, MARK_OF_NONE, TOUCH, Op, Status
 from farpool.net.refusals import refusal
 from farpool.store.messages import Ask
 from farpool.store.reading import probe
@@ -31,6 +31,8 @@ _PAUSE = 0.005
 """Seconds in which hits are collected. A small cache is full of other objects a few of them later."""
 _MOST = 65536
 """Most keys whose hits are remembered; more in one pause are left to a later hit."""
+_UNKEPT_MS = 60_000
+"""Milliseconds that a copy of a kept object lives if it is not kept after all."""
 
 
 class Upkeep:
@@ -127,7 +129,8 @@ class Mended:
     reasons : tuple of str
         Why the other targets do not have it, or why no holder returned it.
     gone : bool
-        No holder has it any more: it was dropped, evicted or expired.
+        No holder has it any more, or the source was kept and is not any more: the object was dropped, let go, evicted
+        or expired.
     """
 
     copies: int
@@ -151,19 +154,52 @@ def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[i
             reasons.append(_reason(source, cluster.members[holder].name, Op.GET))
     else:
         return Mended(0, tuple(reasons), gone=not reasons)
-    *head, flags = HEAD.unpack(source.meta)
-    meta, payload = HEAD.pack(*head, flags & ~KEPT | COPIED) + key, source.payload or b""
-    answers = cluster.ask([Ask(node, Op.PUT, meta, 0, payload) for node in nodes], deadline)
+    ttl, *head, flags = HEAD.unpack(source.meta)
+    is_kept = bool(flags & KEPT)
+    meta = HEAD.pack(_UNKEPT_MS if is_kept else ttl, *head, flags & ~KEPT | COPIED) + key
+    answers = cluster.ask([Ask(node, Op.PUT, meta, 0, source.payload or b"") for node in nodes], deadline)
     refused = any(not isinstance(answer, Exception) and answer.status == Status.MISSING for answer in answers)
-    if flags & KEPT:
-        answers = cluster.ask([Ask(node, Op.TOUCH, TOUCH.pack(0, 1) + key) for node in nodes], deadline)
+    let_go = False
+    if is_kept:
+        taken = [place for place, answer in enumerate(answers) if _has_taken(answer)]
+        kept, let_go = _keep(cluster, key, holder, [nodes[place] for place in taken], deadline)
+        for place, answer in zip(taken, kept, strict=True):
+            answers[place] = answer
     copies = 0
     for node, answer in zip(nodes, answers, strict=True):
-        if not isinstance(answer, Exception) and answer.status in (Status.DONE, Status.PRESENT):
+        if _has_taken(answer):
             copies += 1
         else:
             reasons.append(_reason(answer, cluster.members[node].name, Op.PUT))
-    return Mended(copies, tuple(reasons), gone=refused and _is_missing(cluster, holder, key, deadline))
+    return Mended(copies, tuple(reasons), gone=let_go or (refused and _is_missing(cluster, holder, key, deadline)))
+
+
+def _keep(
+    cluster: Cluster, key: bytes, holder: int, nodes: Sequence[int], deadline: float
+) -> tuple[list[Reply | Exception], bool]:
+    """Have nodes keep new copies of an object if the holder keeps its copy; also return True if it does so no more.
+
+    A sweep may let go of the object at the same time, and must leave no copy kept. So we note the marks of the new
+    copies first, then have the holder keep its own again, which gives that another mark. A sweep that has not let go of
+    it by then is refused, looks at all copies again, and finds the new ones. If it lets go of these before we keep
+    them, they have other marks than we noted, and their nodes do not keep them.
+    """
+    marked = cluster.ask([Ask(node, Op.TOUCH, TOUCH.pack(_UNKEPT_MS, 0) + key) for node in nodes], deadline)
+    (again,) = cluster.ask([Ask(holder, Op.TOUCH, TOUCH.pack(0, 1) + key, MARK_OF_NONE)], deadline)
+    if isinstance(again, Exception) or again.status != Status.DONE:
+        gone = not isinstance(again, Exception) and again.status in (Status.MISSING, Status.UNKNOWN)
+        return [again] * len(nodes), gone
+    answers = list(marked)
+    known = [(place, answer.serial) for place, answer in enumerate(marked) if _has_taken(answer)]
+    asks = [Ask(nodes[place], Op.TOUCH, TOUCH.pack(0, 1) + key, mark) for place, mark in known]
+    for (place, _), answer in zip(known, cluster.ask(asks, deadline), strict=True):
+        answers[place] = answer
+    return answers, False
+
+
+def _has_taken(answer: Reply | Exception) -> TypeGuard[Reply]:
+    """Return True if a node has stored or touched its copy."""
+    return not isinstance(answer, Exception) and answer.status in (Status.DONE, Status.PRESENT)
 
 
 def _is_missing(cluster: Cluster, holder: int, key: bytes, deadline: float) -> bool:
@@ -172,9 +208,11 @@ def _is_missing(cluster: Cluster, holder: int, key: bytes, deadline: float) -> b
 
 
 def _reason(answer: Reply | Exception, node: str, op: Op) -> str:
-    """Return the reason why a node has not returned or taken an object."""
+    """Return the reason why a node has not returned, taken or kept an object."""
     if isinstance(answer, Exception):
         return str(answer)
+    if answer.status == Status.UNKNOWN:
+        return f"{node}: it does not keep its copy, because another program has let go of the object"
     if answer.status == Status.MISSING:
         return f"{node}: it takes no copy, because the key was dropped there lately or the node is in a later epoch"
     return str(refusal(answer.status, answer.meta.decode(errors="replace"), node, op))

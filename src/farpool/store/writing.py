@@ -219,7 +219,7 @@ def everywhere(
     """
     done, marks = [0] * len(metas), [dict[int, int]() for _ in metas]
     left = list(range(len(metas)))
-    complete, refused = True, list[int]()
+    complete, refused, away = True, list[int](), set[int]()
     usual = (Status.DONE, Status.MISSING) if seen is None else (Status.DONE, Status.MISSING, Status.UNKNOWN)
     while left:
         nodes = cluster.reachable(deadline)
@@ -244,12 +244,14 @@ def everywhere(
                         said = reply.meta.decode(errors="replace")
                         raise refusal(reply.status, said, cluster.members[node].name, op)
             if replies or not some:
-                expected = len(cluster.members) if seen is None else len(seen[number])
-                complete = complete and len(replies) == expected
+                expected = range(len(cluster.members)) if seen is None else seen[number]
+                complete = complete and len(replies) == len(expected)
+                away.update(set(expected) - {node for node, _ in replies})
+                away.update(node for node, mark in marks[number].items() if not mark)
             else:
                 unknown.append(number)
                 failures += [answer for _, answer in answered if isinstance(answer, Exception)]
         left = unknown
         if left and (not all(map(is_away, failures)) or not cluster.wait(deadline)):
             raise failures[0]
-    return Touched(done, complete, marks, refused)
+    return Touched(done, complete, marks, refused, frozenset(cluster.members[node].name for node in away))

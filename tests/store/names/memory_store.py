@@ -30,7 +30,7 @@ class MemoryStore:
         self.changes = itertools.count(1)
         self.sent = 0  # values that came over the wire
         self.requests = 0  # batches of puts and touches
-        self.away = False  # another node, which may have copies
+        self.away = ""  # the name of another node that is away, and may have copies
         self.largest = 0
         self.pause = 0.0  # before an object is let go, so that others come in between
 
@@ -81,6 +81,7 @@ class MemoryStore:
             not self.away,
             [{0: mark} if mark is not None and mark > 0 else {} for mark in told],
             [place for place, mark in enumerate(told) if mark == 0],
+            frozenset({self.away} if self.away else ()),
         )
 
     def touch(self, key: str, ttl: float | None, keep: bool | None, seen: int | None = None) -> int | None:

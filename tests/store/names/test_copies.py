@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from farpool.errors import NameLostError, QuotaExceededError
+from farpool.registry import Registry
 from farpool.store import Store
 from farpool.store.names import Names
 from farpool.store.names.sending import Sending
+from farpool.store.names.sweep import _retire, _versions
 from tests.node.nodes import walked
 from tests.nodes import eventually
 from tests.store.local_nodes import MIB, LocalNode, store_over
@@ -50,6 +53,12 @@ def read(store: Store, name: str) -> bytes:
 def keys_of(store: Store, name: str) -> list[str]:
     with store.open(name) as opened:
         return [piece.key for piece in opened.manifest.pieces]
+
+
+def retire_only(store: Store, registry: Registry, grace: float) -> int:
+    """The part of a sweep before it asks nodes; the program is stopped behind it."""
+    _retire(registry, _versions(registry).unheld)
+    return 0
 
 
 def answering(store: Store) -> Callable[[], bool]:
@@ -110,6 +119,66 @@ def test_a_copy_that_its_node_was_not_told_to_keep_is_kept_after_a_repair(nodes:
     assert store.repair().endangered == 0
 
 
+def test_nodes_let_go_of_what_a_stopped_sweep_has_left_while_another_node_is_away(
+    nodes: list[LocalNode], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Names(store, tmp_path / "registry", hold=0.0) as names:
+        names.publish("n", VALUE)
+        away = next(node for node in nodes if kept([node]))
+        theirs = kept([away])
+        away.kill()
+        with monkeypatch.context() as patch:
+            patch.setattr("farpool.store.names.names.sweep", retire_only)
+            names.unpublish("n")
+        names.sweep()
+        assert kept(nodes) == []
+        assert len(names._registry.range("released/").entries) == 1
+        away.restart()
+        eventually(answering(store))
+        assert kept(nodes) == theirs
+        names.sweep()
+        assert kept(nodes) == []
+        assert names._registry.range("released/").entries == ()
+
+
+@pytest.mark.parametrize("who", ["repair is stopped", "sweep is stopped"])
+def test_a_repair_and_a_sweep_at_the_same_time_leave_no_copy_kept_that_no_name_holds(
+    nodes: list[LocalNode], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """One of the two stops at each of its calls to the nodes, and the other does all of its work there."""
+    with store_over(nodes, 2) as other, Names(other, tmp_path / "registry", hold=0.0) as names:
+        stopped, work, others_work = (
+            (store._open(), store.repair, names.sweep)
+            if who == "repair is stopped"
+            else (other._open(), names.sweep, store.repair)
+        )
+        ask, steps, at = stopped.ask, 0, 0
+
+        def stops(asks: Any, deadline: float, *, fresh: bool = False) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == at:
+                others_work()
+            return ask(asks, deadline, fresh=fresh)
+
+        while steps >= at:
+            steps, at = 0, at + 1
+            assert at < 30
+            names.publish("n", b"%d" % at * 1000)
+            next(node for node in nodes if kept([node])).replace()  # repair copies what it had
+            eventually(answering(store))
+            eventually(answering(other))
+            with monkeypatch.context() as patch:
+                patch.setattr(names, "sweep", lambda: 0)
+                names.unpublish("n")
+            with monkeypatch.context() as patch:
+                patch.setattr(stopped, "ask", stops)
+                work()
+            names.sweep()
+            assert kept(nodes) == [], f"at call {at}"
+        assert at > 2
+
+
 def test_a_read_makes_a_missing_copy_again_and_it_is_kept(nodes: list[LocalNode], store: Store) -> None:
     store.publish("n", VALUE)
     keys = set(kept(nodes))
@@ -153,3 +222,4 @@ def test_a_touch_of_many_tells_how_many_copies_it_has_reached(nodes: list[LocalN
     touched = store.touch_many([f"{number}" for number in range(2000)], 200.0)
     assert set(touched.copies) == {1, 2}
     assert not touched.complete
+    assert touched.away == {nodes[0].name}

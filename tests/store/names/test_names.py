@@ -371,26 +371,60 @@ def test_what_was_let_go_while_a_node_was_away_is_let_go_again(make: MakeNames, 
     names = make(hold=0.0)
     names.publish("n", [b"one", b"uno"])
     copies = {key: store.objects[key] for key in store.kept}
-    store.away = True
+    store.away = "node"
     names.publish("n", b"two")
     assert not copies.keys() & store.kept
     names.publish("m", b"one")
     store.objects.update(copies)  # the node comes back with its copies
     store.kept.update(copies)
-    store.away = False
+    store.away = ""
     assert names.sweep() == 2  # the other part and the manifest; another name holds the part by now
     assert {store.objects[key][0] for key in copies.keys() & store.kept} == {b"one"}
     assert names.sweep() == 0
-    store.away = True
+    store.away = "node"
     names.publish("n", b"three")
     names.unpublish("n")
     before = store.requests
     for _ in range(3):
         assert names.sweep() == 0
     assert store.requests - before == 3  # each looks only if the node is back
-    store.away = False
+    store.away = ""
     assert names.sweep() == 4
     assert names._registry.range("released/").entries == ()
+
+
+def test_a_sweep_that_was_stopped_is_made_up_for_though_a_node_is_away(
+    make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that can be reached let go at the next sweep, and again only when other nodes are away or none is."""
+    names = make(hold=0.0)
+    names.publish("n", [b"one", b"uno"])
+    store.away = "first"
+    touch_many = store.touch_many
+
+    def stopped(keys: Any, ttl: float | None, **settings: Any) -> Any:
+        if settings.get("keep") is False:
+            raise TimeoutError("the program was stopped after it had moved the version")
+        return touch_many(keys, ttl, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "touch_many", stopped)
+        names.unpublish("n")
+    assert len(names._registry.range("released/").entries) == 1
+    assert len(store.kept) == 3
+    assert names.sweep() == 3
+    assert not store.kept
+    for away, requests in (("first", 1), ("first", 1), ("second", 2), ("second", 1), ("second", 1)):
+        store.away, before = away, store.requests
+        swept = names.sweep()
+        assert (swept > 0, store.requests - before) == (requests > 1, requests)
+        assert len(names._registry.range("released/").entries) == 1
+    store.away = ""
+    assert names.sweep() == 3
+    assert names._registry.range("released/").entries == ()
+    before = store.requests
+    assert names.sweep() == 0
+    assert store.requests == before
 
 
 def test_tensors_are_objects_each_shared_by_content_and_copied_a_few_at_a_time(

@@ -71,11 +71,16 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """Registry record of the objects of (a part of) a version: those whose keys are hashes, and others."""
+    """Registry record of the objects of (a part of) a version: those whose keys are hashes, and others.
+
+    Under ``released/``, `away` has the names of the nodes that could not be asked when a sweep last had all others let
+    go of these objects; it is None if no sweep has come that far.
+    """
 
     hashes: tuple[bytes, ...]
     others: tuple[str, ...]
     format: int = _PUBLICATION_FORMAT
+    away: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Publication:

@@ -26,7 +26,10 @@ before it recorded them, and a node keeps a copy for it only if the copy still h
 released each copy before it deleted the record, so the copy has another mark.
 
 A node that is away keeps its copies as they are, and a node of an earlier release has no marks. So versions stay under
-``released/`` until all nodes have answered.
+``released/`` until all nodes have answered. The sweep has the other nodes release their copies at once, and notes in
+the entry which nodes were away. Later sweeps leave the entry alone while all these nodes are still away, which one
+request shows, so a node that stays away for long costs each sweep one request. A sweep that was stopped leaves an entry
+without a note; the next sweep does all of its work.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from farpool.registry import Condition, Delete, Entry, Put, Registry
 from farpool.store.names.objects import ObjectStore
-from farpool.store.names.records import NameRecord, Publication, decode
+from farpool.store.names.records import NameRecord, Publication, decode, encode
 
 __all__ = ["sweep"]
 
@@ -69,12 +74,11 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
     """
     versions = _versions(registry)
     _retire(registry, versions.unheld)
-    fresh = _keys(versions.unheld)
-    marks = _marks(store, fresh)
-    # Versions of earlier sweeps remain if a node was away then. One request shows if it still is.
-    late = _marks(store, _keys(versions.released) - fresh, patient=False)
-    if not late.incomplete:
-        marks.seen.update(late.seen)
+    marks = _marks(store, _keys(versions.unheld))
+    for away, entries in _by_away(versions.released):
+        # These nodes were away when the others released the objects. Without a note, no sweep has finished that step.
+        if away is None or not away <= marks.away:
+            _add(marks, _marks(store, _keys(entries) - marks.seen.keys(), still_away=away))
     released: set[str] = set()
     for _ in range(_TRIES):
         if not marks.seen:
@@ -83,8 +87,10 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
         mine = _keys(versions.released) - versions.needed
         refused = _let_go(store, marks, mine, grace)
         released |= mine & marks.seen.keys() - refused
-        _forget(registry, versions.released, marks.seen.keys() - marks.incomplete - refused)
-        marks = _marks(store, refused)
+        _forget(registry, versions.released, marks, refused)
+        again = _marks(store, refused)
+        again.away.update(marks.away)
+        marks = again
     return len(released)
 
 
@@ -102,10 +108,11 @@ class _Versions:
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """Marks of objects' copies, and the objects for which a node did not answer or has no marks."""
+    """Marks of objects' copies, the objects for which a node did not answer or has no marks, and these nodes."""
 
     seen: dict[str, Mapping[int, int]]
     incomplete: set[str]
+    away: set[str]
 
 
 def _versions(registry: Registry) -> _Versions:
@@ -136,11 +143,27 @@ def _retire(registry: Registry, entries: list[Entry]) -> None:
         _commit(registry, batch, [Put(f"released/{entry.key.partition('/')[2]}", entry.value) for entry in batch])
 
 
-def _forget(registry: Registry, entries: list[Entry], done: set[str]) -> None:
-    """Delete the entries of versions whose objects were all released, or belong to other versions."""
-    finished = [entry for entry in entries if _keys([entry]) <= done]
+def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Entry]]]:
+    """Group entries of released versions by the nodes that were away, those without such a note first."""
+    groups: dict[frozenset[str] | None, list[Entry]] = {None: []}
+    for entry in entries:
+        away = decode(entry.value, Publication, entry.key).away
+        groups.setdefault(frozenset(away) if away else None, []).append(entry)
+    return list(groups.items())
+
+
+def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
+    """Delete the entries of versions whose objects were all released, or belong to other versions; note which nodes were away."""
+    done = marks.seen.keys() - refused
+    finished = [entry for entry in entries if _keys([entry]) <= done - marks.incomplete]
     for begin in range(0, len(finished), _TOUCHES):
         _commit(registry, finished[begin : begin + _TOUCHES], [])
+    away = tuple(sorted(marks.away))
+    for entry in entries:
+        record = decode(entry.value, Publication, entry.key)
+        if record.away != away and set(record.keys) <= done and not marks.incomplete.isdisjoint(record.keys):
+            noted = Put(entry.key, encode(msgspec.structs.replace(record, away=away)))
+            registry.commit([Condition(entry.key, entry.revision)], [noted])
 
 
 def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
@@ -165,19 +188,26 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
         yield batch
 
 
-def _marks(store: ObjectStore, keys: set[str], *, patient: bool = True) -> _Marks:
-    """Note the marks of objects' copies. Without `patient`, stop when a node does not answer."""
-    found, ordered = _Marks({}, set()), sorted(keys)
+def _marks(store: ObjectStore, keys: set[str], *, still_away: frozenset[str] | None = None) -> _Marks:
+    """Note the marks of objects' copies; no marks, and only the nodes, if all nodes of `still_away` are away."""
+    found, ordered = _Marks({}, set(), set()), sorted(keys)
     for begin in range(0, len(ordered), _TOUCHES):
         batch = ordered[begin : begin + _TOUCHES]
         touched = store.touch_many(batch, _A_LITTLE)
+        found.away.update(touched.away)
+        if still_away is not None and still_away <= found.away:
+            return _Marks({}, set(), found.away)
         for key, marks in zip(batch, touched.marks, strict=True):
             found.seen[key] = {node: mark for node, mark in marks.items() if mark}
             if not touched.complete or not all(marks.values()):
                 found.incomplete.add(key)
-        if found.incomplete and not patient:
-            break
     return found
+
+
+def _add(marks: _Marks, others: _Marks) -> None:
+    marks.seen.update(others.seen)
+    marks.incomplete.update(others.incomplete)
+    marks.away.update(others.away)
 
 
 def _let_go(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> set[str]:
@@ -187,6 +217,7 @@ def _let_go(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> 
         batch = ordered[begin : begin + _TOUCHES]
         touched = store.touch_many(batch, grace, keep=False, seen=[marks.seen[key] for key in batch])
         refused.update(batch[place] for place in touched.refused)
+        marks.away.update(touched.away)
         if not touched.complete:
             marks.incomplete.update(batch)
     return refused
