@@ -95,7 +95,7 @@ def rates(device: str) -> dict[str, Any]:
     import torch
 
     from farpool import _native
-    from farpool.pager.executor.cuda import CudaHost
+    from farpool.memory.pager.executor.cuda import CudaHost
 
     sizes = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
     largest = sizes[-1]

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from farpool.node.process import running_node
+from farpool.cluster.node.process import running_node
 from farpool.observe.provenance import provenance
 
 _PATIENCE = 900.0

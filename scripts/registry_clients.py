@@ -29,9 +29,9 @@ from typing import Any
 
 import msgspec
 
+from farpool.cluster.registry import Condition, Put, Registry
+from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.observe.provenance import provenance
-from farpool.registry import Condition, Put, Registry
-from farpool.registry.sqlite import SqliteRegistry
 from tests.registry.cluster import running_cluster
 
 VALUE = b"v" * 200

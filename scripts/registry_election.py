@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
+from farpool.cluster.store.names import Names
 from farpool.observe.provenance import provenance
-from farpool.store.names import Names
 from tests.registry.cluster import ETCD, Cluster, Member, running_cluster
 from tests.store.names.memory_store import MemoryStore
 

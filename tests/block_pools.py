@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from farpool import PoolConfig
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.pool.block_pool import BlockPool
 
 __all__ = ["block_pool"]
 

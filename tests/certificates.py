@@ -13,9 +13,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from farpool.net.address import Address
-from farpool.net.authority import Authority, Role
-from farpool.net.handshake import ClientHandshake, Purpose
+from farpool.cluster.wire.address import Address
+from farpool.cluster.wire.authority import Authority, Role
+from farpool.cluster.wire.handshake import ClientHandshake, Purpose
 
 PATIENCE = 30.0
 

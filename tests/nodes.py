@@ -11,8 +11,8 @@ PATIENCE = 30.0
 
 def stats(address: str) -> dict[str, Any]:
     """A node's counters."""
-    from farpool.net.address import parse_address
-    from farpool.net.channel import Channel
+    from farpool.cluster.wire.address import parse_address
+    from farpool.cluster.wire.channel import Channel
 
     channel = Channel(parse_address(address), transport="tcp")
     try:

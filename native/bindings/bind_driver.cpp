@@ -119,8 +119,9 @@ rows : bool
             "access", [](const Grant& self) { return self.access; }, nb::sig("def access(self) -> PagerAccess | None"),
             "The pager's access behind the grant; None where all uses are empty.");
 
-    nb::class_<BoundDriver>(m, "Driver",
-                            R"(A pager, the queue that runs its transfers, and one lock around them; see `farpool.pager.driver`.
+    nb::class_<BoundDriver>(
+        m, "Driver",
+        R"(A pager, the queue that runs its transfers, and one lock around them; see `farpool.memory.pager.driver`.
 
 Parameters
 ----------
@@ -131,8 +132,8 @@ ports : list of Port
 timeout : float
     Seconds that an access waits for its operands.
 waited : callable
-    Hears of each wait; see `farpool.pager.driver.Waited`.)",
-                            nb::type_slots(driver_slots))
+    Hears of each wait; see `farpool.memory.pager.driver.Waited`.)",
+        nb::type_slots(driver_slots))
         .def(nb::init<nb::handle_t<BoundPager>, nb::object, std::uintptr_t, nb::list, double, nb::object>(), nb::arg("pager"),
              nb::arg("queue"), nb::arg("address"), nb::arg("ports"), nb::arg("timeout"), nb::arg("waited"),
              nb::sig("def __init__(self, pager: Pager, queue: Queue, address: int, ports: list[Port], timeout: float, waited: "

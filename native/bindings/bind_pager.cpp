@@ -1,5 +1,5 @@
-// The pager's Python face. Messages are Python objects of farpool.pager.messages, so that executors written in Python (on a
-// virtual clock, on a device, checking) take them as they are.
+// The pager's Python face. Messages are Python objects of farpool.memory.pager.messages, so that executors written in Python
+// (on a virtual clock, on a device, checking) take them as they are.
 #include <memory>
 #include <string>
 #include <variant>
@@ -22,7 +22,7 @@ struct Names {
         static const Names* names = nullptr;
         if (names == nullptr) {
             auto made = std::make_unique<Names>();
-            const nb::module_ messages = nb::module_::import_("farpool.pager.messages");
+            const nb::module_ messages = nb::module_::import_("farpool.memory.pager.messages");
             made->transfer = messages.attr("Transfer");
             made->move = messages.attr("Move");
             made->piece = messages.attr("Piece");

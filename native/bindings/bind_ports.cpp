@@ -93,7 +93,7 @@ only.)")
         .def(
             "__init__",
             [](Held<PythonPort>* self, nb::object tier) {
-                nb::object extent = nb::module_::import_("farpool.tiers.base").attr("Extent");
+                nb::object extent = nb::module_::import_("farpool.abc.tier").attr("Extent");
                 PyObject* tier_pointer = tier.ptr();
                 PyObject* extent_pointer = extent.ptr();
                 new (self) Held<PythonPort>(nb::make_tuple(tier, extent), tier_pointer, extent_pointer);

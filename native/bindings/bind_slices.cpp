@@ -142,5 +142,5 @@ those of which not all rows exist.)");
         "target_sizes", target_sizes, nb::arg("targets"),
         nb::sig("def target_sizes(targets: list[typing.Any]) -> list[int] | None"),
         R"(Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
-one of them is something else, which `farpool.store.arguments` converts or refuses.)");
+one of them is something else, which `farpool.cluster.store.arguments` converts or refuses.)");
 }

@@ -14,6 +14,8 @@ if not sys.platform.startswith("linux"):
     raise ImportError(f"farpool runs on Linux (x86-64 and aarch64); this is {sys.platform}")
 
 from farpool._native import tls_available
+from farpool.cluster.store.names import Names
+from farpool.cluster.store.names import use_tensors as use_named_tensors
 from farpool.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -58,21 +60,19 @@ from farpool.errors import (
     TierTimeoutError,
     UnsupportedError,
 )
-from farpool.pool import Pool, TensorLibrary, use_tensors
-from farpool.pool.config import PoolConfig
-from farpool.pool.events import Event
-from farpool.pool.stats import Stats
+from farpool.memory.pool import Pool, TensorLibrary, use_tensors
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.pool.events import Event
+from farpool.memory.pool.stats import Stats
 from farpool.registry import open_registry
 from farpool.store import AsyncStore, Store
-from farpool.store.names import Names
-from farpool.store.names import use_tensors as use_named_tensors
 from farpool.tiers import Dram, Faulty, Nvme, Remote, Throttled, Tier, Traced, Verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farpool.store.names import TensorSource
-    from farpool.store.tensors import map_tensors, publish_tensors, read_tensors
+    from farpool.cluster.store.names import TensorSource
+    from farpool.cluster.store.tensors import map_tensors, publish_tensors, read_tensors
     from farpool.tensors.loading import load_safetensors
     from farpool.tensors.mode import paged
     from farpool.tensors.offload import offload, restore
@@ -158,11 +158,11 @@ _NEEDS_TORCH = {
     "PagedTensor": "farpool.tensors.paged_tensor",
     "from_pretrained": "farpool.tensors.pretrained",
     "load_safetensors": "farpool.tensors.loading",
-    "map_tensors": "farpool.store.tensors",
+    "map_tensors": "farpool.cluster.store.tensors",
     "offload": "farpool.tensors.offload",
     "paged": "farpool.tensors.mode",
-    "publish_tensors": "farpool.store.tensors",
-    "read_tensors": "farpool.store.tensors",
+    "publish_tensors": "farpool.cluster.store.tensors",
+    "read_tensors": "farpool.cluster.store.tensors",
     "restore": "farpool.tensors.offload",
     "step_in_backward": "farpool.tensors.step_in_backward",
 }
@@ -175,7 +175,7 @@ def _load_tensors() -> TensorLibrary:
 
 
 def _load_tensor_source() -> Callable[[str, Any], TensorSource | None]:
-    from farpool.store.tensors import tensor_source
+    from farpool.cluster.store.tensors import tensor_source
 
     return tensor_source
 

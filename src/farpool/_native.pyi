@@ -426,7 +426,7 @@ class Slices:
 
 def target_sizes(targets: list[Any]) -> list[int] | None:
     """Return the bytes of each target: a memoryview, or a tuple of those and `Slices`, all writable and contiguous; None where
-    one of them is something else, which `farpool.store.arguments` converts or refuses.
+    one of them is something else, which `farpool.cluster.store.arguments` converts or refuses.
     """
 
 def token_keys(
@@ -1089,7 +1089,7 @@ class Grant:
         """The pager's access behind the grant; None where all uses are empty."""
 
 class Driver:
-    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.pager.driver`.
+    """A pager, the queue that runs its transfers, and one lock around them; see `farpool.memory.pager.driver`.
 
     Parameters
     ----------
@@ -1100,7 +1100,7 @@ class Driver:
     timeout : float
         Seconds that an access waits for its operands.
     waited : callable
-        Hears of each wait; see `farpool.pager.driver.Waited`.
+        Hears of each wait; see `farpool.memory.pager.driver.Waited`.
     """
 
     def __init__(

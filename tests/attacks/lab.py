@@ -22,9 +22,9 @@ from typing import Any, Self
 
 import msgspec
 
-from farpool.net.authority import Authority
-from farpool.node.process import RunningNode
-from farpool.store import Store
+from farpool.cluster.node.process import RunningNode
+from farpool.cluster.store import Store
+from farpool.cluster.wire.authority import Authority
 from tests.attacks.wire import PATIENCE, Connection
 
 __all__ = [

@@ -18,9 +18,9 @@ from farpool.bench.lmcache_peer import find_lmcache
 from farpool.bench.measure import median_interval
 from farpool.bench.ring import Ring, median_call
 from farpool.bench.users import User
+from farpool.cluster.node.process import running_node
+from farpool.cluster.wire.channel import Transport
 from farpool.errors import ConfigError, FarpoolError
-from farpool.net.channel import Transport
-from farpool.node.process import running_node
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 

@@ -15,10 +15,10 @@ from farpool.bench.remote import Outcome
 from farpool.bench.remote_overlap import measure_overlap
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
+from farpool.cluster.node.process import running_node
+from farpool.cluster.store.cluster import Cluster
+from farpool.cluster.store.messages import Ask
 from farpool.errors import FarpoolError
-from farpool.node.process import running_node
-from farpool.store.cluster import Cluster
-from farpool.store.messages import Ask
 from tests.bench.pages import check_page
 from tests.bench.test_commands import bench, result_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from farpool.node.process import running_node
-from farpool.store import Store
+from farpool.cluster.node.process import running_node
+from farpool.cluster.store import Store
 from tests.certificates import keys_file
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import BlockCache
 from farpool.kv.blocks import namespaces
 from farpool.kv.journal import journal_folder
 from farpool.kv.keys import namespace_key
-from farpool.node.process import RunningNode, running_node
 from tests.cli.here import command
 from tests.kv.test_blocks import blocks
 from tests.kv.test_keys import NAMESPACE

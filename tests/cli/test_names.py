@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
-from farpool.node.process import RunningNode, running_node
+from farpool.cluster.node.process import RunningNode, running_node
 from tests.cli.here import command
 
 objects = pytest.mark.skipif(

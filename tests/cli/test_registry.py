@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from farpool.cli.main import app
+from farpool.cluster.registry import Condition, Put, open_registry
+from farpool.cluster.store.names import Names
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDamagedError, RegistryReplacedError
-from farpool.registry import Condition, Put, open_registry
-from farpool.store.names import Names
 from tests.registry.conftest import place, single
 from tests.store.names.memory_store import MemoryStore
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import FarpoolWarning
-from farpool.node.process import RunningNode, running_node
 from tests.cli.here import command
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farpool import Pool
-from farpool.tape_file import Access, TapeFile
+from farpool.memory.tape import Access, TapeFile
 from tests.cli.here import command
 
 torch = pytest.importorskip("torch")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.demo import shared_context
 from farpool.kv.keys import KEY_MAGIC
-from farpool.node.process import RunningNode, running_node
 from tests.cli.here import command
 from tests.nodes import PATIENCE
 

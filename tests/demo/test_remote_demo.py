@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
 from farpool.demo.job import run
 from farpool.demo.nodes import lending
 from farpool.demo.report import report
 from farpool.demo.settings import Settings
 from farpool.errors import ConfigError, FarpoolError
-from farpool.net.address import parse_address
-from farpool.net.channel import Channel
 from tests.nodes import stats
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farpool.node.process import running_node
+from farpool.cluster.node.process import running_node
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from farpool._native import Connection, NodeServer, Reply
-from farpool.net.frames import Op
+from farpool.cluster.wire.frames import Op
 from tests.net.live_node import ALL_RIGHTS, NAME, soon
 
 __all__ = ["FlippingWire", "flipped"]

@@ -205,9 +205,9 @@ def _state(task: Path) -> str:
 
 def _serve(settings: dict[str, Any]) -> None:
     """The child: be a node until killed."""
-    from farpool.net.access import load_keys
-    from farpool.net.address import parse_address
-    from farpool.node import Node
+    from farpool.cluster.node import Node
+    from farpool.cluster.wire.access import load_keys
+    from farpool.cluster.wire.address import parse_address
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(settings["log"], "ab") as log:
@@ -250,7 +250,7 @@ def _lines() -> Iterator[str]:
 
 def main() -> None:
     """The process that nodes are forked from."""
-    import farpool.node  # noqa: F401
+    import farpool.cluster.node  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
     _say({"ready": True})

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from farpool.net.channel import Channel
-from farpool.store.cluster import Cluster
-from farpool.store.messages import Ask
+from farpool.cluster.store.cluster import Cluster
+from farpool.cluster.store.messages import Ask
+from farpool.cluster.wire.channel import Channel
 
 __all__ = ["GivenDeadlines"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from farpool.cluster.store import Store
 from farpool.errors import FarpoolError
-from farpool.store import Store
 from tests.faults.history import Event
 
 __all__ = ["Historian"]

@@ -10,7 +10,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from farpool.net.address import parse_address
+from farpool.cluster.wire.address import parse_address
 from tests.faults.flips import flipped
 
 __all__ = ["FlippingProxy"]

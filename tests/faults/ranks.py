@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from farpool.store import Store
+from farpool.cluster.store import Store
 from tests.faults.forge import PATIENCE, ForgedNode
 
 __all__ = ["ranked"]

@@ -15,6 +15,13 @@ from pathlib import Path
 import pytest
 
 from farpool._native import crc32c
+from farpool.cluster.node import Node
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.store import PutOutcome, Store
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Transport
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import HEAD, LOOKUP, OFFSET, TOUCH, TTL, Op, Status
 from farpool.errors import (
     AccessDeniedError,
     ConfigError,
@@ -23,13 +30,6 @@ from farpool.errors import (
     ObjectTooLargeError,
     ProtocolError,
 )
-from farpool.net.address import parse_address
-from farpool.net.channel import Transport
-from farpool.net.dial import dial
-from farpool.net.frames import HEAD, LOOKUP, OFFSET, TOUCH, TTL, Op, Status
-from farpool.node import Node
-from farpool.node.process import RunningNode, running_node
-from farpool.store import PutOutcome, Store
 from tests.faults.forge import eventually
 
 SECRET = "a secret of more than 16 bytes"

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from farpool._native import Connection, NodeServer, ObjectReader
+from farpool.cluster.store import Store
+from farpool.cluster.wire.frames import HEAD, Op, Status
 from farpool.errors import ChecksumError, NodeError
-from farpool.net.frames import HEAD, Op, Status
-from farpool.store import Store
 from tests.faults.flips import FlippingWire, flipped
 from tests.faults.forge import Forge
 from tests.faults.historian import Historian

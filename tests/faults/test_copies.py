@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from farpool.net.frames import Op
-from farpool.store import Store, upkeep
-from farpool.store.cluster import Cluster
-from farpool.store.messages import Ask
+from farpool.cluster.store import Store, upkeep
+from farpool.cluster.store.cluster import Cluster
+from farpool.cluster.store.messages import Ask
+from farpool.cluster.wire.frames import Op
 from tests.faults.forge import PATIENCE, Forge, ForgedNode, eventually
 from tests.nodes import stats
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.store import Store
+from farpool.cluster.wire.address import parse_address
 from farpool.errors import NodeError, NodeTimeoutError, ReplicationError
-from farpool.net.address import parse_address
-from farpool.store import Store
 from tests.faults.forge import PATIENCE, Forge, ForgedNode, eventually
 from tests.faults.given import GivenDeadlines
 from tests.faults.ranks import ranked

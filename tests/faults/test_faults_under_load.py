@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.store import Repaired, Store
 from farpool.errors import NodeError
-from farpool.store import Repaired, Store
 from tests.faults.forge import PATIENCE, Forge, ForgedNode
 from tests.faults.trial import nothing_is_held, nothing_left_behind, persist, work_under
 

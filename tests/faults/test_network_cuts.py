@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.store import Store
 from farpool.errors import NodeError, NodeTimeoutError
-from farpool.store import Store
 from tests.faults.forge import Forge, ForgedNode
 from tests.faults.network import Cable, why_not
 from tests.faults.trial import SLACK, nothing_is_held, nothing_left_behind, persist, work_under

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.store import Store
 from farpool.errors import NodeError
-from farpool.store import Store
 from tests.faults.forge import Forge, ForgedNode
 from tests.faults.given import GivenDeadlines
 from tests.faults.ranks import ranked

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from farpool.cluster.store import Store
+from farpool.cluster.wire.access import client_key
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
 from farpool.errors import FarpoolError
-from farpool.net.access import client_key
-from farpool.net.address import parse_address
-from farpool.net.channel import Channel
-from farpool.store import Store
 from tests.faults.forge import PATIENCE, ForgedNode, eventually
 from tests.faults.historian import Historian
 from tests.faults.history import Losses, violations

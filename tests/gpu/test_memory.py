@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import farpool
-from farpool.pager import Mode
-from farpool.pager.executor.staged import StagedExecutor
-from farpool.pager.use import Use
-from farpool.pool import blocks_of
+from farpool.memory.pager import Mode
+from farpool.memory.pager.executor.staged import StagedExecutor
+from farpool.memory.pager.use import Use
+from farpool.memory.pool import blocks_of
 from tests.block_pools import block_pool
 from tests.gpu.programs import batch, build, train, weight_bytes, within
 

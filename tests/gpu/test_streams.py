@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farpool
-from farpool.pager.executor import cuda as cuda_module
+from farpool.memory.pager.executor import cuda as cuda_module
 from tests.gpu.programs import batch, build, weight_bytes, within
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

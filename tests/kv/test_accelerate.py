@@ -14,9 +14,9 @@ from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodul
 
 from farpool import Dram, Pool, Store
 from farpool.bench.link import fetched
+from farpool.cluster.node.process import running_node
 from farpool.errors import ArgumentError, NameMissingError, PoolFullError
 from farpool.kv.accelerate import PooledWeights
-from farpool.node.process import running_node
 from tests.kv import zoo
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError, NodeTimeoutError
 from farpool.kv import BlockCache, Reason, token_chain
 from farpool.kv.blocks import namespaces, purge
 from farpool.kv.header import HEADER_BYTES, pack_header
 from farpool.kv.journal import recorded, runs
-from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.test_keys import NAMESPACE
 from tests.nodes import PATIENCE, eventually, stats

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from farpool.cluster.node.process import running_node
 from farpool.kv import BlockCache, Group, Namespace, token_chain
 from farpool.kv.compression_choice import CompressionChoice
 from farpool.kv.header import HEADER_BYTES
-from farpool.node.process import running_node
 from tests.nodes import PATIENCE
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.node.process import running_node
+from farpool.cluster.wire.channel import Transport
 from farpool.kv import BlockCache
-from farpool.net.channel import Transport
-from farpool.node.process import running_node
 from tests.kv.test_blocks import blocks
 from tests.kv.test_keys import NAMESPACE
 from tests.nodes import PATIENCE, eventually, stats

@@ -14,6 +14,7 @@ import torch
 
 from farpool import Dram, Pool, Store
 from farpool._native import Slices
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ProbeError
 from farpool.kv import Layer, PrefixCache, Reason, TensorMemory
 from farpool.kv import probe as probe_module
@@ -23,7 +24,6 @@ from farpool.kv.probe import Probe
 from farpool.kv.transformers import FarpoolCache, prefix_blocks
 from farpool.kv.transformers_config import cache_argument
 from farpool.kv.transformers_layer import PagedLayer
-from farpool.node.process import RunningNode, running_node
 from tests.kv import zoo
 from tests.nodes import PATIENCE, eventually
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from farpool import Store
+from farpool.cluster.wire.frames import Op
 from farpool.kv import BlockCache, Reason, block_key
 from farpool.kv.header import pack_header
-from farpool.net.frames import Op
 from tests.attacks.foreign_keys import OWNER, THIEF, searches
 from tests.attacks.lab import MIB, Key, Lab, Node
 from tests.attacks.wire import Answer, Connection, Status

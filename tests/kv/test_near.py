@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv.journal import recorded
 from farpool.kv.near import NearMemory
 from farpool.kv.prefix import PrefixCache
-from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.test_demote import GIVEN, LAYERS
 from tests.kv.test_prefix import BLOCK, FULL, KINDS, TOKENS, check, keys_of, make, node, save_steps, target, teach

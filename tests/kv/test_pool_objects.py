@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import farpool
+from farpool.cluster.store.best_effort import About
 from farpool.errors import ConfigError, NodeTimeoutError
 from farpool.kv import BlockCache, Layer, PoolObjects, PrefixCache, Reason, TensorMemory
 from farpool.kv.blocks import namespaces
-from farpool.store.best_effort import About
 from tests.forking import in_forked_child
 from tests.kv.test_blocks import BLOCK, blocks, targets
 from tests.kv.test_keys import NAMESPACE

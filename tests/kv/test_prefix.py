@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farpool._native import Slices
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import Reason
 from farpool.kv.first_use import loading_block, saving_block
 from farpool.kv.journal import recorded
 from farpool.kv.memory import Layer, TensorMemory, layer_groups
 from farpool.kv.prefix import PrefixCache
-from farpool.node.process import RunningNode, running_node
 from tests.kv.test_cost import prefill
 from tests.nodes import PATIENCE, eventually
 

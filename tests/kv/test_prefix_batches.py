@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.store.best_effort import BestEffort
 from farpool.errors import ConfigError
 from farpool.kv import Reason
 from farpool.kv.journal import recorded
 from farpool.kv.prefix import PrefixCache
-from farpool.store.best_effort import BestEffort
 from tests.kv.test_prefix import FULL, KINDS, TOKENS, Made, check, make, node, save_steps, target, teach, use_first
 from tests.nodes import PATIENCE
 

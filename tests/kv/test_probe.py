@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ProbeError
 from farpool.kv.blocks import BlockCache
 from farpool.kv.journal import recorded
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
-from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.nodes import PATIENCE
 

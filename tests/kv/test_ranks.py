@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
+from farpool.cluster.node.process import RunningNode
 from farpool.errors import ConfigError, NodeError
 from farpool.kv import PrefixCache, Reason, StoreRanks, TensorMemory
 from farpool.kv import ranks as ranks_module
 from farpool.kv.journal import recorded
-from farpool.node.process import RunningNode
 from tests.forking import in_forked_child
 from tests.kv.rank_requests import BLOCK, BLOCKS, FULL, WAITING, Answer, Engine, cache_of, memory, prompt
 from tests.kv.test_prefix import node

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.store.best_effort import About, BestEffort
 from farpool.errors import ConfigError
 from farpool.kv import BlockCache, Reason, blocks
 from farpool.kv.blocks import namespaces
 from farpool.kv.journal import journal_folder, record, recorded, runs
-from farpool.node.process import RunningNode, running_node
-from farpool.store.best_effort import About, BestEffort
 from tests.kv.test_blocks import blocks as some_blocks
 from tests.kv.test_blocks import targets
 from tests.kv.test_keys import NAMESPACE

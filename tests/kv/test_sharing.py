@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import PoolObjects, Reason
 from farpool.kv.journal import recorded
 from farpool.kv.prefix import PrefixCache
-from farpool.node.process import RunningNode, running_node
-from farpool.pool import Pool
+from farpool.memory.pool import Pool
 from tests.kv.test_prefix import BLOCK, FULL, KINDS, TOKENS, Made, keys_of, make, node, save_steps, target
 from tests.nodes import PATIENCE, eventually
 

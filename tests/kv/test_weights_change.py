@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode
 from farpool.kv import Reason
 from farpool.kv.journal import recorded
 from farpool.kv.prefix import Match, PrefixCache
-from farpool.node.process import RunningNode
 from tests.kv.test_prefix import FULL, KINDS, TOKENS, Made, check, keys_of, make, node, save_steps, target
 from tests.nodes import PATIENCE
 

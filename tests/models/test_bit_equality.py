@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import farpool
-from farpool.node.process import running_node
+from farpool.cluster.node.process import running_node
 from tests.models.zoo import ZOO, build, weight_bytes
 
 STEPS = 3

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from farpool._native import Completion, FilePort, Memory, MemoryPort, PythonPort, Queue, VerifiedPort
+from farpool.abc.tier import Extent, Tier
 from farpool.errors import PoolClosedError, TierError
-from farpool.tiers import Dram, Faulty
-from farpool.tiers.base import Extent, Tier
+from farpool.memory.tiers import Dram, Faulty
 
 WAIT = 30.0
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from farpool._native import Connection, crc32c
-from farpool.net.frames import HEADER_BYTES, VERSION
+from farpool.cluster.wire.frames import HEADER_BYTES, VERSION
 
 HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
 NAME = "tcp://node:7471"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from farpool._native import Connection, NodeServer, ObjectReader
-from farpool.net.frames import HEAD, Op, Right, Status
+from farpool.cluster.wire.frames import HEAD, Op, Right, Status
 
 NAME = "tcp://node:7471"
 MIB = 1 << 20

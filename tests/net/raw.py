@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from farpool._native import crc32c
+from farpool.cluster.wire.frames import HEADER_BYTES, VERSION, Op
 from farpool.errors import ChecksumError, NodeError, NodeTimeoutError
-from farpool.net.frames import HEADER_BYTES, VERSION, Op
 
 HEADER = struct.Struct("<4sBBHQIIQQQIIB3s")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.wire.access import AccessKey, Grant, client_key, load_keys
+from farpool.cluster.wire.frames import Right
 from farpool.errors import ConfigError
-from farpool.net.access import AccessKey, Grant, client_key, load_keys
-from farpool.net.frames import Right
 
 SECRET = "0123456789abcdef"
 FILE = f"""

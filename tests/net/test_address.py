@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farpool.cluster.wire.address import Address, parse_address
 from farpool.errors import ConfigError
-from farpool.net.address import Address, parse_address
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from farpool.cluster.wire.authority import Authority
+from farpool.cluster.wire.certificate import CertificateFolder
 from farpool.errors import ConfigError
-from farpool.net.authority import Authority
-from farpool.net.certificate import CertificateFolder
 from tests.certificates import Certificates, with_usages
 
 

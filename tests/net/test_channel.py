@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from farpool._native import Memory, RemotePort
+from farpool.cluster.node import Node
+from farpool.cluster.node.process import running_node
+from farpool.cluster.wire import channel as channel_module
+from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.address import Address, parse_address
+from farpool.cluster.wire.channel import Channel, Transport
+from farpool.cluster.wire.dial import Dialled, dial
+from farpool.cluster.wire.frames import Op, Right, Status
 from farpool.errors import AccessDeniedError, LeaseLostError, NodeError, NodeFullError, NodeTimeoutError
-from farpool.net import channel as channel_module
-from farpool.net.access import AccessKey, Grant
-from farpool.net.address import Address, parse_address
-from farpool.net.channel import Channel, Transport
-from farpool.net.dial import Dialled, dial
-from farpool.net.frames import Op, Right, Status
-from farpool.node import Node
-from farpool.node.process import running_node
 from tests.forking import in_forked_child
 from tests.net.live_node import MIB, soon
 
@@ -249,7 +249,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(node: Node, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise NodeError("it cannot be mapped")
 
-    monkeypatch.setattr("farpool.net.channel.map_lease", fail)
+    monkeypatch.setattr("farpool.cluster.wire.channel.map_lease", fail)
     with closing(channel_to(node)) as channel:
         with pytest.raises(NodeError, match="cannot be mapped"):
             channel.lend(MIB, soon())

@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 
 from farpool._native import WINDOW, Connection, Reply, exchange
+from farpool.cluster.wire.frames import Op
 from farpool.errors import ChecksumError, NodeError, NodeTimeoutError, ProtocolError
-from farpool.net.frames import Op
 from tests.forking import in_forked_child
 from tests.net.fake_node import NAME, Request, Script, connected, frame, read_request, soon
 

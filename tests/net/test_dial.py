@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.wire import dial as dialling
+from farpool.cluster.wire.address import Address, parse_address
+from farpool.cluster.wire.dial import Dialled, dial
+from farpool.cluster.wire.handshake import Identity, NodeHandshake
 from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
-from farpool.net import dial as dialling
-from farpool.net.address import Address, parse_address
-from farpool.net.dial import Dialled, dial
-from farpool.net.handshake import Identity, NodeHandshake
 
 IDENTITY = Identity("n1", bytes(16), bytes(16), 1 << 20, "host", "")
 

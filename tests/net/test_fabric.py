@@ -15,6 +15,14 @@ import pytest
 
 from farpool import Pool, Store
 from farpool._native import crc32c
+from farpool.cluster.node import Node
+from farpool.cluster.node.exposures import Exposures
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.address import Address, parse_address
+from farpool.cluster.wire.channel import Channel
+from farpool.cluster.wire.fabric import GROUP, Exposed, Fabric, load_fabric
+from farpool.cluster.wire.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from farpool.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -24,17 +32,9 @@ from farpool.errors import (
     ProtocolError,
     TierTimeoutError,
 )
-from farpool.net.access import AccessKey, Grant
-from farpool.net.address import Address, parse_address
-from farpool.net.channel import Channel
-from farpool.net.fabric import GROUP, Exposed, Fabric, load_fabric
-from farpool.net.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
-from farpool.node import Node
-from farpool.node.exposures import Exposures
-from farpool.node.process import RunningNode, running_node
+from farpool.memory.tiers import Tier
+from farpool.memory.tiers.remote import Remote
 from farpool.testing import TierConformance
-from farpool.tiers import Tier
-from farpool.tiers.remote import Remote
 from tests.forking import in_forked_child
 from tests.nodes import eventually, stats
 

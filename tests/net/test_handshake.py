@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.frames import FrameReader, Op, Right, pack_frame
+from farpool.cluster.wire.handshake import ClientHandshake, Identity, NodeHandshake, refused_frame
 from farpool.errors import AccessDeniedError, NodeError, ProtocolError
-from farpool.net.access import AccessKey, Grant
-from farpool.net.frames import FrameReader, Op, Right, pack_frame
-from farpool.net.handshake import ClientHandshake, Identity, NodeHandshake, refused_frame
 
 NODE = "tcp://10.0.0.7:7471"
 IDENTITY = Identity("n1", bytes(range(16)), bytes(range(16, 32)), 1 << 30, "host", "/run/socket")

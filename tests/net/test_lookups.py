@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from farpool._native import as_keys, looked_up, lookup_requests
+from farpool.cluster.wire.frames import LOOKUP
 from farpool.errors import ProtocolError
-from farpool.net.frames import LOOKUP
 
 
 def answer(sizes: Sequence[int | None]) -> bytes:

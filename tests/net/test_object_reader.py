@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from farpool._native import Connection, NodeServer, ObjectReader
+from farpool.cluster.wire.frames import Op
 from farpool.errors import ChecksumError, NodeError, NodeTimeoutError, ProtocolError
-from farpool.net.frames import Op
 from tests.net.live_node import (
     MIB,
     NAME,

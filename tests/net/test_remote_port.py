@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from farpool._native import Memory, NodeServer, RemoteEnd, RemotePort
+from farpool.cluster.wire.frames import Op, Right, Status
 from farpool.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -24,7 +25,6 @@ from farpool.errors import (
     PoolClosedError,
     ProtocolError,
 )
-from farpool.net.frames import Op, Right, Status
 from tests.forking import in_forked_child
 from tests.net.fake_node import frame, read_request, receive_exactly
 from tests.net.live_node import ALL_RIGHTS, MIB, NAME, connect_fd, map_file, serving

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from farpool import Store
+from farpool.cluster.wire.settings import LONGEST_TIMEOUT, checked_timeout, checked_transport
 from farpool.errors import ConfigError
-from farpool.net.settings import LONGEST_TIMEOUT, checked_timeout, checked_transport
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, True, "5", None, float("nan"), float("inf"), 1e10, 10**400])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from farpool import _native
-from farpool.net.frames import (
+from farpool.cluster.wire.frames import (
     COMMIT,
     HEAD,
     LOOKUP,

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import FrameReader, Op, Status, pack_frame
 from farpool.errors import AccessDeniedError, LeaseLostError, NodeFullError, ProtocolError
-from farpool.net.access import AccessKey
-from farpool.net.address import parse_address
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.net.frames import FrameReader, Op, Status, pack_frame
-from farpool.node.process import RunningNode, running_node
 
 SECRETS = {name: f"{name}-0123456789abcdef" for name in ("reader", "writer", "publisher", "admin", "other")}
 RIGHTS = {

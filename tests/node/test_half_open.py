@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farpool.node.half_open import HalfOpen, origin_of
+from farpool.cluster.node.half_open import HalfOpen, origin_of
 
 
 class Handshake:

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.node import Node, control, listener
+from farpool.cluster.node.calls import Lend
+from farpool.cluster.node.control import ControlService
+from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import Op, Right, pack_frame
+from farpool.cluster.wire.handshake import Accepted
 from farpool.errors import NodeError
-from farpool.net.access import AccessKey, Grant
-from farpool.net.address import parse_address
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.net.frames import Op, Right, pack_frame
-from farpool.net.handshake import Accepted
-from farpool.node import Node, control, listener
-from farpool.node.calls import Lend
-from farpool.node.control import ControlService
 from tests.nodes import eventually
 
 

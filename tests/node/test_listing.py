@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from farpool.net.frames import Right
-from farpool.net.handshake import Accepted
-from farpool.node.calls import List
-from farpool.node.listing import Lists
+from farpool.cluster.node.calls import List
+from farpool.cluster.node.listing import Lists
+from farpool.cluster.wire.frames import Right
+from farpool.cluster.wire.handshake import Accepted
 
 Entry = tuple[bytes, int, int, int, int, int, bool]
 

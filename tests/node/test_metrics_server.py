@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from farpool.net.address import Address, parse_address
-from farpool.node import Node, metrics_server
-from farpool.node.metrics import NodeCollector
-from farpool.node.metrics_server import MetricsServer
+from farpool.cluster.node import Node, metrics_server
+from farpool.cluster.node.metrics import NodeCollector
+from farpool.cluster.node.metrics_server import MetricsServer
+from farpool.cluster.wire.address import Address, parse_address
 from tests.nodes import eventually
 
 ANY = parse_address("127.0.0.1:0", any_port=True)

@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from farpool.cluster.node import Node
+from farpool.cluster.node.folder import Folder
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
 from farpool.errors import AccessDeniedError, ConfigError
-from farpool.net.access import AccessKey
-from farpool.net.address import parse_address
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.node import Node
-from farpool.node.folder import Folder
-from farpool.node.process import RunningNode, running_node
 
 COMMAND = [sys.executable, "-c", "from farpool.cli.main import main; main()", "node"]
 
@@ -95,7 +95,7 @@ def test_reading_a_nodes_log_leaves_the_place_where_the_node_writes(tmp_path: Pa
 
 
 def test_a_later_sigterm_ends_it_at_once(tmp_path: Path) -> None:
-    program = "import time, farpool.node as n; n.Node.stop = lambda self: time.sleep(90); " + COMMAND[2]
+    program = "import time, farpool.cluster.node as n; n.Node.stop = lambda self: time.sleep(90); " + COMMAND[2]
     options = ["--listen", "127.0.0.1:0", "--dram", "1MiB", "--folder", str(tmp_path / "n")]
     command = [sys.executable, "-c", program, "node", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -112,7 +112,7 @@ def test_a_later_sigterm_ends_it_at_once(tmp_path: Path) -> None:
 def test_signals_that_follow_at_once_are_the_same_stop(tmp_path: Path) -> None:
     """As `timeout` sends them, which signals the process and then its group."""
     program = (
-        "import os, signal, farpool.node as n; stop = n.Node.stop; "
+        "import os, signal, farpool.cluster.node as n; stop = n.Node.stop; "
         "n.Node.stop = lambda self: (os.kill(os.getpid(), signal.SIGTERM), os.kill(os.getpid(), signal.SIGINT), "
         "stop(self)); " + COMMAND[2]
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farpool._native import crc32c
-from farpool.net.frames import Op, Status
+from farpool.cluster.wire.frames import Op, Status
 from tests.node.nodes import Head, Peer, node, reader, walked
 
 # Publishes until it is killed, each payload a function of its key and of how often that was put; says on stdout what it

@@ -13,7 +13,7 @@ import pytest
 
 from farpool import _native
 from farpool._native import crc32c
-from farpool.net.frames import Op, Status
+from farpool.cluster.wire.frames import Op, Status
 from tests.attacks.wire import frame
 from tests.node.nodes import PATIENCE, PLAIN, Peer, node, until
 

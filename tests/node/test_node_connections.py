@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from farpool import _native
-from farpool.net.frames import Op, Right, Status, pack_frame
+from farpool.cluster.wire.frames import Op, Right, Status, pack_frame
 from tests.forking import in_forked_child
 from tests.node.nodes import ALL, PATIENCE, PLAIN, Peer, node, reader, until, walked
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import farpool
-from farpool.net.frames import Status
-from farpool.node.process import RunningNode
+from farpool.cluster.node.process import RunningNode
+from farpool.cluster.wire.frames import Status
 from tests.node.nodes import Peer, node
 from tests.nodes import eventually
 from tests.small_disk import small_disk
@@ -24,7 +24,7 @@ MIB = 1 << 20
 BEGIN = """
 import errno, os, struct, sys
 from pathlib import Path
-from farpool.net.frames import Op
+from farpool.cluster.wire.frames import Op
 from tests.node.nodes import Peer, node
 from tests.node.syscalls import no_holes, no_more_backing
 folder = Path(sys.argv[1])

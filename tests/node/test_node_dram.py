@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farpool.net.frames import Right
+from farpool.cluster.wire.frames import Right
 from tests.attacks.lab import KIB, MIB, Key, Lab
 from tests.node.nodes import ALL, Peer, node
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from farpool._native import TenantEpoch, crc32c
-from farpool.net.frames import COPIED, HEAD, ROTATE, Op, Right, Status
+from farpool.cluster.wire.frames import COPIED, HEAD, ROTATE, Op, Right, Status
 from tests.node.nodes import PATIENCE, Head, Peer, exposed, lookup_meta, marks_nbytes, node, reader, until, walked
 
 MIB = 1 << 20

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from farpool import _native
+from farpool.cluster.wire.frames import Op, Status
 from farpool.errors import NodeFullError
-from farpool.net.frames import Op, Status
 from tests.attacks.lab import fallocate_keeping_size
 from tests.node.nodes import Peer, node, reader, until, walked
 from tests.small_disk import small_disk

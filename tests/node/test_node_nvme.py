@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from farpool import _native
+from farpool.cluster.wire.frames import Op, Status, pack_frame
 from farpool.errors import ChecksumError
-from farpool.net.frames import Op, Status, pack_frame
 from tests.node.nodes import ALL, Peer, node, reader, until, walked
 
 MIB = 1 << 20

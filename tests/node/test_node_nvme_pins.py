@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from farpool import _native
-from farpool.net.frames import Op, Status
+from farpool.cluster.wire.frames import Op, Status
 from tests.net.raw import RawStream, Reply
 from tests.node.nodes import ALL, PATIENCE, PLAIN, Peer, node, reader, stated, until
 

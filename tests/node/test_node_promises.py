@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.node.process import running_node
+from farpool.cluster.store import Store
+from farpool.cluster.wire.frames import Op, Status
 from farpool.errors import NodeError, NodeFullError
-from farpool.net.frames import Op, Status
-from farpool.node.process import running_node
-from farpool.store import Store
 from tests.node.nodes import PATIENCE, Peer, exposed, node, until, walked
 
 MIB = 1 << 20

@@ -12,13 +12,13 @@ from typing import Literal
 import pytest
 
 from farpool import _native
+from farpool.cluster.node import Node
+from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import Op, Right, Status
 from farpool.errors import QuotaExceededError
-from farpool.net.access import AccessKey, Grant
-from farpool.net.address import parse_address
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.net.frames import Op, Right, Status
-from farpool.node import Node
 from tests.attacks.lab import Key, Lab
 from tests.node.nodes import Peer, node, until
 

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from farpool import _native
-from farpool.net.frames import Status
+from farpool.cluster.wire.frames import Status
 from tests.node.nodes import Peer, node
 
 FINDS = 5000

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from farpool import _native
+from farpool.cluster.wire.frames import HEAD, PLACE, TOUCH, Op, Right, Status
 from farpool.errors import AccessDeniedError
-from farpool.net.frames import HEAD, PLACE, TOUCH, Op, Right, Status
 from tests.node.nodes import (
     ALL,
     PLAIN,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from farpool import _native
+from farpool.cluster.wire.frames import Op, Right, Status
 from farpool.errors import NodeFullError, QuotaExceededError
-from farpool.net.frames import Op, Right, Status
 from tests.attacks.lab import Key, Lab
 from tests.node.nodes import Peer, lookup_meta, node, until, walked
 

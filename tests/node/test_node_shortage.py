@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import farpool
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire import host
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import Op, Status
 from farpool.errors import NodeError, NodeFullError
-from farpool.net import host
-from farpool.net.address import parse_address
-from farpool.net.dial import dial
-from farpool.net.frames import Op, Status
-from farpool.node.process import RunningNode, running_node
 from tests.node.nodes import Peer, node
 from tests.nodes import PATIENCE, eventually
 

@@ -10,8 +10,8 @@ import pytest
 
 from farpool import _native
 from farpool._native import crc32c
+from farpool.cluster.wire.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from farpool.errors import QuotaExceededError
-from farpool.net.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from tests.attacks.wire import frame, head
 from tests.node.colliding import colliding_keys
 from tests.node.nodes import ALL, Head, Peer, exposed, node, stated, until, walked

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from farpool import _native
+from farpool.cluster.wire.frames import Op, Right, Status
 from farpool.errors import NodeError
-from farpool.net.frames import Op, Right, Status
 from tests.node.nodes import PATIENCE, Peer, node, until
 
 MIB = 1 << 20

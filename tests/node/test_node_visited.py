@@ -15,12 +15,12 @@ import pytest
 
 from farpool import AccessDeniedError, NodeError, QuotaExceededError, Store
 from farpool._native import NodeServer
-from farpool.net.address import Address, parse_address
-from farpool.net.channel import Channel
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.net.frames import Op, Status
-from farpool.node.process import RunningNode, running_node
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.address import Address, parse_address
+from farpool.cluster.wire.channel import Channel
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import Op, Status
 from tests.node.nodes import PATIENCE, PLAIN, Peer, node, reader
 
 HEADER = 4096

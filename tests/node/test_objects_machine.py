@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from farpool import _native
+from farpool.cluster.wire.frames import HEAD, PLACE, Op, Status
 from farpool.errors import NodeFullError
-from farpool.net.frames import HEAD, PLACE, Op, Status
 from tests.node.nodes import Exposed, Head, Peer, present, reader, stated, walked
 
 CAPACITY = 32 << 10

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from farpool import AccessDeniedError, ConfigError, NodeError, Store
-from farpool.net.access import AccessKey
-from farpool.net.address import Address, parse_address
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.node import Node
-from farpool.node.process import RunningNode
-from farpool.node.users import group_id, user_of
+from farpool.cluster.node import Node
+from farpool.cluster.node.process import RunningNode
+from farpool.cluster.node.users import group_id, user_of
+from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.address import Address, parse_address
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
 from tests.attacks.lab import as_user, why_no_second_user
 from tests.node.nodes import PATIENCE
 
@@ -341,7 +341,7 @@ def test_an_ephemeral_node_removes_what_an_earlier_start_has_left(parent: Path) 
 
 
 def test_a_lease_of_an_ephemeral_node_is_mapped_and_lies_in_no_file(parent: Path) -> None:
-    from farpool.net.channel import Channel
+    from farpool.cluster.wire.channel import Channel
 
     with started(parent, "--ephemeral") as running:
         channel = Channel(parse_address(running.address), key=KEY, transport="mapped")

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from farpool.net.address import parse_address
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.net.handshake import ClientHandshake
-from farpool.node import patience as patience_module
-from farpool.node.patience import patience
-from farpool.node.process import running_node
+from farpool.cluster.node import patience as patience_module
+from farpool.cluster.node.patience import patience
+from farpool.cluster.node.process import running_node
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.handshake import ClientHandshake
 from tests.nodes import eventually
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from farpool import _native
 from farpool._native import crc32c
-from farpool.net.frames import HEADER_BYTES, Op, Right, Status
+from farpool.cluster.wire.frames import HEADER_BYTES, Op, Right, Status
 from tests.attacks.wire import frame, head
 from tests.node.nodes import ALL, PATIENCE, Peer, node, until
 

@@ -19,6 +19,20 @@ from cryptography.x509 import ObjectIdentifier
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from farpool._native import Memory, RemotePort, Reply, Stream, exchange
+from farpool.cluster.node import Node, listener
+from farpool.cluster.node import node as node_module
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.store import Store
+from farpool.cluster.store.arguments import as_target
+from farpool.cluster.wire import certificate
+from farpool.cluster.wire.access import load_keys
+from farpool.cluster.wire.address import Address, parse_address
+from farpool.cluster.wire.certificate import CertificateFolder
+from farpool.cluster.wire.channel import Channel
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import HEADER_BYTES, Op, Status, pack_frame
+from farpool.cluster.wire.handshake import ClientHandshake
 from farpool.errors import (
     AccessDeniedError,
     ConfigError,
@@ -27,20 +41,6 @@ from farpool.errors import (
     ObjectTooLargeError,
     ProtocolError,
 )
-from farpool.net import certificate
-from farpool.net.access import load_keys
-from farpool.net.address import Address, parse_address
-from farpool.net.certificate import CertificateFolder
-from farpool.net.channel import Channel
-from farpool.net.control import Control
-from farpool.net.dial import dial
-from farpool.net.frames import HEADER_BYTES, Op, Status, pack_frame
-from farpool.net.handshake import ClientHandshake
-from farpool.node import Node, listener
-from farpool.node import node as node_module
-from farpool.node.process import RunningNode, running_node
-from farpool.store import Store
-from farpool.store.arguments import as_target
 from tests.certificates import (
     PATIENCE,
     Certificates,

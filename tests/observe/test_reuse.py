@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farpool.memory.pager import Mode
+from farpool.memory.pager.belady import BlockAccess, Operand
 from farpool.observe.reuse import quantiles, reuse_distances
-from farpool.pager import Mode
-from farpool.pager.belady import BlockAccess, Operand
 
 READ, OVERWRITE = Mode.READ, Mode.OVERWRITE
 

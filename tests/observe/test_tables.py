@@ -23,12 +23,12 @@ from farpool.demo.shared_context import report as context_report
 from farpool.kv.journal import Entry
 from farpool.kv.namespace import Group as Layers
 from farpool.kv.namespace import Namespace
+from farpool.memory.tape import Metadata
+from farpool.memory.tape.records import Cut
 from farpool.observe import tables
 from farpool.observe.tables import Table
 from farpool.observe.tape_report import report as tape_report
 from farpool.observe.tape_summary import ClassSummary, LeastMoved, OpSummary, Reuse, TapeSummary
-from farpool.tape_file import Metadata
-from farpool.tape_file.records import Cut
 
 ROOT = Path(__file__).parents[2]
 RESULTS = {name: ROOT / f"bench/results/{'kv-trace' if name == 'kv' else name}.json" for name in NAMES}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from farpool.errors import ConfigError
+from farpool.memory.pool.events import Event
 from farpool.observe.timeline import Mark, check_drawable, draw_timeline, resident_bytes
-from farpool.pool.events import Event
 
 
 def steady_pass() -> list[Event]:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from farpool._native import ExtentAllocator
-from farpool.debug.checked import CheckedExecutor, Span
-from farpool.pager import Access, Kind, Mode, Move, Pager, Run, Transfer
+from farpool.memory.debug.checked import CheckedExecutor, Span
+from farpool.memory.pager import Access, Kind, Mode, Move, Pager, Run, Transfer
 from tests.pager.virtual_executor import Link, VirtualExecutor
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farpool.pager import Mode
-from farpool.pager.belady import BlockAccess, Moved, Operand, belady_bytes
+from farpool.memory.pager import Mode
+from farpool.memory.pager.belady import BlockAccess, Moved, Operand, belady_bytes
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from farpool import FarpoolWarning
-from farpool.pager.executor import capture
+from farpool.memory.pager.executor import capture
 
 FOLDER = Path("/torch/lib")
 RUNTIME, DRIVER = "cudaThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode"

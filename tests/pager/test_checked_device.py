@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from farpool import _native
-from farpool.debug.checked_device import CheckedDevice
-from farpool.pager import Kind, Piece, Transfer
-from farpool.pager.executor.base import Done
-from farpool.pager.executor.staged import StagedExecutor, _Job
-from farpool.tiers import Dram
+from farpool.memory.debug.checked_device import CheckedDevice
+from farpool.memory.pager import Kind, Piece, Transfer
+from farpool.memory.pager.executor.base import Done
+from farpool.memory.pager.executor.staged import StagedExecutor, _Job
+from farpool.memory.tiers import Dram
 
 _BLOCK = 1024
 

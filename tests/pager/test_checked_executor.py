@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from farpool import OrderError
-from farpool.debug.checked import CheckedExecutor, Span
-from farpool.pager import Kind, Mode, Move, Piece, Transfer
+from farpool.memory.debug.checked import CheckedExecutor, Span
+from farpool.memory.pager import Kind, Mode, Move, Piece, Transfer
 from tests.pager.harness import World
 from tests.pager.test_pager import random_program
 from tests.pager.virtual_executor import Link, VirtualExecutor

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from farpool import UnsupportedError
-from farpool.pager.executor import cuda
-from farpool.pager.executor.cuda import CudaDevice
+from farpool.memory.pager.executor import cuda
+from farpool.memory.pager.executor.cuda import CudaDevice
 
 
 class Event:

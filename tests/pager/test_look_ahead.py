@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farpool.pager import Mode
+from farpool.memory.pager import Mode
 from tests.pager.harness import World
 from tests.pager.virtual_executor import Link
 

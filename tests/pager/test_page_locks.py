@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from farpool import FarpoolWarning, _native
-from farpool.debug.checked_device import CheckedDevice
 from farpool.ledger import Ledger
-from farpool.pager import Kind, Piece, Transfer
-from farpool.pager.executor.base import Done
-from farpool.pager.executor.page_locks import PageLocks
-from farpool.pager.executor.staged import StagedExecutor
-from farpool.tiers import Dram, Mapped, Throttled, Tier, Verified
+from farpool.memory.debug.checked_device import CheckedDevice
+from farpool.memory.pager import Kind, Piece, Transfer
+from farpool.memory.pager.executor.base import Done
+from farpool.memory.pager.executor.page_locks import PageLocks
+from farpool.memory.pager.executor.staged import StagedExecutor
+from farpool.memory.tiers import Dram, Mapped, Throttled, Tier, Verified
 from tests.pager.host_device import HostDevice
 
 CHUNK = 1 << 16
@@ -208,7 +208,7 @@ def test_after_a_failed_direct_write_back_the_bytes_are_still_in_place(rig: Rig)
 
 
 def test_what_is_demanded_does_not_stand_behind_all_that_is_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farpool.pager.executor.staged._AHEAD", 8192)
+    monkeypatch.setattr("farpool.memory.pager.executor.staged._AHEAD", 8192)
     rig = Rig(Locker())
     rig.lock(SIZE)
     rig.inner.held = True

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farpool.pager import Kind, Mode, NoRoomError, Run, TooLargeError
+from farpool.memory.pager import Kind, Mode, NoRoomError, Run, TooLargeError
 from tests.pager.harness import World
 from tests.pager.virtual_executor import Link
 

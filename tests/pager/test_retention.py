@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farpool.pager import Mode
-from farpool.pager.belady import BlockAccess, Operand, belady_bytes
+from farpool.memory.pager import Mode
+from farpool.memory.pager.belady import BlockAccess, Operand, belady_bytes
 from tests.pager.harness import World
 from tests.pager.virtual_executor import Link
 

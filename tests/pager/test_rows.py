@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from farpool._native import CacheSimulation, RequestTrace
-from farpool.pager import Mode
+from farpool.memory.pager import Mode
 from tests.pager.harness import World
 
 ROWS, ROOM, BATCH, BATCHES = 4000, 400, 8, 3000

@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 
 from farpool import _native
-from farpool.pager import Kind, Move, Piece, Transfer
-from farpool.pager.executor.base import Done
-from farpool.pager.executor.staged import StagedExecutor
-from farpool.tiers import Dram
+from farpool.memory.pager import Kind, Move, Piece, Transfer
+from farpool.memory.pager.executor.base import Done
+from farpool.memory.pager.executor.staged import StagedExecutor
+from farpool.memory.tiers import Dram
 from tests.pager.host_device import HostDevice
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from farpool.pager import Kind, Move, Transfer
-from farpool.pager.executor.base import Done, Executor
+from farpool.memory.pager import Kind, Move, Transfer
+from farpool.memory.pager.executor.base import Done, Executor
 
 __all__ = ["Link", "VirtualExecutor"]
 

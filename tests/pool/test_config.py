@@ -10,7 +10,7 @@ from msgspec.structs import fields
 from rich.pretty import pretty_repr
 
 from farpool import ConfigError, Dram, Nvme, Pool, PoolConfig, Remote, Throttled, Traced, Verified
-from farpool.tiers import DramSpec, NvmeSpec, RemoteSpec, ThrottledSpec, TracedSpec
+from farpool.memory.tiers import DramSpec, NvmeSpec, RemoteSpec, ThrottledSpec, TracedSpec
 
 MIB = 1 << 20
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from farpool import ConfigError, Dram, Faulty, LifetimeError, OrderError, Pool, PoolConfig, Verified
-from farpool.debug.memory import POISON
-from farpool.pager import Mode, Move, Transfer
-from farpool.pager.storage import Storage
-from farpool.pager.use import Use, runs_of
-from farpool.pool import blocks_of
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.debug.memory import POISON
+from farpool.memory.pager import Mode, Move, Transfer
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use, runs_of
+from farpool.memory.pool import blocks_of
+from farpool.memory.pool.block_pool import BlockPool
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE

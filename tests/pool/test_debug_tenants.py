@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from farpool.debug.tenants import Tenants, gaps
-from farpool.pager import Kind, Move, Piece, Transfer
+from farpool.memory.debug.tenants import Tenants, gaps
+from farpool.memory.pager import Kind, Move, Piece, Transfer
 
 
 class Pager:

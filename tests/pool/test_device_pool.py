@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from farpool import ConfigError, Dram, FarpoolWarning, Nvme, TierTimeoutError, _native
-from farpool.debug import HostMemory, Watch
-from farpool.debug.checked_device import CheckedDevice
 from farpool.ledger import Ledger
-from farpool.pager import Mode, Pager
-from farpool.pager.executor.page_locks import PageLocks
-from farpool.pager.executor.staged import StagedExecutor
-from farpool.pager.storage import Storage
-from farpool.pager.use import Use
-from farpool.pool import block_pool as block_pools
-from farpool.pool.block_pool import BlockPool
-from farpool.pool.config import PoolConfig
-from farpool.pool.device import FastTier
-from farpool.tiers import Tier
-from farpool.tiers.device import HostArena
+from farpool.memory.debug import HostMemory, Watch
+from farpool.memory.debug.checked_device import CheckedDevice
+from farpool.memory.pager import Mode, Pager
+from farpool.memory.pager.executor.page_locks import PageLocks
+from farpool.memory.pager.executor.staged import StagedExecutor
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool import block_pool as block_pools
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.pool.device import FastTier
+from farpool.memory.tiers import Tier
+from farpool.memory.tiers.device import HostArena
 from tests.block_pools import block_pool
 from tests.pager.host_device import HostDevice
 
@@ -79,7 +79,7 @@ class Machine:
 @pytest.fixture(params=range(2))
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = Machine(request.param)
-    monkeypatch.setattr("farpool.pool.block_pool.open_device", machine.open)
+    monkeypatch.setattr("farpool.memory.pool.block_pool.open_device", machine.open)
     yield machine
     assert not machine.device.findings
     assert not machine.locker.locked

@@ -9,10 +9,10 @@ import pytest
 
 from farpool import Dram
 from farpool.ledger import Account
-from farpool.pager import Mode, Pager, Run
-from farpool.pager.use import Use
-from farpool.pool.block_pool import BlockPool
-from farpool.pool.config import PoolConfig
+from farpool.memory.pager import Mode, Pager, Run
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pool.config import PoolConfig
 
 HISTORY = 1 << 18
 TAPE_BYTES_MAX = 18 << 20

@@ -15,11 +15,11 @@ import pytest
 
 import farpool
 from farpool import Dram, Event, Faulty, Nvme, Remote, Throttled, TierError, Verified
-from farpool.node.process import running_node
-from farpool.pager import Mode
-from farpool.pager.storage import Storage
-from farpool.pager.use import Use
-from farpool.pool.block_pool import BlockPool
+from farpool.cluster.node.process import running_node
+from farpool.memory.pager import Mode
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE

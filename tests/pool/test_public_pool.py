@@ -9,7 +9,7 @@ import torch
 
 import farpool
 from farpool import Pool
-from farpool.pool import blocks_of, pool_of
+from farpool.memory.pool import blocks_of, pool_of
 
 PUBLIC = (
     "close closed config debug device empty explain fast from_config from_tensor full live materialize ones record "

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from farpool.errors import PoolClosedError, TapeFileError, TapeTruncatedError
-from farpool.pager import Mode
-from farpool.pager.storage import Storage
-from farpool.pager.use import Use
-from farpool.pool.block_pool import BlockPool
-from farpool.tape_file import Access, Content, Create, Free, Record, Run, TapeFile
+from farpool.memory.pager import Mode
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.tape import Access, Content, Create, Free, Record, Run, TapeFile
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -262,9 +262,9 @@ def test_a_forked_child_leaves_the_file_to_its_parent(pool: BlockPool, path: Pat
 KILLED = """
 import sys
 from farpool import PoolConfig
-from farpool.pool.block_pool import BlockPool
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 with BlockPool(PoolConfig.make("256KiB", dram="4MiB")) as pool:
     storages = [pool.allocate(16_384) for _ in range(30)]
     with pool.record(sys.argv[1]):

@@ -6,9 +6,9 @@ import threading
 
 import farpool
 from farpool import Dram, Pool
-from farpool.pager import Mode
-from farpool.pager.use import Use
-from farpool.pool import blocks_of
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
+from farpool.memory.pool import blocks_of
 
 
 def test_it_tells_budget_tiers_and_what_is_in_use_in_one_line() -> None:

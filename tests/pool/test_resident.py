@@ -13,12 +13,12 @@ import pytest
 
 from farpool import Dram, PoolClosedError, TierError, TierTimeoutError
 from farpool._native import Grant
-from farpool.pager import Mode, State
-from farpool.pager.storage import Storage
-from farpool.pager.use import Use
-from farpool.pool.block_pool import BlockPool
-from farpool.tiers.base import Extent
-from farpool.tiers.wrapper import WrapperTier
+from farpool.abc.tier import Extent
+from farpool.memory.pager import Mode, State
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.tiers.wrapper import WrapperTier
 from tests.block_pools import block_pool
 
 READ, WRITE, OVERWRITE = Mode.READ, Mode.WRITE, Mode.OVERWRITE
@@ -253,9 +253,9 @@ def test_a_pool_that_is_dropped_with_transfers_under_way_does_no_harm() -> None:
 import gc
 import farpool
 from farpool import Dram, PoolConfig, Throttled
-from farpool.pool.block_pool import BlockPool
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 
 def use():
     pool = BlockPool(PoolConfig.make("4MiB", [Throttled(Dram("64MiB"), write_bandwidth=3e5)], timeout=0.3))

@@ -10,7 +10,7 @@ import pytest
 
 PRELUDE = """
 import sys, torch, farpool
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 def open_pool():
     return farpool.Pool("16KiB", [farpool.Dram("64KiB"), farpool.Nvme("far.pool", "1MiB")])
 def make():

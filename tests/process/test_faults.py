@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import farpool
 from farpool import ChecksumError, ConfigError, Dram, Faulty, Nvme, Pool, TierError, Verified
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 from tests.process.pitfalls.compare import assert_usable, churn, may_raise, plain, randn, same, state_of
 from tests.small_disk import small_disk
 
@@ -303,7 +303,7 @@ def test_an_operation_whose_fetch_failed_works_when_it_is_tried_again(fault: str
             for delay in range(6):
                 tensor, expected = pool.from_tensor(randn(4000)), randn(4000)
                 churn(pool)
-                tier._script = {tier.operations + delay: farpool.tiers.faulty.Fault(fault)}
+                tier._script = {tier.operations + delay: farpool.memory.tiers.faulty.Fault(fault)}
                 result: Any = None
                 with may_raise(TierError) as refusal:
                     result = operation(tensor)
@@ -359,7 +359,7 @@ def test_a_transfer_that_hangs_is_a_timeout_with_a_name_and_the_pool_can_be_clos
     pool = Pool("32KiB", [tier], timeout=0.5)
     tensor = pool.from_tensor(randn(4000))
     churn(pool)
-    tier._script = {tier.operations + i: farpool.tiers.faulty.Fault.STALL for i in range(4)}
+    tier._script = {tier.operations + i: farpool.memory.tiers.faulty.Fault.STALL for i in range(4)}
     with pytest.raises(farpool.TierTimeoutError, match=r"waited 0\.5 s") as caught:
         tensor.sum()
     assert caught.value.tier == "dram"

@@ -9,7 +9,7 @@ PROGRAM = """
 import os, signal, threading, time
 import torch
 import farpool
-from farpool.tiers import Dram, Throttled
+from farpool.memory.tiers import Dram, Throttled
 
 class Stop(BaseException):
     pass

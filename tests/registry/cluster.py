@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.registry import Registry
+from farpool.cluster.registry.etcd import EtcdRegistry
 from farpool.errors import RegistryError
-from farpool.registry import Registry
-from farpool.registry.etcd import EtcdRegistry
 
 ETCD = shutil.which("etcd") or ("/usr/bin/etcd" if os.access("/usr/bin/etcd", os.X_OK) else None)
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from farpool.registry import Condition, Put, open_registry
+from farpool.cluster.registry import Condition, Put, open_registry
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from farpool.registry import Registry
-from farpool.registry.sqlite import SqliteRegistry
+from farpool.cluster.registry import Registry
+from farpool.cluster.registry.sqlite import SqliteRegistry
 from tests.registry.cluster import ETCD, Cluster, running_cluster
 
 _NUMBERS = itertools.count()
@@ -36,7 +36,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def fresh(place: str) -> Iterator[Callable[[], Registry]]:
     """Opens the same registry again and again."""
-    from farpool.registry import open_registry
+    from farpool.cluster.registry import open_registry
 
     opened: list[Registry] = []
 

@@ -1,4 +1,4 @@
-"""Both registries keep the contract of `farpool.registry.base`."""
+"""Both registries keep the contract of `farpool.cluster.registry.base`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry
+from farpool.cluster.registry.base import LARGEST_VALUE
 from farpool.errors import ConfigError, RegistryCompactedError, RegistryError, RegistryLeaseError
-from farpool.registry import Condition, Delete, Entry, Operation, Put, Registry
-from farpool.registry.base import LARGEST_VALUE
 
 Fresh = Callable[[], Registry]
 LONG = 60.0

@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.registry import Condition, Delete, Put, Registry
+from farpool.cluster.registry.etcd import EtcdRegistry
+from farpool.cluster.registry.messages import Header
+from farpool.cluster.registry.sqlite import SqliteRegistry
+from farpool.cluster.store.names import Names
 from farpool.errors import (
     NameMissingError,
     RegistryAwayError,
@@ -20,11 +25,6 @@ from farpool.errors import (
     RegistryReplacedError,
     RegistryUnwritableError,
 )
-from farpool.registry import Condition, Delete, Put, Registry
-from farpool.registry.etcd import EtcdRegistry
-from farpool.registry.messages import Header
-from farpool.registry.sqlite import SqliteRegistry
-from farpool.store.names import Names
 from tests.registry.cluster import needs_etcd, running_cluster
 from tests.store.names.memory_store import MemoryStore
 
@@ -151,7 +151,7 @@ def test_an_entry_of_etcd_has_a_checksum_unless_an_earlier_release_wrote_it(regi
     prefix, call = registry._prefix.decode(), registry._gateway
     key, deadline = "a", 1e18
     registry.commit([], [Put(key, b"value")])
-    from farpool.registry.messages import Empty, PutRequest, RangeReply, RangeRequest
+    from farpool.cluster.registry.messages import Empty, PutRequest, RangeReply, RangeRequest
 
     stored = call.call("/v3/kv/range", RangeRequest(f"{prefix}a".encode()), RangeReply, deadline)[0].kvs[0].value
     assert stored[16:] == b"value"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from farpool.cluster.registry import Condition, Put, Registry
 from farpool.errors import RegistryAwayError
-from farpool.registry import Condition, Put, Registry
 from tests.registry.cluster import Cluster, needs_etcd, running_cluster
 
 pytestmark = [needs_etcd, pytest.mark.slow]

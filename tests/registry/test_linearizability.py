@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from farpool.registry import Registry, open_registry
+from farpool.cluster.registry import Registry, open_registry
 from tests.registry.cluster import needs_etcd, running_cluster
 
 ROOT = Path(__file__).parents[2]

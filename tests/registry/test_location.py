@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.registry import Condition, Put, default_registry, open_registry
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDeniedError, RegistryError
-from farpool.registry import Condition, Put, default_registry, open_registry
 from tests.registry.cluster import START_SECONDS, Cluster, needs_etcd, running_cluster
 
 

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry, Watch
+from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import RegistryLeaseError
-from farpool.registry import Condition, Delete, Entry, Operation, Put, Registry, Watch
-from farpool.registry.sqlite import SqliteRegistry
 from tests.registry.cluster import Cluster
 
 KEYS = ("a", "a/1", "a/2", "b", "b/\U0010ffff")

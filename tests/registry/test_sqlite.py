@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.registry import Condition, Delete, Put
+from farpool.cluster.registry import sqlite as module
+from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError, RegistryLeaseError
-from farpool.registry import Condition, Delete, Put
-from farpool.registry import sqlite as module
-from farpool.registry.sqlite import SqliteRegistry
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,7 +122,7 @@ def test_changes_are_forgotten_in_time_and_entries_are_not(tmp_path: Path, monke
 
 WRITER = """
 import sys
-from farpool.registry import Condition, Delete, Put, open_registry
+from farpool.cluster.registry import Condition, Delete, Put, open_registry
 registry = open_registry(sys.argv[1], timeout=60)
 turn = 0
 while True:
@@ -184,7 +184,7 @@ def test_many_threads_that_make_the_same_file_at_once_agree(tmp_path: Path) -> N
 def test_many_processes_that_make_the_same_file_at_once_agree(tmp_path: Path) -> None:
     code = """
 import sys
-from farpool.registry import Put, open_registry
+from farpool.cluster.registry import Put, open_registry
 open_registry(sys.argv[1], timeout=60).commit([], [Put(sys.argv[2], b"")])
 """
     started = [
@@ -202,8 +202,8 @@ def test_a_second_registry_in_a_program_leaves_the_locks_of_the_first(tmp_path: 
     """Without its lock, another program that closes the file takes itself for the last and removes the log."""
     path = tmp_path / "registry.sqlite"
     opened = f"""
-from farpool.registry import Put
-from farpool.registry.sqlite import SqliteRegistry
+from farpool.cluster.registry import Put
+from farpool.cluster.registry.sqlite import SqliteRegistry
 with SqliteRegistry({str(path)!r}) as registry:
     """
 

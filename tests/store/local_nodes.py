@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from farpool._native import Connection, ConnectionPool, NodeServer, ObjectReader, TenantEpoch
+from farpool.cluster.store import Store
+from farpool.cluster.wire.frames import Right
 from farpool.errors import NodeError, NodeTimeoutError
-from farpool.net.frames import Right
-from farpool.store import Store
 from tests.net.live_node import object_files, opened
 from tests.node.nodes import walked
 
@@ -77,7 +77,7 @@ class LocalNode:
 
 
 class LocalChannel:
-    """A store's way to a local node, as `farpool.net.channel.Channel`."""
+    """A store's way to a local node, as `farpool.cluster.wire.channel.Channel`."""
 
     def __init__(self, node: LocalNode) -> None:
         self.name = node.name

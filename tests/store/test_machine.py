@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from farpool.cluster.store import PutOutcome, Store
 from farpool.errors import FarpoolWarning, NodeError
-from farpool.store import PutOutcome, Store
 from tests.store.local_nodes import LocalNode, store_over
 
 PATIENCE = 20.0

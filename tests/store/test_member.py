@@ -9,10 +9,10 @@ import weakref
 import pytest
 
 from farpool._native import Connection
+from farpool.cluster.store.member import Member
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
 from farpool.errors import AccessDeniedError, NodeError, NodeTimeoutError
-from farpool.net.address import parse_address
-from farpool.net.channel import Channel
-from farpool.store.member import Member
 from tests.nodes import PATIENCE, eventually
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from farpool import AsyncStore, Store
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.errors import ChecksumError, ConfigError, NodeError, StoreClosedError
-from farpool.net.frames import PLACE, TTL, UNPIN, Op, Status
-from farpool.node.process import RunningNode, running_node
 from tests.node.nodes import Peer, node, until, walked
 from tests.nodes import eventually
 from tests.store.local_nodes import LocalNode, store_over

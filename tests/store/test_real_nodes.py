@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from farpool import AsyncStore, NodeError, NodeTimeoutError, Store
-from farpool.node.process import RunningNode, running_node
+from farpool.cluster.node.process import RunningNode, running_node
 from tests.nodes import PATIENCE, eventually
 
 LARGE = bytes(range(256)) * 4096

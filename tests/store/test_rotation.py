@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from farpool import AsyncStore, Names, Store
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.frames import Right
 from farpool.errors import AccessDeniedError, FarpoolWarning, NameLostError, NodeError
-from farpool.net.frames import Right
-from farpool.node.process import RunningNode, running_node
 from tests.node.nodes import walked
 from tests.nodes import eventually
 from tests.store.local_nodes import LocalNode, store_over

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.store import AsyncStore, PutOutcome, Store
+from farpool.cluster.store.cluster import Cluster
+from farpool.cluster.wire.frames import Right
 from farpool.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -26,9 +29,6 @@ from farpool.errors import (
     ReplicationError,
     StoreClosedError,
 )
-from farpool.net.frames import Right
-from farpool.store import AsyncStore, PutOutcome, Store
-from farpool.store.cluster import Cluster
 from tests.node.nodes import walked
 from tests.nodes import PATIENCE, eventually
 from tests.store.local_nodes import MIB, LocalNode, StoppedChannel, store_over

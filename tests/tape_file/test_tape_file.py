@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from farpool._native import crc32c
 from farpool.errors import FarpoolError, TapeFileError, TapeTruncatedError
-from farpool.pager import Mode
-from farpool.pager.storage import Cut
-from farpool.tape_file import Access, Content, Create, Free, Metadata, Record, Run, TapeFile, TapeWriter
-from farpool.tape_file.layout import DATA, HEADER_BYTES, META, pack_chunk, pack_header
-from farpool.tape_file.records import TICK
-from farpool.tape_file.wire import Encoder
-from farpool.tiers import TierInfo
+from farpool.memory.pager import Mode
+from farpool.memory.pager.storage import Cut
+from farpool.memory.tape import Access, Content, Create, Free, Metadata, Record, Run, TapeFile, TapeWriter
+from farpool.memory.tape.layout import DATA, HEADER_BYTES, META, pack_chunk, pack_header
+from farpool.memory.tape.records import TICK
+from farpool.memory.tape.wire import Encoder
+from farpool.memory.tiers import TierInfo
 
 METADATA = Metadata(
     farpool="1.2.3",

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from farpool.errors import BudgetError, PoolClosedError
-from farpool.pager import Mode
-from farpool.pager.storage import Blocks, Storage
-from farpool.pager.use import Use
-from farpool.pool import Pool
+from farpool.memory.pager import Mode
+from farpool.memory.pager.storage import Blocks, Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool import Pool
 
 _POISON = 0xFF  # NaN in every floating-point type
 _ALIGNMENT = 64

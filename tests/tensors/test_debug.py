@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from farpool import Dram, LifetimeError, Pool
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 from tests.tensors.evil_pool import EvilPool
 
 _kept: list[Any] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import farpool
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 from farpool.tensors import arena
 from farpool.tensors.arena import is_device
 from farpool.tensors.rules import copying, creating

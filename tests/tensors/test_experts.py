@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import farpool
 from farpool import Pool
-from farpool.pager.storage import block_bytes, cut
+from farpool.memory.pager.storage import block_bytes, cut
 from farpool.tensors.factories import from_tensor
 from tests.tensors.bits import assert_same
 from tests.tensors.evil_pool import EvilPool

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farpool import PagedTensor, Pool, PoolClosedError
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 from farpool.tensors.factories import materialize
 from tests.tensors.bits import assert_same
 from tests.tensors.evil_pool import EvilPool

@@ -32,7 +32,7 @@ from transformers import (
 
 import farpool
 from farpool import ArgumentError, ConfigError, Dram, FarpoolWarning, PagedTensor, Pool, PoolFullError, UnsupportedError
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 from farpool.tensors import pretrained
 from tests.tensors.bits import assert_same
 

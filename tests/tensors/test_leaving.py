@@ -18,9 +18,9 @@ from torch import nn
 import farpool
 from farpool import BudgetError, Dram, FarpoolWarning, Faulty, PagedTensor, Pool, TierError, UnsupportedError
 from farpool.available import available_memory
-from farpool.pager import Mode
-from farpool.pager.use import Use
-from farpool.pool import blocks_of
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
+from farpool.memory.pool import blocks_of
 from farpool.tensors import leaving
 from tests.tensors.bits import assert_same, tensors_of
 

@@ -14,9 +14,9 @@ import torch
 import farpool
 from farpool import Pool
 from farpool.errors import FarpoolWarning, PoolClosedError
-from farpool.pool import blocks_of
-from farpool.pool.space import TierSpace
-from farpool.tiers import Dram, Throttled
+from farpool.memory.pool import blocks_of
+from farpool.memory.pool.space import TierSpace
+from farpool.memory.tiers import Dram, Throttled
 
 offloading = importlib.import_module("farpool.tensors.offload")  # its name in the package is that of the function
 NUMBERS = 16 << 10

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import farpool
+from farpool.cluster.store.names import Names
 from farpool.errors import ConfigError, UnsupportedError
-from farpool.store.names import Names
 from tests.store.names.memory_store import MemoryStore
 
 

@@ -15,6 +15,13 @@ import pytest
 import torch
 
 import farpool
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.registry.sqlite import SqliteRegistry
+from farpool.cluster.store import Pins, Store
+from farpool.cluster.store.cluster import Cluster
+from farpool.cluster.store.names import Names, TensorEntry
+from farpool.cluster.store.names.manifest import Manifest, encode_manifest
+from farpool.cluster.store.names.sending import Sending
 from farpool.errors import (
     ChecksumError,
     ConfigError,
@@ -23,13 +30,6 @@ from farpool.errors import (
     QuotaExceededError,
     UnsupportedError,
 )
-from farpool.node.process import RunningNode, running_node
-from farpool.registry.sqlite import SqliteRegistry
-from farpool.store import Pins, Store
-from farpool.store.cluster import Cluster
-from farpool.store.names import Names, TensorEntry
-from farpool.store.names.manifest import Manifest, encode_manifest
-from farpool.store.names.sending import Sending
 from tests.nodes import stats
 from tests.store.local_nodes import LocalNode, store_over
 
@@ -229,7 +229,7 @@ def test_mapping_tensors_imports_nothing_of_paged_tensors(node: RunningNode, reg
         farpool.publish_tensors(store, "first", {"a": torch.arange(5)})
     command = [sys.executable, "-W", "error", "-c", FIRST, node.address, str(registry)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
-    assert done.stdout.split() == ["farpool.registry.sqlite", "farpool.store.tensors"]
+    assert done.stdout.split() == ["farpool.cluster.registry.sqlite", "farpool.cluster.store.tensors"]
 
 
 def test_the_first_mapping_opens_each_thing_once_and_the_next_only_asks_for_name_and_pins(
@@ -408,7 +408,7 @@ def test_manifests_that_do_not_fit_are_refused_by_the_tensor(
 
 def test_a_manifest_of_a_newer_version_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     newer = b"FPNAME\0\2" + encode_manifest(Manifest())[8:]
-    monkeypatch.setattr("farpool.store.names.sending.encode_manifest", lambda manifest: newer)
+    monkeypatch.setattr("farpool.cluster.store.names.sending.encode_manifest", lambda manifest: newer)
     store.publish("newer", b"")
     with pytest.raises(ConfigError, match="has a manifest of version 2, this farpool reads version 1"):
         farpool.map_tensors(store, "newer")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from farpool import BudgetError, PagedTensor, Pool, TierError
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.rules import scattered
 from farpool.tensors.rules.scattered import narrow_strides

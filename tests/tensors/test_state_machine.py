@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import farpool
 from farpool import BudgetError, Dram, Nvme, PagedTensor, Pool, Remote, Tier
-from farpool.node.process import running_node
-from farpool.pool import blocks_of
+from farpool.cluster.node.process import running_node
+from farpool.memory.pool import blocks_of
 
 DTYPES = (
     torch.float32,

@@ -161,7 +161,7 @@ def test_gradients_of_gradients_of_picked_rows_are_alike(name: str, pool: Pool) 
     for paged in (False, True):
         torch.manual_seed(0)
         table = torch.randn(2500, 19)
-        leaf = from_tensor(farpool.pool.pool.blocks_of(pool), table, cls="embedding") if paged else table
+        leaf = from_tensor(farpool.memory.pool.pool.blocks_of(pool), table, cls="embedding") if paged else table
         result = (ROWS | ELEMENTS)[name](leaf.requires_grad_(), rows).pow(3).sum()
         (grad,) = torch.autograd.grad(result, leaf, create_graph=True)
         (second,) = torch.autograd.grad(grad.square().sum(), leaf)

@@ -2,9 +2,9 @@
 
 import threading
 
+from farpool.abc.tier import Extent, Tier, TierInfo
 from farpool.errors import TierFullError
-from farpool.tiers.base import Extent, Tier, TierInfo
-from farpool.tiers.buffers import require_buffer
+from farpool.memory.tiers.buffers import require_buffer
 
 
 class DictTier(Tier):

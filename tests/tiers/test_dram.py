@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from farpool.errors import ConfigError, TierError, TierFullError
+from farpool.memory.tiers import Dram, HasPort, Tier
 from farpool.testing import TierConformance
-from farpool.tiers import Dram, HasPort, Tier
 
 
 class TestDram(TierConformance):

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from farpool.errors import ConfigError, TierError, TierFullError
-from farpool.tiers import Dram, Extent, Faulty, HasPort
+from farpool.memory.tiers import Dram, Extent, Faulty, HasPort
 
 WAIT = 30
 

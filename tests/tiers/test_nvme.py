@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farpool.errors import ConfigError, PoolFileError, TierError
+from farpool.memory.tiers import Nvme, Tier
+from farpool.memory.tiers.pool_file import HEADER_BYTES, MAGIC, VERSION, PoolFileHeader
 from farpool.testing import TierConformance
-from farpool.tiers import Nvme, Tier
-from farpool.tiers.pool_file import HEADER_BYTES, MAGIC, VERSION, PoolFileHeader
 from tests.small_disk import small_disk
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ class TestNvmeBuffered(TierConformance):
 
 HOLDER = """
 import sys, time
-from farpool.tiers import Nvme
+from farpool.memory.tiers import Nvme
 tier = Nvme(sys.argv[1], "1MiB")
 tier.open()
 extent = tier.reserve(4096)
@@ -235,7 +235,7 @@ def test_a_file_that_somebody_put_in_its_place_is_not_removed(path: Path) -> Non
 
 
 def test_a_tier_that_is_dropped_leaves_no_file(path: Path) -> None:
-    code = f"from farpool.tiers import Nvme; tier = Nvme({str(path)!r}, '1MiB'); tier.open()"
+    code = f"from farpool.memory.tiers import Nvme; tier = Nvme({str(path)!r}, '1MiB'); tier.open()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert not path.exists()
 
@@ -243,7 +243,7 @@ def test_a_tier_that_is_dropped_leaves_no_file(path: Path) -> None:
 def test_a_forked_child_that_closes_the_tier_leaves_it_to_the_parent(path: Path) -> None:
     code = f"""
 import os
-from farpool.tiers import Nvme
+from farpool.memory.tiers import Nvme
 with Nvme({str(path)!r}, "1MiB") as tier:
     extent = tier.reserve(4096)
     tier.write_from(extent, memoryview(b"a" * 4096))

@@ -1,7 +1,7 @@
 from python_tier import DictTier
 
+from farpool.memory.tiers import Tier
 from farpool.testing import TierConformance
-from farpool.tiers import Tier
 
 
 class TestDictTier(TierConformance):

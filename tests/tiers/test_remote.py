@@ -14,6 +14,11 @@ import pytest
 
 from farpool import Pool
 from farpool._native import Memory, RemotePort
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
+from farpool.cluster.wire.handshake import Welcome
+from farpool.cluster.wire.lease import Lease
 from farpool.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -25,16 +30,11 @@ from farpool.errors import (
     TierError,
     TierTimeoutError,
 )
-from farpool.net.address import parse_address
-from farpool.net.channel import Channel
-from farpool.net.handshake import Welcome
-from farpool.net.lease import Lease
-from farpool.node.process import RunningNode, running_node
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
+from farpool.memory.tiers import Extent, Remote, Tier, Verified, Verifies
+from farpool.memory.tiers.remote import STRIPE
+from farpool.memory.tiers.remote_nodes import borrow
 from farpool.testing import TierConformance
-from farpool.tiers import Extent, Remote, Tier, Verified, Verifies
-from farpool.tiers.remote import STRIPE
-from farpool.tiers.remote_nodes import borrow
 from tests.nodes import PATIENCE, eventually, stats
 
 MIB = 1 << 20

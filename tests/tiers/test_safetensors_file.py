@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from farpool.errors import ConfigError, TierError
-from farpool.tiers import Extent, HasPort, SafetensorsFile, Verified
-from farpool.tiers.safetensors_header import parse_header
+from farpool.memory.tiers import Extent, HasPort, SafetensorsFile, Verified
+from farpool.memory.tiers.safetensors_header import parse_header
 
 WAIT = 30
 ARRAYS = {

@@ -7,9 +7,9 @@ from python_tier import DictTier
 
 from farpool._native import Memory, Port
 from farpool.errors import ConfigError, TierError
-from farpool.pager import Mode
-from farpool.pager.use import Use
-from farpool.tiers import Dram, Faulty, Throttled, TierInfo, Verified
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
+from farpool.memory.tiers import Dram, Faulty, Throttled, TierInfo, Verified
 from tests.block_pools import block_pool
 
 WAIT = 30

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from farpool.errors import ConfigError, TierError, TierFullError
-from farpool.pager import Mode
-from farpool.pager.use import Use
-from farpool.tiers import Dram, Faulty, Nvme, Traced, TraceRecord
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
+from farpool.memory.tiers import Dram, Faulty, Nvme, Traced, TraceRecord
 from tests.block_pools import block_pool
 
 WAIT = 30

@@ -7,7 +7,7 @@ from python_tier import DictTier
 
 from farpool._native import Memory
 from farpool.errors import ChecksumError, TierError
-from farpool.tiers import Dram, Faulty, Nvme, Verified
+from farpool.memory.tiers import Dram, Faulty, Nvme, Verified
 
 WAIT = 30
 

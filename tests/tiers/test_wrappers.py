@@ -12,8 +12,8 @@ from python_tier import DictTier
 
 from farpool._native import Memory, PythonPort
 from farpool.errors import TierFullError
+from farpool.memory.tiers import Dram, Extent, Faulty, HasPort, Nvme, Throttled, Tier, Traced, Verified
 from farpool.testing import tier_machine
-from farpool.tiers import Dram, Extent, Faulty, HasPort, Nvme, Throttled, Tier, Traced, Verified
 
 WAIT = 30
 MIB = 1 << 20

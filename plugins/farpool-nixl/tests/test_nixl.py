@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from farpool.cluster.node import Node
+from farpool.cluster.node.exposures import Exposures
+from farpool.cluster.store import Store
+from farpool.cluster.wire.address import Address
+from farpool.cluster.wire.fabric import Exposed
 from farpool.errors import NodeError, NodeTimeoutError
-from farpool.net.address import Address
-from farpool.net.fabric import Exposed
-from farpool.node import Node
-from farpool.node.exposures import Exposures
-from farpool.store import Store
+from farpool.memory.tiers import Tier
+from farpool.memory.tiers.remote import Remote
 from farpool.testing import TierConformance
-from farpool.tiers import Tier
-from farpool.tiers.remote import Remote
 from farpool_nixl.endpoint import NixlEndpoint, NixlRegion
 
 INSTALLED = importlib.util.find_spec("nixl_cu13") is not None

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farpool.pager import Mode
-from farpool.pager.storage import Storage
-from farpool.pager.use import Use
-from farpool.pool.block_pool import BlockPool
-from farpool.pool.config import PoolConfig
-from farpool.pool.stats import TierStats
-from farpool.tiers import Dram, Nvme, Tier
+from farpool.memory.pager import Mode
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.pool.stats import TierStats
+from farpool.memory.tiers import Dram, Nvme, Tier
 
 __all__ = ["Exact", "exact_sizes"]
 

@@ -34,14 +34,14 @@ from farpool.bench.race import Entrant, Race, hold, opened
 from farpool.bench.remote_table import races_table
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
-from farpool.node.process import running_node
+from farpool.cluster.node.process import running_node
 from farpool.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from farpool.bench.benchmark import Progress
-    from farpool.net.channel import Transport
+    from farpool.cluster.wire.channel import Transport
 
 __all__ = ["Outcome", "Settings", "figures", "run", "table"]
 

@@ -19,7 +19,7 @@ from farpool.bench.peer import measured, missing
 from farpool.kv.transformers import FarpoolCache
 from farpool.kv.transformers_config import cache_argument
 from farpool.kv.transformers_layer import PagedLayer
-from farpool.pool.pool import blocks_of
+from farpool.memory.pool.pool import blocks_of
 
 __all__ = ["measure_case"]
 

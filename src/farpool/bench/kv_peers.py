@@ -13,7 +13,7 @@ from farpool.bench.race import opened
 from farpool.bench.redis_peer import RedisPeer, RedisUser, find_redis
 from farpool.bench.ring import Ring
 from farpool.bench.users import User
-from farpool.net.channel import Transport
+from farpool.cluster.wire.channel import Transport
 
 __all__ = ["Contender", "KVPeers", "closed"]
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from farpool.bench.kv_caches import NODE
 from farpool.bench.kv_requests import Requests
+from farpool.cluster.node.process import running_node
 from farpool.kv import BlockCache, Group, Namespace, block_key
 from farpool.kv.header import HEADER_BYTES
-from farpool.node.process import running_node
 
 if TYPE_CHECKING:
     from farpool.bench.benchmark import Progress

@@ -20,17 +20,17 @@ from farpool.bench.kv_ttft_outcome import Outcome, Point, Row, Settings
 from farpool.bench.measure import in_turn
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets, read
+from farpool.cluster.node.process import running_node
 from farpool.errors import FarpoolError
 from farpool.kv.memory import Layer, TensorMemory
 from farpool.kv.prefix import PrefixCache
 from farpool.kv.transformers_config import cache_argument
-from farpool.node.process import running_node
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool.bench.benchmark import Progress
-    from farpool.net.channel import Transport
+    from farpool.cluster.wire.channel import Transport
 
 __all__ = ["measure"]
 

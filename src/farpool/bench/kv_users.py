@@ -6,11 +6,11 @@ import hashlib
 
 from farpool.bench.ring import Ring
 from farpool.bench.users import User
+from farpool.cluster.store import Store
+from farpool.cluster.wire.channel import Transport
 from farpool.errors import FarpoolError
 from farpool.kv.blocks import BlockCache
 from farpool.kv.namespace import Group, Namespace
-from farpool.net.channel import Transport
-from farpool.store import Store
 
 __all__ = ["BlockUser", "MemoryUser", "StoreUser"]
 

@@ -13,8 +13,8 @@ from typing import Self
 import torch
 
 from farpool import Dram, Throttled
-from farpool.pool.stats import Stats
-from farpool.tiers import Extent
+from farpool.memory.pool.stats import Stats
+from farpool.memory.tiers import Extent
 
 __all__ = ["Copier", "core_for_link", "fetched", "link_rate", "lower_tier", "written"]
 

@@ -29,10 +29,10 @@ from farpool.bench.fio import Fio, find_fio
 from farpool.bench.measure import in_turn, median_ratio
 from farpool.bench.sequential import Sequential, pass_over, rate
 from farpool.errors import ConfigError
+from farpool.memory.tiers import Nvme, Verified
+from farpool.memory.tiers.pool_file import HEADER_BYTES
 from farpool.observe.tables import Table
 from farpool.sizes import format_size
-from farpool.tiers import Nvme, Verified
-from farpool.tiers.pool_file import HEADER_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -123,9 +123,9 @@ def _next(settings: Settings, kind: str, compute: float, prefetch: bool, seeds: 
 def _seconds(settings: Settings, kind: str, compute: float, prefetch: bool, seed: int) -> float:
     """Seconds that a program takes in a new pool, after its blocks have been filled."""
     from farpool import Dram, PoolConfig, Throttled
-    from farpool.pager import Mode
-    from farpool.pager.use import Use
-    from farpool.pool.block_pool import BlockPool
+    from farpool.memory.pager import Mode
+    from farpool.memory.pager.use import Use
+    from farpool.memory.pool.block_pool import BlockPool
 
     rng = random.Random(f"{kind} {seed}")
     room = max(16, int(settings.blocks * rng.choice(_ROOM))) * settings.block_bytes

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from farpool._native import Connection
 from farpool.bench.measure import resident_bytes
 from farpool.bench.remote_works import counters
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.store import Store
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.dial import dial
+from farpool.cluster.wire.frames import Op
 from farpool.errors import FarpoolError
-from farpool.net.address import parse_address
-from farpool.net.dial import dial
-from farpool.net.frames import Op
-from farpool.node.process import RunningNode, running_node
-from farpool.store import Store
 
 __all__ = ["Crowd", "Growth", "Index", "connect_many", "grow"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from farpool.net.address import parse_address
-from farpool.store import Store
+from farpool.cluster.store import Store
+from farpool.cluster.wire.address import parse_address
 
 __all__ = ["Overlap", "measure_overlap"]
 

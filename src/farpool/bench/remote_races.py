@@ -22,12 +22,12 @@ from farpool.bench.remote_outcome import Peers, Settings, View
 from farpool.bench.remote_overlap import Overlap, measure_overlap
 from farpool.bench.ring import Ring
 from farpool.bench.sockets import Sockets, build_sockets
-from farpool.net.authority import Authority
-from farpool.net.certificate import TLS_VARIABLE
-from farpool.net.channel import SPIN_SECONDS
-from farpool.node.process import RunningNode, running_node
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.store import Store
+from farpool.cluster.wire.authority import Authority
+from farpool.cluster.wire.certificate import TLS_VARIABLE
+from farpool.cluster.wire.channel import SPIN_SECONDS
 from farpool.sizes import format_size
-from farpool.store import Store
 
 if TYPE_CHECKING:
     from farpool.bench.benchmark import Progress

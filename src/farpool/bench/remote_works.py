@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from farpool.bench.ring import Ring, median_call, seconds_each
+from farpool.cluster.store import Lookup, PutOutcome, Store
 from farpool.errors import FarpoolError
-from farpool.store import Lookup, PutOutcome, Store
 
 __all__ = ["counters", "get", "get_into", "look", "lookup", "memcpy", "publish", "put", "view"]
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 
 from farpool.bench.measure import resident_bytes
-from farpool.pager import Mode
-from farpool.pager.storage import Storage
-from farpool.pager.use import Use
-from farpool.pool.block_pool import BlockPool
-from farpool.pool.config import PoolConfig
-from farpool.tiers import Nvme
+from farpool.memory.pager import Mode
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.tiers import Nvme
 
 __all__ = ["ResizeRun"]
 

@@ -8,9 +8,9 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from farpool import Pool
-from farpool.pager.belady import BlockAccess, Moved, Operand, belady_moves, total_of
-from farpool.pool.events import Event
-from farpool.tape_file import Content, Create, Free, TapeFile
+from farpool.memory.pager.belady import BlockAccess, Moved, Operand, belady_moves, total_of
+from farpool.memory.pool.events import Event
+from farpool.memory.tape import Content, Create, Free, TapeFile
 
 __all__ = ["fewest_by_phase", "fewest_bytes", "recorded_accesses"]
 

@@ -22,8 +22,8 @@ from farpool.bench.sequence import fewest_bytes
 from farpool.bench.stack import Stack, block_bytes, seconds_of, tokens_for
 from farpool.bench.streaming_outcome import Case, Settings
 from farpool.bench.strip import Strip, strip_of
-from farpool.pager.storage import cut
-from farpool.pool.events import Event
+from farpool.memory.pager.storage import cut
+from farpool.memory.pool.events import Event
 
 __all__ = ["measure_case"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farpool.bench.figures import COLOURS, INK, new_figure
-from farpool.pool.events import Event
+from farpool.memory.pool.events import Event
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

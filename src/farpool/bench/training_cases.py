@@ -22,10 +22,10 @@ from farpool.bench.strip import strip_of
 from farpool.bench.trainer import Step, Trainer
 from farpool.bench.training_outcome import Case, InBackward, Phase, Settings
 from farpool.bench.training_peers import open_candidates
-from farpool.pager.belady import Moved, total_of
-from farpool.pager.storage import cut
-from farpool.pool.events import Event
-from farpool.pool.stats import Stats
+from farpool.memory.pager.belady import Moved, total_of
+from farpool.memory.pager.storage import cut
+from farpool.memory.pool.events import Event
+from farpool.memory.pool.stats import Stats
 
 __all__ = ["fewest_of", "link_of", "measure_case", "shape_of"]
 

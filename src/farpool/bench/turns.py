@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from farpool.bench.turns_flood import KEYS, KINDS, connected, put_of, received_whole
-from farpool.net.frames import Op, pack_frame
-from farpool.node.process import RunningNode, running_node
+from farpool.cluster.node.process import RunningNode, running_node
+from farpool.cluster.wire.frames import Op, pack_frame
 from farpool.observe.tables import Table
 
 if TYPE_CHECKING:

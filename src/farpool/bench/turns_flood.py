@@ -14,9 +14,9 @@ import sys
 from itertools import count
 
 from farpool._native import crc32c
-from farpool.net.access import AccessKey
-from farpool.net.frames import HEAD, LOOKUP, VERSION, Op, pack_frame
-from farpool.net.handshake import ClientHandshake
+from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.frames import HEAD, LOOKUP, VERSION, Op, pack_frame
+from farpool.cluster.wire.handshake import ClientHandshake
 
 __all__ = ["KEYS", "KINDS", "connected", "lookup_of", "put_of", "received_whole"]
 

@@ -32,7 +32,7 @@ def init(
     days: Days = 3650,
 ) -> None:
     """Make an authority. A thief of its ca.key can make certificates that all nodes accept: keep it off the nodes."""
-    from farpool.net.authority import Authority
+    from farpool.cluster.wire.authority import Authority
 
     Authority.create(ca, name, days)
     typer.echo(f"{ca}: an authority, valid for {days} days; keep {ca / 'ca.key'} to yourself")
@@ -56,7 +56,7 @@ def issue(
     days: Days = 90,
 ) -> None:
     """Make a key and a certificate, as a folder for `farpool node --tls` or for FARPOOL_TLS."""
-    from farpool.net.authority import Authority
+    from farpool.cluster.wire.authority import Authority
 
     folder = Path(name) if out is None else out
     end = Authority(ca).issue(folder, name, role.value, host or [], days=days)
@@ -74,7 +74,7 @@ def rotate(
 
     A node uses them after SIGHUP, a program from its next connection on. What is connected goes on.
     """
-    from farpool.net.authority import Authority
+    from farpool.cluster.wire.authority import Authority
 
     name, end = Authority(ca).rotate(folder, days=days)
     typer.echo(f"{folder}: a new certificate of {name}, valid until {end:%Y-%m-%d}; send SIGHUP to a node that uses it")

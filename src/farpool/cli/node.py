@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from farpool.cluster.node.logs import log
+from farpool.cluster.wire.access import load_keys
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.certificate import CertificateFolder
 from farpool.errors import ConfigError
-from farpool.net.access import load_keys
-from farpool.net.address import parse_address
-from farpool.net.certificate import CertificateFolder
-from farpool.node.logs import log
 from farpool.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from farpool.node import Node
+    from farpool.cluster.node import Node
 
 __all__ = ["node"]
 
@@ -114,8 +114,8 @@ def node(
     --tls again.
     """
     # Not imported above: the command's other verbs would wait for it.
-    from farpool.node import Node
-    from farpool.node.logs import configure
+    from farpool.cluster.node import Node
+    from farpool.cluster.node.logs import configure
 
     running = Node(
         parse_address(listen, "--listen", any_port=True),

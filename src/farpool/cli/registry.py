@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import typer
 
 if TYPE_CHECKING:
-    from farpool.registry import Registry
+    from farpool.cluster.registry import Registry
 
 __all__ = ["app"]
 
@@ -36,7 +36,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="The backup.", show_d
 @app.command()
 def backup(file: File, registry: Where = None, timeout: Timeout = 30.0) -> None:
     """Write all names, as they are at one moment, to a new file. Programs may keep using the registry."""
-    from farpool.registry.backup import back_up
+    from farpool.cluster.registry.backup import back_up
 
     with _open(registry, timeout) as opened:
         typer.echo(f"{back_up(opened, file)} entries of {opened.address} written to {file}")
@@ -52,9 +52,9 @@ def restore(
     timeout: Timeout = 30.0,
 ) -> None:
     """Write a backup's names to an empty registry of either kind. The holds of programs are not restored."""
+    from farpool.cluster.registry import backup as backups
+    from farpool.cluster.registry import default_registry, open_registry
     from farpool.errors import ConfigError
-    from farpool.registry import backup as backups
-    from farpool.registry import default_registry, open_registry
 
     where = registry or default_registry()
     if replace:
@@ -72,8 +72,8 @@ def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
     """Read all entries, compare their checksums, and find what names point to. Exit code 1 if there is damage."""
     from rich.markup import escape
 
+    from farpool.cluster.store.names.check import check as checked_names
     from farpool.observe.tables import Table, show
-    from farpool.store.names.check import check as checked_names
 
     with _open(registry, timeout) as opened:
         found = checked_names(opened)
@@ -92,8 +92,8 @@ def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
 
 def _open(where: str | None, timeout: float) -> Registry:
     """Open a registry that exists; do not create a file."""
+    from farpool.cluster.registry import default_registry, open_registry
     from farpool.errors import ConfigError
-    from farpool.registry import default_registry, open_registry
 
     address = where or default_registry()
     if not address.startswith("etcd://") and not _path(address).exists():

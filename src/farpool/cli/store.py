@@ -14,10 +14,10 @@ import typer
 
 from farpool.cli.files import as_shown, open_source, read_parts, write_whole
 from farpool.cli.progress import Told, progress_bars
+from farpool.cluster.store import ObjectInfo, Store
+from farpool.cluster.store.arguments import ttl_of
 from farpool.errors import ConfigError
 from farpool.sizes import format_size, parse_rate
-from farpool.store import ObjectInfo, Store
-from farpool.store.arguments import ttl_of
 
 __all__ = ["Node", "Replicas", "Timeout", "app", "open_store"]
 
@@ -221,7 +221,7 @@ def repair(
     with open_store(node, replicas, timeout) as store, progress_bars() as progress:
         repaired = store.repair(bandwidth=rate, progress=lambda done, whole: progress("repair", done, whole))
     if metrics is not None:
-        from farpool.store.metrics import repair_metrics
+        from farpool.cluster.store.metrics import repair_metrics
 
         write_whole(metrics, [repair_metrics(repaired)])
     if json:

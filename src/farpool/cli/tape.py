@@ -40,12 +40,12 @@ def show(
     from rich.console import Console
     from rich.markup import escape
 
+    from farpool.memory.tape import TapeFile
     from farpool.observe.tables import show
     from farpool.observe.tape_figure import draw_tape
     from farpool.observe.tape_report import access_lines, report
     from farpool.observe.tape_summary import summarize
     from farpool.observe.tape_trace import read_trace
-    from farpool.tape_file import TapeFile
 
     tape = TapeFile(file)
     trace = read_trace(tape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farpool.pool.stats import Stats
+from farpool.memory.pool.stats import Stats
 
 __all__ = ["Counts", "LinkTraffic", "Timing", "counts_between"]
 
@@ -39,7 +39,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Account of a pool between two moments, with counters as in :class:`farpool.pool.stats.Stats`.
+    """Account of a pool between two moments, with counters as in :class:`farpool.memory.pool.stats.Stats`.
 
     Attributes
     ----------

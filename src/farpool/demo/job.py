@@ -24,10 +24,10 @@ from farpool.demo.nodes import bytes_sent, lending
 from farpool.demo.settings import Settings
 from farpool.demo.start_up import StartUp, compare_starts
 from farpool.errors import ConfigError
+from farpool.memory.pool.events import Event
+from farpool.memory.tiers import Tier
 from farpool.observe.timeline import Mark, check_drawable, draw_timeline
-from farpool.pool.events import Event
 from farpool.sizes import parse_size
-from farpool.tiers import Tier
 
 __all__ = ["Answer", "Outcome", "run"]
 

@@ -6,10 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from farpool.cluster.node.process import running_node
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import Channel
 from farpool.errors import FarpoolError
-from farpool.net.address import parse_address
-from farpool.net.channel import Channel
-from farpool.node.process import running_node
 
 __all__ = ["bytes_sent", "lending"]
 

@@ -10,9 +10,9 @@ import time
 
 import msgspec
 
+from farpool.cluster.store import Store
 from farpool.demo.model import all_tensors, load_embedder, tune
 from farpool.demo.start_up import Published, PublishRequest
-from farpool.store import Store
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from farpool.cluster.store import Store
 from farpool.errors import FarpoolError
-from farpool.store import Store
 
 __all__ = ["PATIENCE", "PublishRequest", "Published", "Start", "StartRequest", "StartUp", "Started", "compare_starts"]
 

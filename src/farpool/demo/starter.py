@@ -26,8 +26,8 @@ def main() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401
 
     import farpool
+    from farpool.cluster.store import Store
     from farpool.demo.model import build_on, load_pretrained, with_tokenizer
-    from farpool.store import Store
 
     torch.set_num_threads(request.threads)
     imported = time.monotonic()

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from farpool.cluster.store.tensors import read_tensor
 from farpool.errors import ArgumentError
-from farpool.pool.pool import blocks_of
-from farpool.store.tensors import read_tensor
+from farpool.memory.pool.pool import blocks_of
 from farpool.tensors.factories import from_tensor, materialize
 from farpool.tensors.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from farpool.pool import Pool
-    from farpool.store import Store
+    from farpool.cluster.store import Store
+    from farpool.memory.pool import Pool
 
 __all__ = ["PooledWeights"]
 

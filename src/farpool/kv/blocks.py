@@ -21,6 +21,9 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar, cast
 
+from farpool.cluster.store import Demotion, Store
+from farpool.cluster.store.arguments import Payload, as_keys, as_payload, as_targets, nbytes_of, ttl_of
+from farpool.cluster.store.best_effort import About
 from farpool.errors import ConfigError, FarpoolError, NodeTimeoutError, StoreClosedError
 from farpool.kv.compressed import Compression
 from farpool.kv.header import HEADER_BYTES, check_header, pack_header
@@ -29,17 +32,14 @@ from farpool.kv.judge import Judge
 from farpool.kv.keys import KEY_BYTES, KEY_MAGIC, NAMESPACE_MAGIC, block_key, group_of, namespace_key
 from farpool.kv.namespace import Namespace
 from farpool.kv.reasons import Reason, reason_of
-from farpool.store import Demotion, Store
-from farpool.store.arguments import Payload, as_keys, as_payload, as_targets, nbytes_of, ttl_of
-from farpool.store.best_effort import About
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool._native import Slices
+    from farpool.cluster.store.best_effort import Hold
+    from farpool.cluster.wire.channel import Transport
     from farpool.kv.objects import ObjectCalls, Objects
-    from farpool.net.channel import Transport
-    from farpool.store.best_effort import Hold
 
     Target = Buffer | tuple[Buffer | Slices, ...]
     Requests = str | Sequence[str]

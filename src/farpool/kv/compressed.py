@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from farpool.cluster.store.arguments import Payload, nbytes_of, parts_of
 from farpool.errors import ConfigError
 from farpool.kv.compression import CODECS, Codec, CodecError, Lossless, decode, element_bytes, encode, flat
 from farpool.kv.compression_choice import CompressionChoice
 from farpool.kv.keys import group_of
-from farpool.store.arguments import Payload, nbytes_of, parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

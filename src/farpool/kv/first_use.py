@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from farpool.cluster.store.arguments import as_payload, parts_of
 from farpool.errors import ConfigError
 from farpool.kv.compression import flat
 from farpool.kv.memory import KVMemory, TensorMemory
 from farpool.kv.probe import EngineBlock
-from farpool.store.arguments import as_payload, parts_of
 
 if TYPE_CHECKING:
-    from farpool.store.arguments import Payload
+    from farpool.cluster.store.arguments import Payload
 
 __all__ = ["Place", "loading_block", "saving_block"]
 

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from farpool.store.arguments import parts_of
+from farpool.cluster.store.arguments import parts_of
 
 if TYPE_CHECKING:
-    from farpool.store.arguments import Payload
+    from farpool.cluster.store.arguments import Payload
 
 __all__ = ["NearMemory"]
 

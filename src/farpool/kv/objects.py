@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from farpool.store import Demotion, PutOutcome
-    from farpool.store.arguments import Payload
-    from farpool.store.best_effort import About, Hold
+    from farpool.cluster.store import Demotion, PutOutcome
+    from farpool.cluster.store.arguments import Payload
+    from farpool.cluster.store.best_effort import About, Hold
 
 __all__ = ["ObjectCalls", "Objects"]
 
 
 class ObjectCalls(Protocol):
-    """Calls that make one attempt within a stated time; see `farpool.store.best_effort.BestEffort` for each of them."""
+    """Calls that make one attempt within a stated time; `BestEffort` of the store describes each of them."""
 
     def is_mapped(self) -> bool: ...
 

@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from farpool.cluster.store import Demotion, PutOutcome
+from farpool.cluster.store.arguments import Payload, nbytes_of, parts_of
+from farpool.cluster.store.best_effort import About, Hold
 from farpool.errors import (
     ConfigError,
     FarpoolError,
@@ -28,20 +31,17 @@ from farpool.errors import (
     StoreClosedError,
 )
 from farpool.kv.eviction import Eviction, EvictionStats
-from farpool.pager import Mode
-from farpool.pager.use import Use
-from farpool.pool.pool import blocks_of
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.pool import blocks_of
 from farpool.sizes import parse_size
-from farpool.store import Demotion, PutOutcome
-from farpool.store.arguments import Payload, nbytes_of, parts_of
-from farpool.store.best_effort import About, Hold
 from farpool.tensors.arena import arena_views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from farpool.pager.storage import Storage
-    from farpool.pool import Pool
+    from farpool.memory.pager.storage import Storage
+    from farpool.memory.pool import Pool
 
 __all__ = ["PoolObjects"]
 
@@ -64,7 +64,7 @@ class _Value:
 class PoolObjects:
     """Immutable values under keys in a pool, up to a number of bytes. Thread-safe.
 
-    It has the calls of `farpool.store.best_effort.BestEffort`, so that a `BlockCache` works over it as over nodes.
+    It has the calls of the store's `BestEffort`, so that a `BlockCache` works over it as over nodes.
 
     Parameters
     ----------

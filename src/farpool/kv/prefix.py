@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
 
+from farpool.cluster.store.arguments import as_payload, nbytes_of
 from farpool.errors import ConfigError
 from farpool.kv.agreement import Agreement, Offer
 from farpool.kv.background import Background
@@ -43,15 +44,14 @@ from farpool.kv.namespace import Namespace
 from farpool.kv.near import NearMemory
 from farpool.kv.probe import EngineBlock, Probe
 from farpool.kv.reasons import Reason
-from farpool.store.arguments import as_payload, nbytes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool._native import Slices
+    from farpool.cluster.store.arguments import Payload
     from farpool.kv.objects import Objects
     from farpool.kv.ranks import Exchange, Ranks
-    from farpool.store.arguments import Payload
 
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]
 

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farpool.cluster.store.arguments import as_payload, parts_of
 from farpool.errors import BudgetError, PoolFullError, ProbeError, StoreClosedError, TierError
 from farpool.kv.compression import flat
 from farpool.kv.keys import block_key, namespace_key
 from farpool.kv.namespace import Group, Namespace
 from farpool.kv.reasons import Reason
-from farpool.store.arguments import as_payload, parts_of
 
 if TYPE_CHECKING:
     from farpool.kv.blocks import BlockCache, Target

@@ -47,12 +47,12 @@ from farpool.kv.reasons import Reason
 from farpool.kv.settings import CacheSettings
 from farpool.kv.transformers_config import check_prefixes, config_of, dtype_of, inputs_beside_tokens, left_padding
 from farpool.kv.transformers_layer import OperandMemory, PagedLayer
-from farpool.pool.pool import blocks_of
+from farpool.memory.pool.pool import blocks_of
 from farpool.tensors.arena import device_of
 
 if TYPE_CHECKING:
     from farpool.kv.blocks import BlockCache
-    from farpool.pool import Pool
+    from farpool.memory.pool import Pool
 
 __all__ = ["FarpoolCache", "prefix_blocks"]
 

@@ -37,15 +37,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from farpool.errors import UnsupportedError
 from farpool.ledger import Account
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 from farpool.tensors.arena import ArenaViews, arena_views, device_of, is_device
 from farpool.tensors.geometry import contiguous_strides
 
 if TYPE_CHECKING:
     from farpool.ledger import Ledger
-    from farpool.pager.storage import Storage
-    from farpool.pool.block_pool import BlockPool
+    from farpool.memory.pager.storage import Storage
+    from farpool.memory.pool.block_pool import BlockPool
 
 __all__ = ["OperandMemory", "PagedLayer"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from farpool.pager import Mode
-from farpool.pager.belady import BlockAccess
+from farpool.memory.pager import Mode
+from farpool.memory.pager.belady import BlockAccess
 
 __all__ = ["quantiles", "reuse_distances"]
 

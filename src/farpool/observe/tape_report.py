@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from farpool.memory.pager import Mode
+from farpool.memory.tape import Access, Metadata
 from farpool.observe.tables import Table
 from farpool.observe.tape_summary import TapeSummary
-from farpool.pager import Mode
 from farpool.sizes import format_size
-from farpool.tape_file import Access, Metadata
 
 __all__ = ["access_lines", "report"]
 

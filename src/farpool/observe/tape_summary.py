@@ -6,10 +6,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
+from farpool.memory.pager.belady import belady_bytes
 from farpool.observe.loops import Loop, find_loop
 from farpool.observe.reuse import quantiles, reuse_distances
 from farpool.observe.tape_trace import Trace
-from farpool.pager.belady import belady_bytes
 
 __all__ = ["ClassSummary", "LeastMoved", "OpSummary", "Reuse", "TapeSummary", "summarize"]
 
@@ -46,7 +46,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class LeastMoved:
-    """Bytes that Belady's rule moves at a budget; see `farpool.pager.belady`."""
+    """Bytes that Belady's rule moves at a budget; see `farpool.memory.pager.belady`."""
 
     budget: int
     fetched: int

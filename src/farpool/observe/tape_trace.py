@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from farpool.errors import TapeFileError, TapeTruncatedError
-from farpool.pager.belady import BlockAccess, Operand
-from farpool.tape_file import Access, Content, Create, Metadata, TapeFile
+from farpool.memory.pager.belady import BlockAccess, Operand
+from farpool.memory.tape import Access, Content, Create, Metadata, TapeFile
 
 __all__ = ["BlockInfo", "ClassUse", "Trace", "read_trace"]
 

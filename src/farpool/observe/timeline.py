@@ -15,7 +15,7 @@ from farpool.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from farpool.pool.events import Event
+    from farpool.memory.pool.events import Event
 
 __all__ = [
     "BLUE",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import farpool.tensors.rules  # noqa: F401  (registers them)
-from farpool.store.tensors import map_tensors, publish_tensors, read_tensors
+from farpool.cluster.store.tensors import map_tensors, publish_tensors, read_tensors
 from farpool.tensors import integration, methods
 from farpool.tensors.loading import load_safetensors
 from farpool.tensors.mode import paged

@@ -11,7 +11,7 @@ import torch
 from farpool.tensors.survivors import look_for_survivors, note
 
 if TYPE_CHECKING:
-    from farpool.pager.storage import StorageOwner
+    from farpool.memory.pager.storage import StorageOwner
 
 __all__ = ["ArenaViews", "arena_views", "device_of", "is_device"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from farpool.errors import ArgumentError
-from farpool.pool import Pool, blocks_of
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.pool import Pool, blocks_of
+from farpool.memory.pool.block_pool import BlockPool
 
 __all__ = ["inside_of", "require_movable"]
 

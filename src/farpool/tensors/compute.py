@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from farpool.errors import PoolClosedError, PoolMixError, UnsupportedError
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 from farpool.tensors.arena import ArenaViews
 from farpool.tensors.calls import calls
 from farpool.tensors.copies import compute_on_copies

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.pager import ALIGNMENT, Mode
+from farpool.memory.pager import ALIGNMENT, Mode
 from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.operands import Operands

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from farpool._native import Calls
 from farpool.errors import BudgetError, PoolClosedError, UnsupportedError
-from farpool.pager import NoRoomError, TooLargeError, TransferFailedError
+from farpool.memory.pager import NoRoomError, TooLargeError, TransferFailedError
 from farpool.tensors import survivors
 from farpool.tensors.before_autograd import rules_included
 from farpool.tensors.calls import calls

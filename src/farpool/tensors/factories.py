@@ -14,7 +14,7 @@ from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.transfer import copy_dense, fill_dense, streamable
 
 if TYPE_CHECKING:
-    from farpool.pager.storage import StorageOwner
+    from farpool.memory.pager.storage import StorageOwner
 
 __all__ = [
     "allocate",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from farpool._native import Footprint as NativeFootprint
-from farpool.pager.storage import Storage
+from farpool.memory.pager.storage import Storage
 from farpool.tensors.arena import ArenaViews
 
 __all__ = ["Footprint"]

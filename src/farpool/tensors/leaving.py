@@ -21,7 +21,7 @@ from farpool.tensors.offload import move_out
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 if TYPE_CHECKING:
-    from farpool.pager.storage import StorageOwner
+    from farpool.memory.pager.storage import StorageOwner
 
 __all__ = ["live_parameters", "materialize_all", "take_along"]
 

@@ -8,14 +8,14 @@ from collections.abc import Collection
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.pool import Pool
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.pool import Pool
+from farpool.memory.pool.block_pool import BlockPool
+from farpool.memory.tiers.safetensors import SafetensorsFile
 from farpool.tensors.arena import arena_views
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.geometry import contiguous_strides
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.stacked import class_of_weight
-from farpool.tiers.safetensors import SafetensorsFile
 
 __all__ = ["load_safetensors", "load_tensors"]
 

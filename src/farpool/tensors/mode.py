@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from farpool.pool import Pool
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.pool import Pool
+from farpool.memory.pool.block_pool import BlockPool
 from farpool.tensors.arena import device_of, is_device
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.factories import allocate, from_tensor, shape_of

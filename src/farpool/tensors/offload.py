@@ -16,8 +16,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm as _SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm as _WeightNorm
 
 from farpool.errors import PoolFullError, PoolMixError, UnsupportedError
-from farpool.pool import Pool
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.pool import Pool
+from farpool.memory.pool.block_pool import BlockPool
 from farpool.tensors.arena import arena_views, device_of
 from farpool.tensors.arguments import inside_of, require_movable
 from farpool.tensors.compilation import invalidate_guards

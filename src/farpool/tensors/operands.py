@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 
 from farpool.errors import PoolClosedError
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 from farpool.tensors.arena import ArenaViews
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor, describe

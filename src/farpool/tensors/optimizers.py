@@ -22,7 +22,7 @@ from farpool.tensors.identity import swap
 from farpool.tensors.paged_tensor import PagedTensor, describe
 
 if TYPE_CHECKING:
-    from farpool.pager.storage import StorageOwner
+    from farpool.memory.pager.storage import StorageOwner
 
 __all__ = ["apply", "moments_of", "note_offload", "offload_state", "page_moments", "page_moments_of", "require_room"]
 

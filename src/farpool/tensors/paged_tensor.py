@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.pool import Pool, pool_of
+from farpool.memory.pool import Pool, pool_of
 from farpool.tensors.calls import calls
 from farpool.tensors.footprint import Footprint
 
 if TYPE_CHECKING:
-    from farpool.pager.storage import Storage
+    from farpool.memory.pager.storage import Storage
     from farpool.tensors.arena import ArenaViews
 
 __all__ = ["NATIVE_DATA", "Methods", "PagedTensor", "describe", "use_methods"]

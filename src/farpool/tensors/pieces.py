@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from farpool.pager import Mode
+from farpool.memory.pager import Mode
 from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view
 from farpool.tensors.paged_tensor import PagedTensor

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from farpool.errors import ArgumentError, ConfigError, FarpoolError, FarpoolWarning, UnsupportedError
-from farpool.pool import Pool, pool_of
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.pool import Pool, pool_of
+from farpool.memory.pool.block_pool import BlockPool
 from farpool.tensors.arena import device_of
 from farpool.tensors.arguments import inside_of
 from farpool.tensors.factories import materialize

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from farpool.errors import UnsupportedError
-from farpool.pager import Mode
+from farpool.memory.pager import Mode
 from farpool.tensors.factories import materialize
 from farpool.tensors.geometry import meta_view, plain_empty
 from farpool.tensors.identity import snapshot

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farpool.pager.storage import StorageOwner
+from farpool.memory.pager.storage import StorageOwner
 
 __all__ = ["class_of_weight"]
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 
 from farpool.errors import FarpoolError
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 from farpool.tensors.geometry import is_dense
 from farpool.tensors.paged_tensor import PagedTensor
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from farpool.errors import PoolMixError
-from farpool.pool.block_pool import BlockPool
+from farpool.memory.pool.block_pool import BlockPool
 
 __all__ = ["check_waits_for", "is_uninitialized", "move_when_initialized", "stop_waiting"]
 

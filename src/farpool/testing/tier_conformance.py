@@ -24,9 +24,9 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from farpool._native import Memory, PythonPort
+from farpool.abc.tier import Extent, HasPort, Tier, TierInfo
 from farpool.errors import TierError, TierFullError
 from farpool.testing.tier_machine import tier_machine
-from farpool.tiers.base import Extent, HasPort, Tier, TierInfo
 
 __all__ = ["TierConformance"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from farpool.abc.tier import Extent, Tier
 from farpool.errors import TierFullError
-from farpool.tiers.base import Extent, Tier
 
 __all__ = ["TierMachine", "tier_machine"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from farpool.node.process import running_node
+from farpool.cluster.node.process import running_node
 from tests.kv.connectors.conftest import ROOT
 from tests.kv.connectors.programs.guides import commands
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farpool import Dram, Pool
-from farpool.node.process import RunningNode, running_node
+from farpool.cluster.node.process import RunningNode, running_node
 from tests.kv import zoo
 from tests.kv.test_generation_with_faults import PROMPT, SAVED, Transformers
 from tests.nodes import PATIENCE

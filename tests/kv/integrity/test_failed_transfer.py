@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.node.process import running_node
 from farpool.kv import BlockCache, Reason
 from farpool.kv.header import HEADER_BYTES
-from farpool.node.process import running_node
 from tests.kv.test_blocks import BLOCK, blocks, targets
 from tests.kv.test_keys import NAMESPACE
 from tests.nodes import PATIENCE

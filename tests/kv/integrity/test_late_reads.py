@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import BlockCache, Reason
-from farpool.node.process import RunningNode, running_node
 from tests.kv.test_blocks import BLOCK, blocks
 from tests.kv.test_keys import NAMESPACE
 from tests.nodes import PATIENCE, eventually, stats

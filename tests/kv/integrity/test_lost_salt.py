@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import BlockCache, token_chain
-from farpool.node.process import RunningNode, running_node
 from tests.kv.pairs import Comparison, compared, significant, times_of_pairs
 from tests.kv.test_keys import NAMESPACE
 from tests.nodes import PATIENCE

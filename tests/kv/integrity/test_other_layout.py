@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv import BlockCache, Reason
 from farpool.kv.namespace import Group, Namespace
-from farpool.node.process import RunningNode, running_node
 from tests.nodes import PATIENCE
 
 HEADS, TOKENS, NUMBERS = 2, 16, 8

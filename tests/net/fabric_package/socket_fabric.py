@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
+from farpool.cluster.wire.fabric import Exposed
 from farpool.errors import NodeError, NodeTimeoutError
-from farpool.net.fabric import Exposed
 
 SERVER = os.path.join(os.path.dirname(__file__), "socket_server.py")
 REQUEST = struct.Struct("<16scQQ")

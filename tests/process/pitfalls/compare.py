@@ -12,7 +12,7 @@ from torch import nn
 
 import farpool
 from farpool import Pool
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 from farpool.tensors.arena import arena_views
 
 SEED = 11

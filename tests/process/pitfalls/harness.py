@@ -102,7 +102,7 @@ def run_here(name: str, folder: str) -> None:
 
 def live_storages(pool: farpool.Pool) -> list[str]:
     """Names of the storages that something still refers to."""
-    from farpool.pager.storage import Storage
+    from farpool.memory.pager.storage import Storage
 
     tensors = [t for t in gc.get_objects() if type(t) is farpool.PagedTensor and t.pool is pool]
     return [repr(t._storage) for t in tensors] or [repr(s) for s in gc.get_objects() if type(s) is Storage]

@@ -13,8 +13,8 @@ import json
 import sys
 from pathlib import Path
 
+from farpool.cluster.store.names import Names
 from farpool.errors import NameHeldError, NameMissingError, NameMovedError
-from farpool.store.names import Names
 from tests.store.names.folder_store import FolderStore
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy
 import pytest
 
+from farpool.cluster.registry import open_registry
+from farpool.cluster.store import AsyncStore
 from farpool.errors import ConfigError, NameMissingError, NameMovedError, StoreClosedError
-from farpool.registry import open_registry
-from farpool.store import AsyncStore
 from tests.forking import in_forked_child
 from tests.nodes import eventually
 from tests.store.local_nodes import LocalNode, store_over

@@ -14,6 +14,10 @@ from typing import Any
 import numpy
 import pytest
 
+from farpool.cluster.registry import Commit
+from farpool.cluster.store.names import Names, Writer
+from farpool.cluster.store.names import sending as module
+from farpool.cluster.store.names.sending import Sending
 from farpool.errors import (
     ConfigError,
     NameHeldError,
@@ -22,10 +26,6 @@ from farpool.errors import (
     NameMovedError,
     RegistryAwayError,
 )
-from farpool.registry import Commit
-from farpool.store.names import Names, Writer
-from farpool.store.names import sending as module
-from farpool.store.names.sending import Sending
 from tests.store.names.conftest import MakeNames
 from tests.store.names.memory_store import MemoryStore
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from farpool import Names, Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import NameHeldError, NameLostError, NameMissingError, NodeError
-from farpool.node.process import RunningNode, running_node
 from tests.registry.cluster import needs_etcd, running_cluster
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.registry.sqlite import SqliteRegistry
+from farpool.cluster.store.names import Names
 from farpool.errors import FarpoolError, NameMissingError
-from farpool.registry.sqlite import SqliteRegistry
-from farpool.store.names import Names
 from tests.store.names.memory_store import MemoryStore
 
 SETTINGS: dict[str, Any] = {"hold": 0.0, "lease": 3600.0, "timeout": 60.0, "orphan_ttl": 100.0}
@@ -236,9 +236,9 @@ def test_a_keep_that_arrives_after_its_writer_has_given_up_keeps_nothing(tmp_pat
 
 
 def test_a_sweep_of_an_earlier_release_is_waited_for_and_named(tmp_path: Path) -> None:
+    from farpool.cluster.registry import Condition, Put
+    from farpool.cluster.store.names.records import SWEEPER, Holder, encode
     from farpool.errors import NameHeldError
-    from farpool.registry import Condition, Put
-    from farpool.store.names.records import SWEEPER, Holder, encode
 
     world = World(tmp_path / "registry")
     with contextlib.closing(world), pytest.MonkeyPatch.context() as patch:

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from farpool._native import Memory
+from farpool.cluster.wire.fabric import Exposed
 from farpool.errors import NodeError, NodeTimeoutError
-from farpool.net.fabric import Exposed
 from farpool_nixl.agent import Agent
 
 __all__ = ["NixlEndpoint", "NixlRegion"]

@@ -9,8 +9,8 @@ import threading
 
 import msgspec
 
+from farpool.cluster.wire.fabric import Exposed
 from farpool.errors import NodeError
-from farpool.net.fabric import Exposed
 
 __all__ = ["NixlExposure"]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farpool.pager import ALIGNMENT
+from farpool.memory.pager import ALIGNMENT
 from farpool.tensors.geometry import plain_empty
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.rows import gather_rows, is_table, named_once, scatter_rows

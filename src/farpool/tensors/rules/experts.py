@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 from farpool.tensors.dispatch import fallback, rule
 from farpool.tensors.geometry import element_range, plain_empty
 from farpool.tensors.paged_tensor import PagedTensor

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from farpool.errors import FarpoolError
-from farpool.pager import Mode
-from farpool.pager.use import Use
+from farpool.memory.pager import Mode
+from farpool.memory.pager.use import Use
 from farpool.tensors.calls import calls
 from farpool.tensors.dispatch import rule
 from farpool.tensors.factories import materialize

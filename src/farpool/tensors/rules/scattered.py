@@ -18,7 +18,7 @@ import torch
 
 from farpool.available import available_memory
 from farpool.errors import FarpoolError
-from farpool.pager import ALIGNMENT
+from farpool.memory.pager import ALIGNMENT
 from farpool.tensors.dispatch import general_fallback
 from farpool.tensors.geometry import is_dense, plain_empty
 from farpool.tensors.operands import paged_arguments

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from farpool.pager import Mode
-from farpool.pager.storage import StorageOwner
+from farpool.memory.pager import Mode
+from farpool.memory.pager.storage import StorageOwner
 from farpool.tensors.before_autograd import keys_after, register
 from farpool.tensors.factories import allocate
 from farpool.tensors.geometry import contiguous_strides

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from farpool.pager import Mode
+from farpool.memory.pager import Mode
 from farpool.tensors.dispatch import rule
 from farpool.tensors.paged_tensor import PagedTensor
 from farpool.tensors.rules.compact import can_be_compacted, compact

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode
+from farpool.cluster.store.messages import results
+from farpool.cluster.store.reading import fetch
+from farpool.cluster.wire.frames import HEAD, STATED, Op
 from farpool.kv.keys import KEY_MAGIC
-from farpool.net.frames import HEAD, STATED, Op
-from farpool.node.process import RunningNode
-from farpool.store.messages import results
-from farpool.store.reading import fetch
 from tests.nodes import PATIENCE
 
 

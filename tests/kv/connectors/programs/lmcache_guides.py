@@ -13,7 +13,7 @@ from lmcache.v1.distributed.config import parse_args_to_config
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.multiprocess.config import parse_args_to_mp_server_config
 
-from farpool.node.process import running_node
+from farpool.cluster.node.process import running_node
 from tests.kv.connectors.programs.guides import commands
 
 

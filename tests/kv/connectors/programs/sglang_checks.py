@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
-from farpool.node.process import RunningNode, running_node
 from tests.kv.connectors.programs.sglang_engine import (
     PAGE,
     HiCacheFile,

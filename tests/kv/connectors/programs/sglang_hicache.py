@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv.blocks import BlockCache
 from farpool.kv.header import HEADER_BYTES
 from farpool.kv.journal import recorded
-from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, CASES, OF_ENGINES
 from tests.kv.connectors.programs.costs import costs

@@ -22,8 +22,8 @@ import torch
 import torch.distributed
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.kv.keys import KEY_MAGIC
-from farpool.node.process import RunningNode, running_node
 from tests.kv.connectors.cases import BLOCKS, MEMORY
 from tests.kv.connectors.programs.faults import damaged_loads
 from tests.kv.connectors.programs.sglang_engine import PAGE, PATIENCE, begin, mha, settings

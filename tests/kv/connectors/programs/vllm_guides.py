@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from farpool.node.process import running_node
+from farpool.cluster.node.process import running_node
 from tests.kv.connectors.programs.guides import commands
 
 BLOCK = 65536

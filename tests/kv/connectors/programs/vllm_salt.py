@@ -19,7 +19,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 from vllm.v1.request import Request
 
-from farpool.node.process import RunningNode, running_node
+from farpool.cluster.node.process import RunningNode, running_node
 from tests.kv.connectors.programs.vllm_tier import BLOCK, TOKENS, Engine, running
 from tests.kv.pairs import Comparison, compared, times_of_pairs
 

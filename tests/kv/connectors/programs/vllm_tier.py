@@ -34,11 +34,11 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from farpool import Store
+from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import ConfigError
 from farpool.kv import block_key
 from farpool.kv.header import pack_header
 from farpool.kv.journal import recorded
-from farpool.node.process import RunningNode, running_node
 from tests.forking import in_forked_child
 from tests.kv.connectors.cases import BLOCKS, CASES, MEMORY, OF_ENGINES, OF_HOST_MEMORY
 from tests.kv.connectors.programs.costs import costs

@@ -15,7 +15,7 @@ from torch import nn
 
 import farpool
 from farpool import Dram, Nvme, Pool, PoolClosedError, UnsupportedError
-from farpool.pool import blocks_of
+from farpool.memory.pool import blocks_of
 from tests.process.pitfalls.compare import assert_usable, churn, plain, randn, refused, same, state_of
 from tests.process.pitfalls.harness import scenario
 

@@ -1,0 +1,154 @@
+"""Control connections at the node: frames in, calls made, frames and file descriptors out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from farpool._native import NodeServer
+from farpool.cluster.node.arrival import Arrival
+from farpool.cluster.node.calls import Call, Expose, Lend, List, PassedFiles, check_right, make_call, parse_call
+from farpool.cluster.node.exposures import Exposures
+from farpool.cluster.node.listing import Lists
+from farpool.cluster.node.logs import log
+from farpool.cluster.node.patience import patience
+from farpool.cluster.wire.frames import Frame, FrameReader, Op, Status, pack_frame
+from farpool.cluster.wire.handshake import Accepted
+from farpool.cluster.wire.refusals import status_of
+from farpool.errors import FarpoolError, ProtocolError
+
+__all__ = ["STALL_SECONDS", "ControlService"]
+
+STALL_SECONDS = 10.0
+"""Longest time a client may take to send the rest of a frame that it began, or to receive one."""
+
+
+class ControlService:
+    """Serves the control connections of a node.
+
+    Parameters
+    ----------
+    server : NodeServer
+        The data loop.
+    stats : callable
+        Returns the node's counters.
+    exposures : Exposures or None
+        Exposes memory for one-sided transfers, if the node does.
+    """
+
+    def __init__(
+        self, server: NodeServer, stats: Callable[[], dict[str, int | float]], exposures: Exposures | None = None
+    ) -> None:
+        self._server = server
+        self._stats = stats
+        self._exposures = exposures
+        self._refusals: Counter[tuple[int, int]] = Counter()
+        self._lists = Lists(server)
+        # Allocating memory takes long. It has threads of its own, of which one tenant uses at most half.
+        threads = 4 + (os.cpu_count() or 1)
+        self._making = ThreadPoolExecutor(threads, "farpool-lends")
+        self._making_of_tenant = threads // 2
+        # Each lives as long as somebody holds it or waits for it.
+        self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
+
+    def close(self) -> None:
+        """End the threads of calls. No connection may be served any more."""
+        self._lists.close()
+        self._making.shutdown(cancel_futures=True)
+
+    async def serve(self, connection: Arrival, client: Accepted) -> None:
+        """Answer calls until the connection ends. The caller closes it, and holds the client's session meanwhile."""
+        if self._exposures is not None:
+            self._exposures.hold(client.session)
+        try:
+            reader = FrameReader("")
+            while (frame := await _received(connection, reader)) is not None:
+                await self._answer(connection, frame, client)
+        except ProtocolError as error:
+            log("bad_frame", level=logging.WARNING, key=client.key, reason=str(error))
+        except OSError:
+            pass  # the client went, or stood still for too long
+        finally:
+            if self._exposures is not None:
+                self._exposures.drop(client.session)
+
+    def refusals(self) -> dict[tuple[int, int], int]:
+        """Calls that were refused so far, by tenant and status."""
+        return dict(self._refusals)
+
+    async def _answer(self, connection: Arrival, frame: Frame, client: Accepted) -> None:
+        status, result, files = await self._outcome(frame, client, connection)
+        if status != Status.DONE:
+            self._refusals[client.tenant, int(status)] += 1
+        try:
+            reply = pack_frame(
+                Op.CALL,
+                msgspec.msgpack.encode(result),
+                status=status,
+                request=frame.request,
+                tenant=client.tenant,
+            )
+            sent = connection.send_files(reply, files) if files else 0
+        finally:
+            for file in files:
+                os.close(file)
+        async with patience(STALL_SECONDS):
+            await connection.send(reply[sent:])
+
+    async def _outcome(
+        self, frame: Frame, client: Accepted, connection: Arrival
+    ) -> tuple[Status, dict[str, Any], list[int]]:
+        try:
+            if frame.op != Op.CALL:
+                raise ValueError(f"operation {frame.op} on a control connection, expected {Op.CALL.value} (call)")
+            call = parse_call(frame.meta)
+            if isinstance(call, List):
+                check_right(call, client)
+                return Status.DONE, await self._lists.answer(call, client), []
+            result, files = await self._made(call, client)
+            if files is None:
+                return Status.DONE, result, []
+            if not connection.is_local:
+                raise ValueError(
+                    "this call passes files, for which the connection has to be over the node's UNIX socket"
+                )
+            return Status.DONE, result, files()
+        except KeyError as error:
+            return Status.UNKNOWN, {"error": str(error.args[0])}, []
+        except FarpoolError as error:
+            return status_of(error), {"error": str(error)}, []
+        except ValueError as error:
+            return Status.BAD_REQUEST, {"error": str(error)}, []
+        except OSError as error:
+            return Status.FULL, {"error": f"the node lacks what this needs: {error.strerror}"}, []
+
+    async def _made(self, call: Call, client: Accepted) -> tuple[dict[str, Any], PassedFiles | None]:
+        """Run `make_call` in a thread. Calls that allocate memory have their own threads, so as not to delay others."""
+        make = partial(make_call, call, client, self._server, self._stats, self._exposures)
+        if not isinstance(call, Lend | Expose):
+            return await asyncio.to_thread(make)
+        turn = self._turns.setdefault(client.tenant, asyncio.Semaphore(self._making_of_tenant))
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._making, make)
+
+
+async def _received(connection: Arrival, reader: FrameReader) -> Frame | None:
+    """Receive the next frame; None if the client ended the connection between two frames."""
+    data = await connection.receive(reader.needed)
+    if not data:
+        return None
+    async with patience(STALL_SECONDS):
+        while (frame := reader.feed(data)) is None:
+            data = await connection.receive(reader.needed)
+            if not data:
+                raise ConnectionResetError
+    return frame

@@ -1,0 +1,107 @@
+"""A node's segments, exposed over a one-sided fabric (``farpool node --fabric NAME``), each for one session.
+
+When the session gives its lease back or closes its last control connection, the exposure ends, and with it every way
+to the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from farpool.cluster.wire.fabric import Exposed, Exposure, load_fabric
+from farpool.errors import ConfigError, NodeError
+
+__all__ = ["Exposures"]
+
+
+class Exposures:
+    """Segments that are exposed over a one-sided fabric now. Thread-safe.
+
+    The fabric is given by name, and listens on `loopback` only if the node does. Raises ConfigError if it is not
+    installed or does not work here.
+    """
+
+    def __init__(self, fabric: str, *, loopback: bool) -> None:
+        self.fabric = fabric
+        self._fabric = load_fabric(fabric, "--fabric")
+        self._loopback = loopback
+        self._exposures: dict[tuple[int, str], Exposure] = {}
+        self._held: Counter[int] = Counter()
+        """Number of control connections by session."""
+        self._starting = threading.Lock()
+        self._lock = threading.Lock()
+        self._check()
+
+    def hold(self, session: int) -> None:
+        """Count a new control connection of the session."""
+        with self._lock:
+            self._held[session] += 1
+
+    def drop(self, session: int) -> None:
+        """Count a control connection of the session as gone; with the last one end the session's exposures."""
+        with self._lock:
+            self._held[session] -= 1
+            gone = not self._held[session]
+            if gone:
+                del self._held[session]
+        if gone:
+            self._withdraw(lambda owner, _: owner == session)
+
+    def expose(self, session: int, path: str, opened: Callable[[], int] | None = None, failed: bytes = b"") -> Exposed:
+        """Expose a whole segment to a session that has a control connection; raises NodeError if that fails.
+
+        `path` names the segment; `opened`, if given, returns a descriptor of it instead of opening `path`. May take as
+        long as starting a process does. An exposure whose metadata is `failed` is made anew: one whose process is
+        being killed may look alive for a moment more.
+        """
+        key = (session, path)
+        with self._starting:
+            with self._lock:
+                found = self._exposures.get(key)
+            if found is not None and found.is_alive() and found.exposed.metadata != failed:
+                return found.exposed
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if opened is None else opened()
+            try:
+                exposure = self._fabric.expose(file, loopback=self._loopback)
+            finally:
+                os.close(file)
+            with self._lock:
+                is_held = self._held[session] > 0
+                if is_held:
+                    self._exposures[key] = exposure
+            if found is not None:
+                found.close()
+            if not is_held:
+                exposure.close()
+                raise NodeError("the session's control connection was closed")
+            return exposure.exposed
+
+    def withdraw(self, path: str) -> None:
+        """End the exposures of a segment to all sessions."""
+        self._withdraw(lambda _, exposed: exposed == path)
+
+    def close(self) -> None:
+        """End all exposures. Idempotent."""
+        self._withdraw(lambda *_: True)
+
+    def _withdraw(self, meant: Callable[[int, str], bool]) -> None:
+        with self._lock:
+            gone = [self._exposures.pop(key) for key in list(self._exposures) if meant(*key)]
+        for exposure in gone:
+            exposure.close()
+
+    def _check(self) -> None:
+        """Expose some memory for a moment, so that a fabric that does not work is found when the node starts."""
+        file = os.memfd_create("farpool-fabric", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, os.sysconf("SC_PAGE_SIZE"))
+            self._fabric.expose(file, loopback=self._loopback).close()
+        except NodeError as error:
+            raise ConfigError(
+                f"--fabric is {self.fabric!r}, which cannot be used: {error}", setting="fabric"
+            ) from error
+        finally:
+            os.close(file)

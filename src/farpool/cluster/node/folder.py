@@ -1,0 +1,294 @@
+"""The folder in shared memory in which a node keeps its segments, and the lock that reserves it for one process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import stat
+from pathlib import Path
+
+from farpool.cluster.wire.address import LONGEST_PATH
+from farpool.errors import ConfigError
+from farpool.sizes import format_size
+
+__all__ = ["Folder", "check_name", "default_folder"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LOCK = "node.lock"
+_IDENTITY = "identity"
+_IDENTITY_BYTES = 16
+_SOCKET = "socket"
+_SEGMENT = re.compile(r"objects-\d+\.(index|data)|lease-.*\.data", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` if a node cannot have this name: it is the name of a folder, and is shown to clients."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name is {name!r}, expected 1 to 64 letters, digits, dots, dashes or underscores, not a dot first",
+            setting="name",
+        )
+
+
+def default_folder(name: str) -> Path:
+    """Default folder for the segments of a node of this name."""
+    return _base() / name
+
+
+def _base() -> Path:
+    return _SHARED_MEMORY / f"farpool-{os.getuid()}"
+
+
+class Folder:
+    """A node's folder. Nothing is made or changed before `take`.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Path of the folder, which need not exist yet.
+    group : int or None
+        A group whose members may pass through it, to the socket; they cannot list what is there.
+
+    Attributes
+    ----------
+    path : Path
+        Absolute.
+    socket_path : Path
+        Path of the node's UNIX socket.
+
+    Raises
+    ------
+    ConfigError
+        The path is empty.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], group: int | None = None) -> None:
+        if not os.fspath(path):  # would be the current folder
+            raise ConfigError("--folder is '', expected the path of a folder", setting="folder")
+        self.path = Path(path).absolute()
+        self.socket_path = self.path / _SOCKET
+        self._group = group
+        self._lock = -1
+        self._is_own = self.path.parent == _base()
+
+    def check(self, capacity: int) -> int:
+        """Check that a node with this capacity could work here.
+
+        Returns
+        -------
+        int
+            Bytes that the file system has for the node now: `capacity`, or less if other programs fill the file system
+            and the folder has objects or leases of an earlier start, which the node should still serve.
+
+        Raises
+        ------
+        ConfigError
+            The folder is open to others or cannot be written or made, its path is too long for a UNIX socket, or the
+            file system has less room than `capacity` and the folder has nothing of an earlier start. The files that
+            the folder already has count as room.
+        """
+        if len(os.fsencode(self.socket_path)) > LONGEST_PATH:
+            raise ConfigError(
+                f"the folder {self.path} has too long a path for the UNIX socket in it, expected at most "
+                f"{LONGEST_PATH - len(_SOCKET) - 1} bytes; choose a shorter --folder or --name",
+                setting="folder",
+            )
+        present = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+        if not present.is_dir():
+            raise ConfigError(f"{present} is no folder; choose another --folder", setting="folder")
+        self._check_private()
+        if not os.access(present, os.W_OK | os.X_OK):
+            raise ConfigError(f"the folder {present} cannot be written by this user", setting="folder")
+        return self._room(present, capacity)
+
+    def _check_private(self) -> None:
+        """Refuse a folder that is somebody else's or open to others: anybody may make one of this name in /dev/shm."""
+        own = (_base(), self.path) if self.path.parent == _base() else (self.path,)
+        for path in own:
+            if not os.path.lexists(path):
+                return
+            state = path.lstat()
+            if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+                raise ConfigError(
+                    f"the folder {path} is a link or belongs to user {state.st_uid}, expected a folder of user "
+                    f"{os.getuid()}; choose another --folder",
+                    setting="folder",
+                )
+            if state.st_mode & (0o066 if path == _base() else 0o067):
+                raise ConfigError(
+                    f"the folder {path} has mode {stat.S_IMODE(state.st_mode):04o}, so that others may use what is in "
+                    f"it; expected 0700: chmod 700 {path}",
+                    setting="folder",
+                )
+
+    def _room(self, present: Path, capacity: int) -> int:
+        state = os.statvfs(present)
+        own, is_restart = 0, False
+        if present == self.path:
+            with os.scandir(present) as entries:
+                for entry in entries:
+                    own += entry.stat(follow_symlinks=False).st_blocks * 512
+                    is_restart |= _SEGMENT.fullmatch(entry.name) is not None
+        room = state.f_bavail * state.f_frsize + own
+        if capacity > room and not is_restart:
+            raise ConfigError(
+                f"--dram is {format_size(capacity)}, but {present} has room for {format_size(room)}; lend less, or "
+                "give the file system more memory (for /dev/shm: mount -o remount,size=...)",
+                setting="dram",
+            )
+        return min(capacity, room)
+
+    def take(self) -> None:
+        """Make the folder if need be, and lock it for this process.
+
+        Raises
+        ------
+        ConfigError
+            Another node has it, or it cannot be made.
+        """
+        try:
+            # Each of them by itself: the mode that makedirs is given holds for the last one only.
+            for path in (self.path.parent, self.path):
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700, parents=True)
+                    self._is_own |= path == self.path
+            self._check_private()
+            self._lock = self._locked()
+            self._set_mode()
+        except ConfigError:
+            self.give_back()
+            raise
+        except OSError as error:
+            self.give_back()
+            raise ConfigError(f"the folder {self.path} cannot be used: {error.strerror}", setting="folder") from error
+
+    def _set_mode(self) -> None:
+        """Set group and mode so that only the group gets in; an earlier start may have let in another."""
+        if self._group is None:
+            self.path.chmod(0o700)
+            return
+        try:
+            os.chown(self.path, -1, self._group)
+        except PermissionError as error:
+            raise ConfigError(
+                f"--socket-group is group {self._group}, which user {os.geteuid()} is no member of; choose a group of "
+                "this user",
+                setting="socket_group",
+            ) from error
+        self.path.chmod(0o710)
+        if self.path.parent == _base():
+            _base().chmod(0o711)
+        for parent in self.path.parents:
+            state = parent.stat()
+            if not state.st_mode & (0o010 if state.st_gid == self._group else 0o001):
+                raise ConfigError(
+                    f"the folder {parent} has mode {stat.S_IMODE(state.st_mode):04o}, so that --socket-group cannot "
+                    f"reach the socket in {self.path}; chmod o+x {parent}, or choose another --folder",
+                    setting="socket_group",
+                )
+
+    def _locked(self) -> int:
+        path = self.path / _LOCK
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its last holder may have removed the file between the two calls.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), path.lstat()):
+                        return lock
+            except BlockingIOError:
+                owner = _owner(lock)
+                os.close(lock)
+                raise ConfigError(
+                    f"the folder {self.path} is in use by the node with process id {owner}; stop that one, or choose "
+                    "another --name or --folder",
+                    setting="folder",
+                ) from None
+            os.close(lock)
+
+    def identity(self, *, kept: bool) -> bytes:
+        """Return the 16 bytes that identify the node with this folder. Call `take` before.
+
+        Parameters
+        ----------
+        kept : bool
+            The same bytes from the first start on; False for new ones, which also deletes those that were kept.
+
+        Raises
+        ------
+        ConfigError
+            The file cannot be read or made, or is not what a node has written.
+        """
+        path = self.path / _IDENTITY
+        try:
+            if not kept:
+                path.unlink(missing_ok=True)
+                return os.urandom(_IDENTITY_BYTES)
+            if not os.path.lexists(path):
+                made = path.with_suffix(".new")  # a node that is killed meanwhile leaves no partial file
+                made.touch(mode=0o600)
+                made.write_bytes(os.urandom(_IDENTITY_BYTES))
+                made.rename(path)
+            path.chmod(0o600)
+            identity = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"the node's identity {path} cannot be used: {error.strerror}", setting="folder"
+            ) from error
+        if len(identity) != _IDENTITY_BYTES:
+            raise ConfigError(
+                f"the node's identity {path} has {len(identity)} bytes, expected {_IDENTITY_BYTES}; remove it, and the "
+                "node becomes another one, whose objects are looked for elsewhere",
+                setting="folder",
+            )
+        return identity
+
+    def listen(self, backlog: int) -> socket.socket:
+        """Listen at the socket's path, which is this node's alone. Call `take` before.
+
+        Raises
+        ------
+        ConfigError
+            The socket cannot be made.
+        """
+        path = self.socket_path
+        path.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(str(path))
+            if self._group is not None:
+                os.chown(path, -1, self._group)
+            path.chmod(0o600 if self._group is None else 0o660)
+            listening.listen(backlog)  # nobody gets in before
+        except OSError as error:
+            listening.close()
+            raise ConfigError(f"the socket {path} cannot be made: {error.strerror}", setting="folder") from error
+        return listening
+
+    def give_back(self) -> None:
+        """Unlock, and remove the folder if it was made here or is a default one, and holds no segment. Idempotent."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            (self.path / _LOCK).unlink()
+            if self._is_own:
+                self.path.rmdir()
+        os.close(self._lock)
+        self._lock = -1
+
+
+def _owner(lock: int) -> str:
+    """Look up in /proc/locks which process has a file locked: a lock file with bytes would take a page of memory."""
+    state = os.fstat(lock)
+    number = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, file, *_ = line.split()
+            if (kind, file) == ("FLOCK", number):
+                return process
+    return "unknown"

@@ -1,0 +1,60 @@
+"""Lists of objects for control connections, so that whoever lists delays nobody else.
+
+A list may have to look at all objects of a tenant. It is done in turns, all of them in one thread that does nothing
+else: other calls never wait for it. An access key has one list under way and a tenant one turn; what is beyond that
+waits in the event loop and takes no thread. So tenants that list have equal parts of that thread, and so have the keys
+of one tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from weakref import WeakValueDictionary
+
+from farpool._native import NodeServer
+from farpool.cluster.node.calls import List
+from farpool.cluster.wire.handshake import Accepted
+
+__all__ = ["Lists"]
+
+
+class Lists:
+    """Answers the ``list`` calls of control connections. For one event loop.
+
+    Parameters
+    ----------
+    server : NodeServer
+        The data loop.
+    """
+
+    def __init__(self, server: NodeServer) -> None:
+        self._server = server
+        self._thread = ThreadPoolExecutor(1, "farpool-lists")
+        # Each lives as long as somebody holds it or waits for it.
+        self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+
+    async def answer(self, call: List, client: Accepted) -> dict[str, Any]:
+        """Return a list of objects, and the key after which to go on (empty at the end)."""
+        objects: list[Any] = []
+        place = 0
+        async with self._alone(client.tenant, client.key):
+            while True:
+                async with self._alone(client.tenant):
+                    missing = call.limit - len(objects)
+                    some, place = await asyncio.get_running_loop().run_in_executor(
+                        self._thread, self._server.list_some, client.tenant, place, call.after, call.prefix, missing
+                    )
+                objects += some
+                if not place or len(objects) >= call.limit:
+                    break
+        return {"objects": objects, "next": objects[-1][0] if len(objects) >= call.limit else b""}
+
+    def close(self) -> None:
+        """End the thread. No call may be under way any more."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _alone(self, *who: Hashable) -> asyncio.Lock:
+        return self._locks.setdefault(who, asyncio.Lock())

@@ -1,0 +1,224 @@
+"""The node's counters for Prometheus, as metrics."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from farpool._native import NodeServer
+from farpool.cluster.node.reloads import LastReload
+from farpool.cluster.wire.frames import Op, Status
+
+__all__ = ["NodeCollector"]
+
+
+class Source(Protocol):
+    """Interface to the counters of a node; `Node` implements it."""
+
+    name: str
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Return the node's counters by name; nothing while there are none."""
+        ...
+
+    def tenants(self) -> Mapping[int, Mapping[str, int]]:
+        """Return counters by tenant."""
+        ...
+
+    def keys(self) -> Mapping[str, Mapping[str, int]]:
+        """Return counters by access key of the keys file."""
+        ...
+
+    def refusals(self) -> Mapping[int, Mapping[int, int]]:
+        """Return the number of refused requests by tenant and status."""
+        ...
+
+    def latencies(self) -> Mapping[int, tuple[list[int], float]]:
+        """Return times of replies by operation: counts of the buckets, and the sum in seconds."""
+        ...
+
+    def certificates(self) -> Mapping[str, float]:
+        """Return when the certificates in use end, by file, in seconds since 1970."""
+        ...
+
+    def last_reload(self) -> LastReload:
+        """Return when the node last read its keys and certificate, and if it could use them."""
+        ...
+
+
+_GAUGES = {
+    "capacity": ("capacity_bytes", "Bytes that the node may lend"),
+    "used": ("used_bytes", "Bytes in use for objects, their tables and leases"),
+    "backed": (
+        "backed_bytes",
+        "Memory of objects, their holes and tables, and leases, with what is on its way to the NVMe file",
+    ),
+    "taken": ("taken_bytes", "Shared memory that the node's files take, as the system tells it"),
+    "process": ("process_bytes", "Memory of the node's process beside its files"),
+    "lent": ("lent_bytes", "Bytes of leases"),
+    "leases": ("leases", "Leases"),
+    "objects": ("objects", "Objects"),
+    "object_bytes": ("object_bytes", "Bytes of objects"),
+    "index_bytes": ("index_bytes", "Bytes of the indexes of objects"),
+    "adopted": ("adopted_objects", "Objects taken over from an earlier start"),
+    "nvme_capacity": ("nvme_capacity_bytes", "Bytes of the NVMe file"),
+    "nvme_used": ("nvme_used_bytes", "Bytes in use of the NVMe file"),
+    "nvme_leaving": (
+        "nvme_leaving_bytes",
+        "Memory of objects on their way to the NVMe file, beside what the node may lend",
+    ),
+    "nvme_objects": ("nvme_objects", "Objects whose payload lies in the NVMe file"),
+    "connections": ("connections", "Open data connections"),
+    "sessions": ("sessions", "Programs that hold something or are connected"),
+    "half_open": ("half_open_connections", "Connections whose handshake is under way"),
+}
+_OF_TENANTS = {
+    "objects": ("objects", "Published objects of a tenant"),
+    "used": ("used_bytes", "Bytes that a tenant uses for objects, their tables and leases"),
+    "backed": ("backed_bytes", "Memory of a tenant that counts against what the node may lend"),
+    "taken": ("taken_bytes", "Shared memory that a tenant's files take, as the system tells it"),
+    "lent": ("lent_bytes", "Bytes of a tenant's leases"),
+    "share": ("share_bytes", "Bytes within which nobody else evicts a tenant's objects"),
+    "pins": ("pins", "Pins of a tenant"),
+    "preparations": ("preparations", "Unfinished publishes of a tenant"),
+    "leases": ("leases", "Leases of a tenant"),
+    "connections": ("connections", "Connections of a tenant"),
+}
+_COUNTERS_OF_TENANTS = {
+    "searches": ("searches", "Keys looked for in the index of a tenant"),
+    "gets": ("gets", "Objects that a tenant asked for over a connection"),
+    "hits": ("hits", "Objects that a tenant asked for over a connection and that were there"),
+}
+_OF_KEYS = {
+    "held": ("held_bytes", "Bytes that an access key holds in leases, pins and unfinished publishes"),
+    "pins": ("pins", "Pins of an access key"),
+    "preparations": ("preparations", "Unfinished publishes of an access key"),
+    "leases": ("leases", "Leases of an access key"),
+    "connections": ("connections", "Connections of an access key"),
+}
+_COUNTERS = {
+    "gets": ("gets", "Objects asked for over a connection"),
+    "hits": ("hits", "Objects asked for over a connection and found"),
+    "puts": ("puts", "Objects put"),
+    "drops": ("drops", "Objects dropped by programs"),
+    "evictions": ("evictions", "Objects forgotten to make room"),
+    "demotions": ("demotions", "Objects moved from memory to the NVMe file"),
+    "promotions": ("promotions", "Objects moved from the NVMe file back to memory"),
+    "expired": ("expired", "Objects whose time was over"),
+    "bytes_in": ("received_bytes", "Bytes received over data connections, frames included"),
+    "bytes_out": ("sent_bytes", "Bytes sent over data connections, frames included"),
+    "checksum_errors": ("checksum_errors", "Payloads that were not what was sent"),
+    "bad_frames": ("bad_frames", "Connections ended because of a frame that is none"),
+    "refused": ("refused_connections", "Connections refused in the handshake"),
+}
+
+
+class NodeCollector(Collector):
+    """Turns a node's counters into metrics whenever they are asked for.
+
+    Parameters
+    ----------
+    source : Source
+        The node. Its name is a label of every metric; other labels are numbers of tenants, names of access keys in the
+        keys file, and the few operations and reasons of the protocol.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def _node(self) -> str:
+        return self._source.name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._source.stats()
+        if not stats:  # the node is starting or stopping
+            return
+        for name, (metric, text) in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"farpool_node_{metric}", text, labels=["node"])
+            gauge.add_metric([self._node], stats[name])
+            yield gauge
+        tenants = self._source.tenants()
+        for name, (metric, text) in _OF_TENANTS.items():
+            gauge = GaugeMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
+            for tenant, has in tenants.items():
+                gauge.add_metric([self._node, str(tenant)], has[name])
+            yield gauge
+        for name, (metric, text) in _COUNTERS_OF_TENANTS.items():
+            counter = CounterMetricFamily(f"farpool_node_tenant_{metric}", text, labels=["node", "tenant"])
+            for tenant, has in tenants.items():
+                counter.add_metric([self._node, str(tenant)], has[name])
+            yield counter
+        keys = self._source.keys()
+        for name, (metric, text) in _OF_KEYS.items():
+            gauge = GaugeMetricFamily(f"farpool_node_key_{metric}", text, labels=["node", "tenant", "key"])
+            for key, has in keys.items():
+                gauge.add_metric([self._node, str(has["tenant"]), key], has[name])
+            yield gauge
+        for name, (metric, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"farpool_node_{metric}", text, labels=["node"])
+            counter.add_metric([self._node], stats[name])
+            yield counter
+        yield self._evictions(tenants)
+        yield self._refusals()
+        yield self._latencies()
+        yield from self._settings()
+
+    def _evictions(self, tenants: Mapping[int, Mapping[str, int]]) -> Metric:
+        counter = CounterMetricFamily(
+            "farpool_node_tenant_evictions",
+            "Objects of a tenant that were evicted: for room, for room in the NVMe file, or because they were damaged",
+            labels=["node", "tenant", "reason"],
+        )
+        for tenant, has in tenants.items():
+            file, damaged = has["evictions_from_file"], has["evictions_of_damaged"]
+            for reason, count in (("room", has["evictions"] - file - damaged), ("file", file), ("damaged", damaged)):
+                counter.add_metric([self._node, str(tenant), reason], count)
+        return counter
+
+    def _refusals(self) -> Metric:
+        counter = CounterMetricFamily(
+            "farpool_node_tenant_refusals",
+            "Requests and calls of a tenant that were refused",
+            labels=["node", "tenant", "reason"],
+        )
+        for tenant, by_status in self._source.refusals().items():
+            for status, count in by_status.items():
+                counter.add_metric([self._node, str(tenant), Status(status).name.lower()], count)
+        return counter
+
+    def _latencies(self) -> Metric:
+        histogram = HistogramMetricFamily(
+            "farpool_node_operation_seconds",
+            "Time from a request's header until its reply was handed to the system",
+            labels=["node", "operation"],
+        )
+        ends = [repr(end) for end in NodeServer.latency_ends] + ["+Inf"]
+        known = {op.value: op.name.lower() for op in Op}
+        for op, (counts, seconds) in self._source.latencies().items():
+            if op in known:  # the node refuses all others, and `_refusals` counts them
+                sums = itertools.accumulate(counts)
+                histogram.add_metric([self._node, known[op]], list(zip(ends, sums, strict=True)), seconds)
+        return histogram
+
+    def _settings(self) -> Iterator[Metric]:
+        ends = GaugeMetricFamily(
+            "farpool_node_certificate_end_timestamp_seconds",
+            "End of a certificate in use; the earliest if a file has several",
+            labels=["node", "file"],
+        )
+        for file, end in self._source.certificates().items():
+            ends.add_metric([self._node, file], end)
+        yield ends
+        last = self._source.last_reload()
+        for name, text, value in (
+            ("timestamp_seconds", "Last time that the keys and the certificate were read", last.time),
+            ("success", "1 if they could be used, 0 if the node kept those from before", float(last.succeeded)),
+        ):
+            gauge = GaugeMetricFamily(f"farpool_node_last_reload_{name}", text, labels=["node"])
+            gauge.add_metric([self._node], value)
+            yield gauge

@@ -1,0 +1,133 @@
+"""The server behind ``/metrics``: HTTP with few threads, so that idle connections keep nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.registry import Collector
+
+from farpool.cluster.wire.address import Address
+from farpool.errors import ConfigError
+
+__all__ = ["MetricsServer"]
+
+_MOST_CONNECTIONS = 16
+_STALL_SECONDS = 5.0
+_RETRY_SECONDS = 0.1
+
+
+class MetricsServer:
+    """Serves metrics over HTTP, in threads of its own, until closed.
+
+    Parameters
+    ----------
+    address : Address
+        Where to listen; port 0 for any free one.
+    collector : Collector
+        Source of the metrics.
+
+    Attributes
+    ----------
+    address : Address
+        Where it listens.
+
+    Raises
+    ------
+    ConfigError
+        It cannot listen there.
+    """
+
+    def __init__(self, address: Address, collector: Collector) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        server = _IPv6Server if ":" in address.host else _Server
+        try:
+            self._server = server((address.host, address.port), _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics is {address.host}:{address.port}, where this process cannot listen: {error.strerror}; "
+                "choose another port",
+                setting="metrics",
+            ) from error
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="farpool-metrics", daemon=True)
+        self._thread.start()
+        self.address = Address("tcp", address.host, self._server.server_port)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _STALL_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a node's log is about its clients."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """HTTP server with a thread for each connection; one beyond the limit ends the oldest and waits for its thread."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        self._places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._connections: dict[socket.socket, None] = {}  # in the order of arrival
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; pause if that fails, because the listening socket stays readable."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_RETRY_SECONDS)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self._end_oldest()
+            self._places.acquire()
+        with self._lock:
+            self._connections[request] = None
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread to be had
+            self._leave(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._leave(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report nothing: a client may go away, or be ended, in the middle of a request."""
+
+    def _end_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._connections), None)
+            if oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        self._places.release()
+
+
+class _IPv6Server(_Server):
+    address_family = socket.AF_INET6

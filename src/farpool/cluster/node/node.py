@@ -1,0 +1,412 @@
+"""A node: lends memory of this host to programs here and elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from farpool._native import NodeServer, tls_available
+from farpool.available import available_memory
+from farpool.cluster.node.access import NodeAccess
+from farpool.cluster.node.control import ControlService
+from farpool.cluster.node.exposures import Exposures
+from farpool.cluster.node.folder import Folder, check_name, default_folder
+from farpool.cluster.node.listener import Listener
+from farpool.cluster.node.logs import log
+from farpool.cluster.node.reloads import LastReload
+from farpool.cluster.node.users import group_id
+from farpool.cluster.wire.access import Grant
+from farpool.cluster.wire.address import Address
+from farpool.cluster.wire.certificate import CertificateFolder
+from farpool.cluster.wire.frames import Right
+from farpool.cluster.wire.handshake import Identity
+from farpool.cluster.wire.host import host_id
+from farpool.errors import ConfigError
+from farpool.sizes import format_size
+
+__all__ = ["Node"]
+
+_BACKLOG = 1024
+
+
+class Node:
+    """Node that lends memory of this host until it is stopped.
+
+    Parameters
+    ----------
+    listen : Address
+        Where to listen on TCP; port 0 for any free one.
+    capacity : int
+        Bytes to lend.
+    name : str
+        The node's name; empty for its port.
+    folder : str or path-like or None
+        Where its segments are; by default ``/dev/shm/farpool-UID/NAME``. What an earlier node left there is taken over.
+    keys : mapping of str to Grant, or None
+        Access keys by name. Without any, the node listens on loopback only and lets its own user do everything, and
+        nobody else anything.
+    metrics : Address or None
+        Where to serve metrics for Prometheus; port 0 for any free one.
+    ephemeral : bool
+        Forget what an earlier node left, and leave nothing.
+    grace : float
+        Seconds for which a program's leases and pins outlive its last connection.
+    spin : float
+        Seconds for which the data loop polls for more requests before it sleeps; 0 to sleep at once.
+    nvme : pair of str and int, or None
+        A file and its bytes: objects that have to leave memory go there instead of being forgotten.
+    fabric : str
+        Name of a one-sided fabric over which memory is exposed, too; empty for none.
+    shares : mapping of int to int, or None
+        Bytes guaranteed to tenants: nobody else's use evicts their objects below that. The other tenants that hold
+        something have equal parts of the rest.
+    tls : CertificateFolder or None
+        The node's certificate: connections over TCP begin with TLS then, and each client shows one of its own.
+    insecure_plaintext : bool
+        Listen beyond loopback without TLS, too.
+    socket_group : str
+        A group, by name or number, whose members may use the UNIX socket with a key, and map memory read-only; empty
+        where only the node's own user may.
+
+    Attributes
+    ----------
+    address : Address
+        Where it listens, once started.
+    name : str
+        Its name, once started.
+    metrics_address : Address or None
+        Where the metrics are, once started.
+    """
+
+    def __init__(
+        self,
+        listen: Address,
+        capacity: int,
+        *,
+        name: str = "",
+        folder: str | os.PathLike[str] | None = None,
+        keys: Mapping[str, Grant] | None = None,
+        metrics: Address | None = None,
+        ephemeral: bool = False,
+        grace: float = 10.0,
+        spin: float = 50e-6,
+        nvme: tuple[str, int] | None = None,
+        fabric: str = "",
+        shares: Mapping[int, int] | None = None,
+        tls: CertificateFolder | None = None,
+        insecure_plaintext: bool = False,
+        socket_group: str = "",
+    ) -> None:
+        self.address = listen
+        self.name = name
+        self.metrics_address = metrics
+        self._capacity = capacity
+        self._path = folder
+        self._keys = keys
+        self._ephemeral = ephemeral
+        self._grace = grace
+        self._spin = spin
+        self._nvme = nvme
+        self._fabric = fabric
+        self._shares = dict(shares or {})
+        self._tls = tls
+        self._insecure_plaintext = insecure_plaintext
+        self._socket_group = socket_group
+        self._room = capacity
+        self._last_reload = LastReload(time.time(), succeeded=True)
+        self._control: ControlService | None = None
+        self._folder: Folder | None = None
+        self._server: NodeServer | None = None
+        self._listener: Listener | None = None
+        self._undo = ExitStack()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes to lend."""
+        return self._capacity
+
+    @property
+    def room(self) -> int:
+        """Bytes of `capacity` that the file system of the folder had at the start."""
+        return self._room
+
+    @property
+    def socket_path(self) -> str:
+        """Path of the UNIX socket; empty before the start."""
+        return str(self._folder.socket_path) if self._folder else ""
+
+    def start(self) -> None:
+        """Check all settings, then open the node.
+
+        Raises
+        ------
+        ConfigError
+            The node cannot work as it is configured; nothing was left open or changed.
+        """
+        if self.name:
+            check_name(self.name)
+        for setting, seconds in (("grace", self._grace), ("spin", self._spin)):
+            if not 0 <= seconds < float("inf"):
+                raise ConfigError(f"--{setting} is {seconds}, expected seconds, 0 or more", setting=setting)
+        if self.metrics_address is not None and self.metrics_address.scheme != "tcp":
+            raise ConfigError(f"--metrics is {str(self.metrics_address)!r}, expected HOST:PORT", setting="metrics")
+        if sum(self._shares.values()) > self._capacity:
+            raise ConfigError(
+                f"--share guarantees {format_size(sum(self._shares.values()))} altogether, but --dram is "
+                f"{format_size(self._capacity)}",
+                setting="share",
+            )
+        if self._socket_group and self._keys is None:
+            raise ConfigError(
+                f"--socket-group is {self._socket_group!r}, but there are no access keys, without which only the "
+                "node's own user is let in; give --keys FILE",
+                setting="socket_group",
+            )
+        target = self._resolved()
+        folder = self._own_folder(self.name or str(self.address.port)) if self.name or self.address.port else None
+        with ExitStack() as undo:
+            listening = undo.enter_context(_listening(target, self.address))
+            scheme: Literal["tcp", "tls"] = "tcp" if self._tls is None else "tls"
+            self.address = Address(scheme, self.address.host, listening.getsockname()[1])
+            self.name = self.name or str(self.address.port)
+            self._folder = folder or self._own_folder(self.name)
+            self._open(listening, self._folder, undo)
+            self._undo = undo.pop_all()
+        if self._room < self._capacity:
+            log(
+                "the file system has less room than --dram; the node lends the memory that it gets",
+                level=logging.WARNING,
+                dram=self._capacity,
+                room=self._room,
+            )
+
+    def reload(self, read_keys: Callable[[], Mapping[str, Grant] | None]) -> None:
+        """Read the keys and the certificate again, and use them from now on.
+
+        Connections that were opened with keys that are gone or were changed are ended, all others go on.
+
+        Parameters
+        ----------
+        read_keys : callable
+            Returns the keys; its errors are raised here.
+
+        Raises
+        ------
+        ConfigError
+            The node cannot use the new keys or the new certificate; it keeps the old ones.
+        """
+        self._last_reload = LastReload(time.time(), succeeded=False)
+        keys = read_keys()
+        tls = None if self._tls is None else self._tls.reload()
+        self._keys = keys
+        if self._server is not None and self._listener is not None:
+            _expect(self._server, keys)
+            self._listener.replace(keys, tls)
+        self._last_reload = LastReload(time.time(), succeeded=True)
+
+    def stop(self) -> None:
+        """End listening and all connections; the segments stay for the next start unless ephemeral. Idempotent."""
+        self._undo.close()
+        # They hold the segments' descriptors.
+        self._server = self._listener = self._control = None
+
+    def stats(self) -> dict[str, int | float]:
+        """The node's counters; empty unless it runs."""
+        server, listener = self._server, self._listener
+        if server is None or listener is None:
+            return {}
+        return {
+            **server.stats(),
+            "process": _own_memory(),
+            "refused": listener.refused,
+            "half_open": listener.half_open,
+        }
+
+    def tenants(self) -> dict[int, dict[str, int]]:
+        """Objects, bytes (used, backed, taken, lent, guaranteed) and counts by tenant; empty unless it runs."""
+        server = self._server
+        return {} if server is None else server.tenants()
+
+    def keys(self) -> dict[str, dict[str, int]]:
+        """Bytes and counts that each access key of the keys file holds, by name; empty unless the node runs."""
+        server = self._server
+        return {} if server is None else server.keys()
+
+    def refusals(self) -> dict[int, dict[int, int]]:
+        """Requests that were refused, by tenant and status; empty unless the node runs."""
+        server, control = self._server, self._control
+        if server is None or control is None:
+            return {}
+        found = server.refusals()
+        for (tenant, status), count in control.refusals().items():
+            of_tenant = found.setdefault(tenant, {})
+            of_tenant[status] = of_tenant.get(status, 0) + count
+        return found
+
+    def latencies(self) -> dict[int, tuple[list[int], float]]:
+        """Times of replies by operation, as of `NodeServer.latencies`; empty unless the node runs."""
+        server = self._server
+        return {} if server is None else server.latencies()
+
+    def certificates(self) -> dict[str, float]:
+        """Return when the certificates in use end, in seconds since 1970, by file; empty without TLS."""
+        return {} if self._tls is None else self._tls.ends()
+
+    def last_reload(self) -> LastReload:
+        """Return when the node last read its keys and certificate, its start included, and if it could use them."""
+        return self._last_reload
+
+    def __enter__(self) -> Node:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _open(self, listening: socket.socket, folder: Folder, undo: ExitStack) -> None:
+        if self.metrics_address is not None:
+            # Not above: most nodes serve none, and are to start at once.
+            from farpool.cluster.node.metrics import NodeCollector
+            from farpool.cluster.node.metrics_server import MetricsServer
+
+            metrics = MetricsServer(self.metrics_address, NodeCollector(self))
+            undo.callback(metrics.close)
+            self.metrics_address = metrics.address
+        exposures = None
+        if self._fabric:
+            here = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])
+            exposures = Exposures(self._fabric, loopback=here.is_loopback)
+            undo.callback(exposures.close)
+        folder.take()
+        undo.callback(folder.give_back)
+        server = self._server_in(folder)
+        undo.callback(server.stop)
+        _expect(server, self._keys)
+        local = undo.enter_context(folder.listen(_BACKLOG))
+        undo.callback(folder.socket_path.unlink, missing_ok=True)
+        server.start()
+        own = folder.identity(kept=not self._ephemeral)
+        identity = Identity(self.name, os.urandom(16), own, self._capacity, host_id(), str(folder.socket_path))
+        access = NodeAccess(identity, self._keys, None if self._tls is None else self._tls.context)
+        control = ControlService(server, self.stats, exposures)
+        undo.callback(control.close)
+        listener = Listener([listening, local], access, server, control)
+        self._server, self._listener, self._control = server, listener, control
+        listener.start()
+        undo.callback(listener.stop)
+
+    def _server_in(self, folder: Folder) -> NodeServer:
+        path, nvme_capacity = self._nvme or ("", 0)
+        was_there = os.path.lexists(path)
+        try:
+            return NodeServer(
+                str(folder.path),
+                self._capacity,
+                ephemeral=self._ephemeral,
+                grace=self._grace,
+                spin=self._spin,
+                nvme=path,
+                nvme_capacity=nvme_capacity,
+                shares=self._shares,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            if path and not was_there:
+                Path(path).unlink(missing_ok=True)
+            if isinstance(error, OSError) and path and str(error.filename).startswith(f"{path}: "):
+                raise ConfigError(
+                    f"--nvme is {path!r}, which cannot be used: {error.strerror}", setting="nvme"
+                ) from error
+            if isinstance(error, RuntimeError):
+                raise ConfigError(f"--nvme: {error}", setting="nvme") from error
+            raise ConfigError(f"the folder {folder.path} cannot be used: {error}", setting="folder") from error
+
+    def _own_folder(self, name: str) -> Folder:
+        group = group_id(self._socket_group) if self._socket_group else None
+        folder = Folder(default_folder(name) if self._path is None else self._path, group)
+        self._room = self._capacity
+        if self._ephemeral:
+            folder.check(0)
+        else:
+            self._room = folder.check(self._capacity)
+        if self._ephemeral and self._capacity > (room := available_memory()):
+            raise ConfigError(
+                f"--dram is {format_size(self._capacity)}, but the host has {format_size(room)} of memory left; lend "
+                "less",
+                setting="dram",
+            )
+        return folder
+
+    def _resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
+        """Resolve the address to bind, IPv4 first; raises ConfigError if listening there is not allowed."""
+        if self.address.scheme == "unix":
+            raise ConfigError(f"--listen is {str(self.address)!r}, expected HOST:PORT", setting="listen")
+        if self.address.scheme == "tls" and self._tls is None:
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, but there is no certificate; give --tls DIR", setting="listen"
+            )
+        try:
+            found = socket.getaddrinfo(self.address.host.encode(), self.address.port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, but the host is not known: {error.strerror}", setting="listen"
+            ) from error
+        family, _, _, _, target = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        host = str(target[0])
+        beyond = not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        if self._keys is None and beyond:
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, which other hosts can reach, but there are no access keys; give "
+                "--keys FILE, or listen on 127.0.0.1",
+                setting="listen",
+            )
+        if self._tls is None and beyond and not self._insecure_plaintext:
+            missing = "" if tls_available else " (first sudo apt-get install libssl-dev, and build farpool again)"
+            raise ConfigError(
+                f"--listen is {str(self.address)!r}, which other hosts can reach, but there is no TLS: give --tls DIR, "
+                f"a folder of 'farpool certs issue'{missing}, listen on 127.0.0.1, or give --insecure-plaintext where "
+                "nobody else can reach the network",
+                setting="listen",
+            )
+        return family, (host, int(target[1]))
+
+
+def _expect(server: NodeServer, keys: Mapping[str, Grant] | None) -> None:
+    """Tell the data loop which tenants and keys may come, and which of them can hold memory."""
+    holders = Right.READ | Right.WRITE | Right.PUBLISH
+    grants = {name: (grant.tenant, bool(grant.rights & holders), grant.bytes) for name, grant in (keys or {}).items()}
+    server.expect_tenants({tenant for tenant, holds, _ in grants.values() if holds})
+    server.expect_keys(grants)
+
+
+def _own_memory() -> int:
+    """Resident bytes of this process that are neither files nor shared memory."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _listening(target: tuple[socket.AddressFamily, tuple[str, int]], address: Address) -> socket.socket:
+    family, where = target
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        advice = "another process listens there; choose another port" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(
+            f"--listen is {str(address)!r}, where this process cannot listen: {advice or error.strerror}",
+            setting="listen",
+        ) from error
+    return listening

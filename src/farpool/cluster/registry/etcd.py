@@ -1,0 +1,435 @@
+"""The registry in an etcd cluster (version 3.4 or newer), for many hosts.
+
+This module adds three promises to etcd's own. First, it makes a transaction only once, even if it sends it again after
+a reply was lost. Each value follows a mark of 16 bytes, which begins with random bytes of the write. If a repeated
+transaction finds its conditions broken, the marks of older revisions show if an earlier try of the same write did that.
+
+Second, the mark ends with a checksum of the entry. Earlier releases write 16 random bytes and ignore them when they
+read, so earlier releases and this one can read each other's values.
+
+Third, it notices if somebody recreates the etcd, or restores it from a backup, under the same address: replies then
+name another cluster, or an earlier revision than an earlier reply.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from farpool.cluster.registry.base import (
+    Changes,
+    Commit,
+    Condition,
+    Delete,
+    Entry,
+    Operation,
+    Put,
+    Registry,
+    Snapshot,
+    Watch,
+    checked_key,
+    checked_transaction,
+    checked_ttl,
+    checksum,
+    damaged,
+    deadline_of,
+    no_lease,
+)
+from farpool.cluster.registry.gateway import FIRST_PATIENCE, Gateway, RefusedError, Stream
+from farpool.cluster.registry.messages import (
+    Compact,
+    Compare,
+    DeleteRequest,
+    Empty,
+    Header,
+    KeyValue,
+    LeaseAliveReply,
+    LeaseReply,
+    LeaseRequest,
+    PutRequest,
+    RangeReply,
+    RangeRequest,
+    RequestOp,
+    TxnReply,
+    TxnRequest,
+    WatchCreate,
+    WatchReply,
+    WatchRequest,
+)
+from farpool.errors import (
+    RegistryAwayError,
+    RegistryCompactedError,
+    RegistryDamagedError,
+    RegistryError,
+    RegistryReplacedError,
+)
+
+__all__ = ["EtcdRegistry"]
+
+
+class _Headed(Protocol):
+    """A reply with a header, which names the cluster that answered."""
+
+    @property
+    def header(self) -> Header: ...
+
+
+_Answer = TypeVar("_Answer", bound=_Headed)
+
+_MARK = 16
+_RANDOM = 8  # random bytes at the beginning of a mark, which name the write
+_CHECKSUM = b"FPc1"  # follows them if the CRC32 of the entry comes next; earlier releases have more random bytes
+_PAGE = 1000  # entries read at a time
+_SILENCE = 2.0  # seconds without a change after which a watch asks whether its member still follows the cluster
+_NOT_FOUND, _FAILED_PRECONDITION, _OUT_OF_RANGE = 5, 9, 11  # codes of gRPC
+
+
+class EtcdRegistry(Registry):
+    """A registry in an etcd cluster.
+
+    Parameters
+    ----------
+    *endpoints : (str, int)
+        Host and port of each member. All are asked, one after another, until one answers.
+    prefix : str
+        Text that all keys begin with in etcd; not empty.
+    context : ssl.SSLContext, optional
+        For TLS, with the client's certificate if the cluster wants one.
+    user, password : str
+        For a cluster with authentication.
+    timeout : float
+        Seconds that a call may take unless it says otherwise.
+    """
+
+    def __init__(
+        self,
+        *endpoints: tuple[str, int],
+        prefix: str = "farpool/",
+        context: ssl.SSLContext | None = None,
+        user: str = "",
+        password: str = "",
+        timeout: float = 5.0,
+    ) -> None:
+        where = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in endpoints)
+        self.address = f"etcd://{where}/{prefix.rstrip('/')}"
+        self._prefix = checked_key(prefix, "prefix")
+        self._timeout = timeout
+        self._gateway = Gateway(self.address, list(endpoints), context=context, user=user, password=password)
+        self._seen = 0  # the highest revision that this registry has been told
+        self._cluster = 0  # the number of the cluster, once it has answered
+
+    def _call(self, path: str, request: msgspec.Struct, reply: type[_Answer], deadline: float) -> tuple[_Answer, bool]:
+        """Send a request, and check which cluster answers; return the reply, and True if an earlier try may be done."""
+        before = self._seen
+        answer, uncertain = self._gateway.call(path, request, reply, deadline)
+        reads = isinstance(answer, RangeReply | TxnReply)  # other replies have the revision of one member
+        self.check_header(answer.header, before if reads else 0)
+        return answer, uncertain
+
+    def check_header(self, header: Header, least: int = 0) -> None:
+        """Raise RegistryReplacedError unless a reply is of this cluster, and of a revision of at least `least`."""
+        cluster = header.cluster_id or self._cluster
+        self._cluster = self._cluster or cluster
+        if cluster != self._cluster or header.revision < least:
+            raise RegistryReplacedError(
+                f"the registry {self.address} was replaced while this program had it open: cluster {self._cluster:x} "
+                f"at revision {least} or later was expected, {cluster:x} at revision {header.revision} answered. The "
+                "last changes may be lost; open the registry again",
+                registry=self.address,
+            )
+
+    # Entries
+
+    def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
+        request = RangeRequest(self._prefix + checked_key(key))
+        reply = self._call("/v3/kv/range", request, RangeReply, deadline_of(timeout, self._timeout))[0]
+        self._saw(reply.header.revision)
+        return self._entry(reply.kvs[0]) if reply.kvs else None
+
+    def range(self, *prefixes: str, timeout: float | None = None) -> Snapshot:
+        revision, found = self._read(prefixes, deadline_of(timeout, self._timeout))
+        return Snapshot(revision, tuple(map(self._entry, found)))
+
+    def check(self, *, timeout: float | None = None) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+        entries: list[Entry] = []
+        wrong: list[str] = []
+        for found in self._read([""], deadline_of(timeout, self._timeout))[1]:
+            try:
+                entries.append(self._entry(found))
+            except RegistryDamagedError as error:
+                wrong.append(str(error))
+        return tuple(entries), tuple(wrong)
+
+    def _read(self, prefixes: Sequence[str], deadline: float) -> tuple[int, list[KeyValue]]:
+        """Read all keys with these prefixes at one revision."""
+        ranges = [_range_of(self._prefix + checked_key(prefix, "prefix", fewest=0)) for prefix in prefixes]
+        while True:
+            reads = tuple(RequestOp(request_range=RangeRequest(*one, limit=_PAGE)) for one in ranges)
+            reply = self._call("/v3/kv/txn", TxnRequest(success=reads), TxnReply, deadline)[0]
+            revision = reply.header.revision
+            self._saw(revision)
+            found: list[KeyValue] = []
+            try:
+                for (_, end), response in zip(ranges, reply.responses, strict=True):
+                    page = response.response_range or RangeReply()
+                    found += page.kvs
+                    while page.more:
+                        following = RangeRequest(page.kvs[-1].key + b"\0", end, limit=_PAGE, revision=revision)
+                        page = self._call("/v3/kv/range", following, RangeReply, deadline)[0]
+                        found += page.kvs
+            except RefusedError as refusal:
+                if refusal.code != _OUT_OF_RANGE:
+                    raise
+                continue  # the revision was compacted between two pages
+            return revision, found
+
+    def commit(
+        self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
+    ) -> Commit:
+        checked_transaction(conditions, operations)
+        deadline, before, mark = deadline_of(timeout, self._timeout), self._seen, secrets.token_bytes(_RANDOM)
+        request = TxnRequest(
+            tuple(self._compare(condition) for condition in conditions),
+            tuple(self._operation(operation, mark) for operation in operations),
+        )
+        lease = next((one.lease for one in operations if isinstance(one, Put) and one.lease), 0)
+        try:
+            reply, uncertain = self._call("/v3/kv/txn", request, TxnReply, deadline)
+        except RefusedError as refusal:
+            if refusal.code != _NOT_FOUND:
+                raise
+            raise no_lease(self.address, lease) from refusal
+        self._saw(reply.header.revision)
+        if reply.succeeded or not uncertain:
+            return Commit(reply.succeeded, reply.header.revision)
+        done = self._done_before(operations, mark, reply.header.revision, before, deadline)
+        return Commit(done > 0, done or reply.header.revision)
+
+    def _done_before(
+        self, operations: Sequence[Operation], mark: bytes, revision: int, before: int, deadline: float
+    ) -> int:
+        """Find the revision of an earlier try of a transaction whose conditions fail now; 0 if it was not done."""
+        for operation in operations:
+            if isinstance(operation, Delete):
+                continue
+            at = revision
+            while at > before:
+                request = RangeRequest(self._prefix + operation.key.encode(), revision=at)
+                try:
+                    reply = self._call("/v3/kv/range", request, RangeReply, deadline)[0]
+                except RefusedError:
+                    break  # compacted
+                if not reply.kvs:
+                    break  # deleted, nobody says when; another key may tell
+                found = reply.kvs[0]
+                if found.value[:_RANDOM] == mark:
+                    return found.mod_revision
+                at = found.mod_revision - 1
+            else:
+                return 0
+        raise RegistryAwayError(
+            f"the registry {self.address} does not tell whether a transaction was done whose reply was lost. "
+            "Read the entries again, and decide by what they are",
+            registry=self.address,
+            uncertain=True,
+        )
+
+    def watch(self, prefix: str, after: int) -> Watch:
+        return _EtcdWatch(self, self._gateway, self._prefix + checked_key(prefix, "prefix", fewest=0), after)
+
+    def compact(self, revision: int, *, timeout: float | None = None) -> None:
+        try:
+            self._call("/v3/kv/compaction", Compact(revision), Empty, deadline_of(timeout, self._timeout))
+        except RefusedError as refusal:
+            if "has been compacted" not in str(refusal):
+                raise
+
+    # Leases
+
+    def grant(self, ttl: float, *, timeout: float | None = None) -> int:
+        number = secrets.randbelow(2**62) + 1
+        request = LeaseRequest(number, math.ceil(checked_ttl(ttl)))
+        try:
+            self._call("/v3/lease/grant", request, LeaseReply, deadline_of(timeout, self._timeout))
+        except RefusedError as refusal:
+            if refusal.code != _FAILED_PRECONDITION:  # an earlier try was done
+                raise
+        return number
+
+    def keep_alive(self, lease: int, *, timeout: float | None = None) -> float:
+        deadline = deadline_of(timeout, self._timeout)
+        reply = self._call("/v3/lease/keepalive", LeaseRequest(lease), LeaseAliveReply, deadline)[0]
+        if reply.result.TTL <= 0:
+            raise no_lease(self.address, lease)
+        return float(reply.result.TTL)
+
+    def remaining(self, lease: int, *, timeout: float | None = None) -> float:
+        deadline = deadline_of(timeout, self._timeout)
+        reply = self._call("/v3/lease/timetolive", LeaseRequest(lease), LeaseReply, deadline)[0]
+        if reply.TTL < 0:
+            raise no_lease(self.address, lease)
+        return float(reply.TTL)
+
+    def revoke(self, lease: int, *, timeout: float | None = None) -> None:
+        try:
+            self._call("/v3/lease/revoke", LeaseRequest(lease), Empty, deadline_of(timeout, self._timeout))
+        except RefusedError as refusal:
+            if refusal.code != _NOT_FOUND:
+                raise
+
+    def close(self) -> None:
+        self._gateway.close()
+
+    def _saw(self, revision: int) -> None:
+        self._seen = max(self._seen, revision)
+
+    def _entry(self, found: KeyValue) -> Entry:
+        name, mark, value = found.key[len(self._prefix) :], found.value[:_MARK], found.value[_MARK:]
+        key = name.decode(errors="surrogateescape")
+        written = mark[_RANDOM : _RANDOM + len(_CHECKSUM)] == _CHECKSUM
+        if written and int.from_bytes(mark[-4:], "little") != checksum(name, value):
+            raise damaged(self.address, "is not as it was written", key)
+        return Entry(key, value, found.mod_revision, found.lease)
+
+    def _compare(self, condition: Condition) -> Compare:
+        key = self._prefix + condition.key.encode()
+        if condition.revision:
+            return Compare(key, "MOD", mod_revision=condition.revision)
+        return Compare(key, "CREATE", create_revision=0)
+
+    def _operation(self, operation: Operation, mark: bytes) -> RequestOp:
+        key = self._prefix + operation.key.encode()
+        if isinstance(operation, Delete):
+            return RequestOp(request_delete_range=DeleteRequest(key))
+        mark += _CHECKSUM + checksum(operation.key.encode(), operation.value).to_bytes(4, "little")
+        return RequestOp(request_put=PutRequest(key, mark + operation.value, operation.lease))
+
+
+class _EtcdWatch(Watch):
+    """Watch over a stream from one member, which goes on at another when that member fails or falls behind."""
+
+    def __init__(self, registry: EtcdRegistry, gateway: Gateway, prefix: bytes, after: int) -> None:
+        self._registry = registry
+        self._gateway = gateway
+        self._prefix = prefix
+        self._after = after
+        self._stream: Stream | None = None
+        self._asked = 0.0  # when the member was last heard of
+        self._closed = False
+
+    def next(self, timeout: float) -> Changes:
+        address = self._registry.address
+        began, rounds = time.monotonic(), 0
+        deadline = deadline_of(timeout, 0.0)
+        while True:
+            if self._closed:
+                raise RegistryError(f"this watch of {address} was closed", registry=address)
+            try:
+                stream = self._stream or self._begin(deadline)
+            except ConnectionError:
+                if time.monotonic() >= deadline:
+                    raise self._gateway.away(began) from None
+                self._gateway.pause(rounds, deadline)
+                rounds += 1
+                continue
+            try:
+                line = stream.line(min(deadline, self._asked + _SILENCE))
+                if line is None and time.monotonic() >= self._asked + _SILENCE:
+                    self._ask(stream, deadline)
+                elif line:
+                    self._asked = time.monotonic()
+                    changes = self._read(line, stream)
+                    if changes is not None:
+                        return changes
+            except OSError as error:
+                if isinstance(error, RegistryError):
+                    raise
+                self._gateway.failed(stream.endpoint, str(error) or type(error).__name__)
+                self._drop()
+            if time.monotonic() >= deadline and self._stream is not None:
+                return Changes(self._after, ())
+
+    def _begin(self, deadline: float) -> Stream:
+        """Begin a stream at the first member that answers and has the majority with it."""
+        start, end = _range_of(self._prefix)
+        request = WatchRequest(WatchCreate(start, end, self._after + 1))
+        until = max(deadline, time.monotonic() + FIRST_PATIENCE)
+        for endpoint in self._gateway.endpoints():
+            limit = min(FIRST_PATIENCE, until - time.monotonic())
+            if limit <= 0:
+                break
+            try:
+                stream = self._gateway.stream("/v3/watch", request, limit, endpoint)
+            except ConnectionError:
+                continue
+            try:
+                self._ask(stream, until)
+            except BaseException as error:
+                stream.close()
+                if isinstance(error, ConnectionError):
+                    continue
+                raise
+            self._gateway.well(endpoint)
+            self._stream = stream
+            return stream
+        raise ConnectionError
+
+    def _ask(self, stream: Stream, deadline: float) -> None:
+        """Raise ConnectionError unless the stream's member reaches the majority, which a read of one key needs."""
+        limit = max(FIRST_PATIENCE / 10, min(2 * FIRST_PATIENCE, deadline - time.monotonic()))
+        request = RangeRequest(self._prefix, limit=1)
+        if not self._gateway.ask_one(stream.endpoint, "/v3/kv/range", request, limit):
+            raise ConnectionError(stream.endpoint.why)
+        self._asked = time.monotonic()
+
+    def _read(self, line: bytes, stream: Stream) -> Changes | None:
+        """Decode the changes in a line of the stream; None if it has none."""
+        try:
+            reply = msgspec.json.decode(line, type=WatchReply, strict=False)
+        except msgspec.MsgspecError as error:
+            raise ConnectionError(f"its watch is not that of an etcd: {error}") from error
+        if reply.error is not None or reply.result is None:
+            self._gateway.forget_token()
+            raise ConnectionError(reply.error.message if reply.error else "an empty line of a watch")
+        result = reply.result
+        self._registry.check_header(result.header)
+        if result.compact_revision:
+            self._drop()
+            raise RegistryCompactedError(
+                f"the registry {self._registry.address} keeps changes from revision {result.compact_revision} "
+                f"on, expected those after {self._after}; read the entries anew and watch from there",
+                registry=self._registry.address,
+                oldest=result.compact_revision,
+            )
+        if result.canceled:
+            self._gateway.forget_token()
+            raise ConnectionError(result.cancel_reason or "it has cancelled the watch")
+        entries = []
+        for event in result.events:
+            entry = self._registry._entry(event.kv)
+            deleted = event.type == "DELETE"
+            entries.append(Entry(entry.key, entry.value, entry.revision, entry.lease, deleted) if deleted else entry)
+        if not entries:
+            return None
+        self._after = max(self._after, entries[-1].revision)
+        return Changes(self._after, tuple(entries))
+
+    def _drop(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop()
+
+
+def _range_of(prefix: bytes) -> tuple[bytes, bytes]:
+    """First key of a prefix, and first key after it. UTF-8 has no byte 255, so the last byte can be incremented."""
+    return prefix, prefix[:-1] + bytes([prefix[-1] + 1])

@@ -1,0 +1,396 @@
+"""Client of etcd's JSON gateway over HTTP/1.1, at whichever of several endpoints answers.
+
+Chosen by measurement (docs/registry.md): with the standard library's HTTP client it is as fast as aetcd and needs no
+package, so it also survives a fork, which gRPC's own threads do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from farpool.cluster.registry.messages import Authenticate, Authenticated, Refusal
+from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError, RegistryUnwritableError
+
+__all__ = ["Gateway", "RefusedError", "Stream"]
+
+_Reply = TypeVar("_Reply")
+
+FIRST_PATIENCE = 1.0
+"""Seconds that an endpoint may take to answer in the first round; twice as long in each further round."""
+_PAUSE, _LONGEST_PAUSE = 0.05, 0.5  # seconds between rounds in which all endpoints failed
+_IDLE = 4  # connections kept for each endpoint
+_LARGEST_LINE = 64 << 20
+# Codes of gRPC. "Unavailable" and "deadline exceeded" are what a member without a majority or a leader says.
+_INVALID, _DEADLINE, _DENIED, _EXHAUSTED, _ABORTED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 4, 7, 8, 10, 14, 16
+
+
+class RefusedError(RegistryError):
+    """A healthy etcd refused a request; `code` is the gRPC status code."""
+
+    def __init__(self, message: str, code: int, registry: str) -> None:
+        super().__init__(message, registry=registry)
+        self.code = code
+
+
+class _FailedError(Exception):
+    """A request to one endpoint failed. `sent`: the request may have arrived."""
+
+    def __init__(self, why: str, *, sent: bool) -> None:
+        super().__init__(why)
+        self.sent = sent
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """One member of the cluster, with its idle connections and its last failure."""
+
+    host: str
+    port: int
+    why: str = ""
+    since: float | None = None  # of the monotonic clock, while it fails
+    idle: list[http.client.HTTPConnection] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Gateway:
+    """Sends requests to the first endpoint that answers. Thread-safe.
+
+    Parameters
+    ----------
+    address : str
+        The registry's address, for errors.
+    endpoints : list of (str, int)
+        Hosts and ports.
+    context : ssl.SSLContext or None
+        For TLS.
+    user, password : str
+        Credentials; not used if `user` is empty.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        endpoints: list[tuple[str, int]],
+        *,
+        context: ssl.SSLContext | None = None,
+        user: str = "",
+        password: str = "",
+    ) -> None:
+        self.address = address
+        self._endpoints = [Endpoint(host, port) for host, port in endpoints]
+        self._context = context
+        self._user, self._password = user, password
+        self._token = ""
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+
+    def call(self, path: str, request: msgspec.Struct, reply: type[_Reply], deadline: float) -> tuple[_Reply, bool]:
+        """Send a request until an endpoint has answered.
+
+        Returns the reply, and True if an earlier try was sent and may have been done, too.
+
+        Raises
+        ------
+        RefusedError
+            The etcd has answered with an error of the request.
+        RegistryDeniedError
+            It does not let this user do that.
+        RegistryAwayError
+            The deadline is over.
+        """
+        body, began, uncertain, rounds = msgspec.json.encode(request), time.monotonic(), False, 0
+        while True:
+            for endpoint in self.endpoints():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self.away(began, uncertain)
+                try:
+                    content = self._ask(endpoint, path, body, min(left, FIRST_PATIENCE * 2**rounds))
+                    answer = msgspec.json.decode(content, type=reply, strict=False)
+                except _FailedError as failure:
+                    uncertain |= failure.sent
+                    self.failed(endpoint, str(failure))
+                except msgspec.MsgspecError as error:
+                    uncertain = True
+                    self.failed(endpoint, f"its reply is not that of an etcd: {error}")
+                else:
+                    self.well(endpoint)
+                    return answer, uncertain
+            self.pause(rounds, deadline)
+            rounds += 1
+
+    def ask_one(self, endpoint: Endpoint, path: str, request: msgspec.Struct, limit: float) -> bool:
+        """Return True if this very endpoint answers within `limit` seconds."""
+        try:
+            self._ask(endpoint, path, msgspec.json.encode(request), limit)
+        except _FailedError as failure:
+            self.failed(endpoint, str(failure))
+            return False
+        return True
+
+    def stream(self, path: str, request: msgspec.Struct, limit: float, endpoint: Endpoint) -> Stream:
+        """Begin a request whose reply has no end, at one endpoint.
+
+        Raises
+        ------
+        ConnectionError
+            This endpoint could not be reached; try another.
+        """
+        try:
+            headers = self._headers(endpoint, limit)
+            connection = self._connected(endpoint, limit)
+            try:
+                return Stream(connection, endpoint, path, msgspec.json.encode(request), headers, limit)
+            except BaseException:
+                connection.close()
+                raise
+        except RegistryError:
+            raise
+        except (_FailedError, OSError, http.client.HTTPException) as error:
+            why = str(error) or type(error).__name__
+            self.failed(endpoint, why)
+            raise ConnectionError(why) from error
+
+    def failed(self, endpoint: Endpoint, why: str) -> None:
+        """Note that an endpoint has failed: others are asked before it."""
+        with self._lock:
+            endpoint.why = why
+            if endpoint.since is None:
+                endpoint.since = time.monotonic()
+            idle, endpoint.idle = endpoint.idle, []
+        for connection in idle:
+            connection.close()
+
+    def well(self, endpoint: Endpoint) -> None:
+        """Note that an endpoint has answered."""
+        endpoint.since = None
+
+    def pause(self, rounds: int, deadline: float) -> None:
+        """Wait a little after a round in which all endpoints failed."""
+        time.sleep(max(0.0, min(_PAUSE * 2 ** min(rounds, 8), _LONGEST_PAUSE, deadline - time.monotonic())))
+
+    def forget_token(self) -> None:
+        """Drop the token, so that the next request authenticates anew."""
+        self._token = ""
+
+    def close(self) -> None:
+        """Close all idle connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = [connection for endpoint in self._endpoints for connection in endpoint.idle]
+            for endpoint in self._endpoints:
+                endpoint.idle = []
+        for connection in idle:
+            connection.close()
+
+    def endpoints(self) -> list[Endpoint]:
+        """All endpoints, those first that have not failed."""
+        with self._lock:
+            if self._closed:
+                raise RegistryError(f"the registry {self.address} was closed; make a new one", registry=self.address)
+            if self._pid != os.getpid():  # a fork has copied the sockets; closing this copy does not end them
+                self._pid = os.getpid()
+                for endpoint in self._endpoints:
+                    endpoint.idle = []
+            # Sorting is stable: first those that are well, in their order, then the others, the last to fail first.
+            return sorted(self._endpoints, key=lambda one: (one.since is not None, -(one.since or 0.0)))
+
+    def away(self, began: float, uncertain: bool = False) -> RegistryAwayError:
+        """Make the error that says which endpoints failed, and since when."""
+        now, clock = time.monotonic(), time.time()
+        failing = {one.name: (one.why, now - one.since) for one in self._endpoints if one.since is not None}
+        told = "; ".join(
+            f"{name} has failed since {time.strftime('%H:%M:%S', time.gmtime(clock - seconds))} UTC ({why})"
+            for name, (why, seconds) in failing.items()
+        )
+        doubt = ". The change may have been made, or may still be" if uncertain else ""
+        return RegistryAwayError(
+            f"the registry {self.address} did not answer within {now - began:.1f} s: "
+            f"{told or 'no time to ask it'}{doubt}",
+            registry=self.address,
+            endpoints={name: seconds for name, (_, seconds) in failing.items()},
+            uncertain=uncertain,
+        )
+
+    def _ask(self, endpoint: Endpoint, path: str, body: bytes, limit: float) -> bytes:
+        """Send one request to one endpoint; return the body of its reply."""
+        for fresh_token in (False, True):
+            headers = self._headers(endpoint, limit)
+            status, content = self._exchange(endpoint, path, body, headers, limit)
+            if status == 200:
+                return content
+            try:
+                refusal = msgspec.json.decode(content, type=Refusal, strict=False)
+            except msgspec.MsgspecError:
+                raise _FailedError(f"it answered with HTTP status {status}", sent=True) from None
+            if refusal.code == _UNAUTHENTICATED and self._user and not fresh_token:
+                self.forget_token()
+                continue
+            if refusal.code == _EXHAUSTED and "space exceeded" in refusal.text:
+                raise RegistryUnwritableError(
+                    f"the registry {self.address} cannot be written now: {refusal.text}; compact and defragment it, "
+                    "and disarm its alarm",
+                    registry=self.address,
+                )
+            if refusal.code in (_DEADLINE, _EXHAUSTED, _ABORTED, _UNAVAILABLE):
+                raise _FailedError(refusal.text, sent=True)
+            if refusal.code in (_DENIED, _UNAUTHENTICATED) or "user name is empty" in refusal.text:
+                who = f"the user {self._user!r}" if self._user else "a program without a user"
+                raise RegistryDeniedError(
+                    f"the registry {self.address} does not let {who} do that: {refusal.text}", registry=self.address
+                )
+            raise RefusedError(f"the registry {self.address} refused: {refusal.text}", refusal.code, self.address)
+        raise AssertionError
+
+    def _headers(self, endpoint: Endpoint, limit: float) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._user:
+            if not self._token:
+                body = msgspec.json.encode(Authenticate(self._user, self._password))
+                status, content = self._exchange(endpoint, "/v3/auth/authenticate", body, headers, limit)
+                if status != 200:
+                    self._not_authenticated(status, content)
+                self._token = msgspec.json.decode(content, type=Authenticated, strict=False).token
+            headers["Authorization"] = self._token
+        return headers
+
+    def _not_authenticated(self, status: int, content: bytes) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            refusal = msgspec.json.decode(content, type=Refusal, strict=False)
+            if refusal.code == _INVALID:
+                raise RegistryDeniedError(
+                    f"the registry {self.address} does not accept the user {self._user!r}: {refusal.text}",
+                    registry=self.address,
+                )
+            raise _FailedError(refusal.text, sent=False)
+        raise _FailedError(f"it answered with HTTP status {status}", sent=False)
+
+    def _exchange(
+        self, endpoint: Endpoint, path: str, body: bytes, headers: dict[str, str], limit: float
+    ) -> tuple[int, bytes]:
+        until = time.monotonic() + limit
+        with self._lock:
+            connection = endpoint.idle.pop() if endpoint.idle else None
+        fresh, sent = connection is None, False
+        while True:
+            try:
+                if connection is None:
+                    connection = self._connected(endpoint, max(0.001, until - time.monotonic()))
+                connection.sock.settimeout(max(0.001, until - time.monotonic()))
+                sent = True
+                connection.request("POST", path, body, headers)
+                reply = connection.getresponse()
+                content = reply.read()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                if connection is not None:
+                    connection.close()
+                if isinstance(error, ConnectionError) and not fresh:
+                    connection, fresh = None, True  # it had waited; the member may have been started anew since
+                    continue
+                why = f"no answer within {limit:.1f} s" if isinstance(error, TimeoutError) else _text(error)
+                raise _FailedError(why, sent=sent) from error
+            except BaseException:  # an interrupt in the middle of a reply
+                if connection is not None:
+                    connection.close()
+                raise
+        with self._lock:
+            keep = len(endpoint.idle) < _IDLE and not self._closed and not reply.will_close
+            if keep:
+                endpoint.idle.append(connection)
+        if not keep:
+            connection.close()
+        return reply.status, content
+
+    def _connected(self, endpoint: Endpoint, limit: float) -> http.client.HTTPConnection:
+        connection: http.client.HTTPConnection
+        if self._context is None:
+            connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=limit)
+        else:
+            connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, timeout=limit, context=self._context)
+        try:
+            connection.connect()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class Stream:
+    """Reader of the lines of an endless reply. Uses HTTP/1.0, so that the reply is not cut into chunks."""
+
+    def __init__(
+        self,
+        connection: http.client.HTTPConnection,
+        endpoint: Endpoint,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        limit: float,
+    ) -> None:
+        self.endpoint = endpoint
+        self._socket: socket.socket = connection.sock
+        self._data = bytearray()
+        lines = [f"POST {path} HTTP/1.0", f"Host: {endpoint.name}", f"Content-Length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._socket.settimeout(limit)
+        self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        until = time.monotonic() + limit
+        status = self.line(until)
+        if status is None:
+            raise TimeoutError(f"no answer within {limit:.1f} s")
+        if b" 200 " not in status + b" ":
+            raise ConnectionError(f"it answered with {status.decode(errors='replace').strip()!r}")
+        while (line := self.line(until)) != b"":
+            if line is None:
+                raise TimeoutError(f"no answer within {limit:.1f} s")
+
+    def line(self, until: float) -> bytes | None:
+        """Read the next line, without its line end; None if there is none by `until`.
+
+        Raises
+        ------
+        ConnectionError
+            The stream has ended.
+        """
+        while True:
+            end = self._data.find(b"\n")
+            if end >= 0:
+                line = bytes(self._data[:end]).rstrip(b"\r")
+                del self._data[: end + 1]
+                return line
+            if len(self._data) > _LARGEST_LINE:
+                raise ConnectionError(f"a line of more than {_LARGEST_LINE} bytes")
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            self._socket.settimeout(left)
+            try:
+                got = self._socket.recv(1 << 16)
+            except TimeoutError:
+                return None
+            if not got:
+                raise ConnectionError("it has ended the watch")
+            self._data += got
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+def _text(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,148 @@
+"""Addresses of registries, as people write them: ``sqlite:///PATH`` or ``etcd://HOST,HOST2/PREFIX?ca=FILE``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote
+
+from farpool.cluster.registry.base import Registry
+from farpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
+
+__all__ = ["default_registry", "open_registry"]
+
+_EXPECTED = "expected a path, sqlite:///PATH, or etcd://HOST:PORT,HOST:PORT/PREFIX (docs/registry.md)"
+_ENDPOINT = re.compile(
+    r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_](?:[A-Za-z0-9._-]*)))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
+_OPTIONS = {"ca", "cert", "key", "password_file", "tls"}
+
+
+def default_registry() -> str:
+    """Address in ``FARPOOL_REGISTRY``, else the path of a file in the user's state folder."""
+    named = os.environ.get("FARPOOL_REGISTRY", "")
+    if named:
+        return named
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return str((Path(state) if state else Path.home() / ".local" / "state") / "farpool" / "registry.sqlite")
+
+
+def open_registry(where: str | os.PathLike[str] | None = None, *, timeout: float = 5.0) -> Registry:
+    """Open a registry: a SQLite file, or an etcd cluster.
+
+    Parameters
+    ----------
+    where : str or path, optional
+        A path or ``sqlite:///PATH`` for a SQLite file, which all processes of this host can share; or
+        ``etcd://[USER[:PASSWORD]@]HOST[:PORT],.../[PREFIX][?OPTIONS]``. Options, joined with ``&``: ``ca=FILE``,
+        ``cert=FILE`` and ``key=FILE`` for TLS, ``tls=1`` for TLS with the system's authorities, ``password_file=FILE``.
+        None for that of the environment (``FARPOOL_REGISTRY``), else a file in the user's state folder.
+    timeout : float
+        Seconds that a call may take unless it says otherwise.
+
+    Raises
+    ------
+    ConfigError
+        The text is no such address, or a file that it names cannot be read.
+    RegistryError
+        As raised by the registry.
+    """
+    # Both kinds import much that a program without names does not need.
+    from farpool.cluster.registry.sqlite import SqliteRegistry
+
+    text = os.fspath(default_registry() if where is None else where)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        if not text or "\0" in text:
+            raise _wrong(text, "it is no path")
+        return SqliteRegistry(text, timeout=timeout)
+    if scheme == "sqlite":
+        if not rest.startswith("/"):
+            raise _wrong(text, "the path of a file begins with /")
+        return SqliteRegistry(unquote(rest), timeout=timeout)
+    if scheme != "etcd":
+        raise _wrong(text, f"{scheme!r} is no kind of registry")
+    return _etcd(text, rest, timeout)
+
+
+def _etcd(text: str, rest: str, timeout: float) -> Registry:
+    from farpool.cluster.registry.etcd import EtcdRegistry
+
+    place, _, query = rest.partition("?")
+    authority, _, path = place.partition("/")
+    login, _, hosts = authority.rpartition("@")
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in _OPTIONS or name in options or not value:
+            raise _wrong(
+                text, f"the option {name!r} is unknown, given twice or empty; known are {', '.join(sorted(_OPTIONS))}"
+            )
+        options[name] = value
+    endpoints = []
+    for one in hosts.split(","):
+        match = _ENDPOINT.fullmatch(one)
+        port = int(match["port"] or 2379) if match else 0
+        if match is None or not 1 <= port <= 65535:
+            raise _wrong(text, f"{one!r} is no HOST:PORT")
+        endpoints.append((match["six"] or match["host"].lower(), port))
+    if len(set(endpoints)) < len(endpoints):
+        raise _wrong(text, "an endpoint is given twice")
+    user, _, password = login.partition(":")
+    if "password_file" in options:
+        if password:
+            raise _wrong(text, "the password is given twice")
+        password = _read(options["password_file"], "password_file").strip()
+    if options.get("tls", "1") not in ("0", "1") or (
+        options.get("tls") == "0" and {"ca", "cert", "key"} & set(options)
+    ):
+        raise _wrong(text, "tls is 1, or 0 without ca, cert and key")
+    if "key" in options and "cert" not in options:
+        raise _wrong(text, "a key needs its cert")
+    secure = options.get("tls") == "1" or {"ca", "cert"} & set(options)
+    prefix = unquote(path).strip("/") or "farpool"
+    return EtcdRegistry(
+        *endpoints,
+        prefix=f"{prefix}/",
+        context=_context(options) if secure else None,
+        user=unquote(user),
+        password=password if "password_file" in options else unquote(password),
+        timeout=timeout,
+    )
+
+
+def _context(options: dict[str, str]) -> ssl.SSLContext:
+    import ssl
+
+    for name in ("ca", "cert", "key"):
+        if name in options:
+            _read(options[name], name)
+    try:
+        context = ssl.create_default_context(cafile=options.get("ca"))
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if "cert" in options:
+            context.load_cert_chain(options["cert"], options.get("key"))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"the files of the registry's TLS ({', '.join(options)}) do not fit: {error}; expected PEM files",
+            setting="registry",
+        ) from error
+    return context
+
+
+def _read(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the registry's {option} {path!r} cannot be read: {error}; expected a text file", setting="registry"
+        ) from error
+
+
+def _wrong(text: str, why: str) -> ConfigError:
+    hidden = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
+    return ConfigError(f"the registry {hidden!r} is not one: {why}; {_EXPECTED}", setting="registry")

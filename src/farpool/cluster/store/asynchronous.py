@@ -1,0 +1,324 @@
+"""The store for ``asyncio``: the same calls on a few threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+from farpool.cluster.registry import Registry
+from farpool.cluster.store.messages import Lookup, ObjectInfo, PutOutcome, Touched
+from farpool.cluster.store.names import NameInfo, OpenedName, TensorEntry
+from farpool.cluster.store.pin import Pin, Pins
+from farpool.cluster.store.repair import Repaired
+from farpool.cluster.store.rotation import Rotation
+from farpool.cluster.store.store import Key, NodeStatus, Store
+from farpool.cluster.wire.access import AccessKey
+from farpool.cluster.wire.channel import SPIN_SECONDS, Transport
+from farpool.errors import StoreClosedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from farpool.cluster.store.store import Value
+
+__all__ = ["AsyncOpenedName", "AsyncStore"]
+
+Parameters = ParamSpec("Parameters")
+ResultT = TypeVar("ResultT")
+
+_THREADS = 8
+_SLICE = 0.5
+"""Longest single wait of a watch, in seconds; a cancellation takes effect when it ends."""
+
+
+class AsyncStore:
+    """`Store` with the same calls as coroutines.
+
+    A call that is cancelled before it has begun is not made. One that is under way is waited for, within the store's
+    timeout, as it uses the caller's buffers; then the cancellation goes on.
+
+    Parameters
+    ----------
+    *nodes : str
+        Addresses of the nodes; this and all other parameters as for `Store`.
+    """
+
+    def __init__(
+        self,
+        *nodes: str,
+        replicas: int = 1,
+        key: AccessKey | str | None = None,
+        timeout: float = 5.0,
+        transport: Transport = "auto",
+        spin: float = SPIN_SECONDS,
+        registry: Registry | str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._begin(
+            Store(
+                *nodes,
+                replicas=replicas,
+                key=key,
+                timeout=timeout,
+                transport=transport,
+                spin=spin,
+                registry=registry,
+            )
+        )
+
+    def _begin(self, store: Store) -> None:
+        self._store = store
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="farpool-store")
+
+    async def _call(
+        self, call: Callable[Parameters, ResultT], *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> ResultT:
+        self._store._open()
+        return await _end_of(self._threads.submit(call, *args, **kwargs))
+
+    async def put(self, key: Key, value: Value, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
+        """Asynchronous `Store.put`."""
+        return await self._call(self._store.put, key, value, ttl=ttl, check=check)
+
+    async def put_content(self, value: Value, *, ttl: float | None = None) -> str:
+        """Asynchronous `Store.put_content`."""
+        return await self._call(self._store.put_content, value, ttl=ttl)
+
+    async def get(self, key: Key) -> bytes | None:
+        """Asynchronous `Store.get`."""
+        return await self._call(self._store.get, key)
+
+    async def get_into(self, key: Key, buffer: Value) -> int | None:
+        """Asynchronous `Store.get_into`."""
+        return await self._call(self._store.get_into, key, buffer)
+
+    async def put_parts(
+        self, key: Key, parts: Iterable[Buffer], *, ttl: float | None = None, check: bool = False
+    ) -> PutOutcome:
+        """Asynchronous `Store.put_parts`."""
+        return await self._call(self._store.put_parts, key, parts, ttl=ttl, check=check)
+
+    async def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
+        """Asynchronous `Store.get_into_parts`."""
+        return await self._call(self._store.get_into_parts, key, buffers)
+
+    async def exists(self, key: Key) -> bool:
+        """Asynchronous `Store.exists`."""
+        return await self._call(self._store.exists, key)
+
+    async def lookup(self, keys: Iterable[Key]) -> Lookup:
+        """Asynchronous `Store.lookup`."""
+        return await self._call(self._store.lookup, keys)
+
+    async def stat(self, key: Key) -> ObjectInfo | None:
+        """Asynchronous `Store.stat`."""
+        return await self._call(self._store.stat, key)
+
+    async def drop(self, key: Key) -> bool:
+        """Asynchronous `Store.drop`."""
+        return await self._call(self._store.drop, key)
+
+    async def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
+        """Asynchronous `Store.touch`."""
+        return await self._call(self._store.touch, key, ttl, keep=keep)
+
+    async def touch_many(
+        self,
+        keys: Iterable[Key],
+        ttl: float | None,
+        *,
+        keep: bool | None = None,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
+        """Asynchronous `Store.touch_many`."""
+        return await self._call(self._store.touch_many, keys, ttl, keep=keep, seen=seen)
+
+    @contextlib.asynccontextmanager
+    async def pin(self, key: Key, *, ttl: float | None = None) -> AsyncIterator[Pin]:
+        """Asynchronous `Store.pin`, for ``async with``."""
+        held = await self._call(self._store.pin, key, ttl=ttl)
+        try:
+            yield held
+        except BaseException as error:
+            await self._leave(held, error)
+            raise
+        await self._leave(held, None)
+
+    @contextlib.asynccontextmanager
+    async def pin_many(self, keys: Iterable[Key], *, ttl: float | None = None) -> AsyncIterator[Pins]:
+        """Asynchronous `Store.pin_many`, for ``async with``."""
+        held = await self._call(self._store.pin_many, keys, ttl=ttl)
+        try:
+            yield held
+        except BaseException as error:
+            await self._leave(held, error)
+            raise
+        await self._leave(held, None)
+
+    async def _leave(self, held: Pin | Pins, error: BaseException | None) -> None:
+        """End the block of a pin, as `Pin.__exit__`."""
+        kind = None if error is None else type(error)
+        try:
+            await self._call(held.__exit__, kind, error, None)
+        except StoreClosedError:  # then nobody is asked, and it takes no time
+            held.__exit__(kind, error, None)
+
+    async def put_many(
+        self,
+        items: Mapping[Key, Value] | Iterable[tuple[Key, Value]],
+        *,
+        ttl: float | None = None,
+        check: bool = False,
+    ) -> list[PutOutcome]:
+        """Asynchronous `Store.put_many`."""
+        return await self._call(self._store.put_many, items, ttl=ttl, check=check)
+
+    async def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
+        """Asynchronous `Store.get_many`."""
+        return await self._call(self._store.get_many, keys)
+
+    async def get_into_many(self, pairs: Iterable[tuple[Key, Value]]) -> list[int | None]:
+        """Asynchronous `Store.get_into_many`."""
+        return await self._call(self._store.get_into_many, pairs)
+
+    async def objects(self, prefix: Key = "") -> AsyncIterator[ObjectInfo]:
+        """Asynchronous `Store.objects`."""
+        source = self._store.objects(prefix)
+        while (info := await self._call(next, source, None)) is not None:
+            yield info
+
+    async def keys(self, prefix: Key = "") -> AsyncIterator[bytes]:
+        """Asynchronous `Store.keys`."""
+        async for info in self.objects(prefix):
+            yield info.key
+
+    async def publish(
+        self, name: str, value: Buffer | Iterable[Buffer] | Mapping[str, Any], *, expect: int | None = None
+    ) -> NameInfo:
+        """Asynchronous `Store.publish`."""
+        return await self._call(self._store.publish, name, value, expect=expect)
+
+    @contextlib.asynccontextmanager
+    async def open(self, name: str, version: int | None = None) -> AsyncIterator[AsyncOpenedName]:
+        """Asynchronous `Store.open`, for ``async with``."""
+        opened = await self._call(self._store.open, name, version)
+        try:
+            yield AsyncOpenedName(opened, self._call)
+        finally:
+            await asyncio.to_thread(opened.close)
+
+    async def watch(self, name: str, after: int = 0) -> AsyncGenerator[NameInfo, None]:
+        """Iterate over the versions of a name above `after`, for ``async for``; the current one comes first if it is.
+
+        Versions that have been superseded meanwhile are skipped.
+
+        Raises
+        ------
+        RegistryAwayError
+            The registry cannot be asked. Watch it anew, after the last version that was told.
+        """
+        watching = await self._call(self._store.watch, name, after)
+        with watching, ThreadPoolExecutor(1, "farpool-watch") as thread:
+            while True:
+                self._store._open()
+                info = await _end_of(thread.submit(watching.next, _SLICE))
+                if info is not None:
+                    yield info
+
+    async def list_names(self, prefix: str = "") -> list[NameInfo]:
+        """Asynchronous `Store.list_names`."""
+        return await self._call(self._store.list_names, prefix)
+
+    async def history(self, name: str) -> list[NameInfo]:
+        """Asynchronous `Store.history`."""
+        return await self._call(self._store.history, name)
+
+    async def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
+        """Asynchronous `Store.unpublish`."""
+        return await self._call(self._store.unpublish, name, expect=expect)
+
+    async def largest(self) -> int:
+        """Asynchronous `Store.largest`."""
+        return await self._call(self._store.largest)
+
+    async def nodes(self) -> list[NodeStatus]:
+        """Asynchronous `Store.nodes`."""
+        return await self._call(self._store.nodes)
+
+    async def repair(
+        self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> Repaired:
+        """Asynchronous `Store.repair`; `progress` is called in another thread than the event loop's."""
+        return await self._call(self._store.repair, bandwidth=bandwidth, progress=progress)
+
+    async def rotate_tenant(self) -> Rotation:
+        """Asynchronous `Store.rotate_tenant`."""
+        return await self._call(self._store.rotate_tenant)
+
+    async def close(self) -> None:
+        """Asynchronous `Store.close`."""
+        await asyncio.to_thread(self._store.close)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncOpenedName:
+    """`OpenedName` with its reads as coroutines.
+
+    Attributes
+    ----------
+    info : NameInfo
+        The version that is open.
+    """
+
+    def __init__(self, opened: OpenedName, call: Callable[..., Any]) -> None:
+        self.info = opened.info
+        self._opened = opened
+        self._call = call
+
+    async def read(self) -> bytes:
+        """Asynchronous `OpenedName.read`."""
+        value: bytes = await self._call(self._opened.read)
+        return value
+
+    async def read_into(self, buffer: Buffer) -> int:
+        """Asynchronous `OpenedName.read_into`."""
+        nbytes: int = await self._call(self._opened.read_into, buffer)
+        return nbytes
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Return the tensors of the version; see `OpenedName.tensors`."""
+        return self._opened.tensors()
+
+    async def read_tensors_into(self, pairs: Iterable[tuple[TensorEntry, Buffer]]) -> None:
+        """Asynchronous `OpenedName.read_tensors_into`."""
+        await self._call(self._opened.read_tensors_into, pairs)
+
+
+async def _end_of(work: Future[ResultT]) -> ResultT:
+    future = asyncio.wrap_future(work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        if not work.cancel():
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            if future.exception() is None:
+                held = future.result()
+                if isinstance(held, Pin | Pins):
+                    held.release()
+                elif isinstance(held, OpenedName):
+                    held.close()
+        raise

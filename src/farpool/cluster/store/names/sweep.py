@@ -1,0 +1,223 @@
+"""Sweep: release the objects of versions that no program holds any more.
+
+A version is held while it is the current one of its name or has an entry under ``hold/``. Versions share objects with
+equal bytes, so a sweep releases an object only if no held version has it.
+
+No program waits for a sweep, and many programs may sweep at the same time, be stopped at any point and continue much
+later. Each sweep takes these steps:
+
+1. Read the registry, and move each version that no program holds from ``publication/`` to ``released/``, on the
+   condition that it is unchanged. From then on no reader can begin to hold it: a reader opens an older version
+   on the condition that its entry under ``publication/`` exists.
+2. Note the mark of each copy of its objects. A node gives a copy another mark whenever it keeps or releases the copy.
+3. Read the registry again. The objects to release are those under ``released/`` that neither a version under
+   ``publication/`` nor a held version has: this reading shows the hold of a reader that came before step 1.
+4. Tell each node to release its copy if the copy still has the mark of step 2.
+5. Delete the entries under ``released/``, if they are unchanged, once nodes have released all their copies.
+
+A program that reads a name can read all its objects, because the writer records them under ``publication/`` before it
+tells nodes to keep their copies. If a node kept a copy before step 2, then the record existed before step 3, which
+leaves the object alone. If it kept the copy after step 2, the copy has another mark, and the node refuses step 4,
+however late that arrives; the sweep begins again with step 2. If it keeps the copy after step 4, the writer checks
+whether the object still exists.
+
+A writer that was stopped for longer than its lease leaves no copy kept without an end. It noted the marks of its copies
+before it recorded them, and a node keeps a copy for it only if the copy still has that mark or is kept already. A sweep
+released each copy before it deleted the record, so the copy has another mark.
+
+A node that is away keeps its copies as they are, and a node of an earlier release has no marks. So versions stay under
+``released/`` until all nodes have answered. The sweep has the other nodes release their copies at once, and notes in
+the entry which nodes were away. Later sweeps leave the entry alone while all these nodes are still away, which one
+request shows, so a node that stays away for long costs each sweep one request. A sweep that was stopped leaves an entry
+without a note; the next sweep does all of its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from farpool.cluster.registry import Condition, Delete, Entry, Put, Registry
+from farpool.cluster.store.names.objects import ObjectStore
+from farpool.cluster.store.names.records import NameRecord, Publication, decode, encode
+
+__all__ = ["sweep"]
+
+_TOUCHES = 100
+"""Most objects of one call to the nodes, and most entries of one transaction of the registry."""
+_TRANSACTION_BYTES = 1 << 19
+"""Most bytes of entries in one transaction of several."""
+_TRIES = 3
+"""Attempts to release objects that other programs keep or release at the same time."""
+_A_LITTLE = 1.0
+"""Time to live of a touch that only reads marks; an object with less time left gets this much."""
+
+
+def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
+    """Release the objects that belong to no held version.
+
+    Parameters
+    ----------
+    store : ObjectStore
+        Store of the objects.
+    registry : Registry
+        Registry of the names.
+    grace : float
+        Seconds that an object lives after its release.
+
+    Returns
+    -------
+    int
+        Number of released objects.
+    """
+    versions = _versions(registry)
+    _retire(registry, versions.unheld)
+    marks = _marks(store, _keys(versions.unheld))
+    for away, entries in _by_away(versions.released):
+        # These nodes were away when the others released the objects. Without a note, no sweep has finished that step.
+        if away is None or not away <= marks.away:
+            _add(marks, _marks(store, _keys(entries) - marks.seen.keys(), still_away=away))
+    released: set[str] = set()
+    for _ in range(_TRIES):
+        if not marks.seen:
+            break
+        versions = _versions(registry)
+        mine = _keys(versions.released) - versions.needed
+        refused = _let_go(store, marks, mine, grace)
+        released |= mine & marks.seen.keys() - refused
+        _forget(registry, versions.released, marks, refused)
+        again = _marks(store, refused)
+        again.away.update(marks.away)
+        marks = again
+    return len(released)
+
+
+@dataclass(frozen=True, slots=True)
+class _Versions:
+    """Entries of the versions that no program holds, and the objects to keep.
+
+    `unheld` are still under ``publication/``, `released` are not. All objects of versions under ``publication/`` stay.
+    """
+
+    unheld: list[Entry]
+    released: list[Entry]
+    needed: set[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Marks of objects' copies, the objects for which a node did not answer or has no marks, and these nodes."""
+
+    seen: dict[str, Mapping[int, int]]
+    incomplete: set[str]
+    away: set[str]
+
+
+def _versions(registry: Registry) -> _Versions:
+    held: set[str] = set()
+    versions = _Versions([], [], set())
+    for entry in registry.range("name/", "hold/", "publication/", "released/").entries:
+        kind, name, *rest = entry.key.split("/")
+        if kind == "name":
+            held.add(f"{name}/{decode(entry.value, NameRecord, entry.key).publication}")
+        elif kind == "hold":
+            held.add(f"{name}/{rest[0]}")
+        elif kind == "publication" or f"{name}/{rest[0]}" in held:
+            versions.needed.update(_keys([entry]))
+            if f"{name}/{rest[0]}" not in held:
+                versions.unheld.append(entry)
+        else:
+            versions.released.append(entry)
+    return versions
+
+
+def _keys(entries: Iterable[Entry]) -> set[str]:
+    return {key for entry in entries for key in decode(entry.value, Publication, entry.key).keys}
+
+
+def _retire(registry: Registry, entries: list[Entry]) -> None:
+    """Move entries of versions to ``released/``."""
+    for batch in _batches(entries):
+        _commit(registry, batch, [Put(f"released/{entry.key.partition('/')[2]}", entry.value) for entry in batch])
+
+
+def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Entry]]]:
+    """Group entries of released versions by the nodes that were away, those without such a note first."""
+    groups: dict[frozenset[str] | None, list[Entry]] = {None: []}
+    for entry in entries:
+        away = decode(entry.value, Publication, entry.key).away
+        groups.setdefault(frozenset(away) if away else None, []).append(entry)
+    return list(groups.items())
+
+
+def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
+    """Delete entries of versions whose objects were all released or have other owners; note which nodes were away."""
+    done = marks.seen.keys() - refused
+    finished = [entry for entry in entries if _keys([entry]) <= done - marks.incomplete]
+    for begin in range(0, len(finished), _TOUCHES):
+        _commit(registry, finished[begin : begin + _TOUCHES], [])
+    away = tuple(sorted(marks.away))
+    for entry in entries:
+        record = decode(entry.value, Publication, entry.key)
+        if record.away != away and set(record.keys) <= done and not marks.incomplete.isdisjoint(record.keys):
+            noted = Put(entry.key, encode(msgspec.structs.replace(record, away=away)))
+            registry.commit([Condition(entry.key, entry.revision)], [noted])
+
+
+def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
+    """Delete unchanged entries and write others for them; leave entries that another sweep has changed."""
+    conditions = [Condition(entry.key, entry.revision) for entry in entries]
+    done = registry.commit(conditions, [*(Delete(entry.key) for entry in entries), *puts])
+    if not done.succeeded and len(entries) > 1:
+        for place, entry in enumerate(entries):
+            _commit(registry, [entry], puts[place : place + 1])
+
+
+def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
+    """Cut entries into parts that fit into one transaction each."""
+    batch: list[Entry] = []
+    for entry in entries:
+        full = sum(len(one.value) for one in batch) + len(entry.value) > _TRANSACTION_BYTES
+        if batch and (full or len(batch) == _TOUCHES // 2):
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
+
+
+def _marks(store: ObjectStore, keys: set[str], *, still_away: frozenset[str] | None = None) -> _Marks:
+    """Note the marks of objects' copies; no marks, and only the nodes, if all nodes of `still_away` are away."""
+    found, ordered = _Marks({}, set(), set()), sorted(keys)
+    for begin in range(0, len(ordered), _TOUCHES):
+        batch = ordered[begin : begin + _TOUCHES]
+        touched = store.touch_many(batch, _A_LITTLE)
+        found.away.update(touched.away)
+        if still_away is not None and still_away <= found.away:
+            return _Marks({}, set(), found.away)
+        for key, marks in zip(batch, touched.marks, strict=True):
+            found.seen[key] = {node: mark for node, mark in marks.items() if mark}
+            if not touched.complete or not all(marks.values()):
+                found.incomplete.add(key)
+    return found
+
+
+def _add(marks: _Marks, others: _Marks) -> None:
+    marks.seen.update(others.seen)
+    marks.incomplete.update(others.incomplete)
+    marks.away.update(others.away)
+
+
+def _let_go(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> set[str]:
+    """Tell nodes to release their copies of marked objects; return the objects of which a copy has another mark."""
+    ordered, refused = sorted(keys & marks.seen.keys()), set[str]()
+    for begin in range(0, len(ordered), _TOUCHES):
+        batch = ordered[begin : begin + _TOUCHES]
+        touched = store.touch_many(batch, grace, keep=False, seen=[marks.seen[key] for key in batch])
+        refused.update(batch[place] for place in touched.refused)
+        marks.away.update(touched.away)
+        if not touched.complete:
+            marks.incomplete.update(batch)
+    return refused

@@ -1,0 +1,298 @@
+"""Pins: objects that stay in place in memory while a program uses them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+from farpool._native import buffer_address, crc32c_many
+from farpool.cluster.store.cluster import share_of
+from farpool.cluster.store.messages import Ask, results
+from farpool.cluster.store.reading import fetch
+from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
+from farpool.errors import ChecksumError
+
+if TYPE_CHECKING:
+    from farpool.cluster.store.cluster import Cluster
+
+__all__ = ["Pin", "Pins", "pin_all"]
+
+
+class Pin:
+    """A stored object that is held in memory, with a view of its bytes; a context manager.
+
+    On a node of this host the view is the node's memory itself, mapped, and the node keeps the object in its place
+    until the pin is released, also when it is dropped or expires meanwhile. From elsewhere it is a copy.
+
+    Attributes
+    ----------
+    is_mapped : bool
+        True if the view is the node's memory itself, False if it is a copy.
+    """
+
+    def __init__(
+        self, key: bytes, view: memoryview, crc: int | None, place: _Place | None, until: float = math.inf
+    ) -> None:
+        self.is_mapped = place is not None
+        self._key = key
+        self._until = until
+        # Mapped memory is shown through an object of the pin's own, whose references tell whether any view is left.
+        self._shown = _shown(view) if place is not None else view
+        self._view: memoryview | None = self._look()
+        self._crc = crc
+        self._place = place
+
+    @property
+    def view(self) -> memoryview:
+        """The object's bytes, read-only.
+
+        Raises
+        ------
+        ValueError
+            The pin was released, or its time to live is over.
+        """
+        if self._view is None:
+            raise ValueError(f"the pin of {self._key!r} was released")
+        if time.monotonic() >= self._until:
+            raise ValueError(f"the pin of {self._key!r} has ended with its time to live; pin it again")
+        return self._view
+
+    def verify(self) -> None:
+        """Read all bytes and compare their checksum; a mapped view has not been verified before.
+
+        Raises
+        ------
+        ChecksumError
+            The bytes are not those that were put.
+        """
+        _verify([self])
+
+    def release(self) -> None:
+        """Release the object. Idempotent.
+
+        Raises
+        ------
+        BufferError
+            Something made from the view (an array, a tensor) still uses it; the object stays pinned.
+        """
+        place = self._leave()
+        if place is not None:
+            place.release()
+
+    def _leave(self) -> _Place | None:
+        """Drop the view; return the place that the node has still to be told to unpin, if any."""
+        if self._view is None:
+            return None
+        if self._place is not None and not self._let_go():
+            raise BufferError(
+                f"the pin of {self._key!r} cannot be released while arrays, tensors or views that were made from its "
+                "view are in use; drop them first"
+            )
+        self._view = None
+        return self._place
+
+    def _look(self) -> memoryview:
+        return memoryview(self._shown).toreadonly().cast("B")
+
+    def _let_go(self) -> bool:
+        """Drop this pin's view of the memory unless somebody else still uses it; return True if it was dropped."""
+        assert self._view is not None
+        try:
+            self._view.release()
+        except BufferError:
+            return False
+        alone = sys.getrefcount(self._shown) == 2  # that of this object, and the argument's
+        if not alone:
+            self._view = self._look()
+        return alone
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release()
+        except BufferError as held:
+            if error is None:
+                raise
+            error.add_note(str(held))  # the traceback itself may hold what was made from the view
+
+
+class Pins(Sequence[Pin | None]):
+    """Objects that are pinned together, in the order of their keys; a context manager that releases all of them.
+
+    A key that has no value has None in its place.
+    """
+
+    def __init__(self, pins: Sequence[Pin | None]) -> None:
+        self._pins = list(pins)
+
+    @overload
+    def __getitem__(self, place: int) -> Pin | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Pin | None]: ...
+    def __getitem__(self, place: int | slice) -> Pin | list[Pin | None] | None:
+        return self._pins[place]
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def verify(self) -> None:
+        """Read all bytes of all objects and compare their checksums, which is faster than one by one.
+
+        Raises
+        ------
+        ChecksumError
+            The bytes of an object differ from those that were put; the message names its key.
+        ValueError
+            A pin was released, or its time to live is over.
+        """
+        _verify([pin for pin in self._pins if pin is not None])
+
+    def release(self) -> None:
+        """Release all objects, and tell all nodes at the same time. Idempotent.
+
+        Raises
+        ------
+        BufferError
+            Something made from a view still uses it; that object stays pinned, the others are released.
+        """
+        places: list[_Place] = []
+        held: BufferError | None = None
+        for pin in self._pins:
+            try:
+                place = None if pin is None else pin._leave()
+            except BufferError as error:
+                held = held or error
+            else:
+                if place is not None:
+                    places.append(place)
+        _release(places)
+        if held is not None:
+            raise held
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release()
+        except BufferError as held:
+            if error is None:
+                raise
+            error.add_note(str(held))
+
+
+def _verify(pins: Sequence[Pin]) -> None:
+    """Compare the checksums of pins; copies were verified when they arrived."""
+    views = [(pin, pin.view) for pin in pins]
+    mapped = [(pin, view) for pin, view in views if pin._crc is not None]
+    sums = crc32c_many([view for _, view in mapped])
+    for (pin, _), crc in zip(mapped, sums, strict=True):
+        pin.view  # noqa: B018 - raises if the pin ended while we read: the bytes may have changed
+        if crc != pin._crc:
+            raise ChecksumError(f"{pin._key!r}: the bytes of the pinned object differ from those that were put")
+
+
+def _shown(view: memoryview) -> Any:
+    """Wrap the memory of a view in a new buffer object, which keeps the mapping alive."""
+    shown = (ctypes.c_ubyte * view.nbytes).from_address(buffer_address(view))
+    shown.mapped = view  # type: ignore[attr-defined]
+    return shown
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Location of a pinned object: its node, its offset there, and the number of the pin."""
+
+    cluster: Cluster
+    node: int
+    offset: int
+    number: int
+    serial: int
+
+    def release(self) -> None:
+        """Tell the node to unpin the object."""
+        _release([self])
+
+
+def _release(places: Sequence[_Place]) -> None:
+    """Tell the nodes to unpin objects."""
+    if places:
+        # The answers do not matter: a node that cannot be reached frees the pins with the session.
+        cluster = places[0].cluster
+        asks = [Ask(one.node, Op.UNPIN, UNPIN.pack(one.offset, one.number), one.serial) for one in places]
+        cluster.ask(asks, cluster.deadline())
+
+
+def pin_all(cluster: Cluster, keys: Sequence[bytes], ttl_ms: int) -> Pins:
+    """Pin objects in mapped memory, or else copy them; None for keys without a value.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    keys : sequence of bytes
+        The keys.
+    ttl_ms : int
+        Milliseconds after which the nodes let them go; 0 for as long as the program runs.
+    """
+    now = time.monotonic()
+    deadline = cluster.deadline()
+    # Counted from before the nodes count, so that nobody looks at what they have let go.
+    until = now + ttl_ms / 1000 if ttl_ms else math.inf
+    orders = [cluster.order(key, deadline) for key in keys]
+    pins: list[Pin | None] = [None] * len(keys)
+    try:
+        for rank in range(max(map(len, orders), default=0)):
+            places = [(number, order[rank]) for number, order in enumerate(orders) if pins[number] is None]
+            # The copies of others can be read, if nothing else, so none of them may take all the time.
+            _pin_at(cluster, keys, places, pins, ttl_ms, until, share_of(deadline, last=False))
+        left = [number for number, pinned in enumerate(pins) if pinned is None]
+        if not left:
+            return Pins(pins)
+        rest = [keys[number] for number in left]
+        copies = fetch(cluster, rest, [None] * len(left), deadline)
+        for number, found in zip(left, results(copies, rest, len(keys) - len(left)), strict=True):
+            if found is not None:
+                pins[number] = Pin(keys[number], memoryview(found[1].payload or b""), None, None, until)
+    except BaseException:
+        Pins(pins).release()
+        raise
+    return Pins(pins)
+
+
+def _pin_at(
+    cluster: Cluster,
+    keys: Sequence[bytes],
+    places: Sequence[tuple[int, int]],
+    pins: list[Pin | None],
+    ttl_ms: int,
+    until: float,
+    deadline: float,
+) -> None:
+    """Pin the objects that lie in the mapped memory of the given nodes, all at the same time."""
+    readers = [cluster.members[node].channel.reader for _, node in places]
+    asked = [(*place, reader) for place, reader in zip(places, readers, strict=True) if reader is not None]
+    asks = [Ask(node, Op.PIN, TTL.pack(ttl_ms) + keys[number]) for number, node, _ in asked]
+    lost: list[_Place] = []
+    for (number, node, reader), reply in zip(asked, cluster.ask(asks, deadline) if asks else (), strict=True):
+        if isinstance(reply, Exception) or reply.status != Status.DONE:
+            continue
+        offset, nbytes, crc, pin_number = PLACE.unpack(reply.meta)
+        place = _Place(cluster, node, offset, pin_number, reply.serial)
+        if cluster.members[node].channel.reader is reader:
+            pins[number] = Pin(keys[number], reader.view(offset, nbytes), crc, place, until)
+        else:  # new contact was made in between, with other files
+            lost.append(place)
+    _release(lost)

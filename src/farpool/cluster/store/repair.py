@@ -1,0 +1,106 @@
+"""Repair: a sweep over all nodes that restores missing copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from farpool.cluster.store.reading import listing
+from farpool.cluster.store.upkeep import mend
+
+if TYPE_CHECKING:
+    from farpool.cluster.store.cluster import Cluster
+
+__all__ = ["Repaired", "Unmended", "repair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """An object that still has too few copies after a sweep.
+
+    Attributes
+    ----------
+    key : bytes
+        Its key.
+    lacking : int
+        Copies that it still lacks.
+    reasons : tuple of str
+        Why no node has taken the missing copies.
+    """
+
+    key: bytes
+    lacking: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """Outcome of a repair sweep over all nodes.
+
+    Attributes
+    ----------
+    objects : int
+        Objects that were found.
+    endangered : int
+        Objects with too few copies; of objects that are kept, only copies that are kept count.
+    mended : int
+        Endangered objects that have all their copies again.
+    nbytes : int
+        Bytes that were copied.
+    gone : int
+        Endangered objects that were dropped, released, evicted or expired while the sweep was under way.
+    left : tuple of Unmended
+        The other endangered objects, which still have too few copies.
+    """
+
+    objects: int
+    endangered: int
+    mended: int
+    nbytes: int
+    gone: int = 0
+    left: tuple[Unmended, ...] = ()
+
+
+def repair(cluster: Cluster, bandwidth: float | None, progress: Callable[[int, int], None] | None = None) -> Repaired:
+    """Copy objects with too few copies to the first nodes of their order that lack them; see `Store.repair`."""
+    kept: dict[bytes, list[int]] = {}
+    others: dict[bytes, list[int]] = {}
+    about: dict[bytes, tuple[int, int]] = {}
+    for node, info in listing(cluster, b"", cluster.deadline):
+        (kept if info.kept else others).setdefault(info.key, []).append(node)
+        about[info.key] = info.nbytes, max(info.copies, about.get(info.key, (0, 0))[1])
+    # If an object is kept, only kept copies count: a node that could not be told so evicts its copy one day.
+    holders = others | kept
+    places = len(cluster.reachable(cluster.deadline()))
+    lacking = {key: min(copies, places) - len(holders[key]) for key, (_, copies) in about.items()}
+    endangered = sorted((key for key, lack in lacking.items() if lack > 0), key=lambda key: len(holders[key]))
+    begun = time.monotonic()
+    mended = nbytes = gone = 0
+    left: list[Unmended] = []
+    for done, key in enumerate(endangered):
+        if progress is not None:
+            progress(done, len(endangered))
+        deadline = cluster.deadline()
+        free = [node for node in cluster.order(key, deadline) if node not in holders[key]]
+        free.sort(key=lambda node: node not in others.get(key, ()))
+        copied, is_gone = 0, False
+        reasons: list[str] = []
+        while free and copied < lacking[key] and not is_gone:
+            nodes, free = free[: lacking[key] - copied], free[lacking[key] - copied :]
+            outcome = mend(cluster, key, holders[key], nodes, deadline)
+            copied, is_gone = copied + outcome.copies, outcome.gone
+            reasons += outcome.reasons
+        if is_gone:
+            gone += 1
+        elif copied < lacking[key]:
+            left.append(Unmended(key, lacking[key] - copied, tuple(dict.fromkeys(reasons))))
+        else:
+            mended += 1
+        nbytes += copied * about[key][0]
+        if bandwidth is not None:
+            time.sleep(max(0.0, begun + nbytes / bandwidth - time.monotonic()))
+    if progress is not None:
+        progress(len(endangered), len(endangered))
+    return Repaired(len(about), len(endangered), mended, nbytes, gone, tuple(left))

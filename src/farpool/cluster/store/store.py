@@ -1,0 +1,724 @@
+"""The store: write-once objects on nodes (docs/store.md)."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast, overload
+
+from farpool.cluster.store.arguments import (
+    Payload,
+    as_key,
+    as_keys,
+    as_payload,
+    as_prefix,
+    as_target,
+    content_key,
+    ttl_of,
+)
+from farpool.cluster.store.best_effort import BestEffort
+from farpool.cluster.store.cluster import Cluster, share_of
+from farpool.cluster.store.messages import (
+    Ask,
+    Lookup,
+    ObjectInfo,
+    PutOutcome,
+    Touched,
+    object_head,
+    results,
+    seconds_left,
+)
+from farpool.cluster.store.names import Names
+from farpool.cluster.store.pin import Pin, Pins, pin_all
+from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_memory
+from farpool.cluster.store.repair import Repaired, repair
+from farpool.cluster.store.rotation import Rotation, rotate
+from farpool.cluster.store.upkeep import Upkeep
+from farpool.cluster.store.writing import everywhere, put
+from farpool.cluster.wire.access import AccessKey, client_key
+from farpool.cluster.wire.address import parse_address
+from farpool.cluster.wire.channel import SPIN_SECONDS, Channel, Transport
+from farpool.cluster.wire.frames import HEAD, KEPT, STATED, TOUCH, Op, Status
+from farpool.cluster.wire.settings import checked_timeout, checked_transport
+from farpool.errors import ConfigError, FarpoolWarning, NodeError, StoreClosedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from farpool._native import Reply
+    from farpool.cluster.registry import Registry
+    from farpool.cluster.store.names import NameInfo, NameWatch, OpenedName
+
+    Value = Buffer | tuple[Buffer, ...]
+
+__all__ = ["NodeStatus", "Store"]
+
+Key = str | bytes
+
+_GET, _DONE = Op.GET, Status.DONE  # found sooner than members of an enum, once for each read
+_COPIES = 8
+"""Offset of the number of copies in an object's head."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """State of one node as a store sees it.
+
+    Attributes
+    ----------
+    node : str
+        Its address.
+    failing : float
+        Seconds since it began to fail, from when it is left alone until it answers again; 0.0 while it is well.
+    error : str
+        Error with which it failed, or cannot be asked now; empty while it is well.
+    mapped : bool
+        True if its objects are in mapped memory.
+    stats : dict or None
+        Its counters; None if it cannot be asked.
+    """
+
+    node: str
+    failing: float
+    error: str
+    mapped: bool
+    stats: dict[str, Any] | None
+
+
+class Store:
+    """Immutable values under write-once keys, kept in the memory of nodes.
+
+    Keys are text (UTF-8) or bytes, 1 to 256 bytes; values are contiguous buffers. A key says what the value is: it is
+    its hash (`put_content`), or names where it came from. So the first value that is put under a key stays, and any
+    copy that can be read is right. A value is there until it is dropped, expires, or is evicted by a node that needs
+    the room: to a reader that is a miss. What is read is verified (CRC32C). Thread-safe. Unusable in a forked child:
+    make a new one there.
+
+    Parameters
+    ----------
+    *nodes : str
+        Addresses like ``tcp://10.0.0.7:7471``. Every program names the same nodes, in any order.
+    replicas : int
+        Number of nodes that have to confirm a put, so that each object survives the loss of all but one of them.
+    key : AccessKey or str or None
+        The access key, ``NAME:SECRET`` as text; None for that of the environment (``FARPOOL_KEY``), if any.
+    timeout : float
+        Seconds that a call may take, connecting included; at most 1e6. A call fails only when they are used up, or
+        where waiting cannot help.
+    transport : "auto", "mapped", "tcp" or the name of a fabric
+        ``auto`` maps the memory of nodes on this host and uses TCP for others; a fabric such as ``nixl`` reads
+        one-sided (docs/nixl.md).
+    spin : float
+        Seconds of asking a socket over and over before a wait for it blocks; 0 saves processor time.
+    registry : Registry, str or path, optional
+        Registry of names, opened when the first is used; None for the registry of the environment
+        (``FARPOOL_REGISTRY``), else a file of this user on this host.
+
+    Attributes
+    ----------
+    replicas : int
+        Number of copies that each object has.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong. No node is asked before it is needed.
+    """
+
+    def __init__(
+        self,
+        *nodes: str,
+        replicas: int = 1,
+        key: AccessKey | str | None = None,
+        timeout: float = 5.0,
+        transport: Transport = "auto",
+        spin: float = SPIN_SECONDS,
+        registry: Registry | str | os.PathLike[str] | None = None,
+    ) -> None:
+        addresses = [parse_address(node, "node") for node in nodes]
+        if not addresses or len(set(addresses)) < len(addresses):
+            what = "given twice" if addresses else "missing"
+            raise ConfigError(f"nodes is {nodes!r}: an address is {what}; expected one of each node", setting="nodes")
+        transport = checked_transport(transport)
+        if isinstance(spin, bool) or not isinstance(spin, int | float) or not 0 <= spin < math.inf:
+            raise ConfigError(f"spin is {spin!r}, expected seconds, at least 0", setting="spin")
+        access = client_key(key)
+        channels = [Channel(address, key=access, transport=transport, spin=spin) for address in addresses]
+        self._start(channels, replicas, timeout, registry)
+
+    def _start(
+        self,
+        channels: Sequence[Channel],
+        replicas: int,
+        timeout: float,
+        registry: Registry | str | os.PathLike[str] | None = None,
+    ) -> None:
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= len(channels):
+            raise ConfigError(
+                f"replicas is {replicas!r}, expected 1 to {len(channels)}, the number of nodes", setting="replicas"
+            )
+        self._cluster: Cluster | None = Cluster(channels, replicas, checked_timeout(timeout))
+        self.replicas = replicas
+        self._upkeep = Upkeep(self._cluster) if replicas > 1 else None
+        self._why = "was closed"
+        self._warned = False
+        self._registry = registry
+        self._names: Names | None = None
+        self._naming = threading.Lock()
+        _STORES.add(self)
+
+    def _open(self) -> Cluster:
+        if self._cluster is None:
+            raise StoreClosedError(f"this store {self._why}; make a new one")
+        return self._cluster
+
+    def put(self, key: Key, value: Value, *, ttl: float | None = None, check: bool = False) -> PutOutcome:
+        """Store a value under a key, unless the key has a value already, which stays.
+
+        Parameters
+        ----------
+        key : str or bytes
+            1 to 256 bytes.
+        value : buffer or tuple of buffers
+            Contiguous; of a tuple the buffers follow each other in the value. They must not change during the call.
+        ttl : float or None
+            Seconds after which it expires, or None for no limit; of a value that is there, the longer time counts.
+        check : bool
+            Raise if the key has a value of another size or checksum.
+
+        Returns
+        -------
+        PutOutcome
+            ``STORED``, or ``PRESENT`` where a copy was there. After a failure in between, a value that this call has
+            stored may be found as present.
+
+        Raises
+        ------
+        NodeFullError, ObjectTooLargeError, AccessDeniedError
+            The nodes refuse it.
+        KeyConflictError
+            With `check`: the key has another value.
+        NodeError, NodeTimeoutError
+            The node cannot be reached. The value may have been stored, or may still be.
+        ReplicationError
+            With `replicas`: too few nodes have confirmed. The same holds.
+        """
+        cluster = self._cluster or self._open()
+        item = (as_key(key), as_payload(value))
+        head = cluster.head if ttl is None else object_head(ttl_of(ttl), cluster.copies)
+        (outcome,) = put(cluster, [item], head, time.monotonic() + cluster.timeout, check=check)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def put_parts(
+        self, key: Key, parts: Iterable[Buffer], *, ttl: float | None = None, check: bool = False
+    ) -> PutOutcome:
+        """Store buffers, one after the other, as one value, without copying them together first; see `put`."""
+        return self.put(key, tuple(parts), ttl=ttl, check=check)
+
+    def put_content(self, value: Value, *, ttl: float | None = None) -> str:
+        """Store a value under the hash of its bytes; equal values are stored once.
+
+        Returns
+        -------
+        str
+            Its key: ``sha256-`` and the digest in hexadecimal.
+
+        Raises
+        ------
+        NodeError
+            As of `put`.
+        """
+        key = content_key(as_payload(value))
+        self.put(key, value, ttl=ttl, check=True)
+        return key
+
+    def get(self, key: Key) -> bytes | None:
+        """Read the value of a key; None if there is none.
+
+        Raises
+        ------
+        ChecksumError
+            No copy has the bytes that were put.
+        NodeError, NodeTimeoutError
+            The node cannot be reached.
+        ReplicationError
+            With `replicas`: so many nodes cannot be reached that they may be all that have it.
+        """
+        return self._read_one(as_key(key), None)
+
+    def get_into(self, key: Key, buffer: Value) -> int | None:
+        """Read a value into a buffer.
+
+        Returns
+        -------
+        int or None
+            Its bytes. None if there is no value: the buffer's contents are then unspecified, as after an error.
+
+        Raises
+        ------
+        ValueError
+            The buffer is smaller than the value.
+        ChecksumError, NodeError, NodeTimeoutError, ReplicationError
+            As of `get`.
+        """
+        return self._read_one(as_key(key), as_target(buffer))
+
+    def get_into_parts(self, key: Key, buffers: Iterable[Buffer]) -> int | None:
+        """Read a value into buffers, one after the other, that together are at least as large; see `get_into`."""
+        return self.get_into(key, tuple(buffers))
+
+    @overload
+    def _read_one(self, key: bytes, into: None) -> bytes | None: ...
+    @overload
+    def _read_one(self, key: bytes, into: Payload) -> int | None: ...
+    def _read_one(self, key: bytes, into: Payload | None) -> bytes | int | None:
+        """Read one value: return its bytes, or their number once they are in the target; None if there is no value."""
+        cluster = self._cluster or self._open()
+        deadline = time.monotonic() + cluster.timeout
+        node = cluster.order(key, deadline)[0]
+        found = read_memory(cluster.members[node].channel, key, into, deadline)
+        if found is not None:
+            if self._upkeep is not None:
+                self._upkeep.note(key, node)
+            return found
+        ask = Ask(node, _GET, key, 0, None, into)
+        first = cluster.ask((ask,), share_of(deadline, last=len(cluster.members) == 1))
+        if not isinstance(first[0], Exception) and first[0].status == _DONE:
+            return self._taken(cluster, key, node, first[0], into)
+        (answer,) = fetch(cluster, [key], [into], deadline, first=(ask, first[0]))
+        if answer is None:
+            return None
+        if isinstance(answer, Exception):
+            raise answer
+        return self._taken(cluster, key, *answer, into)
+
+    def _taken(self, cluster: Cluster, key: bytes, node: int, reply: Reply, into: Payload | None) -> bytes | int:
+        if self._upkeep is not None:
+            self._upkeep.note(key, node)
+        if not self._warned and reply.meta[_COPIES] != cluster.copies:
+            self._warned = True
+            warnings.warn(
+                f"{key!r} was put with replicas={reply.meta[_COPIES]}, this store has replicas={cluster.copies}: it "
+                "looks for and mends that many copies",
+                FarpoolWarning,
+                stacklevel=4,
+            )
+        return reply.payload or b"" if into is None else reply.nbytes
+
+    def _read(self, keys: list[bytes], targets: Sequence[Payload | None]) -> list[bytes | int | None]:
+        """Read many values: for each key its bytes, or their number once they are in its target; None for no value."""
+        cluster = self._open()
+        deadline = cluster.deadline()
+        found, readers = read_many(cluster, keys, targets, deadline)
+        values = results(found, keys)
+        if self._upkeep is not None:
+            for node, numbers in readers.items():
+                for number in numbers:
+                    self._upkeep.note(keys[number], node)
+        left = [number for number, value in enumerate(values) if value is None]
+        if left:
+            rest = [keys[n] for n in left]
+            answers = fetch(cluster, rest, [targets[n] for n in left], deadline)
+            for number, answer in zip(left, results(answers, rest, len(keys) - len(left)), strict=True):
+                if answer is not None:
+                    values[number] = self._taken(cluster, keys[number], *answer, targets[number])
+        return values
+
+    def exists(self, key: Key) -> bool:
+        """Return True if a key has a value."""
+        return self.lookup([key]).leading == 1
+
+    def lookup(self, keys: Iterable[Key]) -> Lookup:
+        """Find out which of many keys have a value, and of which size; one request to each node.
+
+        Raises
+        ------
+        NodeError, ReplicationError
+            As of `get`.
+        """
+        cluster = self._open()
+        return Lookup(cast("Sequence[int | None]", look_up(cluster, as_keys(keys), cluster.deadline())))
+
+    def stat(self, key: Key) -> ObjectInfo | None:
+        """Return size, time to live and pins of a key's value from the first node that has it; None if none has."""
+        cluster, data = self._open(), as_key(key)
+        (found,) = results(fetch(cluster, [data], [None], cluster.deadline(), Op.STAT), [data])
+        if found is None:
+            return None
+        meta = found[1].meta
+        nbytes, _, pins = STATED.unpack_from(meta)
+        ttl, copies, _, _, _, _, flags = HEAD.unpack_from(meta, STATED.size)
+        return ObjectInfo(data, nbytes, seconds_left(ttl), copies, pins, bool(flags & KEPT))
+
+    def drop(self, key: Key) -> bool:
+        """Drop a key's value; return True if there was one.
+
+        It is hidden at once on all nodes that can be reached; its memory is free when nobody holds it pinned any more.
+        A copy on a node that is away may come back with it.
+        """
+        cluster, data = self._open(), as_key(key)
+        return everywhere(cluster, Op.DROP, [data], cluster.deadline()).copies[0] > 0
+
+    def touch(self, key: Key, ttl: float | None, *, keep: bool | None = None) -> bool:
+        """Let a value live for `ttl` seconds from now, or for ever; return True if there is one.
+
+        Parameters
+        ----------
+        key : str or bytes
+            The key.
+        ttl : float or None
+            Seconds from now, or None for no limit; the longer time counts.
+        keep : bool or None
+            True: it is never evicted. False: it may be evicted again, and `ttl` counts even if it is shorter.
+        """
+        return self._touch([key], ttl, keep, copies=1).copies[0] > 0
+
+    def touch_many(
+        self,
+        keys: Iterable[Key],
+        ttl: float | None,
+        *,
+        keep: bool | None = None,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
+        """Touch many values at the same time and return how many copies that has reached; see `touch`.
+
+        Parameters
+        ----------
+        keys : iterable of str or bytes
+            The keys.
+        ttl : float or None
+            As of `touch`.
+        keep : bool or None
+            As of `touch`.
+        seen : sequence of mapping, optional
+            The ``marks`` of an earlier touch of the same keys. Nodes then touch only these copies, and only if no
+            program has kept or released them, or given them more time to live, since. With `keep` True they also touch
+            copies that are kept by now.
+
+        Raises
+        ------
+        QuotaExceededError
+            With `keep` True: too few of the copies that a value is to have may be kept.
+        """
+        return self._touch(keys, ttl, keep, copies=self.replicas if keep else 1, seen=seen)
+
+    def _touch(
+        self,
+        keys: Iterable[Key],
+        ttl: float | None,
+        keep: bool | None,
+        *,
+        copies: int,
+        seen: Sequence[Mapping[int, int]] | None = None,
+    ) -> Touched:
+        cluster = self._open()
+        arguments = TOUCH.pack(ttl_of(ttl), 0 if keep is None else 1 if keep else 2)
+        metas = [arguments + as_key(key) for key in keys]
+        return everywhere(cluster, Op.TOUCH, metas, cluster.deadline(), copies=copies, seen=seen)
+
+    def pin(self, key: Key, *, ttl: float | None = None) -> Pin:
+        """Hold a value in memory; on a node of this host without a copy.
+
+        Parameters
+        ----------
+        key : str or bytes
+            The key.
+        ttl : float or None
+            Seconds after which the pin ends by itself; None for as long as the program runs. What was made from its
+            view (arrays, tensors) must not be used after that.
+
+        Raises
+        ------
+        KeyError
+            The key has no value.
+        """
+        (held,) = self.pin_many([key], ttl=ttl)
+        if held is None:
+            raise KeyError(key)
+        return held
+
+    def pin_many(self, keys: Iterable[Key], *, ttl: float | None = None) -> Pins:
+        """Hold many values in memory, with all nodes asked at the same time.
+
+        Parameters
+        ----------
+        keys : iterable of str or bytes
+            The keys.
+        ttl : float or None
+            As of `pin`. A program that ends without releasing them holds nothing for longer than that.
+
+        Returns
+        -------
+        Pins
+            For each key its `Pin`, or None where it has no value. A context manager that releases all of them.
+
+        Raises
+        ------
+        NodeError, ReplicationError
+            As of `get`. Nothing stays pinned then.
+        """
+        cluster = self._open()
+        return pin_all(cluster, [as_key(key) for key in keys], ttl_of(ttl))
+
+    def put_many(
+        self,
+        items: Mapping[Key, Value] | Iterable[tuple[Key, Value]],
+        *,
+        ttl: float | None = None,
+        check: bool = False,
+    ) -> list[PutOutcome]:
+        """Put many values at the same time; see `put`."""
+        cluster = self._open()
+        pairs = items.items() if isinstance(items, Mapping) else items
+        checked = [(as_key(key), as_payload(value)) for key, value in pairs]
+        head = object_head(ttl_of(ttl), cluster.copies)
+        return results(put(cluster, checked, head, cluster.deadline(), check=check), [key for key, _ in checked])
+
+    def get_many(self, keys: Iterable[Key]) -> list[bytes | None]:
+        """Get many values at the same time; see `get`."""
+        checked = as_keys(keys)
+        return cast("list[bytes | None]", self._read(checked, [None] * len(checked)))
+
+    def get_into_many(self, pairs: Iterable[tuple[Key, Value]]) -> list[int | None]:
+        """Read many values into buffers at the same time; see `get_into`."""
+        checked = [(as_key(key), as_target(buffer)) for key, buffer in pairs]
+        return cast("list[int | None]", self._read([key for key, _ in checked], [into for _, into in checked]))
+
+    def best_effort(self) -> BestEffort:
+        """Return the calls of this store that suit caches: one short attempt, with errors in the places of results."""
+        return BestEffort(self._open, self._upkeep)
+
+    def objects(self, prefix: Key = "") -> Iterator[ObjectInfo]:
+        """Iterate over the objects whose keys begin with `prefix`, in no particular order.
+
+        Objects that are put or dropped meanwhile may be among them or not.
+
+        Raises
+        ------
+        ConfigError
+            The prefix has more than 256 bytes.
+        """
+        return _each_once(listing(cluster := self._open(), as_prefix(prefix), cluster.deadline))
+
+    def keys(self, prefix: Key = "") -> Iterator[bytes]:
+        """Iterate over the stored keys that begin with `prefix`, in no particular order."""
+        return (info.key for info in self.objects(prefix))
+
+    def repair(self, *, bandwidth: float | None = None, progress: Callable[[int, int], None] | None = None) -> Repaired:
+        """Restore missing copies, beginning with the objects that have the fewest.
+
+        Parameters
+        ----------
+        bandwidth : float or None
+            Bytes a second that may be copied; None for no limit.
+        progress : callable or None
+            Is called with the number of objects that have been mended and of those that have to be.
+
+        Returns
+        -------
+        Repaired
+            Numbers of objects.
+
+        Raises
+        ------
+        NodeError, ReplicationError
+            So many nodes cannot be asked that they may be all that have a copy of some object.
+        """
+        return repair(self._open(), bandwidth, progress)
+
+    def publish(
+        self, name: str, value: Buffer | Iterable[Buffer] | Mapping[str, Any], *, expect: int | None = None
+    ) -> NameInfo:
+        """Publish a value, or tensors, as the next version of a name.
+
+        The name holds its objects: they are never evicted and do not expire. Objects that are there already are not
+        sent again. Readers keep the version that they have open; the one before stays for a minute.
+
+        Parameters
+        ----------
+        name : str
+            1 to 200 bytes of printable text.
+        value : buffer, iterable of buffers, or mapping of str to tensors
+            A value; the parts of one, each of which is sent before the next is asked for; or tensors such as
+            ``model.state_dict()``, each of which is an object of its own.
+        expect : int, optional
+            The version that the name has to have now; 0 for none yet.
+
+        Returns
+        -------
+        NameInfo
+            The new version.
+
+        Raises
+        ------
+        NameHeldError
+            Another writer is at work.
+        NameMovedError
+            The name has another version than `expect`.
+        QuotaExceededError
+            The tenant would keep more than it may.
+        RegistryAwayError
+            The name could not be moved. With `uncertain` it may have been, or may still be.
+        NodeError
+            The objects could not be stored.
+        """
+        return self._open_names().publish(name, value, expect=expect)
+
+    def open(self, name: str, version: int | None = None) -> OpenedName:
+        """Open a name for reading; what it holds stays until it is closed. A context manager.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+        version : int, optional
+            An older version that is still held; None for the current one.
+
+        Raises
+        ------
+        NameMissingError
+            Nothing is published under it, or not in that version any more.
+        NameLostError
+            An object of it is on no node any more.
+        RegistryAwayError
+            The registry is away, and this program has not read the name before.
+        """
+        return self._open_names().open(name, version)
+
+    def watch(self, name: str, after: int = 0) -> NameWatch:
+        """Watch a name for versions above `after`; the current one comes first if it is. A context manager."""
+        return self._open_names().watch(name, after)
+
+    def list_names(self, prefix: str = "") -> list[NameInfo]:
+        """List the names that begin with a prefix, in their current versions, sorted."""
+        return self._open_names().list_names(prefix)
+
+    def history(self, name: str) -> list[NameInfo]:
+        """List the versions that were published under a name, the oldest first; at most the last hundred."""
+        return self._open_names().history(name)
+
+    def unpublish(self, name: str, *, expect: int | None = None) -> NameInfo:
+        """Remove a name; its last version stays for a minute, and for its readers.
+
+        Raises
+        ------
+        NameMissingError
+            Nothing is published under it.
+        NameHeldError, NameMovedError, RegistryAwayError
+            As of `publish`.
+        """
+        return self._open_names().unpublish(name, expect=expect)
+
+    def _open_names(self) -> Names:
+        """Return the names over this store, for which the registry is opened at the first use."""
+        self._open()
+        with self._naming:
+            if self._names is None:
+                self._names = Names(self, self._registry, timeout=self._open().timeout)
+            return self._names
+
+    def rotate_tenant(self) -> Rotation:
+        """Make everything that the tenant of the access key has put so far unreadable, for all programs.
+
+        Values that are pinned stay in memory until they are let go. A put that is under way may come before or after.
+        A node that cannot be reached is asked again until the call's time is used up, and may give out what it has
+        until a program tells it the new epoch (docs/store.md): see `Rotation.complete`.
+
+        Raises
+        ------
+        AccessDeniedError
+            The access key lacks the right ``admin`` or ``publish``.
+        NodeError
+            No node has confirmed. Some may have rotated nevertheless.
+        """
+        return rotate(self._open())
+
+    def largest(self) -> int:
+        """Return the size in bytes of the largest value that one of the nodes can hold."""
+        cluster = self._open()
+        cluster.reachable(cluster.deadline())
+        return max(member.channel.welcome.largest for member in cluster.members if member.channel.welcome is not None)
+
+    def nodes(self) -> list[NodeStatus]:
+        """Ask each node for its state and counters."""
+        cluster, statuses = self._open(), []
+        for member in cluster.members:
+            stats: dict[str, Any] | None = None
+            error = ""
+            try:
+                stats = member.call("stats", cluster.deadline())
+            except NodeError as failure:
+                error = str(failure)
+            failing, why = member.status()
+            statuses.append(NodeStatus(member.name, failing, error or why, member.channel.reader is not None, stats))
+        return statuses
+
+    def close(self) -> None:
+        """Close all connections. Idempotent. The nodes free what is still pinned after their grace period.
+
+        With `replicas`, missing copies of what was read are made before, for as long as a call may take. Names that are
+        open are let go.
+        """
+        with self._naming:
+            cluster, self._cluster = self._cluster, None
+            names, self._names = self._names, None
+        try:
+            if names is not None:
+                names.close()
+        finally:
+            if cluster is not None:
+                if self._upkeep is not None:
+                    self._upkeep.finish(cluster.deadline())
+                cluster.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a store cannot be pickled; make one from the nodes' addresses where it is needed")
+
+
+def _each_once(copies: Iterable[tuple[int, ObjectInfo]]) -> Iterator[ObjectInfo]:
+    seen: set[bytes] = set()
+    for _, info in copies:
+        if info.key not in seen:
+            seen.add(info.key)
+            yield info
+
+
+_STORES: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Disable all stores in the child of a fork: connections are the parent's, and locks may be held for ever."""
+    for store in _STORES:
+        store._cluster = None
+        store._names = None
+        store._naming = threading.Lock()
+        store._why = "is the copy that a fork left in this process"
+
+
+def _exiting() -> None:
+    """Close stores that were left open, as their threads cannot go on in an interpreter that ends."""
+    for store in list(_STORES):
+        store.close()
+
+
+atexit.register(_exiting)
+os.register_at_fork(after_in_child=_forked)

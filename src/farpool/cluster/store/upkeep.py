@@ -1,0 +1,218 @@
+"""Background upkeep: other copies of what is read are kept warm, and missing ones are restored.
+
+A hit is a use of one copy only. Without this the others would look unused to their nodes, be evicted, and be gone when
+the first node is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+from farpool.cluster.store.messages import Ask
+from farpool.cluster.store.reading import probe
+from farpool.cluster.wire.frames import COPIED, HEAD, KEPT, MARK_OF_NONE, TOUCH, Op, Status
+from farpool.cluster.wire.refusals import refusal
+from farpool.errors import FarpoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farpool._native import Reply
+    from farpool.cluster.store.cluster import Cluster
+
+__all__ = ["Mended", "Upkeep", "mend"]
+
+_PAUSE = 0.005
+"""Seconds in which hits are collected. A small cache is full of other objects a few of them later."""
+_MOST = 65536
+"""Most keys whose hits are remembered; more in one pause are left to a later hit."""
+_UNKEPT_MS = 60_000
+"""Milliseconds that a copy of a kept object lives if it is not kept after all."""
+
+
+class Upkeep:
+    """Background thread that looks after the other copies of what is read; it runs only while there is work.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The nodes.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._hits: dict[bytes, int] = {}
+        self._lacking: set[bytes] = set()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._until = math.inf
+
+    def note(self, key: bytes, node: int) -> None:
+        """Record that a key was read from a node."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            if len(self._hits) < _MOST:
+                self._hits[key] = node
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="farpool-store-upkeep", daemon=True)
+                self._thread.start()
+
+    def finish(self, deadline: float) -> None:
+        """Finish the work for all hits so far, until the deadline by the monotonic clock. Idempotent.
+
+        A program that reads and ends at once is to leave as many copies behind as one that stays.
+        """
+        with self._lock:
+            self._until = deadline
+            self._closing.set()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        while time.monotonic() < self._until:
+            self._closing.wait(_PAUSE)
+            with self._lock:
+                hits, self._hits = self._hits, {}
+                if not hits:
+                    self._thread = None
+                    return
+            try:
+                self._visit(hits)
+            except FarpoolError:  # a later hit tries again
+                continue
+
+    def _visit(self, hits: dict[bytes, int]) -> None:
+        cluster = self._cluster
+        deadline = self._deadline()
+        wanted: dict[int, list[bytes]] = defaultdict(list)
+        for key, holder in hits.items():
+            for node in cluster.order(key, deadline)[: cluster.copies]:
+                if node != holder:
+                    wanted[node].append(key)
+        lacking: dict[bytes, list[int]] = defaultdict(list)
+        for node, answer in probe(cluster, wanted, deadline, use=True).items():
+            if not isinstance(answer, Exception):
+                for place in answer.missing:
+                    lacking[wanted[node][place]].append(node)
+        # An object that is being put or dropped is on some nodes only, for a moment: a copy is missing if it is at the
+        # next check, too. There is no next check once the store is being closed.
+        again = set() if self._closing.is_set() else lacking.keys() - self._lacking
+        self._lacking = again
+        with self._lock:
+            for key in again:
+                self._hits.setdefault(key, hits[key])
+        for key in lacking.keys() - again:
+            if time.monotonic() > self._until:
+                return
+            mend(cluster, key, [hits[key]], lacking[key], self._deadline())
+
+    def _deadline(self) -> float:
+        return min(self._cluster.deadline(), self._until)
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """Outcome of copying one object.
+
+    Attributes
+    ----------
+    copies : int
+        Number of target nodes that have the object now.
+    reasons : tuple of str
+        Why the other targets do not have it, or why no holder returned it.
+    gone : bool
+        No holder has it any more, or the source was kept and is not any more: the object was dropped, let go, evicted
+        or expired.
+    """
+
+    copies: int
+    reasons: tuple[str, ...] = ()
+    gone: bool = False
+
+
+def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[int], deadline: float) -> Mended:
+    """Copy an object from the first holder that returns it to other nodes.
+
+    The copies get the time to live that is left, and are kept if the source is. A node where the key was dropped
+    lately takes none: the drop may have come after the source was read. Nor does one that is in a later epoch than the
+    source was: the head of what was read says in which.
+    """
+    reasons: list[str] = []
+    for holder in holders:
+        (source,) = cluster.ask([Ask(holder, Op.GET, key)], deadline)
+        if not isinstance(source, Exception) and source.status == Status.DONE:
+            break
+        if isinstance(source, Exception) or source.status != Status.MISSING:
+            reasons.append(_reason(source, cluster.members[holder].name, Op.GET))
+    else:
+        return Mended(0, tuple(reasons), gone=not reasons)
+    ttl, *head, flags = HEAD.unpack(source.meta)
+    is_kept = bool(flags & KEPT)
+    meta = HEAD.pack(_UNKEPT_MS if is_kept else ttl, *head, flags & ~KEPT | COPIED) + key
+    answers = cluster.ask([Ask(node, Op.PUT, meta, 0, source.payload or b"") for node in nodes], deadline)
+    refused = any(not isinstance(answer, Exception) and answer.status == Status.MISSING for answer in answers)
+    let_go = False
+    if is_kept:
+        taken = [place for place, answer in enumerate(answers) if _has_taken(answer)]
+        kept, let_go = _keep(cluster, key, holder, [nodes[place] for place in taken], deadline)
+        for place, answer in zip(taken, kept, strict=True):
+            answers[place] = answer
+    copies = 0
+    for node, answer in zip(nodes, answers, strict=True):
+        if _has_taken(answer):
+            copies += 1
+        else:
+            reasons.append(_reason(answer, cluster.members[node].name, Op.PUT))
+    return Mended(copies, tuple(reasons), gone=let_go or (refused and _is_missing(cluster, holder, key, deadline)))
+
+
+def _keep(
+    cluster: Cluster, key: bytes, holder: int, nodes: Sequence[int], deadline: float
+) -> tuple[list[Reply | Exception], bool]:
+    """Have nodes keep new copies of an object if the holder keeps its copy; also return True if it does so no more.
+
+    A sweep may let go of the object at the same time, and must leave no copy kept. So we note the marks of the new
+    copies first, then have the holder keep its own again, which gives that another mark. A sweep that has not let go of
+    it by then is refused, looks at all copies again, and finds the new ones. If it lets go of these before we keep
+    them, they have other marks than we noted, and their nodes do not keep them.
+    """
+    marked = cluster.ask([Ask(node, Op.TOUCH, TOUCH.pack(_UNKEPT_MS, 0) + key) for node in nodes], deadline)
+    (again,) = cluster.ask([Ask(holder, Op.TOUCH, TOUCH.pack(0, 1) + key, MARK_OF_NONE)], deadline)
+    if isinstance(again, Exception) or again.status != Status.DONE:
+        gone = not isinstance(again, Exception) and again.status in (Status.MISSING, Status.UNKNOWN)
+        return [again] * len(nodes), gone
+    answers = list(marked)
+    known = [(place, answer.serial) for place, answer in enumerate(marked) if _has_taken(answer)]
+    asks = [Ask(nodes[place], Op.TOUCH, TOUCH.pack(0, 1) + key, mark) for place, mark in known]
+    for (place, _), answer in zip(known, cluster.ask(asks, deadline), strict=True):
+        answers[place] = answer
+    return answers, False
+
+
+def _has_taken(answer: Reply | Exception) -> TypeGuard[Reply]:
+    """Return True if a node has stored or touched its copy."""
+    return not isinstance(answer, Exception) and answer.status in (Status.DONE, Status.PRESENT)
+
+
+def _is_missing(cluster: Cluster, holder: int, key: bytes, deadline: float) -> bool:
+    (answer,) = cluster.ask([Ask(holder, Op.STAT, key)], deadline)
+    return not isinstance(answer, Exception) and answer.status == Status.MISSING
+
+
+def _reason(answer: Reply | Exception, node: str, op: Op) -> str:
+    """Return the reason why a node has not returned, taken or kept an object."""
+    if isinstance(answer, Exception):
+        return str(answer)
+    if answer.status == Status.UNKNOWN:
+        return f"{node}: it does not keep its copy, because another program has let go of the object"
+    if answer.status == Status.MISSING:
+        return f"{node}: it takes no copy, because the key was dropped there lately or the node is in a later epoch"
+    return str(refusal(answer.status, answer.meta.decode(errors="replace"), node, op))

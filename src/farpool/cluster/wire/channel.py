@@ -1,0 +1,385 @@
+"""A program's channel to one node: control connection, data connections, mapped objects, leases.
+
+*Contact* is a control connection. It gives the program its session and says whether the node runs on the same host:
+then its UNIX socket is used from there on, as only that one passes file descriptors, and memory is mapped instead of
+copied through a socket. When the node has hung up, contact is made anew at the next use, under the same session, so
+that what the program holds (leases, pins) lives on within the node's grace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from farpool._native import Connection, ConnectionPool, ObjectReader, RemoteEnd, Stream, TenantEpoch
+from farpool.cluster.wire.address import Address
+from farpool.cluster.wire.control import Control
+from farpool.cluster.wire.dial import Connected, Dialled, dial
+from farpool.cluster.wire.fabric import load_fabric
+from farpool.cluster.wire.frames import Credential, Right
+from farpool.cluster.wire.host import host_id
+from farpool.cluster.wire.lease import Lease, map_lease
+from farpool.cluster.wire.node_memory import NodeMemory
+from farpool.cluster.wire.settings import BUILT_IN, Transport
+from farpool.errors import NodeError, NodeFullError, NodeTimeoutError
+
+if TYPE_CHECKING:
+    import mmap
+
+    from farpool.cluster.wire.access import AccessKey
+    from farpool.cluster.wire.handshake import Purpose, Welcome
+
+__all__ = ["SPIN_SECONDS", "Channel", "Transport"]
+
+SPIN_SECONDS = 50e-6
+"""Seconds to poll before sleeping: replies over fast networks come in that time, and sleeping takes as long again."""
+
+
+class _Dial(Protocol):
+    def __call__(
+        self, address: Address, purpose: Purpose, *, key: AccessKey | None, session: int, deadline: float, name: str
+    ) -> Dialled: ...
+
+
+class Channel:
+    """A program's channel to one node: its connections, mapped objects and leases. Thread-safe; opened on first use.
+
+    Parameters
+    ----------
+    address : Address
+        The node's address.
+    key : AccessKey or None
+        The access key; None where the node needs none.
+    transport : str
+        One of the values that `Transport` describes.
+    spin : float
+        Seconds for which a wait polls a socket before it blocks.
+    dial : callable
+        Connects to the node, as `farpool.cluster.wire.dial.dial` does.
+
+    Attributes
+    ----------
+    name : str
+        The node's address as text.
+    epoch : TenantEpoch
+        Highest known epoch of the tenant; a store shares one among the channels to its nodes.
+    reader : ObjectReader or None
+        The mapped objects, after `attach` if mapping is possible.
+    pool : ConnectionPool
+        Data connections: the idle ones, and those that are lent.
+    one_sided : NodeMemory or None
+        The node's memory as a fabric reaches it; None with other transports.
+    welcome : Welcome or None
+        The node's welcome at the last contact.
+
+    Raises
+    ------
+    ConfigError
+        The transport is a fabric that is not installed or cannot be used here.
+    """
+
+    reader: ObjectReader | None
+    one_sided: NodeMemory | None
+    pool: ConnectionPool
+    welcome: Welcome | None
+    _control: Control | None
+    _control_socket: Connected | None
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        key: AccessKey | None = None,
+        transport: Transport = "auto",
+        spin: float = SPIN_SECONDS,
+        dial: _Dial = dial,
+    ) -> None:
+        self.name = str(address)
+        self.epoch = TenantEpoch()
+        self._address = address
+        self._key = key
+        self._transport: Transport = transport
+        self._spin = spin
+        self._dial = dial
+        self._fabric = None if transport in BUILT_IN else load_fabric(transport)
+        self._forget_all()
+        _channels.add(self)
+
+    def connect(self, deadline: float) -> Welcome:
+        """Open the control connection, unless it is open.
+
+        Raises
+        ------
+        NodeError
+            The node cannot be reached by the deadline; with ``transport="mapped"`` also if it is on another host.
+        ProtocolError, AccessDeniedError
+            As raised by `dial`.
+        """
+        with self._alone(deadline):
+            return self._contact(deadline).welcome
+
+    def attach(self, deadline: float) -> ObjectReader | None:
+        """Open the control connection, unless it is open, and map the node's objects.
+
+        Returns
+        -------
+        ObjectReader or None
+            Also in `reader`; None where the node's memory is not mapped, or the key may not read it.
+
+        Raises
+        ------
+        NodeError
+            As raised by `connect`; also if the node's files cannot be mapped.
+        """
+        with self._alone(deadline):
+            control = self._contact(deadline)
+            if self.reader is None and self._mapped and Right.READ in control.welcome.rights:
+                self.reader = self._map_objects(control, deadline)
+            return self.reader
+
+    @contextlib.contextmanager
+    def connection(self, deadline: float) -> Iterator[Connection]:
+        """Borrow a data connection for a ``with`` block: an idle one, or a new one that is opened by the deadline.
+
+        It is kept for the next use unless it broke or has unanswered requests.
+        """
+        connection = self.take(deadline)
+        try:
+            yield connection
+        finally:
+            self.pool.give(connection)
+
+    def take(self, deadline: float, *, fresh: bool = False) -> Connection:
+        """Borrow a data connection, to be given back to `pool`: an idle one, or a new one (always if `fresh`)."""
+        connection = None if fresh else self.pool.take()
+        return connection or self.pool.lend(self._new_connection(deadline))
+
+    def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
+        """Make a call over the control connection, as `Control.call` does."""
+        return self._reach(deadline).call(name, deadline, **arguments)
+
+    def lend(self, nbytes: int, deadline: float) -> Lease:
+        """Borrow memory from the node as a lease, mapped if possible.
+
+        Raises
+        ------
+        NodeFullError
+            The node has no room for it.
+        AccessDeniedError
+            The key does not allow to write.
+        NodeError
+            As raised by `connect`.
+        """
+        control = self._reach(deadline)
+        lease = int(control.call("lend", deadline, bytes=nbytes)["lease"])
+        try:
+            memory = None
+            if self._mapped:
+                memory = map_lease(
+                    lambda: control.call_with_files("attach_lease", deadline, lease=lease)[1], nbytes, self.name
+                )
+        except BaseException:
+            with contextlib.suppress(NodeError):
+                control.call("release", deadline, lease=lease)
+            raise
+        return Lease(self, lease, nbytes, memory)
+
+    def end(self, lease: int, nbytes: int, memory: mmap.mmap | None, timeout: float) -> RemoteEnd:
+        """Make the object through which a `RemotePort` reaches a lease: mapped memory, or connections."""
+
+        def open_connection() -> int | Stream:
+            return self._open(time.monotonic() + timeout).socket.detach()
+
+        return RemoteEnd(
+            self.name,
+            lease,
+            nbytes,
+            memory=memory,
+            dial=open_connection,
+            tenant=self.welcome.tenant if self.welcome else 0,
+            credential=self._credential,
+            spin=self._spin,
+        )
+
+    def release(self, lease: int, deadline: float) -> None:
+        """Give a lease back to the node.
+
+        Raises
+        ------
+        NodeError
+            The node cannot be told. It frees the memory by itself once the session has ended.
+        """
+        if self.one_sided is not None:
+            self.one_sided.forget(lease)
+        self.call("release", deadline, lease=lease)
+
+    def close(self) -> None:
+        """End all connections; the session ends after the node's grace. Idempotent. Mapped memory stays mapped.
+
+        Waits in other threads end with `NodeError`; a thread that is just connecting closes what it opened.
+        """
+        self._closed = True
+        self.pool.close()
+        control, self._control = self._control, None
+        self.reader = None
+        if control is not None:
+            control.close()
+        if self.one_sided is not None:
+            self.one_sided.close()
+
+    @property
+    def _credential(self) -> int:
+        if self._data_address.scheme == "tls":
+            return Credential.CERTIFICATE
+        return Credential.NONE if self._key is None else Credential.SECRET
+
+    def _new_connection(self, deadline: float) -> Connection:
+        dialled = self._open(deadline)
+        tenant, credential = dialled.welcome.tenant, dialled.credential
+        return Connection(
+            dialled.socket.detach(),
+            self.name,
+            tenant=tenant,
+            credential=credential,
+            spin=self._spin,
+            area=self._mapped,
+            epoch=self.epoch,
+        )
+
+    def _forget_all(self) -> None:
+        """Reset to a new channel's state without shutting connections down: in a forked child they are the parent's."""
+        self.reader = None
+        self.welcome = None
+        self._session = 0
+        self._closed = False
+        self._mapped = False
+        self._data_address = self._address
+        self._control = None
+        self._control_socket = None
+        self.pool = ConnectionPool()
+        self._lock = threading.Lock()
+        self.one_sided = None if self._fabric is None else NodeMemory(self, self._transport, self._fabric)
+
+    @contextlib.contextmanager
+    def _alone(self, deadline: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise NodeTimeoutError(f"{self.name}: another thread did not reach the node in time", node=self.name)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _reach(self, deadline: float) -> Control:
+        with self._alone(deadline):
+            return self._contact(deadline)
+
+    def _open(self, deadline: float) -> Dialled:
+        self._reach(deadline)
+        return self._dial_to(self._data_address, "data", deadline)
+
+    def _contact(self, deadline: float) -> Control:
+        self._refuse_if_closed()
+        control = self._control  # taken once, as `close` may drop it at any moment
+        if control is not None:
+            if not control.is_closed and not _has_hung_up(self._control_socket):
+                return control
+            control.close()
+            self._control = self.reader = None
+        dialled = self._dial_to(self._address, "control", deadline)
+        if self._transport in ("auto", "mapped"):
+            dialled = self._local(dialled, deadline)
+        self.welcome = dialled.welcome
+        self._session = dialled.welcome.session
+        self._control_socket = dialled.socket
+        self._control = control = Control(dialled)
+        if self._closed:  # asked after, as `close` has not seen this one
+            control.close()
+            self._control = None
+        self._refuse_if_closed()
+        return control
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise NodeError(f"{self.name}: this channel was closed", node=self.name)
+
+    def _dial_to(self, address: Address, purpose: Purpose, deadline: float, session: int = 0) -> Dialled:
+        session = session or self._session
+        return self._dial(address, purpose, key=self._key, session=session, deadline=deadline, name=self.name)
+
+    def _local(self, dialled: Dialled, deadline: float) -> Dialled:
+        """Move the control connection to the node's UNIX socket, if the node is on this host."""
+        welcome = dialled.welcome
+        self._mapped = False
+        self._data_address = self._address
+        try:
+            if not welcome.host or welcome.host != host_id():
+                raise NodeError(f"{self.name} is on another host, so its memory cannot be mapped", node=self.name)
+            if self._address.scheme != "unix":
+                address = Address("unix", path=welcome.socket)
+                local = self._dial_to(address, "control", deadline, welcome.session)
+                if local.welcome.id != welcome.id:
+                    local.socket.close()
+                    raise NodeError(f"{self.name}: another node listens at {address}", node=self.name)
+                dialled.socket.close()
+                dialled, self._data_address = local, address
+        except NodeError:
+            if self._transport == "mapped":
+                dialled.socket.close()
+                raise
+        except BaseException:
+            dialled.socket.close()
+            raise
+        else:
+            self._mapped = True
+        return dialled
+
+    def _map_objects(self, control: Control, deadline: float) -> ObjectReader | None:
+        try:
+            _, files = control.call_with_files("attach_objects", deadline)
+        except (
+            NodeFullError
+        ):  # too many programs map this tenant's objects already, or the node is short of descriptors
+            if self._transport == "mapped":
+                raise
+            return None
+        try:
+            if len(files) != 3:
+                raise NodeError(f"{self.name} passed {len(files)} files of objects, expected 3", node=self.name)
+            index, data, visited = files
+            lifeline = -1 if self._control_socket is None else self._control_socket.fileno()
+            return ObjectReader(index, data, visited, self.name, lifeline=lifeline, epoch=self.epoch)
+        finally:
+            for file in files:
+                os.close(file)
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _has_hung_up(connected: Connected | None) -> bool:
+    """Return True if the node ended the connection. Reads nothing: another thread may be waiting for a reply."""
+    descriptor = -1 if connected is None else connected.fileno()  # read once: another thread may close it
+    if descriptor < 0:
+        return True
+    asked = select.poll()
+    asked.register(descriptor, select.POLLRDHUP)
+    return bool(asked.poll(0))
+
+
+def _forget_in_child() -> None:
+    for channel in list(_channels):
+        # Closed, not shut down: the parent goes on using it.
+        if channel._control_socket is not None:
+            channel._control_socket.close()
+        if channel.one_sided is not None:
+            channel.one_sided.leave_to_parent()
+        channel._forget_all()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,185 @@
+"""The client's end of a control connection: calls by name, some of which return file descriptors."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from farpool.cluster.wire.dial import Dialled, remaining
+from farpool.cluster.wire.frames import LARGEST_META, Frame, FrameReader, Op, Status, pack_frame
+from farpool.cluster.wire.handshake import Welcome
+from farpool.cluster.wire.refusals import refusal
+from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
+
+__all__ = ["MOST_FILES", "Control"]
+
+MOST_FILES = 3
+"""Most file descriptors that one reply passes."""
+
+
+class Control:
+    """Makes calls over one control connection, one at a time. Thread-safe.
+
+    After a call that got no whole reply in time the connection is of no use any more: it is closed, and further calls
+    raise `NodeError`.
+
+    Parameters
+    ----------
+    dialled : Dialled
+        A connection for control, which this object owns from now on.
+
+    Attributes
+    ----------
+    welcome : Welcome
+        The node's welcome at the end of the handshake.
+    """
+
+    def __init__(self, dialled: Dialled) -> None:
+        self.welcome: Welcome = dialled.welcome
+        self._node = dialled.node
+        self._socket = dialled.socket
+        self._credential = dialled.credential
+        self._reader = FrameReader(self._node)
+        self._request = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the connection was closed, or broke."""
+        return self._closed
+
+    def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
+        """Make a call, and return the node's result.
+
+        Parameters
+        ----------
+        name : str
+            Name of the call, one of those in docs/wire.md.
+        deadline : float
+            Time of `time.monotonic` by which the reply has to be here.
+        **arguments
+            The call's arguments.
+
+        Raises
+        ------
+        NodeTimeoutError, ProtocolError, NodeError
+            There was no reply; the connection is closed.
+        AccessDeniedError, NodeFullError, LeaseLostError, ProtocolError
+            The node refused the call.
+        """
+        result, files = self.call_with_files(name, deadline, **arguments)
+        for file in files:
+            os.close(file)
+        return result
+
+    def call_with_files(self, name: str, deadline: float, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
+        """Make a call; return its result and the file descriptors that came with it, which the caller closes."""
+        if not self._take_turn(deadline):
+            raise NodeTimeoutError(f"{self._node}: another thread's call did not end in time", node=self._node)
+        try:
+            if self._closed:
+                raise NodeError(f"{self._node}: this connection was closed", node=self._node)
+            return self._exchange(name, deadline, arguments)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the connection. Idempotent; a call of another thread that is under way ends with `NodeError`."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._socket.close()
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take_turn(self, deadline: float) -> bool:
+        return self._lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _exchange(self, name: str, deadline: float, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        self._request += 1
+        meta = msgspec.msgpack.encode({"call": name, **arguments})
+        if len(meta) > LARGEST_META:
+            raise ValueError(f"the arguments of {name} are {len(meta)} bytes, expected at most {LARGEST_META}")
+        tenant = self.welcome.tenant
+        request = pack_frame(Op.CALL, meta, request=self._request, tenant=tenant, credential=self._credential)
+        files: list[int] = []
+        try:
+            with self._closing_at_failure(name):
+                self._socket.settimeout(remaining(deadline))
+                self._socket.sendall(request)
+                frame = self._receive(deadline, files)
+                result = self._result(frame, name)
+            if frame.status != Status.DONE:
+                raise refusal(frame.status, f"{name}: {result.get('error', 'no reason given')}", self._node)
+        except BaseException:
+            for file in files:
+                os.close(file)
+            raise
+        return result, files
+
+    def _receive(self, deadline: float, files: list[int]) -> Frame:
+        room = socket.CMSG_LEN(MOST_FILES * array.array("i").itemsize)
+        while True:
+            self._socket.settimeout(remaining(deadline))
+            # Not socket.recv_fds: before Python 3.12 it drops its flags, and children would inherit the descriptors.
+            data, passed, flags, _ = self._socket.recvmsg(self._reader.needed, room, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, content in passed:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    files.extend(array.array("i", content[: len(content) // 4 * 4]))
+            if not data:
+                raise ConnectionResetError("it ended the connection")
+            if flags & socket.MSG_CTRUNC or len(files) > MOST_FILES:
+                raise ProtocolError(
+                    f"{self._node} passed more than {MOST_FILES} files, or more than this process may have open",
+                    node=self._node,
+                )
+            frame = self._reader.feed(data)
+            if frame is not None:
+                return frame
+
+    def _result(self, frame: Frame, name: str) -> dict[str, Any]:
+        if frame.op != Op.CALL or frame.request != self._request:
+            raise ProtocolError(
+                f"{self._node} answered operation {frame.op}, request {frame.request}; expected operation "
+                f"{Op.CALL.value} ({name}), request {self._request}",
+                node=self._node,
+            )
+        try:
+            return msgspec.msgpack.decode(frame.meta, type=dict[str, Any])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise ProtocolError(
+                f"{self._node} answered {name} with what is no map: {error}", node=self._node
+            ) from error
+
+    @contextlib.contextmanager
+    def _closing_at_failure(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # The reply may still come, or half of it was read: nothing that follows could be told apart from it.
+            self._closed = True
+            self._socket.close()
+            if isinstance(error, TimeoutError) and not isinstance(error, NodeError):
+                raise NodeTimeoutError(f"{self._node} did not answer {name} in time", node=self._node) from error
+            if isinstance(error, OSError) and not isinstance(error, NodeError):
+                raise NodeError(
+                    f"{self._node}: the connection broke during {name}: {error.strerror or error}", node=self._node
+                ) from error
+            raise

@@ -1,0 +1,370 @@
+"""Handshake of a connection: both sides name their versions and prove the secret (docs/wire.md). Sans-IO.
+
+Each half says how many bytes it needs, is fed them, and returns the bytes to send. Either side proves the shared secret
+over nonces that both chose, under a label of its own, so that nothing overheard can be replayed or mirrored. The client
+proves it first: whoever only knows the name of a key gets nothing from the node against which to test guesses of the
+secret. A node treats an unknown key like a wrong secret, so names of keys cannot be found by asking.
+
+Over TLS both have proved their certificates before. The client's certificate names the access key then, and there is no
+secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from farpool.cluster.wire.access import AccessKey, Grant
+from farpool.cluster.wire.frames import VERSION, Credential, Frame, FrameReader, Op, Right, Status, pack_frame
+from farpool.cluster.wire.messages import (
+    LARGEST_META,
+    LARGEST_SESSION,
+    LONGEST_TEXT,
+    Challenge,
+    Hello,
+    Proof,
+    Purpose,
+    Refused,
+    Versions,
+    WelcomeFields,
+    decoded,
+    expect,
+)
+from farpool.cluster.wire.refusals import refusal, status_of
+from farpool.errors import AccessDeniedError, NodeError, ProtocolError
+
+__all__ = ["Accepted", "ClientHandshake", "Identity", "NodeHandshake", "Purpose", "Welcome", "refused_frame"]
+
+_ALL_RIGHTS = Right.READ | Right.WRITE | Right.PUBLISH | Right.ADMIN
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Identity of a node, as it presents itself in a handshake.
+
+    Attributes
+    ----------
+    name : str
+        The node's name.
+    id : bytes
+        16 bytes, random at each start.
+    identity : bytes
+        16 bytes, random at its first start and the same from then on.
+    largest : int
+        Bytes of the largest payload.
+    host : str
+        The kernel's boot id: two processes with the same one run on one host.
+    socket : str
+        Path of the node's UNIX socket.
+    """
+
+    name: str
+    id: bytes
+    identity: bytes
+    largest: int
+    host: str
+    socket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Outcome of a handshake on the client's side: the node's identity and limits, and the client's rights there.
+
+    Attributes
+    ----------
+    session : int
+        The program's session, to be named by its further connections.
+    rights : Right
+        Rights of its access key.
+    tenant : int
+        Tenant whose objects and leases it sees.
+    largest : int
+        Bytes of the largest payload.
+    host : str
+        Boot id of the node's kernel.
+    socket : str
+        Path of the node's UNIX socket on its host.
+    node : str
+        The node's name.
+    id : bytes
+        16 bytes, random at each start of the node.
+    identity : bytes
+        16 bytes, random at the node's first start and the same from then on.
+    """
+
+    session: int
+    rights: Right
+    tenant: int
+    largest: int
+    host: str
+    socket: str
+    node: str
+    id: bytes
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Outcome of a handshake on the node's side: the client's session, access key, rights and tenant.
+
+    Attributes
+    ----------
+    purpose : "control" or "data"
+        Use of the connection.
+    session : int
+        The program's session.
+    key : str
+        Name of the access key, empty for none.
+    rights : Right
+        Rights of the key.
+    tenant : int
+        Tenant whose objects and leases it sees.
+    """
+
+    purpose: Purpose
+    session: int
+    key: str
+    rights: Right
+    tenant: int
+
+
+class ClientHandshake:
+    """The client's half of the handshake.
+
+    Parameters
+    ----------
+    node : str
+        The node's address, for errors.
+    purpose : "control" or "data"
+        Use of the connection.
+    key : AccessKey or None
+        With a key, a node that does not prove the same secret is refused, also one that asks for no proof.
+    session : int
+        The program's session; 0 to be given one.
+    secure : bool
+        The connection has TLS: certificates prove what a key would.
+
+    Attributes
+    ----------
+    welcome : Welcome or None
+        Set once the handshake is over.
+    """
+
+    def __init__(
+        self, node: str, purpose: Purpose, key: AccessKey | None, session: int = 0, *, secure: bool = False
+    ) -> None:
+        self.welcome: Welcome | None = None
+        self._node = node
+        self._key = key = None if secure else key
+        self._credential = Credential.CERTIFICATE if secure else Credential.SECRET if key else Credential.NONE
+        self._nonce = os.urandom(32)
+        self._hello = Hello((VERSION, VERSION), 0, self._nonce, key.name if key else "", purpose, session)
+        self._reader = FrameReader(node, LARGEST_META)
+        self._challenge: Challenge | None = None
+
+    @property
+    def needed(self) -> int:
+        """Most bytes that may be fed next; 1 or more."""
+        return self._reader.needed
+
+    def start(self) -> bytes:
+        """Return the bytes to send first."""
+        return self._pack(Op.HELLO, self._hello)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes from the node, at most `needed`; return the bytes to send next, often none.
+
+        Raises
+        ------
+        ProtocolError
+            The node does not speak this protocol, or no version of it that this farpool does.
+        AccessDeniedError
+            The node refuses the key, needs one, or does not prove that it knows the secret.
+        NodeFullError
+            The node lacks descriptors or memory for the connection; it may have them again later.
+        """
+        frame = self._reader.feed(data)
+        if frame is None:
+            return b""
+        if frame.op == Op.REFUSED:
+            reason = decoded(frame, Refused, self._node).reason
+            # A node that lacks descriptors or memory may have them again soon, so this refusal is temporary.
+            passes = frame.status == Status.FULL
+            raise refusal(frame.status, f"the node refused the connection: {reason}", self._node, passes=passes)
+        if self._challenge is None:
+            return self._answer(frame)
+        self._finish(frame, self._challenge)
+        return b""
+
+    def _answer(self, frame: Frame) -> bytes:
+        expect(frame, Op.CHALLENGE, self._node)
+        challenge = decoded(frame, Challenge, self._node)
+        if challenge.version != VERSION or challenge.features:
+            raise ProtocolError(
+                f"{self._node} wants version {challenge.version} with features {challenge.features:#x} of the "
+                f"protocol, this farpool speaks {VERSION} without features",
+                node=self._node,
+            )
+        key = self._key
+        if challenge.secret and key is None:
+            raise AccessDeniedError(
+                f"{self._node} needs an access key; give key='NAME:SECRET' or set FARPOOL_KEY or FARPOOL_KEY_FILE",
+                node=self._node,
+            )
+        if key is not None and not challenge.secret:
+            raise AccessDeniedError(
+                f"{self._node} has no access keys, but the access key {key.name!r} is to be used: whoever answers "
+                "there cannot prove the secret, so this program does not talk to it; start the node with keys, or give "
+                "none here",
+                node=self._node,
+            )
+        proof = b"" if key is None else _client_proof(key.secret, self._nonce, challenge.nonce)
+        self._challenge = challenge
+        return self._pack(Op.PROOF, Proof(proof))
+
+    def _finish(self, frame: Frame, challenge: Challenge) -> None:
+        expect(frame, Op.WELCOME, self._node)
+        welcome = decoded(frame, WelcomeFields, self._node)
+        key = self._key
+        if key is not None and not hmac.compare_digest(
+            welcome.proof, _node_proof(key.secret, self._nonce, challenge.nonce)
+        ):
+            raise AccessDeniedError(
+                f"{self._node} does not prove the secret of the access key {key.name!r}, so this program does not talk "
+                "to it",
+                node=self._node,
+            )
+        if self._hello.session not in (0, welcome.session):
+            raise ProtocolError(f"{self._node} gave the session of this program another number", node=self._node)
+        self.welcome = Welcome(
+            welcome.session,
+            Right(welcome.rights),
+            welcome.tenant,
+            welcome.largest,
+            welcome.host,
+            welcome.socket,
+            challenge.node,
+            challenge.id,
+            challenge.identity,
+        )
+
+    def _pack(self, op: Op, message: msgspec.Struct) -> bytes:
+        return pack_frame(op, msgspec.msgpack.encode(message), credential=self._credential)
+
+
+class NodeHandshake:
+    """The node's half of the handshake, for one connection.
+
+    Parameters
+    ----------
+    identity : Identity
+        The node's identity.
+    keys : mapping of str to Grant, or None
+        Access keys by name; None where everybody who can connect may do everything.
+    certificate : str or None
+        The name in the client's certificate, which names its access key; None without TLS.
+
+    Attributes
+    ----------
+    accepted : Accepted or None
+        Set once the client has proved itself; what `feed` returned then is still to be sent.
+    grant : Grant or None
+        Grant of the client's key at the time of its hello.
+    """
+
+    def __init__(self, identity: Identity, keys: Mapping[str, Grant] | None, certificate: str | None = None) -> None:
+        self.accepted: Accepted | None = None
+        self.grant: Grant | None = None
+        self._certificate = certificate
+        self._identity = identity
+        self._keys = keys
+        self._nonce = os.urandom(32)
+        self._reader = FrameReader("", LARGEST_META)
+        self._hello: Hello | None = None
+        self._secret = b""
+
+    @property
+    def needed(self) -> int:
+        """Most bytes that may be fed next; 1 or more."""
+        return self._reader.needed
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes from the client, at most `needed`; return the bytes to send next, often none.
+
+        Raises
+        ------
+        ProtocolError, AccessDeniedError
+            The client is to be refused: send it `refused_frame`, then close.
+        """
+        frame = self._reader.feed(data)
+        if frame is None:
+            return b""
+        if self._hello is None:
+            return self._greet(frame)
+        return self._welcome(frame, self._hello)
+
+    def _greet(self, frame: Frame) -> bytes:
+        expect(frame, Op.HELLO, "")
+        lowest, highest = decoded(frame, Versions, "").versions
+        if not lowest <= VERSION <= highest:
+            spoken = f"version {lowest}" if lowest == highest else f"versions {lowest} to {highest}"
+            raise ProtocolError(f"the client speaks {spoken} of the protocol, this farpool {VERSION}")
+        hello = decoded(frame, Hello, "")
+        if self._keys is None:
+            self.grant = Grant(b"", _ALL_RIGHTS, 0)
+        elif self._certificate is not None:
+            self.grant = self._keys.get(self._certificate)
+            if self.grant is None:
+                raise AccessDeniedError(
+                    f"the certificate is of {self._certificate!r}, and this node has no access key of that name"
+                )
+        else:
+            self.grant = self._keys.get(hello.key)
+            # A key without a secret is there for certificates alone, and like one that is not there at all.
+            self._secret = (self.grant.secret if self.grant else b"") or os.urandom(32)
+        self._hello = hello
+        identity = self._identity
+        challenge = Challenge(
+            VERSION, 0, self._nonce, bool(self._secret), identity.name, identity.id, identity.identity
+        )
+        return pack_frame(Op.CHALLENGE, msgspec.msgpack.encode(challenge))
+
+    def _welcome(self, frame: Frame, hello: Hello) -> bytes:
+        expect(frame, Op.PROOF, "")
+        proof = decoded(frame, Proof, "").proof
+        expected, answer = b"", b""
+        if self._secret:
+            expected = _client_proof(self._secret, hello.nonce, self._nonce)
+            answer = _node_proof(self._secret, hello.nonce, self._nonce)
+        grant = self.grant
+        if grant is None or not hmac.compare_digest(proof, expected):
+            raise AccessDeniedError(
+                f"the secret of the access key {hello.key!r} was not proved: it is another one, or there is no such key"
+            )
+        session = hello.session or secrets.randbelow(LARGEST_SESSION) + 1
+        key = hello.key if self._certificate is None else self._certificate
+        self.accepted = Accepted(hello.purpose, session, key, grant.rights, grant.tenant)
+        identity = self._identity
+        message = WelcomeFields(
+            answer, session, int(grant.rights), grant.tenant, identity.largest, identity.host, identity.socket
+        )
+        return pack_frame(Op.WELCOME, msgspec.msgpack.encode(message), status=Status.DONE)
+
+
+def refused_frame(error: NodeError) -> bytes:
+    """Encode the frame that tells a client why it is refused."""
+    reason = str(error)[:LONGEST_TEXT]
+    return pack_frame(Op.REFUSED, msgspec.msgpack.encode(Refused(reason)), status=status_of(error))
+
+
+def _node_proof(secret: bytes, client_nonce: bytes, node_nonce: bytes) -> bytes:
+    return hmac.digest(secret, b"farpool node 2" + client_nonce + node_nonce, "sha256")
+
+
+def _client_proof(secret: bytes, client_nonce: bytes, node_nonce: bytes) -> bytes:
+    return hmac.digest(secret, b"farpool client 2" + node_nonce + client_nonce, "sha256")

@@ -1,0 +1,113 @@
+"""Messages in the frames of the handshake (docs/wire.md): MessagePack with bounded fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from farpool.cluster.wire.access import LONGEST_NAME
+from farpool.cluster.wire.frames import Frame, Op
+from farpool.errors import ProtocolError
+
+__all__ = [
+    "LARGEST_META",
+    "LARGEST_SESSION",
+    "LONGEST_TEXT",
+    "Challenge",
+    "Hello",
+    "Proof",
+    "Purpose",
+    "Refused",
+    "Versions",
+    "WelcomeFields",
+    "decoded",
+    "expect",
+]
+
+Purpose = Literal["control", "data"]
+"""Use of a connection: for control calls, or for data."""
+LARGEST_META = 4096
+"""Most bytes of meta in a frame of the handshake."""
+LARGEST_SESSION = 2**63 - 1
+LONGEST_TEXT = 512
+
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+_Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+_Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+_Session = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SESSION)]
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """Protocol versions of the client: the one part of a hello that every version can read."""
+
+    versions: tuple[_Unsigned, _Unsigned]
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The client's first message: its versions, nonce, access key, purpose and session."""
+
+    versions: tuple[_Unsigned, _Unsigned]
+    features: _Unsigned
+    nonce: _Nonce
+    key: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+    purpose: Purpose
+    session: _Session
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    """The node's reply to a hello: its version, nonce and identity, and if a secret is to be proved."""
+
+    version: _Unsigned
+    features: _Unsigned
+    nonce: _Nonce
+    secret: bool
+    node: _Text
+    id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    identity: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """The client's proof that it knows the secret; empty if none is asked for."""
+
+    proof: _Proof
+
+
+class WelcomeFields(msgspec.Struct, frozen=True):
+    """The node's acceptance: its proof, the client's session and rights, and where else the node can be reached."""
+
+    proof: _Proof
+    session: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_SESSION)]
+    rights: _Unsigned
+    tenant: _Unsigned
+    largest: _Unsigned
+    host: _Text
+    socket: _Text
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The node's refusal, with the reason why it ends the connection."""
+
+    reason: _Text
+
+
+def expect(frame: Frame, op: Op, node: str) -> None:
+    """Raise `ProtocolError` unless the frame is of this operation; `node` is empty at the node itself."""
+    if frame.op != op:
+        sender = node or "the client"
+        raise ProtocolError(f"{sender} sent operation {frame.op}, expected {op.value} ({op.name.lower()})", node=node)
+
+
+_Message = TypeVar("_Message", bound=msgspec.Struct)
+
+
+def decoded(frame: Frame, kind: type[_Message], node: str) -> _Message:
+    """Decode the frame's message; raises `ProtocolError` if it is not a valid one of this kind."""
+    try:
+        return msgspec.msgpack.decode(frame.meta, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        sender = node or "the client"
+        raise ProtocolError(
+            f"{sender} sent operation {frame.op} with arguments that it cannot have: {error}", node=node
+        ) from error

@@ -1,0 +1,185 @@
+"""One-sided access to a node's memory over a fabric: attached when needed, and anew after a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from farpool._native import Connection, crc32c
+from farpool.cluster.wire.fabric import Endpoint, Exposed, Fabric, Region
+from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
+from farpool.cluster.wire.lease import SEGMENT_HEADER_BYTES
+from farpool.errors import NodeError, NodeTimeoutError, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer
+
+__all__ = ["NodeMemory"]
+
+_UNPIN_SECONDS = 0.1
+"""Least time for sending an unpin: enough to hand a few bytes to the operating system."""
+_OBJECTS = None
+"""Used in place of a lease's number for the tenant's objects."""
+
+_of_parents: list[NodeMemory] = []
+
+
+class NodeCalls(Protocol):
+    """Interface for calls and connections to a node; `Channel` implements it."""
+
+    @property
+    def name(self) -> str:
+        """The node's address, for errors."""
+        ...
+
+    def call(self, name: str, deadline: float, **arguments: Any) -> dict[str, Any]:
+        """Make a call over the node's control connection."""
+        ...
+
+    def connection(self, deadline: float) -> AbstractContextManager[Connection]:
+        """Borrow a data connection for the time of a ``with`` block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attached:
+    """A segment as the node describes it, and the region that accesses its bytes."""
+
+    exposed: Exposed
+    region: Region
+
+
+class NodeMemory:
+    """Leases and objects of one node, read and written one-sided. Thread-safe.
+
+    Parameters
+    ----------
+    channel : NodeCalls
+        Calls and connections to the node, for everything but moving bytes.
+    name : str
+        The fabric's name.
+    fabric : Fabric
+        Moves the bytes. Its endpoint is opened when it is first needed.
+    """
+
+    def __init__(self, channel: NodeCalls, name: str, fabric: Fabric) -> None:
+        self._channel = channel
+        self._name = name
+        self._fabric = fabric
+        self._endpoint: Endpoint | None = None
+        self._regions: dict[int | None, _Attached] = {}
+        self._attaching = threading.Lock()
+
+    def read(self, lease: int, offset: int, into: memoryview, deadline: float) -> None:
+        """Fill a buffer from a lease's memory; `offset` counts from its first usable byte.
+
+        Raises
+        ------
+        NodeTimeoutError, NodeError
+            As raised by `Region.read`; also if the node cannot be reached or does not expose memory.
+        AccessDeniedError, LeaseLostError
+            The node does not let this program access the lease.
+        """
+        self._move(lease, deadline, lambda region: region.read(SEGMENT_HEADER_BYTES + offset, into, deadline))
+
+    def write(self, lease: int, offset: int, data: memoryview, deadline: float) -> None:
+        """Copy a buffer into a lease's memory; raises as `read`."""
+        self._move(lease, deadline, lambda region: region.write(SEGMENT_HEADER_BYTES + offset, data, deadline))
+
+    def get(self, key: bytes, deadline: float, into: Buffer | None = None) -> tuple[bytes | None, int, int] | None:
+        """Read an object: pinned, read one-sided, verified. Raises as `read`.
+
+        Returns
+        -------
+        tuple of bytes or None, int and int, or None
+            Payload (None with `into`), serial and bytes. None where the node has to be asked: it has no such
+            object, or what was read is not what it has.
+
+        Raises
+        ------
+        ValueError
+            `into` is too small.
+        """
+        with self._channel.connection(deadline) as connection:
+            pinned = connection.exchange(Op.PIN, TTL.pack(0) + key, deadline)
+            if pinned.status != Status.DONE:
+                return None
+            offset, nbytes, checksum, number = PLACE.unpack(pinned.meta)
+            payload = bytearray(nbytes) if into is None else memoryview(into).cast("B")
+            view = memoryview(payload)[:nbytes]
+            try:
+                if 0 < nbytes <= len(payload):
+                    self._move(_OBJECTS, deadline, lambda region: region.read(offset, view, deadline))
+            finally:
+                # Sent even after the deadline: the node unpins when it gets to it.
+                soon = max(deadline, time.monotonic() + _UNPIN_SECONDS)
+                connection.exchange(Op.UNPIN, UNPIN.pack(offset, number), soon, serial=pinned.serial)
+        if len(payload) < nbytes:
+            raise ValueError(f"{key!r} has {nbytes} bytes, the buffer {len(payload)}")
+        # Wrong bytes are no failure of the memory yet: the object may lie in other pages by now than those that were
+        # registered with the hardware.
+        if crc32c(view) != checksum:
+            return None
+        return bytes(view) if into is None else None, pinned.serial, nbytes
+
+    def forget(self, lease: int | None) -> None:
+        """Detach from a lease that is given back, or from the tenant's objects."""
+        attached = self._regions.pop(lease, None)
+        if attached is not None:
+            attached.region.close()
+
+    def close(self) -> None:
+        """Detach from everything. No transfer may be under way."""
+        self._regions.clear()
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
+
+    def leave_to_parent(self) -> None:
+        """Keep everything as it is in a forked child: closing it would send on the parent's connections."""
+        _of_parents.append(self)
+
+    def _move(self, lease: int | None, deadline: float, transfer: Callable[[Region], None]) -> None:
+        attached = self._attached(lease, deadline)
+        try:
+            transfer(attached.region)
+        except NodeTimeoutError:
+            raise
+        except NodeError:
+            # The process that exposes the memory may have been killed. A transfer may be done twice.
+            transfer(self._attached(lease, deadline, failed=attached).region)
+
+    def _attached(self, lease: int | None, deadline: float, failed: _Attached | None = None) -> _Attached:
+        """Return the attached segment; attach it first if it is not attached, or only as `failed`."""
+        attached = self._regions.get(lease)
+        if attached is not None and attached is not failed:
+            return attached
+        if not self._attaching.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            name = self._channel.name
+            raise NodeTimeoutError(f"{name}: another thread did not get at the node's memory in time", node=name)
+        try:
+            attached = self._regions.get(lease)
+            if attached is None or attached is failed:
+                self.forget(lease)
+                exposed = self._ask(lease, deadline, b"" if failed is None else failed.exposed.metadata)
+                if self._endpoint is None:
+                    self._endpoint = self._fabric.endpoint(self._channel.name)
+                self._regions[lease] = attached = _Attached(exposed, self._endpoint.attach(exposed))
+            return attached
+        finally:
+            self._attaching.release()
+
+    def _ask(self, lease: int | None, deadline: float, failed: bytes) -> Exposed:
+        answer = self._channel.call("expose", deadline, fabric=self._name, lease=lease, failed=failed)
+        try:
+            return msgspec.convert(answer, Exposed)
+        except msgspec.ValidationError as error:
+            node = self._channel.name
+            raise ProtocolError(f"{node} did not say how its memory is reached: {error}", node=node) from error

@@ -1,0 +1,207 @@
+"""Checks that transfers, moves and accesses are in order: nobody touches a range of the arena that another still needs.
+
+The pager promises a range to its next owner before the last one has left it, and names in `Transfer.after` what has to
+end first. `CheckedExecutor` stands before another executor, keeps what is under way, and raises where something would
+start, or be granted, that is not ordered after what it disturbs. It looks only at commands and completions, so it
+needs no knowledge of the pager that it checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from farpool.errors import OrderError
+from farpool.memory.pager import Kind, Move, Transfer
+from farpool.memory.pager.executor.base import Done, Executor
+
+__all__ = ["CheckedExecutor", "Span"]
+
+
+class Span(NamedTuple):
+    """A range of the arena that an access holds."""
+
+    place: int
+    nbytes: int
+    writes: bool
+
+
+class CheckedExecutor(Executor):
+    """Executor that checks commands before it passes them on to another one.
+
+    Parameters
+    ----------
+    inner : Executor
+        Carries them out.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self._open: dict[int, Transfer] = {}
+        """Transfers whose end has not been polled, but for those that an earlier failure cancels."""
+        self._held: dict[Hashable, tuple[Span, ...]] = {}
+
+    # ---- accesses -----------------------------------------------------------------------------------------------
+
+    def hold(self, access: Hashable, spans: Sequence[Span], op: str = "") -> None:
+        """Note that an access has been granted these ranges.
+
+        Raises
+        ------
+        OrderError
+            A transfer into them is under way, or one out of them although the access may write.
+        """
+        for span in spans:
+            for transfer in self.under_way(span.place, span.nbytes):
+                if span.writes or transfer.kind == Kind.FETCH:
+                    raise OrderError(
+                        f"{op or 'access'} was granted arena range {_named(span.place, span.nbytes)} to "
+                        f"{'write' if span.writes else 'read'} while {_described(transfer)} is under way there"
+                    )
+        self._held[access] = tuple(spans)
+
+    def let_go(self, access: Hashable) -> None:
+        """Note that an access has been released."""
+        self._held.pop(access, None)
+
+    def under_way(self, place: int, nbytes: int) -> list[Transfer]:
+        """Return the transfers under way that touch this range of the arena."""
+        return [transfer for transfer in self._open.values() if _touches(transfer, place, nbytes)]
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    def start(self, commands: Sequence[Transfer | Move]) -> None:
+        """Check all commands, then have them carried out; none of them is if one is out of order.
+
+        Raises
+        ------
+        OrderError
+            Names the command and what it would disturb.
+        """
+        added: list[int] = []
+        try:
+            for command in commands:
+                if isinstance(command, Move):
+                    self._check_move(command)
+                    continue
+                self._check_transfer(command)
+                self._open[command.id] = command
+                added.append(command.id)
+        except OrderError:
+            for number in added:
+                del self._open[number]
+            raise
+        self._carry_out(commands)
+
+    def _carry_out(self, commands: Sequence[Transfer | Move]) -> None:
+        self._inner.start(commands)
+
+    def _check_move(self, move: Move) -> None:
+        if self.is_own(move):
+            return
+        for place, end in ((move.source, "from"), (move.target, "to")):
+            for transfer in self.under_way(place, move.nbytes):
+                raise OrderError(
+                    f"a move {end} arena range {_named(place, move.nbytes)} while {_described(transfer)} is under way"
+                )
+            for spans in self._held.values():
+                for span in spans:
+                    if _overlap(place, move.nbytes, span.place, span.nbytes):
+                        raise OrderError(
+                            f"a move {end} arena range {_named(place, move.nbytes)}, of which an access holds "
+                            f"{_named(span.place, span.nbytes)}"
+                        )
+
+    def is_own(self, move: Move) -> bool:
+        """Return True if an access copies between ranges that it holds itself, which disturbs nobody."""
+        return any(
+            any(_within(move.source, move.nbytes, span) for span in spans)
+            and any(span.writes and _within(move.target, move.nbytes, span) for span in spans)
+            for spans in self._held.values()
+        )
+
+    def _check_transfer(self, transfer: Transfer) -> None:
+        fetch = transfer.kind == Kind.FETCH
+        before: set[int] | None = None
+        for other in self._open.values():
+            if not (fetch or other.kind == Kind.FETCH):
+                continue
+            if not any(_touches(other, piece.place, piece.nbytes) for piece in transfer.pieces):
+                continue
+            before = self._closure(transfer) if before is None else before
+            if other.id not in before:
+                raise OrderError(
+                    f"{_described(transfer)} does not wait for {_described(other)}, which is under way in the same "
+                    f"range; it waits for {sorted(before) or 'nothing'}"
+                )
+        for spans in self._held.values():
+            for span in spans:
+                if (fetch or span.writes) and _touches(transfer, span.place, span.nbytes):
+                    raise OrderError(
+                        f"{_described(transfer)} overlaps {_named(span.place, span.nbytes)}, which an access holds to "
+                        f"{'write' if span.writes else 'read'}"
+                    )
+
+    def _closure(self, transfer: Transfer) -> set[int]:
+        """Return the transfers under way that end before this one starts."""
+        found: set[int] = set()
+        todo = list(transfer.after)
+        while todo:
+            number = todo.pop()
+            if number in self._open and number not in found:
+                found.add(number)
+                todo.extend(self._open[number].after)
+        return found
+
+    # ---- the rest is passed on ------------------------------------------------------------------------------------
+
+    def expedite(self, transfers: Sequence[int]) -> None:
+        self._inner.expedite(transfers)
+
+    @property
+    def trouble(self) -> Exception | None:
+        return self._inner.trouble
+
+    def note_use(self) -> None:
+        self._inner.note_use()
+
+    def poll(self) -> list[Done]:
+        finished = self._inner.poll()
+        for done in finished:
+            self._end(done.id, failed=done.error is not None or done.cancelled)
+        return finished
+
+    def _end(self, number: int, *, failed: bool) -> None:
+        """End a transfer. Those after a failed one never start: forget them before they are reported as cancelled."""
+        if self._open.pop(number, None) is None or not failed:
+            return
+        for other in [other.id for other in self._open.values() if number in other.after]:
+            self._end(other, failed=True)
+
+    def wait(self, timeout: float) -> bool:
+        return self._inner.wait(timeout)
+
+    def close(self, timeout: float) -> bool:
+        return self._inner.close(timeout)
+
+
+def _overlap(place: int, nbytes: int, other: int, other_nbytes: int) -> bool:
+    return place < other + other_nbytes and other < place + nbytes
+
+
+def _within(place: int, nbytes: int, span: Span) -> bool:
+    return span.place <= place and place + nbytes <= span.place + span.nbytes
+
+
+def _touches(transfer: Transfer, place: int, nbytes: int) -> bool:
+    return any(_overlap(piece.place, piece.nbytes, place, nbytes) for piece in transfer.pieces)
+
+
+def _named(place: int, nbytes: int) -> str:
+    return f"[{place}, {place + nbytes})"
+
+
+def _described(transfer: Transfer) -> str:
+    kind = "fetch" if transfer.kind == Kind.FETCH else "write-back"
+    ranges = ", ".join(_named(piece.place, piece.nbytes) for piece in transfer.pieces)
+    return f"{kind} {transfer.id} of block {transfer.block}" + (f" ({ranges})" if ranges else "")

@@ -1,0 +1,93 @@
+"""The bytes of an arena as debug mode sees them: poisoned, compared with poison, summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from farpool._native import crc32c
+from farpool.memory.tiers.device import HostArena
+
+__all__ = ["POISON", "DeviceMemory", "HostMemory", "Memory"]
+
+POISON = b"\xdb\xff"
+"""Content of free bytes, from even offsets: NaN in each floating-point type of two bytes or more."""
+_CHUNK = 1 << 20
+_POISONED = POISON * (_CHUNK // 2 + 1)
+
+
+class Memory(Protocol):
+    """Interface to the bytes of an arena; offsets are from its start."""
+
+    readable: bool
+    """True if the bytes can be looked at without waiting for the device."""
+
+    def fill(self, place: int, nbytes: int) -> None:
+        """Poison a range, in order with the program's work."""
+        ...
+
+    def checksum(self, place: int, nbytes: int) -> int: ...
+
+    def first_change(self, place: int, nbytes: int) -> int:
+        """Offset of the first byte of a poisoned range that is not poison, -1 if there is none."""
+        ...
+
+
+class HostMemory:
+    """Bytes of an arena of host memory."""
+
+    readable = True
+
+    def __init__(self, arena: HostArena) -> None:
+        self._arena = arena
+
+    def fill(self, place: int, nbytes: int) -> None:
+        view = self._arena.view()
+        for start in range(place, place + nbytes, _CHUNK):
+            stop = min(start + _CHUNK, place + nbytes)
+            view[start:stop] = _expected(start, stop)
+
+    def checksum(self, place: int, nbytes: int) -> int:
+        return crc32c(self._arena.view()[place : place + nbytes])
+
+    def first_change(self, place: int, nbytes: int) -> int:
+        view = self._arena.view()
+        for start in range(place, place + nbytes, _CHUNK):
+            stop = min(start + _CHUNK, place + nbytes)
+            found, expected = bytes(view[start:stop]), _expected(start, stop)
+            if found != expected:
+                return start + next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        return -1
+
+
+def _expected(start: int, stop: int) -> bytes:
+    # As bytes, which are compared at the speed of memory; memoryviews are compared item by item.
+    return _POISONED[start % 2 : start % 2 + stop - start]
+
+
+class DeviceMemory:
+    """Bytes of an arena on a device, which are only poisoned.
+
+    To look at its bytes would mean to wait for the device, and so to hide the missing waits that are to be found.
+
+    Parameters
+    ----------
+    fill : callable
+        Fills a range, place and bytes, with a pattern of two bytes.
+    """
+
+    readable = False
+
+    def __init__(self, fill: Callable[[int, int, bytes], None]) -> None:
+        self._fill = fill
+
+    def fill(self, place: int, nbytes: int) -> None:
+        start, stop = place + place % 2, (place + nbytes) // 2 * 2
+        if start < stop:
+            self._fill(start, stop - start, POISON)
+
+    def checksum(self, place: int, nbytes: int) -> int:
+        raise AssertionError("the bytes of a device are not looked at")
+
+    def first_change(self, place: int, nbytes: int) -> int:
+        raise AssertionError("the bytes of a device are not looked at")

@@ -1,0 +1,229 @@
+"""Tracks which block's bytes lie where in the arena, from the pager's map and its commands.
+
+The pager's map is ahead of the bytes: it has changed when a command is made. Debug mode needs to know what the bytes
+are now, so it keeps a map of its own and brings it up to date with the commands that are about to be started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from farpool.memory.pager import Kind, Move, Pager, Transfer
+
+__all__ = ["Left", "Tenant", "Tenants", "gaps"]
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A block that has a range of the arena.
+
+    Attributes
+    ----------
+    filled : bool
+        True if the range holds its content: the block has been fetched, or an access has written it.
+    """
+
+    block: int
+    place: int
+    nbytes: int
+    filled: bool = False
+
+
+@dataclass(slots=True)
+class Left:
+    """A block that lost its range of the arena.
+
+    Attributes
+    ----------
+    moved : Move or None
+        Last of the commands that moves its bytes all the same; None without one.
+    written : bool
+        True if its bytes are written back from where they are then.
+    free : list of (int, int)
+        Parts of the range, place and bytes, that nobody needs before the commands are started.
+    """
+
+    tenant: Tenant
+    moved: Move | None
+    written: bool
+    free: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Tenants:
+    """Map of the arena: each block and where its bytes are now.
+
+    Attributes
+    ----------
+    generation : Counter
+        Number of times that each block got, changed or lost its place.
+    """
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._here: dict[int, Tenant] = {}
+        self._leaving: dict[int, Tenant] = {}
+        """Blocks whose range has been given up, by the write-back that still reads it."""
+        self.generation: Counter[int] = Counter()
+
+    def __getitem__(self, block: int) -> Tenant:
+        return self._here[block]
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(tuple(self._here.values()))
+
+    def get(self, block: int) -> Tenant | None:
+        return self._here.get(block)
+
+    def update(self, commands: Sequence[Transfer | Move]) -> list[Left]:
+        """Follow the pager's map, of which `commands`, about to be started, are the last changes.
+
+        Returns
+        -------
+        list of Left
+            Blocks that lost their range.
+        """
+        owners = self._owners()
+        final, moves = self._follow_moves(commands)
+        written = {c.block: c for c in commands if isinstance(c, Transfer) and c.kind == Kind.WRITE_BACK}
+        left: list[Left] = []
+        needed: list[tuple[int, int]] = []
+        for tenant in self:
+            block = tenant.block
+            place = owners.get(block)
+            if place is not None and place == final.get(block):
+                self.generation[block] += place != tenant.place
+                needed.append((tenant.place, tenant.place + tenant.nbytes))
+                tenant.place = place
+                continue
+            del self._here[block]
+            self.generation[block] += 1
+            write_back = written.get(block) or self._write_back_of(block)
+            if write_back is not None:
+                self._leaving[write_back.id] = replace(tenant, place=write_back.pieces[0].place)
+            left.append(Left(tenant, moves.get(block), write_back is not None))
+        needed += self._read_by_write_backs()
+        needed.sort()
+        for block, place in owners.items():
+            if block not in self._here:
+                self._arrive(block, place)
+        for item in left:
+            if item.moved is None:
+                item.free.extend(gaps(needed, item.tenant.place, item.tenant.place + self._rounded(item.tenant)))
+        return left
+
+    def _rounded(self, tenant: Tenant) -> int:
+        return self._pager.rounded(tenant.nbytes)
+
+    def _follow_moves(self, commands: Sequence[Transfer | Move]) -> tuple[dict[int, int], dict[int, Move]]:
+        """Return the place of each block's bytes after the commands, and the last move of those that are moved."""
+        places = {tenant.block: tenant.place for tenant in self}
+        last: dict[int, Move] = {}
+        for command in commands:
+            if isinstance(command, Move):
+                # Two blocks have the same place while one has been promised it and the other has not left.
+                here = [block for block, place in places.items() if place == command.source]
+                for block in sorted(here, key=lambda block: not self._here[block].filled)[:1]:
+                    self._displace(places, command, block)
+                    places[block] = command.target
+                    last[block] = command
+        return places, last
+
+    def _displace(self, places: dict[int, int], move: Move, moved: int) -> None:
+        """Forget what lies where a block is moved to: it left without a command, and may come again elsewhere."""
+        low, high = move.target, move.target + move.nbytes
+        for block, place in [*places.items()]:
+            if block != moved and place < high and low < place + self._here[block].nbytes:
+                del places[block]
+
+    def _read_by_write_backs(self) -> list[tuple[int, int]]:
+        return [(tenant.place, tenant.place + self._rounded(tenant)) for tenant in self._leaving.values()]
+
+    def _owners(self) -> dict[int, int]:
+        return {block: self._pager.block(block).place for block in self._pager.resident()}
+
+    def _write_back_of(self, block: int) -> Transfer | None:
+        """Return a block's write-back under way: a block kept during it may leave after all, by the same write."""
+        transfers: list[Transfer] = self._pager.transfers()
+        for transfer in transfers:
+            if transfer.block == block and transfer.kind == Kind.WRITE_BACK:
+                return transfer
+        return None
+
+    def _arrive(self, block: int, place: int) -> None:
+        for number, tenant in self._leaving.items():
+            if tenant.block == block and tenant.place == place:
+                self._stay(number)
+                return
+        self.generation[block] += 1
+        self._here[block] = Tenant(block, place, self._pager.block(block).size)
+
+    def _stay(self, number: int) -> None:
+        tenant = self._leaving.pop(number)
+        self.generation[tenant.block] += 1
+        self._here[tenant.block] = tenant
+
+    def written_back(self, transfer: Transfer, *, failed: bool) -> Tenant | None:
+        """Note the end of a write-back, before the pager does; return the block whose range it leaves free, if any."""
+        tenant = self._leaving.get(transfer.id)
+        if tenant is None:
+            return None
+        if failed or self._owners().get(tenant.block) == tenant.place:
+            self._stay(transfer.id)
+            return None
+        del self._leaving[transfer.id]
+        return tenant
+
+    def fetched(self, transfer: Transfer) -> Tenant | None:
+        """Note the end of a fetch; return the block whose content is here now, None if it has left."""
+        tenant = self._here.get(transfer.block)
+        if tenant is None or not all(
+            tenant.place <= piece.place < tenant.place + tenant.nbytes for piece in transfer.pieces
+        ):
+            return None
+        tenant.filled = True
+        return tenant
+
+    def without_tenants(self, place: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return parts ``(place, bytes)`` of a range that no block has, not even one whose transfer was only started.
+
+        The pager may have given them to a block already; nothing comes there before its commands are started.
+        """
+        return gaps(self._taken(), place, place + nbytes)
+
+    def about_to_be_taken(self) -> list[tuple[int, int]]:
+        """Return parts ``(place, bytes)`` that were free until now and that the pager has just given to a block."""
+        coming = [
+            (place, place + self._pager.block(block).size)
+            for block, place in self._owners().items()
+            if block not in self._here or self._here[block].place != place
+        ]
+        if not coming:
+            return []
+        free = self.free()
+        return [
+            (max(low, start), min(high, start + nbytes) - max(low, start))
+            for low, high in coming
+            for start, nbytes in free
+            if low < start + nbytes and start < high
+        ]
+
+    def free(self) -> list[tuple[int, int]]:
+        """Return parts ``(place, bytes)`` of the arena that belong to no block and that no write-back reads."""
+        return gaps(self._taken(), 0, self._pager.capacity)
+
+    def _taken(self) -> list[tuple[int, int]]:
+        taken = [(tenant.place, tenant.place + tenant.nbytes) for tenant in self._here.values()]
+        return sorted(taken + self._read_by_write_backs())
+
+
+def gaps(taken: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    """Return parts ``(place, bytes)`` of ``[low, high)`` that none of the sorted ranges ``[start, stop)`` covers."""
+    found = []
+    for start, stop in (*taken, (high, high)):
+        start = min(start, high)
+        if start > low:
+            found.append((low, start - low))
+        low = max(low, stop)
+    return found

@@ -1,0 +1,366 @@
+"""Watches a pool's arena: poison where nothing lives, generations and checksums where something does.
+
+Three invariants: between two accesses nobody changes a block; what lies in no block holds poison; a block's content is
+the same wherever it is moved. Whatever breaks one of these used memory outside its access: a tensor that outlived its
+operation, a copy that did not wait, a kernel that wrote beside its operand.
+
+All methods are called with the pool's lock held. What is found in the middle of the pool's own work is kept and raised
+where that work is complete, and by every later access: the pool's bytes are not to be trusted any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from farpool.errors import FarpoolError, LifetimeError, OrderError
+from farpool.memory.debug.checked import Span
+from farpool.memory.debug.checked_device import CheckedDevice
+from farpool.memory.debug.executor import WatchedExecutor
+from farpool.memory.debug.memory import Memory
+from farpool.memory.debug.tenants import Tenant, Tenants, gaps
+from farpool.memory.pager import Access as Grant
+from farpool.memory.pager import Kind, Mode, Move, Pager, Transfer
+from farpool.memory.pager.executor.base import Executor
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+
+__all__ = ["Watch"]
+
+_LOOK = 1 << 18
+"""Free bytes that are compared with poison at each release; one release goes on where the last one ended."""
+
+
+@dataclass(slots=True)
+class _Frozen:
+    """Part of a block that an access must not change, although it may write to the rest."""
+
+    block: int
+    place: int
+    nbytes: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """State of a granted access: its operands, their generations and its frozen parts."""
+
+    op: str
+    names: dict[int, str]
+    generations: dict[int, int]
+    writes: frozenset[int]
+    frozen: list[_Frozen] = field(default_factory=list)
+    writings: dict[int, int] = field(default_factory=dict)
+
+
+class Watch:
+    """Watches the arena of one pool in debug mode.
+
+    Parameters
+    ----------
+    pager : Pager
+    executor : Executor
+        Runs the pool's transfers; the pool uses `Watch.executor` in its place.
+    memory : Memory
+        The arena.
+    device : CheckedDevice, optional
+        Makes the executor's copies, and is told which ranges the program has used.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        executor: Executor,
+        memory: Memory,
+        device: CheckedDevice | None = None,
+    ) -> None:
+        self.executor = WatchedExecutor(executor, self)
+        self._pager = pager
+        self._memory = memory
+        self._device = device
+        self._tenants = Tenants(pager)
+        self._content: dict[int, int] = {}
+        """Checksum of each block whose content is known and that nobody may be writing."""
+        self._held: dict[Grant, _Held] = {}
+        self._writers: Counter[int] = Counter()
+        self._writings: Counter[int] = Counter()
+        """Number of times that a block was granted for writing, or released after that."""
+        self._last_op: dict[int, str] = {}
+        self._capacity = 0
+        self._looked = 0
+        self._in_vain: list[Move] = []
+        """Moves of blocks that have left by the time they are made."""
+        self._findings: list[FarpoolError] = []
+        self.follow(())
+
+    # ---- findings -----------------------------------------------------------------------------------------------
+
+    def raise_findings(self) -> None:
+        """Raise the first error that was found so far, if any, as a new exception."""
+        findings = self._findings or (self._device.findings if self._device is not None else ())
+        if findings:
+            first = findings[0]
+            raise type(first)(*first.args)
+
+    def look(self) -> None:
+        """Check everything that can be checked now: all blocks that no access writes, and all that is free."""
+        self.follow(())
+        for held in self._held.values():
+            self._check_generations(held)
+        for tenant in self._tenants:
+            if not self.executor.under_way(tenant.place, tenant.nbytes):
+                self._verify(tenant, "")
+        self._check_free(self._pager.capacity)
+
+    def _lifetime(self, message: str) -> None:
+        self._findings.append(LifetimeError(message))
+
+    def _name(self, block: int, names: dict[int, str] | None = None) -> str:
+        name = (names or {}).get(block) or self._pager.class_of(block)
+        return f"block {block} ({name})"
+
+    # ---- following the pager -----------------------------------------------------------------------------------
+
+    def follow(self, commands: Sequence[Transfer | Move]) -> None:
+        """Follow the pager's decisions before the `commands` that carry them out are started; poison what came free."""
+        capacity = self._pager.capacity
+        if capacity > self._capacity:
+            self._memory.fill(self._capacity, capacity - self._capacity)
+        self._capacity = capacity
+        if self._memory.readable:
+            for place, nbytes in self._tenants.about_to_be_taken():
+                self._check_poison(place, nbytes)
+        for left in self._tenants.update(commands):
+            self._verify(left.tenant, "")
+            for place, nbytes in left.free:
+                self._vacate(left.tenant, place, nbytes)
+            if left.moved is not None and not left.written:
+                self._in_vain.append(left.moved)
+
+    def _vacate(self, tenant: Tenant, place: int, nbytes: int) -> None:
+        for transfer in self.executor.under_way(place, nbytes):
+            self._findings.append(
+                OrderError(
+                    f"{self._name(tenant.block)} gave up arena range [{place}, {place + nbytes}) while transfer "
+                    f"{transfer.id} of block {transfer.block} was under way there"
+                )
+            )
+            return
+        self._memory.fill(place, nbytes)
+
+    def moved(self, move: Move) -> None:
+        """Note that a block has been moved, and poison the range that it left behind."""
+        for index, other in enumerate(self._in_vain):
+            if other is move:  # it has left since
+                del self._in_vain[index]
+                self._memory.fill(move.target, self._pager.rounded(move.nbytes))
+                break
+        stop = move.source + self._pager.rounded(move.nbytes)
+        for place, nbytes in gaps([(move.target, move.target + move.nbytes)], move.source, stop):
+            self._memory.fill(place, nbytes)
+
+    def ended(self, transfer: Transfer, *, failed: bool) -> None:
+        """Note that a transfer has ended; the pager will be told next."""
+        if transfer.kind == Kind.WRITE_BACK:
+            tenant = self._tenants.written_back(transfer, failed=failed)
+            if tenant is not None:
+                for place, nbytes in self._tenants.without_tenants(tenant.place, self._pager.rounded(tenant.nbytes)):
+                    self._memory.fill(place, nbytes)
+        elif transfer.pieces and not failed:
+            tenant = self._tenants.fetched(transfer)
+            if tenant is not None:
+                self._fetched(tenant, transfer)
+
+    def _fetched(self, tenant: Tenant, transfer: Transfer) -> None:
+        (piece, *others) = transfer.pieces
+        # Blocks that share a file with gaps between them come back with other bytes in the gaps.
+        if others or piece.nbytes != tenant.nbytes:
+            self._content.pop(tenant.block, None)
+        known = self._content.get(tenant.block)
+        self._remember(tenant)
+        if known is not None and self._content[tenant.block] != known:
+            self._lifetime(
+                f"{self._name(tenant.block)} came back from below with other bytes than it left with"
+                + self._last_used(tenant.block)
+            )
+
+    def collected(self) -> None:
+        """Note that dropped storages have been collected: their blocks' numbers may be given to others now."""
+        self.follow(())
+        for block in self._content.keys() - self._pager.blocks():
+            del self._content[block]
+            self._last_op.pop(block, None)
+
+    # ---- contents -----------------------------------------------------------------------------------------------
+
+    def _remember(self, tenant: Tenant) -> None:
+        if self._memory.readable:
+            self._content[tenant.block] = self._memory.checksum(tenant.place, tenant.nbytes)
+
+    def _verify(self, tenant: Tenant, op: str, names: dict[int, str] | None = None) -> None:
+        """Compare a block's bytes with what they were when they were last looked at."""
+        known = self._content.get(tenant.block)
+        if known is None or not tenant.filled or self._memory.checksum(tenant.place, tenant.nbytes) == known:
+            return
+        del self._content[tenant.block]  # is found once
+        when = f"{op} changed it, although it was only to read it" if op else "changed while no access could write it"
+        self._lifetime(
+            f"{self._name(tenant.block, names)} at arena offset {tenant.place}: {when}" + self._last_used(tenant.block)
+        )
+
+    def _last_used(self, block: int) -> str:
+        return f"; the last access before was {self._last_op[block]}" if block in self._last_op else ""
+
+    def _check_free(self, most: int) -> None:
+        """Compare `most` free bytes with poison, beginning where the last look ended."""
+        if not self._memory.readable:
+            return
+        free = self._tenants.free()
+        first = next((i for i, (place, nbytes) in enumerate(free) if place + nbytes > self._looked), 0)
+        for place, nbytes in (*free[first:], *free[:first]):
+            looked = min(nbytes, most)
+            self._check_poison(place, looked)
+            self._looked = place + looked
+            most -= looked
+            if most <= 0:
+                return
+
+    def _check_poison(self, place: int, nbytes: int) -> None:
+        changed = self._memory.first_change(place, nbytes)
+        if changed >= 0:
+            self._memory.fill(place, nbytes)  # is found once
+            self._lifetime(
+                f"arena offset {changed}, which belongs to no block, was written to: a tensor outlived its operation, "
+                "or a kernel wrote beside its operand"
+            )
+
+    # ---- accesses -----------------------------------------------------------------------------------------------
+
+    def granted(self, grant: Grant, uses: Sequence[Use], op: str) -> None:
+        """Check and note an access that has been granted. If anything is wrong it is given up again.
+
+        Raises
+        ------
+        LifetimeError, OrderError
+            Error that was found, now or before.
+        """
+        try:
+            self.follow(())
+            op = op or "access"
+            blocks = [(b, run.mode) for run in grant.runs for b in range(run.first, run.first + run.count)]
+            names = _names(uses)
+            for block, mode in blocks:
+                if mode != Mode.OVERWRITE:
+                    self._verify(self._tenants[block], "", names)
+            self.raise_findings()
+            tenants = [self._tenants[block] for block, _ in blocks]
+            self.executor.hold(
+                grant,
+                [Span(t.place, t.nbytes, m != Mode.READ) for t, (_, m) in zip(tenants, blocks, strict=True)],
+                op,
+            )
+        except FarpoolError:
+            self._pager.abandon(grant)
+            raise
+        held = self._held[grant] = _Held(
+            op,
+            names,
+            {block: self._tenants.generation[block] for block, _ in blocks},
+            frozenset(block for block, mode in blocks if mode != Mode.READ),
+        )
+        written = [_range_of(use, self._tenants) for use in uses if use.mode != Mode.READ and use.stop > use.start]
+        for tenant, (block, mode) in zip(tenants, blocks, strict=True):
+            if mode == Mode.READ:
+                held.writings[block] = self._writings[block]
+                continue
+            self._content.pop(block, None)
+            if mode == Mode.OVERWRITE and not self._writers[block] and self._pager.block(block).pins == 1:
+                self._memory.fill(tenant.place, self._pager.rounded(tenant.nbytes))
+            elif self._memory.readable:
+                held.frozen += self._freeze(tenant, written)
+            tenant.filled = True
+            self._writers[block] += 1
+            self._writings[block] += 1
+            held.writings[block] = self._writings[block]
+
+    def _freeze(self, tenant: Tenant, written: list[tuple[int, int]]) -> list[_Frozen]:
+        frozen = []
+        low, high = tenant.place, tenant.place + tenant.nbytes
+        for start, stop in (*sorted(written), (high, high)):
+            start, stop = min(max(start, tenant.place), high), min(stop, high)
+            if start > low:
+                frozen.append(_Frozen(tenant.block, low, start - low, self._memory.checksum(low, start - low)))
+            low = max(low, stop)
+        return frozen
+
+    def released(self, grant: Grant) -> None:
+        """Check an access that is about to be released. Errors are kept: see `raise_findings`."""
+        held = self._held.pop(grant, None)
+        if held is None:
+            return
+        self.follow(())
+        if self._device is not None:
+            self._device.used([(t.place, t.nbytes) for t in map(self._tenants.get, held.generations) if t is not None])
+        in_place = self._check_generations(held)
+        for frozen in held.frozen:
+            if (
+                frozen.block in in_place
+                and self._undisturbed(held, frozen.block)
+                and self._memory.checksum(frozen.place, frozen.nbytes) != frozen.checksum
+            ):
+                self._lifetime(
+                    f"{held.op} wrote to arena range [{frozen.place}, {frozen.place + frozen.nbytes}) of "
+                    f"{self._name(frozen.block, held.names)}, beside what it was to write"
+                )
+        for block in held.generations:
+            if block not in held.writes:
+                if block in in_place and self._undisturbed(held, block):
+                    self._verify(self._tenants[block], held.op, held.names)
+            else:
+                self._writers[block] -= 1
+                self._writings[block] += 1
+        for block in in_place:
+            if block not in self._content and not self._writers[block]:
+                self._remember(self._tenants[block])
+            self._last_op[block] = held.op
+        self.executor.let_go(grant)
+        self._check_free(_LOOK)
+
+    def _undisturbed(self, held: _Held, block: int) -> bool:
+        """Return True if no other access could write to the block meanwhile."""
+        return self._writings[block] == held.writings[block] and self._writers[block] == (block in held.writes)
+
+    def _check_generations(self, held: _Held) -> list[int]:
+        """Return the blocks of an access that are where they were when it was granted; note an error for the others."""
+        in_place = []
+        for block, generation in held.generations.items():
+            now = self._tenants.generation[block]
+            if now == generation:
+                in_place.append(block)
+            else:
+                self._lifetime(
+                    f"{self._name(block, held.names)} was granted to {held.op} as generation {generation} and is "
+                    f"generation {now} now: its place in the arena changed, or was given away, while the access held it"
+                )
+        return in_place
+
+
+def _names(uses: Sequence[Use]) -> dict[int, str]:
+    """Return the names of the storages that are used, by block."""
+    names: dict[int, str] = {}
+    for use in uses:
+        if use.stop > use.start:
+            storage: Storage = use.storage
+            step = storage.block_bytes
+            for block in range(storage.first + use.start // step, storage.first + (use.stop - 1) // step + 1):
+                names[block] = ", ".join(filter(None, (names.get(block), storage.name or storage.cls)))
+    return names
+
+
+def _range_of(use: Use, tenants: Tenants) -> tuple[int, int]:
+    """Return where in the arena the bytes of a granted use begin and end."""
+    storage: Storage = use.storage
+    index, inside = divmod(use.start, storage.block_bytes)
+    place = tenants[storage.first + index].place + storage.offset + inside
+    return place, place + use.stop - use.start

@@ -1,0 +1,178 @@
+"""Belady's bound: the fewest bytes that a cache with perfect foresight moves, to compare a measured run with.
+
+Belady's rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
+5(2), 1966): when room is needed, the block whose next use is farthest goes. Content that is never needed again (the
+block is freed, or overwritten whole before anybody reads it) is dropped at once and free of charge.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from farpool.memory.pager import Mode
+
+__all__ = ["BlockAccess", "Moved", "Operand", "belady_bytes", "belady_moves", "total_of"]
+
+_NEVER = 1 << 62
+"""Value for the next use of content that the program keeps but does not use again in these accesses."""
+_DEAD = -1
+"""Value for the next use of content that nobody will ever need."""
+
+
+class Operand(NamedTuple):
+    """A block that an access touches, with its size and the mode of access."""
+
+    block: int
+    nbytes: int
+    mode: Mode
+
+
+class BlockAccess(NamedTuple):
+    """An access of blocks that are needed at once.
+
+    Attributes
+    ----------
+    operands : sequence of Operand
+        The blocks. One that is named twice counts once; it is overwritten only if all its operands say so.
+    created : sequence of int
+        Blocks made since the access before: they have no content until they are written.
+    freed : sequence of int
+        Blocks that the program drops before the access after. Their numbers may be used again.
+    """
+
+    operands: Sequence[Operand]
+    created: Sequence[int] = ()
+    freed: Sequence[int] = ()
+
+
+class Moved(NamedTuple):
+    """Bytes moved over the link below the cache: fetched into it, and written back."""
+
+    fetched: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in both directions together."""
+        return self.fetched + self.written
+
+
+def total_of(moves: Collection[Moved]) -> Moved:
+    """Sum of several amounts, separately for each direction."""
+    return Moved(sum(moved.fetched for moved in moves), sum(moved.written for moved in moves))
+
+
+def belady_bytes(accesses: Iterable[BlockAccess], capacity: int) -> Moved:
+    """Bytes that a cache moves for all of these accesses together; see `belady_moves`."""
+    return total_of(belady_moves(accesses, capacity))
+
+
+def belady_moves(accesses: Iterable[BlockAccess], capacity: int) -> list[Moved]:
+    """Bytes that a cache of `capacity` bytes moves for each access when what is needed farthest is evicted first.
+
+    All operands of an access are in the cache at once. A clean block leaves free of charge, a dirty one is written,
+    once. A block that is touched first without having been created comes from below. What is dirty at the end stays.
+
+    The bytes fetched are the least possible when all blocks have the same size. With unequal sizes (where the least
+    is hard to compute) this is the usual greedy figure, and the bytes written are those of this order of eviction.
+
+    Parameters
+    ----------
+    accesses : iterable of BlockAccess
+        In the order of the program.
+    capacity : int
+        Bytes.
+
+    Raises
+    ------
+    ValueError
+        The operands of one access are together larger than `capacity`.
+    """
+    merged = [(_merged(access.operands), access) for access in accesses]
+    upcoming = _next_needs(merged)
+    resident: dict[int, int] = {}
+    needs: dict[int, int] = {}
+    """Next use of the content of each resident block."""
+    queue: list[tuple[int, bool, int]] = []
+    """Heap of resident blocks, farthest need first, then clean ones; entries that `needs` contradicts are stale."""
+    dirty: set[int] = set()
+    empty: set[int] = set()
+    used = 0
+    moves: list[Moved] = []
+    for number, (operands, access) in enumerate(merged):
+        for block in access.created:
+            used -= resident.pop(block, 0)
+            needs.pop(block, None)
+            dirty.discard(block)
+            empty.add(block)
+        fetched = written = 0
+        needed = sum(operand.nbytes for operand in operands)
+        if needed > capacity:
+            raise ValueError(
+                f"access {number} needs {needed} bytes at once, the cache has {capacity}; "
+                f"take a capacity of at least {needed}"
+            )
+        used += sum(operand.nbytes for operand in operands if operand.block not in resident)
+        for block, nbytes, mode in operands:
+            if block not in resident:
+                resident[block] = nbytes
+                if mode != Mode.OVERWRITE and block not in empty:
+                    fetched += nbytes
+            if mode != Mode.READ:
+                dirty.add(block)
+                empty.discard(block)
+            needs[block] = number
+        # Operands are needed now, which is nearer than all else: none of them is evicted.
+        while used > capacity:
+            farthest, _, block = heapq.heappop(queue)
+            if needs.get(block) != -farthest or -farthest == number:
+                continue
+            nbytes = resident.pop(block)
+            del needs[block]
+            used -= nbytes
+            if block in dirty:
+                written += nbytes
+                dirty.remove(block)
+        for (block, nbytes, _), need in zip(operands, upcoming[number], strict=True):
+            if need == _DEAD:
+                del resident[block], needs[block]
+                dirty.discard(block)
+                used -= nbytes
+            else:
+                needs[block] = need
+                heapq.heappush(queue, (-need, block in dirty, block))
+        moves.append(Moved(fetched, written))
+    return moves
+
+
+def _merged(operands: Sequence[Operand]) -> list[Operand]:
+    """Merge the operands of an access so that each block appears once."""
+    if len(operands) == 1:
+        return [operands[0]]
+    merged: dict[int, Operand] = {}
+    for operand in operands:
+        before = merged.get(operand.block)
+        if before is None:
+            merged[operand.block] = operand
+        elif before.mode != operand.mode:
+            merged[operand.block] = operand._replace(mode=Mode.WRITE)
+    return list(merged.values())
+
+
+def _next_needs(merged: Sequence[tuple[list[Operand], BlockAccess]]) -> list[list[int]]:
+    """The next access that needs the content of each operand; `_DEAD` if the content is never needed again."""
+    following: dict[int, int] = {}
+    needs: list[list[int]] = []
+    for number in range(len(merged) - 1, -1, -1):
+        operands, access = merged[number]
+        for block in access.freed:
+            following[block] = _DEAD
+        needs.append([following.get(operand.block, _NEVER) for operand in operands])
+        for block, _, mode in operands:
+            following[block] = _DEAD if mode == Mode.OVERWRITE else number
+        for block in access.created:
+            following[block] = _DEAD
+    needs.reverse()
+    return needs

@@ -1,0 +1,156 @@
+"""Page-locking of tiers' memory, so that a device copies from and to it without staging.
+
+Locking takes its time, because the operating system backs each page first. So a thread does it, chunk by chunk from the
+start of a tier's space, as far as transfers have asked for. What is not locked yet is moved through staging memory, so
+nobody waits; what is never used is never locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from farpool.errors import FarpoolWarning
+from farpool.ledger import Ledger
+from farpool.memory.tiers import Mapped, Tier
+from farpool.sizes import format_size
+
+__all__ = ["PageLocker", "PageLocks"]
+
+_CHUNK = 64 << 20
+"""Bytes locked at once, a multiple of any page size. More would hold up threads that change the address space."""
+_OWNER = "page locks"
+
+
+class PageLocker(Protocol):
+    """Interface for page-locking host memory for a device."""
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock a range that begins at a page; no copy will reach from one locked range into another.
+
+        Raises
+        ------
+        OSError
+            The system refuses.
+        """
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Unlock the range that was locked at this address; no copy may be under way there."""
+        ...
+
+
+@dataclass(slots=True)
+class _Space:
+    name: str
+    address: int
+    nbytes: int
+    wanted: int = 0
+    locked: int = 0
+    refused: bool = False
+
+
+class PageLocks:
+    """Page-locks the memory of tiers, chunk by chunk as transfers ask for it, in a thread of its own.
+
+    Parameters
+    ----------
+    locker : PageLocker
+        Locks and unlocks.
+    tiers : sequence of Tier
+        Open, indexed as the pager indexes tiers. Those that are not `Mapped` are left alone.
+    ledger : Ledger
+        Ledger on which the bytes are booked.
+    chunk : int
+        Bytes to lock at once; a multiple of the page size.
+    """
+
+    def __init__(self, locker: PageLocker, tiers: Sequence[Tier], ledger: Ledger, chunk: int = _CHUNK) -> None:
+        self._locker = locker
+        self._ledger = ledger
+        self._chunk = chunk
+        self._spaces = {
+            index: _Space(tier.info.name, tier.address(0), tier.info.capacity)
+            for index, tier in enumerate(tiers)
+            if isinstance(tier, Mapped)
+        }
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def parts(self, tier: int, offset: int, nbytes: int) -> list[tuple[int, int]] | None:
+        """Address and bytes of each part of an extent, where a part lies in one locked range.
+
+        None if the extent is not locked as a whole; locking it is then asked for.
+        """
+        space = self._spaces.get(tier)
+        if space is None:
+            return None
+        stop = offset + nbytes
+        if stop > space.locked:
+            self._want(space, stop)
+            return None
+        cuts = [offset, *range((offset // self._chunk + 1) * self._chunk, stop, self._chunk), stop]
+        return [(space.address + low, high - low) for low, high in pairwise(cuts)]
+
+    def close(self, timeout: float) -> bool:
+        """Unlock everything, with no copy under way; False if the thread still runs after `timeout` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+        for space in self._spaces.values():
+            for start in range(0, space.locked, self._chunk):
+                self._locker.unlock(space.address + start)
+            self._ledger.subtract(space.name, _OWNER, page_locked=space.locked)
+            space.locked = 0
+        return True
+
+    def _want(self, space: _Space, stop: int) -> None:
+        if space.refused or stop <= space.wanted:
+            return
+        with self._changed:
+            if self._closing:
+                return
+            space.wanted = stop
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="farpool-page-locks", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._next() is not None)
+                space = self._next()
+                if self._closing or space is None:
+                    return
+            self._lock_chunk(space)
+
+    def _next(self) -> _Space | None:
+        return next((s for s in self._spaces.values() if s.locked < s.wanted and not s.refused), None)
+
+    def _lock_chunk(self, space: _Space) -> None:
+        nbytes = min(self._chunk, space.nbytes - space.locked)
+        try:
+            self._locker.lock(space.address + space.locked, nbytes)
+        except OSError as error:
+            space.refused = True
+            with contextlib.suppress(FarpoolWarning):  # where warnings are errors, nobody could catch this one
+                warnings.warn(
+                    f"{space.name}: only {format_size(space.locked)} of its {format_size(space.nbytes)} can be "
+                    f"page-locked ({error}); the rest is copied through staging memory, which is slower",
+                    FarpoolWarning,
+                    stacklevel=2,
+                )
+            return
+        self._ledger.add(space.name, _OWNER, page_locked=nbytes)
+        space.locked += nbytes  # the last step: from now on it is copied from and to

@@ -1,0 +1,355 @@
+"""Executor of transfers between tiers and a device that has its own memory.
+
+A tier whose memory is page-locked is the other end of the device's own copies: its transfers take one leg. All others
+take two, through staging memory that is page-locked: a native thread moves the bytes between tier and staging memory,
+the device copies between staging memory and arena. The legs of different transfers overlap.
+
+Only the leg that writes the arena waits for the transfers named in `Transfer.after`, so a tier is read while the range
+that the bytes are for is still being emptied. It waits until they have reached their tier: a write that fails there
+must find its bytes in the arena still.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from farpool._native import ExtentAllocator, Port, Queue
+from farpool.memory.pager import ALIGNMENT, Kind, Move, Transfer
+from farpool.memory.pager.executor.base import Done, Executor
+from farpool.memory.pager.executor.copies import Copy, Device, WatchesStaging
+from farpool.memory.pager.executor.page_locks import PageLocks
+
+__all__ = ["StagedExecutor"]
+
+_IDLE = 0.05
+"""Seconds after which the idle thread checks for work even if nobody woke it."""
+_AT_TIER = 0.2e-3
+"""Seconds between two checks while only tiers are at work: they wake the thread, new commands do not."""
+_COPYING = 50e-6
+"""Seconds between two polls of copies under way, as a device gives no signal when a copy has ended."""
+_AHEAD = 32 << 20
+"""Bytes of copies under way in one direction above which only copies that somebody waits for are started. It keeps the
+link busy from one poll to the next, and demanded copies wait behind no more than that."""
+_TROUBLED = 10e-3
+"""Seconds between two polls of copies while the device raises instead of telling if they have ended."""
+
+
+class _Leg(IntEnum):
+    WAITING = 0
+    TIER = 1
+    READY = 2
+    DEVICE = 3
+    COPIED = 4
+
+
+@dataclass(slots=True)
+class _Job:
+    transfer: Transfer
+    fence: object
+    urgent: bool
+    nbytes: int
+    leg: _Leg = _Leg.WAITING
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    """``(address in the host's memory, offset in the arena, bytes)`` of each copy, once it is known."""
+    staging: int = -1
+    """Offset in the staging memory, -1 if the transfer does not use it."""
+    start: float = 0.0
+    copies: list[Copy] = field(default_factory=list)
+    """Copies that have not ended."""
+    trouble: Exception | None = None
+    """The error that the device raised at the last poll of a copy, whose end is therefore unknown."""
+    error: Exception | None = None
+    """The error that kept a copy from starting. The job ends when started copies have: they use the host's memory."""
+    dropped: bool = False
+    """True if it was cancelled while a tier's leg was under way; the job ends when that has ended."""
+
+    @property
+    def fetch(self) -> bool:
+        return self.transfer.kind == Kind.FETCH
+
+
+class StagedExecutor(Executor):
+    """Executor that runs all legs from one thread of its own; bytes are moved without the interpreter lock.
+
+    Parameters
+    ----------
+    device : Device
+        The device that has the arena.
+    address, nbytes : int
+        Staging memory: page-locked host memory, at least as large as the largest block.
+    ports : list of Port
+        The tiers' native ports, indexed as the pager indexes tiers; may grow.
+    locks : PageLocks, optional
+        Tiers' memory that is page-locked itself; unlocked at close. None: all transfers are staged.
+    """
+
+    def __init__(
+        self, device: Device, address: int, nbytes: int, ports: list[Port], locks: PageLocks | None = None
+    ) -> None:
+        self._device = device
+        self._watch = device if isinstance(device, WatchesStaging) else None
+        self._address = address
+        self._ports = ports
+        self._locks = locks
+        self._space = ExtentAllocator(nbytes, ALIGNMENT)
+        self._queue = Queue()
+        self._jobs: dict[int, _Job] = {}
+        self._copying: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
+        """Jobs whose copies have been started, by direction, in the order of their start, in which they also end."""
+        self._copying_bytes = dict.fromkeys(Kind, 0)
+        self._changed = False
+        """True if a job may be able to go on that could not at the last check of all jobs."""
+        self._done: list[Done] = []
+        self._lock = threading.Condition()
+        self._closing = False
+        self._trouble: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="farpool-staging", daemon=True)
+        self._thread.start()
+
+    def start(self, commands: Sequence[Transfer | Move]) -> None:
+        fence: object | None = None
+        for command in commands:
+            if isinstance(command, Move):
+                self._device.move(command.source, command.target, command.nbytes)
+                fence = None
+                continue
+            fence = fence if fence is not None else self._device.fence()
+            nbytes = sum(_rounded(piece.nbytes) for piece in command.pieces)
+            with self._lock:
+                if any(done.id in command.after and (done.error or done.cancelled) for done in self._done):
+                    now = time.monotonic()
+                    self._done.append(Done(command.id, None, True, now, now))
+                else:
+                    self._jobs[command.id] = _Job(command, fence, command.demand, nbytes)
+                    self._changed = True
+                self._lock.notify_all()
+
+    def expedite(self, transfers: Sequence[int]) -> None:
+        with self._lock:
+            todo = list(transfers)
+            while todo:
+                job = self._jobs.get(todo.pop())
+                if job is not None and not job.urgent:
+                    job.urgent = self._changed = True
+                    todo.extend(job.transfer.after)
+            self._lock.notify_all()
+
+    @property
+    def trouble(self) -> Exception | None:
+        return self._trouble
+
+    def note_use(self) -> None:
+        self._device.note_use()
+
+    def poll(self) -> list[Done]:
+        with self._lock:
+            done, self._done = self._done, []
+            return done
+
+    def wait(self, timeout: float) -> bool:
+        with self._lock:
+            return bool(self._lock.wait_for(lambda: self._done or self._closing, timeout)) and bool(self._done)
+
+    def close(self, timeout: float) -> bool:
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._thread.join(timeout)
+        if not self._queue.close(timeout) or self._thread.is_alive():
+            return False
+        return self._locks is None or self._locks.close(timeout)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._device.begin_thread()
+        while True:
+            with self._lock:
+                if not self._jobs and not self._closing:
+                    self._lock.wait(_IDLE)
+                    continue
+                progressed = self._note_ends()
+                if not self._closing and (progressed or self._changed):
+                    progressed = self._changed = self._advance_all()
+                copying = any(self._copying.values())
+                if self._closing and not copying:
+                    return
+                if not self._jobs:
+                    continue
+            if not progressed:
+                self._queue.wait(_AT_TIER if not copying else _COPYING if self._trouble is None else _TROUBLED)
+
+    def _note_ends(self) -> bool:
+        """Note which legs have ended; returns True if any has."""
+        progressed = False
+        for completion in self._queue.poll():
+            job = self._jobs[completion.id]
+            progressed = True
+            if self._watch is not None:
+                self._watch.tier_leg_ended(completion.id)
+            if job.dropped:
+                self._finish(job, None, cancelled=True)
+            elif completion.error is not None or not job.fetch:
+                self._finish(job, completion.error)
+            else:
+                job.leg = _Leg.READY
+        for kind, line in self._copying.items():
+            while line and self._copied(line[0]):
+                progressed = True
+                job = line.popleft()
+                self._copying_bytes[kind] -= job.nbytes
+                if job.fetch or job.error is not None or job.staging < 0:
+                    self._finish(job, job.error)
+                else:
+                    job.leg = _Leg.COPIED
+        self._trouble = next((line[0].trouble for line in self._copying.values() if line and line[0].trouble), None)
+        return progressed
+
+    def _advance_all(self) -> bool:
+        """Take each job as far as it can go; returns True if any went on."""
+        progressed = False
+        for job in sorted(self._jobs.values(), key=_rank):
+            if job.transfer.id in self._jobs:
+                try:
+                    progressed |= self._advance(job)
+                except Exception as error:  # the thread must go on for the others
+                    self._finish(job, error)
+                    progressed = True
+        return progressed
+
+    def _advance(self, job: _Job) -> bool:
+        if job.leg == _Leg.WAITING:
+            return self._begin(job)
+        if job.leg == _Leg.READY and not self._blocked(job):
+            self._start_copies(job)
+            return True
+        if job.leg == _Leg.COPIED:
+            self._submit(job, Queue.WRITE)
+            return True
+        return False
+
+    def _begin(self, job: _Job) -> bool:
+        if not job.nbytes:
+            if self._blocked(job):
+                return False
+            self._finish(job, None)
+            return True
+        job.parts = job.parts or self._direct(job)
+        if job.parts:
+            if self._blocked(job) or not (job.urgent or self._copying_bytes[job.transfer.kind] < _AHEAD):
+                return False
+            job.start = time.monotonic()
+            self._start_copies(job)
+            return True
+        if any(self._jobs[n].leg == _Leg.WAITING for n in job.transfer.after if n in self._jobs):
+            return False  # what it comes after needs staging memory first, or neither would ever go on
+        job.staging = self._space.alloc(job.nbytes)
+        if job.staging < 0:
+            return False
+        job.start = time.monotonic()
+        job.parts = self._layout(job)
+        if job.fetch:
+            self._submit(job, Queue.READ)
+            return True
+        job.leg = _Leg.READY
+        self._advance(job)
+        return True
+
+    def _direct(self, job: _Job) -> list[tuple[int, int, int]]:
+        """The copies of a transfer whose tier's memory is page-locked; an empty list if it is not."""
+        copies: list[tuple[int, int, int]] = []
+        for piece in job.transfer.pieces:
+            parts = self._locks.parts(piece.tier, piece.offset, piece.nbytes) if self._locks is not None else None
+            if parts is None:
+                return []
+            place = piece.place
+            for address, nbytes in parts:
+                copies.append((address, place, nbytes))
+                place += nbytes
+        return copies
+
+    def _layout(self, job: _Job) -> list[tuple[int, int, int]]:
+        """The copies of a transfer through its place in the staging memory, one for each piece."""
+        copies = []
+        address = self._address + job.staging
+        for piece in job.transfer.pieces:
+            copies.append((address, piece.place, piece.nbytes))
+            address += _rounded(piece.nbytes)
+        return copies
+
+    def _start_copies(self, job: _Job) -> None:
+        job.leg = _Leg.DEVICE
+        self._copying[job.transfer.kind].append(job)
+        self._copying_bytes[job.transfer.kind] += job.nbytes
+        copy = self._device.to_device if job.fetch else self._device.to_host
+        try:
+            for address, place, nbytes in job.parts:
+                ends = (address, place) if job.fetch else (place, address)
+                job.copies.append(copy(*ends, nbytes, job.fence))
+        except Exception as error:
+            job.error = error
+
+    def _copied(self, job: _Job) -> bool:
+        """Return True if all copies of a job have certainly ended.
+
+        While the device cannot tell, as when it is lost, they count as under way: if their memory were given to others,
+        the device might still write to it. Who waits is told by a timeout that names the trouble.
+        """
+        under_way = []
+        job.trouble = None
+        for copy in job.copies:
+            try:
+                if copy.done():
+                    continue
+            except Exception as error:
+                job.trouble = error
+            under_way.append(copy)
+        job.copies = under_way
+        return not under_way
+
+    def _blocked(self, job: _Job) -> bool:
+        """Return True if a transfer that this one comes after still needs the arena range."""
+        return any(number in self._jobs for number in job.transfer.after)
+
+    def _submit(self, job: _Job, direction: int) -> None:
+        pieces = job.transfer.pieces
+        job.leg = _Leg.TIER
+        if self._watch is not None:
+            self._watch.tier_leg(job.transfer.id, self._address + job.staging, job.nbytes)
+        self._queue.submit(
+            job.transfer.id,
+            self._ports[pieces[0].tier],
+            direction,
+            [(piece.offset, address, nbytes) for piece, (address, _, nbytes) in zip(pieces, job.parts, strict=True)],
+            (),
+            int(job.urgent),
+        )
+
+    def _finish(self, job: _Job, error: BaseException | None, *, cancelled: bool = False) -> None:
+        number = job.transfer.id
+        del self._jobs[number]
+        if job.staging >= 0:
+            self._space.free(job.staging)
+        self._done.append(Done(number, error, cancelled, job.start, time.monotonic()))
+        self._lock.notify_all()
+        if error is None and not cancelled:
+            return
+        for other in [other for other in self._jobs.values() if number in other.transfer.after]:
+            if other.leg == _Leg.TIER:
+                other.dropped = True
+            else:
+                self._finish(other, None, cancelled=True)
+
+
+def _rounded(nbytes: int) -> int:
+    """Bytes of staging memory that a piece takes, so that the next one is aligned, too."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _rank(job: _Job) -> tuple[bool, bool, int]:
+    return not job.urgent, not job.fetch, job.transfer.id

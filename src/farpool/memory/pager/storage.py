@@ -1,0 +1,302 @@
+"""Storages, which hold the bytes of tensors as an ordered list of extents of blocks.
+
+Pager, tape and tiers know only blocks. A small storage shares a block with others of its class; a large one spans
+several blocks, cut at rows where that is possible, so that rows of a table can come and go without the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from farpool._native import Grant, Layout
+from farpool.memory.pager import ALIGNMENT
+from farpool.memory.pager.use import Use
+
+__all__ = ["CLASSES", "BlockExtent", "Blocks", "Cut", "Dropped", "Storage", "StorageOwner", "block_bytes", "cut"]
+
+CLASSES = ("weights", "gradient", "optimizer", "activation", "embedding", "kv", "expert", "bytes")
+"""Classes that blocks may have."""
+
+_PARTS = 16
+"""A block takes at most the fast tier divided by this, so that several operands and prefetched blocks fit beside each
+other."""
+_SMALL = 8
+"""A storage shares a block with others if it is no larger than a shared block divided by this."""
+_SHARED = 1 << 20
+"""Most bytes of a shared block: larger transfers are no faster."""
+_ROWS = 16 << 10
+"""Most bytes of a block of a table whose rows are picked by data, unless a row is larger."""
+_LEAST = 3200
+"""Least bytes of such a block: the native pager takes some 110 bytes for each block, a thirtieth of that."""
+_ROUNDED = 8
+"""Rounding such a block to pages in a file may add at most its bytes divided by this."""
+_PAGE = 4096
+_SECTOR = 512
+"""Alignment of memory in bytes that direct I/O needs to do without a copy."""
+_DIRECT = 128
+"""Blocks of this many sectors or more are aligned to sectors, as they lose less to rounding than they gain."""
+
+
+class BlockExtent(NamedTuple):
+    """A contiguous range of bytes in a block."""
+
+    block: int
+    offset: int
+    nbytes: int
+
+
+class Blocks(NamedTuple):
+    """The position of a storage in its blocks; see the attributes of `Storage`."""
+
+    first: int
+    blocks: int
+    offset: int
+    block_bytes: int
+    shared: bool
+    adopted: bool = False
+
+
+class Dropped(NamedTuple):
+    """Notice of a storage that nobody refers to any more, with the blocks to free."""
+
+    first: int
+    blocks: int
+    nbytes: int
+    cls: str
+    adopted: bool
+
+
+class Cut(NamedTuple):
+    """Block sizes and alignments, in bytes, by which a pool cuts storages."""
+
+    largest: int
+    shared: int
+    small: int
+    alignment: int
+    packed: int = ALIGNMENT
+    """Alignment of storages that share a block."""
+
+
+def cut(fast: int, alignment: int = 0, packed: int = ALIGNMENT) -> Cut:
+    """Block sizes for a fast tier of `fast` bytes.
+
+    Parameters
+    ----------
+    alignment : int
+        Alignment of an arena that exists already; 0 to choose it.
+    packed : int
+        Least alignment of storages that share a block.
+    """
+    largest = fast // _PARTS
+    if alignment == 0:
+        alignment = _SECTOR if largest >= _DIRECT * _SECTOR else packed
+    largest = max(alignment, largest // alignment * alignment)
+    if largest > _PAGE * _PARTS:
+        largest = largest // _PAGE * _PAGE
+    shared = min(largest, _SHARED)
+    return Cut(largest, shared, shared // _SMALL, alignment, packed)
+
+
+def block_bytes(nbytes: int, sizes: Cut, row_bytes: int, cls: str) -> int:
+    """Bytes of each block of a large storage (the last may be shorter); a multiple of the alignment.
+
+    Cut at whole rows if some number of rows is aligned and no larger than a block; preferably also a multiple of the
+    page, in which files are read and written. Each expert of stacked experts gets blocks of its own if its bytes can be
+    divided so.
+    """
+    if cls == "expert" and row_bytes > 0:
+        step = _part_of_row(row_bytes, sizes)
+        if step > 0:
+            return step
+    limit = sizes.largest
+    if cls == "embedding" and limit >= _PAGE:
+        limit = _table_block_bytes(row_bytes, limit // _PAGE * _PAGE)
+        return -(-min(nbytes, limit) // sizes.alignment) * sizes.alignment
+    if nbytes <= limit:
+        return -(-nbytes // sizes.alignment) * sizes.alignment
+    if row_bytes > 0:
+        for unit in (_PAGE, sizes.alignment):
+            step = math.lcm(row_bytes, unit)
+            if step <= limit:
+                return limit // step * step
+    return limit
+
+
+def _part_of_row(row_bytes: int, sizes: Cut) -> int:
+    """Bytes of the largest block that divides a row evenly; 0 if only small blocks do."""
+    fewest = -(-row_bytes // sizes.largest)
+    most = row_bytes // max(sizes.small, sizes.alignment)
+    for unit in (_PAGE, sizes.alignment):
+        for parts in range(fewest, most + 1):
+            if row_bytes % (parts * unit) == 0:
+                return row_bytes // parts
+    return 0
+
+
+def _table_block_bytes(row_bytes: int, limit: int) -> int:
+    """Bytes of a block of a table whose rows are picked by data, small so that a miss brings in few other rows.
+
+    As few whole rows as bookkeeping and the rounding to pages in files allow: one, if it is 4 KiB or a multiple. Rows
+    that fit neither sectors nor pages are cut into single pages, or as many as a row fills; some of them then lie in
+    two blocks, which have to be brought together.
+    """
+    if row_bytes > 0:
+        step = math.lcm(row_bytes, _SECTOR)
+        for nbytes in range(step, min(limit, max(_ROWS, row_bytes)) + 1, step):
+            if nbytes >= _LEAST and -nbytes % _PAGE <= nbytes // _ROUNDED:
+                return nbytes
+    return min(limit, max(_PAGE, row_bytes // _PAGE * _PAGE))
+
+
+class StorageOwner(Protocol):
+    """Interface of a storage's pool that tensors use, implemented by `BlockPool`."""
+
+    @property
+    def arena(self) -> Any:
+        """Memory of the fast tier: its ``tensor`` on a GPU, its ``view()`` elsewhere."""
+        ...
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def debug(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def fast(self) -> int:
+        """Budget of the fast tier, in bytes."""
+        ...
+
+    @property
+    def small(self) -> int:
+        """Largest size in bytes of storages that share a block."""
+        ...
+
+    def allocate(self, nbytes: int, *, cls: str = ..., row_bytes: int = ..., name: str = ...) -> Storage:
+        """Make a new storage."""
+        ...
+
+    def acquire(self, uses: Sequence[Use], op: str = ..., *, rows: bool = ...) -> Grant:
+        """Bring byte ranges into the arena and pin them."""
+        ...
+
+    def release(self, grant: Grant) -> None:
+        """Unpin operands that `acquire` has granted."""
+        ...
+
+    def drop(self, dropped: Dropped) -> None:
+        """Note a storage that nobody refers to any more."""
+        ...
+
+
+class Storage:
+    """A range of bytes in a pool, which is freed when the last reference is dropped.
+
+    Attributes
+    ----------
+    pool : StorageOwner
+    nbytes : int
+    cls : str
+        Class of its blocks.
+    name : str
+        For errors; may be empty.
+    row_bytes : int
+        Bytes of a row, where it has rows; else 0.
+    first, count : int
+        Its blocks, consecutive.
+    offset : int
+        Where it begins in its block, in bytes; 0 unless it shares one.
+    block_bytes : int
+        Bytes of each of its blocks but the last; the bytes of the block if it shares one.
+    shared : bool
+        True if it shares its block with other storages.
+    adopted : bool
+        True if its bytes came from a file that keeps the clean copy.
+    loose : bool
+        True if it is still to be packed at its first use, if it is small, with storages that are used around then.
+    made, first_used : int
+        Its places in the orders in which storages were made and, of those that are packed at their first use, first
+        used; -1 if it was not.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "adopted",
+        "cls",
+        "first_used",
+        "layout",
+        "made",
+        "name",
+        "nbytes",
+        "pool",
+        "row_bytes",
+    )
+
+    def __init__(
+        self, pool: StorageOwner, nbytes: int, cls: str, name: str, row_bytes: int, blocks: Blocks, made: int = -1
+    ) -> None:
+        self.pool = pool
+        self.nbytes = nbytes
+        self.cls = cls
+        self.name = name
+        self.row_bytes = row_bytes
+        self.layout = Layout(blocks.first, blocks.blocks, blocks.offset, blocks.block_bytes, nbytes, blocks.shared)
+        self.adopted = blocks.adopted
+        self.made = made
+        self.first_used = -1
+
+    def __repr__(self) -> str:
+        return f"Storage({self.name or self.cls}, {self.nbytes} bytes in {self.count} blocks)"
+
+    @property
+    def gradient_name(self) -> str:
+        """Name for the storage of its gradient; empty if this one has no name."""
+        return f"{self.name}.grad" if self.name else ""
+
+    @property
+    def first(self) -> int:
+        return self.layout.first
+
+    @property
+    def count(self) -> int:
+        return self.layout.count
+
+    @property
+    def offset(self) -> int:
+        return self.layout.offset
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    @property
+    def shared(self) -> bool:
+        return self.layout.shared
+
+    @property
+    def loose(self) -> bool:
+        return self.layout.loose
+
+    @loose.setter
+    def loose(self, loose: bool) -> None:
+        self.layout.loose = loose
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges ``(start, stop)`` of the storage, one for each block, in order."""
+        step = max(self.block_bytes, 1)
+        for start in range(0, self.nbytes, step):
+            yield start, min(start + step, self.nbytes)
+
+    def extents(self) -> list[BlockExtent]:
+        """Parts of blocks that hold the storage, in order."""
+        return [
+            BlockExtent(self.first + index, self.offset, stop - start)
+            for index, (start, stop) in enumerate(self.pieces())
+        ]
+
+    def __del__(self) -> None:
+        # Runs wherever the last reference dies, perhaps in the middle of a pool's method: it only leaves a note.
+        layout = self.layout
+        self.pool.drop(Dropped(layout.first, layout.count, self.nbytes, self.cls, self.adopted))

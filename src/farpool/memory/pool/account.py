@@ -1,0 +1,106 @@
+"""A pool's running account: totals of transfers by link, stalls, and the events for subscribers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from farpool.memory.pager import Kind
+from farpool.memory.pager.driver import Ended
+from farpool.memory.pool.events import Event
+from farpool.memory.pool.stats import LinkStats, Stall
+
+__all__ = ["Account"]
+
+_LAST_STALLS = 8
+
+
+class Account:
+    """Counter of a pool's stalls, and queue of its events while there are subscribers.
+
+    Parameters
+    ----------
+    names : list of str
+        Names of the tiers as the pager numbers them. The pool appends to it when it gets another source.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._listeners: list[Callable[[Event], None]] = []
+        self._events: deque[Event] = deque()
+        self._last: deque[Stall] = deque(maxlen=_LAST_STALLS)
+        self.stalls = 0
+        self.stall_seconds = 0.0
+
+    @property
+    def listening(self) -> bool:
+        """True if there are subscribers to events."""
+        return bool(self._listeners)
+
+    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `callback` with each event from now on; returns the function that ends it."""
+        self._listeners.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in self._listeners:
+                self._listeners.remove(callback)
+
+        return unsubscribe
+
+    def note(self, event: Event) -> None:
+        """Queue an event, if there are subscribers."""
+        if self._listeners:
+            self._events.append(event)
+
+    def deliver(self) -> None:
+        """Hand queued events to the subscribers; called without the pool's lock, as a callback may use the pool."""
+        while self._events:
+            try:
+                event = self._events.popleft()
+            except IndexError:  # another thread took it
+                return
+            for callback in tuple(self._listeners):
+                callback(event)
+
+    def transferred(self, ended: Iterable[Ended]) -> None:
+        """Queue events for transfers of bytes that have succeeded; called only while there are subscribers."""
+        for transfer, start, end, used in ended:
+            fetch = transfer.kind == Kind.FETCH
+            tier = self._names[transfer.pieces[0].tier]
+            self._events.append(
+                Event(
+                    "fetch" if fetch else "writeback",
+                    start,
+                    end - start,
+                    sum(piece.nbytes for piece in transfer.pieces),
+                    transfer.block,
+                    *((tier, "fast") if fetch else ("fast", tier)),
+                    cause=("demand" if transfer.demand else "prefetch") if fetch else "evict",
+                    resident=used,
+                )
+            )
+
+    def stalled(self, op: str, start: float, seconds: float, block: int, tier: str, resident: int) -> None:
+        """Count a stall, that is, an operation that waited for its operands, and queue an event for it."""
+        self.stalls += 1
+        self.stall_seconds += seconds
+        self._last.append(Stall(op, seconds, block, tier))
+        self.note(Event("stall", start, seconds, block=block, source=tier, op=op, resident=resident))
+
+    @property
+    def last_stalls(self) -> Sequence[Stall]:
+        return tuple(self._last)
+
+    def links(self, totals: Iterable[tuple[int, Kind, int, int, float]]) -> tuple[LinkStats, ...]:
+        """Sum up transfers by link.
+
+        Parameters
+        ----------
+        totals : iterable
+            Tier, direction, transfers, bytes and seconds, as a driver counts them.
+        """
+        links = []
+        for tier, kind, count, nbytes, seconds in totals:
+            ends = (self._names[tier], "fast") if kind == Kind.FETCH else ("fast", self._names[tier])
+            links.append(LinkStats(*ends, count, nbytes, seconds))
+        return tuple(sorted(links, key=lambda link: (link.source, link.target)))

@@ -1,0 +1,147 @@
+"""Allocation of blocks to storages: large ones are cut into blocks, small ones share one, dropped ones are freed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from farpool.memory.pager import Pager
+from farpool.memory.pager.storage import Blocks, Cut, Dropped, block_bytes
+from farpool.memory.pool.recording import Made, Recorder
+
+__all__ = ["Allocation"]
+
+
+CREATED, USED = -1, -2
+"""Keys of a class's open shared blocks, for storages in order of creation and in order of first use."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A block shared by small storages: its size, the bytes given out, and the number of live storages in it."""
+
+    nbytes: int
+    used: int = 0
+    users: int = 0
+
+
+class Allocation:
+    """Allocator of the blocks of all storages of a pool.
+
+    Attributes
+    ----------
+    storages : int
+        Number of live storages.
+    live : dict of str to int
+        Bytes of live storages, by class.
+    written : int
+        Bytes of live storages that have no clean copy in a file.
+    made : dict of int to Made
+        Groups of blocks in use that were made together, by the first block of each.
+    """
+
+    def __init__(self, pager: Pager, sizes: Cut, recorder: Recorder) -> None:
+        self.sizes = sizes
+        self.storages = 0
+        self.live: dict[str, int] = {}
+        self.written = 0
+        self.made: dict[int, Made] = {}
+        self._pager = pager
+        self._recorder = recorder
+        self._shared: dict[int, _Shared] = {}
+        self._open: dict[tuple[str, int], int] = {}
+        """Shared block that takes the next small storage, by class and source."""
+        self.retired: deque[tuple[int, int]] = deque()
+
+    def allocate(self, nbytes: int, cls: str, row_bytes: int, pack: int = CREATED, *, name: str = "") -> Blocks:
+        """Allocate blocks for a new storage; small ones of a class share blocks in order of allocation.
+
+        Parameters
+        ----------
+        pack : int
+            Key of the open block that takes it: `CREATED`, or `USED` for a storage that is packed at its first use.
+        name : str
+            Name of the storage, for recordings.
+        """
+        self.storages += 1
+        self.live[cls] = self.live.get(cls, 0) + nbytes
+        self.written += nbytes
+        if nbytes == 0:
+            return Blocks(-1, 0, 0, 0, False)
+        if nbytes <= self.sizes.small:
+            block, offset = self._share(nbytes, cls, pack, name)
+            return Blocks(block, 1, offset, self.sizes.shared, True)
+        return self._create(nbytes, cls, row_bytes, name, adopted=False)
+
+    def adopt(self, nbytes: int, cls: str, row_bytes: int, source: int, offset: int, *, name: str = "") -> Blocks:
+        """Allocate blocks whose clean copy is `nbytes` bytes at `offset` of a source; small ones share blocks."""
+        self.storages += 1
+        self.live[cls] = self.live.get(cls, 0) + nbytes
+        if nbytes == 0:
+            return Blocks(-1, 0, 0, 0, False, True)
+        if nbytes <= self.sizes.small:
+            block, inside = self._share(nbytes, cls, source, name)
+            self._pager.adopt(block, source, offset, inside, nbytes)
+            return Blocks(block, 1, inside, self.sizes.shared, True, True)
+        blocks = self._create(nbytes, cls, row_bytes, name, adopted=True)
+        for index in range(blocks.blocks):
+            start = index * blocks.block_bytes
+            size = min(blocks.block_bytes, nbytes - start)
+            self._pager.adopt(blocks.first + index, source, offset + start, 0, size)
+        return blocks._replace(adopted=True)
+
+    def _create(self, nbytes: int, cls: str, row_bytes: int, name: str, *, adopted: bool) -> Blocks:
+        step = block_bytes(nbytes, self.sizes, row_bytes, cls)
+        sizes = [min(step, nbytes - start) for start in range(0, nbytes, step)]
+        return Blocks(self._make(sizes, cls, name, adopted), len(sizes), 0, step, False)
+
+    def _make(self, sizes: list[int], cls: str, name: str, adopted: bool) -> int:
+        first = self._pager.create(sizes, cls)
+        made = self.made[first] = Made(first, len(sizes), name, adopted)
+        if self._recorder.recordings:
+            self._recorder.created(self._pager, made)
+        return first
+
+    def _share(self, nbytes: int, cls: str, source: int, name: str) -> tuple[int, int]:
+        key = (cls, source)
+        block = self._open.get(key, -1)
+        if block >= 0 and source >= 0 and not self._pager.can_adopt(block):
+            block = -1  # it is in use already, so its copy in the source cannot be extended
+        if block < 0 or self._shared[block].used + nbytes > self._shared[block].nbytes:
+            block = self._make([self.sizes.shared], cls, name, source >= 0)
+            self._open[key] = block
+            self._shared[block] = _Shared(self.sizes.shared)
+        shared = self._shared[block]
+        offset = shared.used
+        shared.used = -(-(offset + nbytes) // self.sizes.packed) * self.sizes.packed
+        shared.users += 1
+        return block, offset
+
+    def drop(self, dropped: Dropped) -> None:
+        """Retire the blocks of a storage that nobody refers to any more, unless other storages share them."""
+        self.storages -= 1
+        self.live[dropped.cls] -= dropped.nbytes
+        if not dropped.adopted:
+            self.written -= dropped.nbytes
+        if dropped.blocks == 0:
+            return
+        shared = self._shared.get(dropped.first)
+        if shared is not None:
+            shared.users -= 1
+            if shared.users:
+                return
+            del self._shared[dropped.first]
+            for key in [key for key, block in self._open.items() if block == dropped.first]:
+                del self._open[key]
+        del self.made[dropped.first]
+        self._pager.retire(dropped.first, dropped.blocks)
+        if self._recorder.recordings:
+            self._recorder.freed(dropped.first, dropped.blocks)
+        self.retired.append((dropped.first, dropped.blocks))
+
+    def collect(self) -> None:
+        """Free retired blocks on which no transfer or access is under way any more."""
+        for _ in range(len(self.retired)):
+            first, count = self.retired.popleft()
+            if not self._pager.forget(first, count):
+                self.retired.append((first, count))

@@ -1,0 +1,559 @@
+"""The core of a pool: storages whose bytes are brought into the arena and pinned while an operation uses them.
+
+Storages lie in blocks, a pager places these, a driver has them moved. `BlockPool` owns them all, and sees to the rest
+of an access: storages that are still to be packed, dropped ones to be freed, recordings, events. It
+knows no tensors; the `farpool.Pool` that a program sees stands in front of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from farpool._native import Driver as NativeDriver
+from farpool._native import Grant
+from farpool.errors import FarpoolError, FarpoolWarning, PoolClosedError, TierTimeoutError
+from farpool.ledger import Ledger
+from farpool.memory.pager import NoRoomError, Pager, TooLargeError, TransferFailedError
+from farpool.memory.pager.driver import Driver, ExecutorDriver
+from farpool.memory.pager.executor.threads import ThreadExecutor
+from farpool.memory.pager.storage import CLASSES, Dropped, Storage, cut
+from farpool.memory.pager.use import Use
+from farpool.memory.pool import census
+from farpool.memory.pool.account import Account
+from farpool.memory.pool.allocation import Allocation
+from farpool.memory.pool.budget import Budget
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.pool.device import open_device
+from farpool.memory.pool.events import Event
+from farpool.memory.pool.faults import does_not_fit, no_room, operands_too_large, with_tier_and_block
+from farpool.memory.pool.lower_tiers import LowerTiers
+from farpool.memory.pool.packing import Packing
+from farpool.memory.pool.recording import Note, Recorder, Recording, metadata
+from farpool.memory.pool.space import TierSpace
+from farpool.memory.pool.stats import Stats
+from farpool.memory.tape import TapeWriter
+from farpool.memory.tiers import Extent
+from farpool.memory.tiers.safetensors import SafetensorsFile
+from farpool.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from farpool.memory.debug import Watch
+
+__all__ = ["BlockPool", "open_pools"]
+
+_LAST_CHANCE = 5.0
+"""Seconds that transfers get to end when the interpreter exits."""
+
+
+@dataclass(slots=True)
+class _Heard:
+    """An access in progress that is recorded or of which subscribers are told."""
+
+    op: str
+    since: float
+    """Time at which the access was granted, on the monotonic clock."""
+    recorded: Note | None
+
+
+class BlockPool:
+    """A pool of storages behind a byte budget, safe to use from several threads.
+
+    Parameters
+    ----------
+    config : PoolConfig
+        The pool's settings, with its tiers, which the pool opens and, when it is closed, closes.
+
+    Raises
+    ------
+    ConfigError, PoolFileError
+        A tier cannot be opened; those opened before it are closed again.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        ledger = Ledger()
+        lower = LowerTiers(config.make_tiers())
+        try:
+            device = open_device(config, lower.ports, lower.tiers, ledger)
+        except BaseException:
+            lower.close()
+            raise
+        ledger.add("fast", "arena", requested=config.fast, reserved=config.fast, touched=config.fast)
+        ledger.add("host", "staging", **device.staging)
+        self.config = config
+        self._dropped: deque[Dropped] = deque()
+        """Storages that were collected since the pool last freed such ones."""
+        self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+        """The storages in use."""
+        self._births = itertools.count()
+        """Counter that numbers storages in the order in which they were made, or first used."""
+        self.ledger = ledger
+        self._lower = lower
+        self._device = device
+        self.arena, self._executor = device.arena, device.executor
+        self.spaces = [TierSpace(tier, ledger) for tier in lower.tiers]
+        sizes = cut(config.fast, packed=self.arena.alignment)
+        self.pager = Pager(config.fast, self.spaces, CLASSES, alignment=sizes.alignment, prefetch=config.prefetch)
+        self.recorder = Recorder()
+        self.allocation = Allocation(self.pager, sizes, self.recorder)
+        self.account = Account(lower.names)
+        self._watch: Watch | None = None
+        """Checker of debug mode; None without it."""
+        if config.debug:
+            self._watch = device.watch(self.pager)
+            self._executor = self._watch.executor
+        self.driver: Driver = self._make_driver()
+        self._packing = Packing(
+            self.allocation, self._executor, self.driver, self._acquire, self._check_open, self._births
+        )
+        self._budget = Budget(
+            self.pager,
+            self.arena,
+            self.allocation,
+            self.driver,
+            self._check_open,
+            ledger,
+            lower.tiers,
+            config.timeout,
+        )
+        self.closed = False
+        _POOLS.add(self)
+
+    def _make_driver(self) -> Driver:
+        executor, timeout = self._executor, self.config.timeout
+        if isinstance(executor, ThreadExecutor):
+            return NativeDriver(self.pager, executor.queue, executor.address, executor.ports, timeout, self._waited)
+        return ExecutorDriver(self.pager, executor, timeout, self._waited, self._watch)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PoolClosedError(
+                "the pool is closed; tensors that are still needed must be taken out before, with "
+                "farpool.restore(model), pool.materialize(tensor) or pool.close(materialize=True)"
+            )
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> str:
+        """Device of the fast tier: ``cpu`` or ``cuda``."""
+        return self.config.device
+
+    @property
+    def debug(self) -> bool:
+        """True if debug mode looks for memory that is used outside its access."""
+        return self.config.debug
+
+    @property
+    def fast(self) -> int:
+        """The budget of the fast tier, in bytes."""
+        return self.pager.capacity
+
+    @property
+    def small(self) -> int:
+        """Largest size in bytes of storages that share a block."""
+        return self.allocation.sizes.small
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {self.describe()}>"
+
+    def describe(self) -> str:
+        """Describe the tiers and how full they are, in one line.
+
+        Without locks and without asking tiers: a debugger may look in the middle of anything.
+        """
+        sizes = [("fast", self.pager.used, self.fast)]
+        sizes += [(space.name, space.reserved, space.capacity) for space in self.spaces]
+        if self.closed:
+            return f"(closed): {', '.join(f'{name} {format_size(size)}' for name, _, size in sizes)}"
+        tiers = ", ".join(f"{name} {format_size(used)} of {format_size(size)}" for name, used, size in sizes)
+        return f"on {self.device}: {tiers} in use by {self.allocation.storages} storages"
+
+    @property
+    def live(self) -> int:
+        """Number of storages in use."""
+        with self.driver:
+            self._collect_dropped()
+            return self.allocation.storages
+
+    def close(self) -> None:
+        """Close the pool: wait for transfers under way, remove files and give memory back.
+
+        Raises
+        ------
+        PoolClosedError
+            Storages are still in use; nothing was changed.
+
+        Warns
+        -----
+        FarpoolWarning
+            Transfers did not end within the pool's timeout. They may still read and write the memory of tiers and arena
+            and the files, so these stay as they are until the process ends.
+        """
+        self.check_unused()
+        self.shut()
+
+    def check_unused(self) -> None:
+        """Raise `PoolClosedError` if an open pool holds storages that are in use."""
+        if not self.closed and self.live:
+            held = self.allocation
+            raise PoolClosedError(
+                f"the pool still holds {held.storages} live storages ({format_size(sum(held.live.values()))}): "
+                "call farpool.restore(model) and drop the paged tensors first, or close(materialize=True)"
+            )
+
+    def shut(self, patience: float | None = None) -> None:
+        """Close the pool as `close` does, even if storages are still in use.
+
+        Parameters
+        ----------
+        patience : float, optional
+            Seconds to wait for transfers instead of the pool's timeout.
+        """
+        patience = self.config.timeout if patience is None else patience
+        with self.driver:
+            if self.closed:
+                return
+            self.closed = True
+            self.driver.close()
+            deadline = time.monotonic() + patience
+            while self.driver.granted and time.monotonic() < deadline:
+                self.driver.wait(deadline - time.monotonic())
+            unused = not self.driver.granted
+        ended = self._executor.close(patience)
+        watch, self._watch = self._watch, None
+        if watch is not None and ended and unused:
+            watch.look()
+        if ended:
+            self._lower.close()
+        else:
+            _LEFT_OPEN.append(self)
+        if ended and unused:  # else a transfer that hangs, or an op of another thread, still uses the arena
+            self._device.release()
+        self.account.deliver()
+        self.recorder.end()
+        if not ended:
+            trouble = self._executor.trouble
+            warnings.warn(
+                f"the pool is closed, but transfers have not ended within {patience:g} s"
+                + (f" ({trouble})" if trouble is not None else "")
+                + f". They may still use the memory and files of {', '.join(['the fast tier', *self._lower.names])}, "
+                "so these stay as they are until the process ends",
+                FarpoolWarning,
+                stacklevel=3,
+            )
+        if watch is not None:
+            watch.raise_findings()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the pool, even if storages are still in use: they are lost, as no tensors can take their bytes over."""
+        self.shut()
+
+    # ---- storages -----------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, *, cls: str = "bytes", row_bytes: int = 0, name: str = "") -> Storage:
+        """Make a new storage of `nbytes` bytes, whose content is unspecified until it is written.
+
+        Raises
+        ------
+        PoolFullError
+            All tiers together are smaller than what the pool would then hold.
+        """
+        with self.driver:
+            self._check_open()
+            self._collect_dropped()
+            self._check_room(nbytes, cls, name)
+            blocks = self.allocation.allocate(nbytes, cls, row_bytes, name=name)
+            storage = Storage(self, nbytes, cls, name, row_bytes, blocks, next(self._births))
+            self._storages.add(storage)
+        if self.account.listening:
+            self.account.note(Event("create", time.monotonic(), nbytes=nbytes, block=blocks.first, cause=cls))
+        return storage
+
+    def adopt(
+        self, source: SafetensorsFile, extent: Extent, *, cls: str = "weights", row_bytes: int = 0, name: str = ""
+    ) -> Storage:
+        """Make a storage whose clean copy is part of a file; it takes no room in lower tiers until it is written."""
+        with self.driver:
+            self._check_open()
+            self._collect_dropped()
+            index = self._lower.number_of(source, self.pager)
+            blocks = self.allocation.adopt(extent.nbytes, cls, row_bytes, index, extent.offset, name=name)
+            storage = Storage(self, extent.nbytes, cls, name, row_bytes, blocks, next(self._births))
+            self._storages.add(storage)
+        return storage
+
+    def pack_at_first_use(self, storage: Storage) -> None:
+        """Mark a storage to be packed at its first use, if it is small, beside the storages that are used around then.
+
+        This is for storages that are filled long before they are used, in another order.
+        """
+        storage.loose = not storage.adopted
+
+    def _check_room(self, nbytes: int, cls: str, name: str) -> None:
+        held = self.allocation.written
+        if held + nbytes <= self.fast:
+            return
+        if nbytes > self.fast + self._lower.capacity - held:
+            raise does_not_fit(name or cls, nbytes, held, self.fast, self._lower.tiers, self.allocation.sizes.largest)
+
+    # ---- acquiring ----------------------------------------------------------------------------------------------
+
+    def acquire(self, uses: Sequence[Use], op: str = "", *, rows: bool = False) -> Grant:
+        """Bring byte ranges into the arena, each contiguous, and pin them until `release`.
+
+        All or nothing. A thread must not acquire while it holds an access: it might wait for itself.
+
+        Parameters
+        ----------
+        uses : sequence of Use
+            Ranges whose storages are this pool's. Ranges that overlap are laid out consistently.
+        op : str
+            Name of the operation, for errors and accounts.
+        rows : bool
+            The ranges are rows of tables picked by data; the tape then notes only the tables.
+
+        Raises
+        ------
+        BudgetError
+            They do not fit together. Names op, operands and the smallest budget that works.
+        PoolFullError
+            No lower tier takes what would have to leave for them.
+        TierError
+            A transfer failed, or did not end in time (`TierTimeoutError`). Nothing stays pinned.
+        """
+        grant = self._ask(uses, op, rows, careful=False)
+        return self._acquire_carefully(uses, op, rows) if grant is None else grant
+
+    def _ask(self, uses: Sequence[Use], op: str, rows: bool, *, careful: bool) -> Grant | None:
+        try:
+            return self.driver.acquire(uses, op, rows, careful)
+        except (TooLargeError, NoRoomError, TransferFailedError) as error:
+            refusal = self.refusal(error, uses, op)
+        # Not in the clause above: as the context of this error, the one caught there would keep all frames on the way.
+        try:
+            raise refusal
+        finally:
+            del refusal  # or this frame and the error would hold each other, and all that the frames on the way hold
+
+    def refusal(
+        self, error: TooLargeError | NoRoomError | TransferFailedError, uses: Sequence[Use], op: str
+    ) -> FarpoolError:
+        """The error to raise when the pager refuses the operands of an operation."""
+        if isinstance(error, TooLargeError):
+            return operands_too_large(error, uses, op, self.pager.capacity, self._storages, self.arena.alignment)
+        if isinstance(error, NoRoomError):
+            return no_room(error, op, self._lower.tiers)
+        failure, tier, block = error.args
+        return with_tier_and_block(failure, self._lower.names[tier] if tier >= 0 else "", block)
+
+    def _acquire(self, uses: Sequence[Use], op: str) -> Grant:
+        return self._granted(self._ask(uses, op, False, careful=True))
+
+    def _granted(self, grant: Grant | None) -> Grant:
+        if grant is None:
+            self._check_open()  # closed while it was asked for
+            raise AssertionError("a driver that is open grants or raises")
+        return grant
+
+    def _acquire_carefully(self, uses: Sequence[Use], op: str, rows: bool) -> Grant:
+        """Acquire after doing what `attention` asks for: packing, freeing dropped storages, recording, events."""
+        self._check_open()  # before the lock: in the child of a fork, its holder may be gone
+        for use in uses:
+            if use.storage.loose:
+                self._packing.pack(use.storage, op)
+        with self.driver:
+            self._check_open()
+            # Before looking: what is dropped from now on asks for attention again. And never without it while somebody
+            # listens: another thread's access would go by unheard.
+            self.driver.attention = bool(self._watch or self.account.listening or self.recorder.recordings)
+            self._collect_dropped()
+            if self.allocation.retired:
+                self.driver.attention = True
+        grant = self._granted(self._ask(uses, op, rows, careful=True))
+        if grant.access is None or not (self.account.listening or self.recorder.recordings):
+            return grant
+        runs = grant.access.runs
+        recorded = self.recorder.granted(runs, op, grant.waited) if self.recorder.recordings else None
+        grant.note = _Heard(op, time.monotonic(), recorded)
+        self._deliver()
+        return grant
+
+    def _waited(self, op: str, start: float, seconds: float, block: int, tier: int) -> None:
+        """Account for a wait that has ended, or raise for one that was given up (negative `seconds`)."""
+        name = self._lower.names[tier] if tier >= 0 else ""
+        if seconds >= 0:
+            self.account.stalled(op, start, seconds, block, name, self.pager.used)
+            return
+        self._check_open()
+        trouble = self._executor.trouble
+        raise TierTimeoutError(
+            f"{op or 'access'}: waited {self.config.timeout:g} s for "
+            + (f"block {block} and tier {name!r}" if name else "operands that other threads hold")
+            + (
+                f"; the device does not tell whether its copies have ended ({trouble}), so their memory stays "
+                "taken: save what other tiers and files have, and start the process anew"
+                if trouble is not None
+                else "; the transfer is still under way (Pool(timeout=...) sets the limit)"
+            ),
+            tier=name,
+            block=block if block >= 0 else None,
+        ) from trouble
+
+    def drop(self, dropped: Dropped) -> None:
+        """Note that a storage was collected; may be called at any time, even in the middle of another method."""
+        self._dropped.append(dropped)
+        self.driver.attention = True
+
+    def _collect_dropped(self) -> None:
+        while self._dropped:
+            dropped = self._dropped.popleft()
+            self.allocation.drop(dropped)
+            if self.account.listening:
+                self.account.note(Event("free", time.monotonic(), nbytes=dropped.nbytes, cause=dropped.cls))
+        self.allocation.collect()
+        if self._watch is not None:
+            self._watch.collected()
+
+    # ---- releasing ----------------------------------------------------------------------------------------------
+
+    def release(self, grant: Grant) -> None:
+        """Unpin the operands of an access."""
+        heard = grant.note
+        if not isinstance(heard, _Heard):
+            self.driver.release(grant)
+            return
+        if heard.recorded is not None:
+            heard.recorded.released = time.perf_counter_ns()
+        if self.account.listening and grant.access is not None and not self.closed:
+            seconds = time.monotonic() - heard.since
+            nbytes = sum(self.pager.run_bytes(run) for run in grant.access.runs)
+            event = Event("compute", heard.since, seconds, nbytes, op=heard.op, resident=self.pager.used)
+            self.account.note(event)
+        self.driver.release(grant)
+        self._deliver()
+        if heard.recorded is not None:
+            self.recorder.deliver()
+
+    def _deliver(self) -> None:
+        """Hand events to subscribers; called without the lock."""
+        if self.account.listening:
+            with self.driver:
+                ended = self.driver.take_ended()
+            self.account.transferred(ended)
+        self.account.deliver()
+
+    # ---- budget, accounts ---------------------------------------------------------------------------------------
+
+    def resize(self, fast: int | str) -> None:
+        """Change the budget of the fast tier while it is in use; see `farpool.Pool.resize`."""
+        budget = parse_size(fast, "fast")
+        with self.driver:
+            self._check_open()
+            self._collect_dropped()
+            self.driver.note_ends()
+            self._budget.change(budget, self._watch)
+
+    def demote(self, storage: Storage) -> bool:
+        """Move a storage out of the fast tier ahead of its turn; False if some of it stays.
+
+        It comes back when it is next acquired. What is pinned stays, and so does what no lower tier takes.
+        """
+        with self.driver:
+            self._check_open()
+            self.driver.note_ends()
+            left = self.pager.demote(storage.first, storage.count)
+            self.driver.start()
+        return left
+
+    def has_lower_tiers(self) -> bool:
+        """Return True if there are tiers below the fast one."""
+        return bool(self._lower.tiers)
+
+    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `callback` with each event from now on; returns the function that ends it."""
+        with self.driver:
+            end = self.account.subscribe(callback)
+            self.driver.listen(True)
+            self.driver.attention = True
+
+        def unsubscribe() -> None:
+            end()
+            self.driver.listen(self.account.listening)
+
+        return unsubscribe
+
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Write accesses and the time between them to a tape file; see `farpool.Pool.record`."""
+        self._check_open()
+        writer = TapeWriter(path, metadata(self.device, self.fast, self.allocation.sizes, self._lower.tiers, CLASSES))
+        with self.driver:
+            self._collect_dropped()
+            self.driver.attention = True
+            return self.recorder.start(writer, self.pager, self.allocation.made.values())
+
+    def stats(self) -> Stats:
+        """Statistics since the pool was made."""
+        with self.driver:
+            self._check_open()
+            self._collect_dropped()
+            self.driver.note_ends()
+            # The native core allocates this memory and has no access to the ledger.
+            self.ledger.hold("host", "tape", self.pager.tape_bytes)
+            self.ledger.hold("host", "block tables", self.pager.table_bytes)
+            return census.take(
+                self.pager,
+                self.arena.kind,
+                self.spaces,
+                self.ledger,
+                self.driver,
+                self.allocation.live,
+                self._storages,
+                self.account,
+            )
+
+    def explain(self) -> str:
+        """The statistics as text: bytes by tier and owner, residency by class, and the last stalls."""
+        return census.explain(self.stats(), self.ledger)
+
+
+_POOLS: weakref.WeakSet[BlockPool] = weakref.WeakSet()
+"""Every pool of the process that is not collected, even closed ones."""
+_LEFT_OPEN: list[BlockPool] = []
+"""Pools that were closed while transfers hung. Collecting one would unmap memory that a device may still write to."""
+
+
+def open_pools() -> list[BlockPool]:
+    """The pools of this process that have not been closed."""
+    return [pool for pool in _POOLS if not pool.closed]
+
+
+def _forked() -> None:
+    """Mark pools as closed in the child of a fork: native threads are gone there, and locks may be held for ever."""
+    for pool in _POOLS:
+        pool.closed = True
+        pool.driver.forget_parent()
+
+
+def _close_all() -> None:
+    """Close all pools when the interpreter exits, after which no thread may call into it."""
+    for pool in open_pools():
+        pool.shut(_LAST_CHANCE)
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_close_all)

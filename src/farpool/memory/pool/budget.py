@@ -1,0 +1,118 @@
+"""Changing the budget of the fast tier while the tier is in use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from farpool.errors import BudgetError, TierTimeoutError
+from farpool.ledger import Ledger
+from farpool.memory.pager import NoRoomError, Pager
+from farpool.memory.pager.driver import Driver
+from farpool.memory.pager.storage import cut
+from farpool.memory.pool.allocation import Allocation
+from farpool.memory.pool.faults import no_room
+from farpool.memory.tiers import Tier
+from farpool.memory.tiers.device import HostArena
+from farpool.sizes import format_size
+
+if TYPE_CHECKING:
+    from farpool.memory.debug import Watch
+    from farpool.memory.pager.executor.cuda import CudaArena
+
+__all__ = ["Budget"]
+
+
+class Budget:
+    """Resizer of the fast tier; its methods are called with the pool's lock held.
+
+    Parameters
+    ----------
+    ledger : Ledger
+        Ledger on which the arena's bytes are booked.
+    tiers : sequence of Tier
+        The lower tiers, which take the blocks that have to leave.
+    timeout : float
+        Most seconds to wait until the blocks have left.
+    """
+
+    def __init__(
+        self,
+        pager: Pager,
+        arena: HostArena | CudaArena,
+        allocation: Allocation,
+        driver: Driver,
+        check_open: Callable[[], None],
+        ledger: Ledger,
+        tiers: Sequence[Tier],
+        timeout: float,
+    ) -> None:
+        self._pager = pager
+        self._arena = arena
+        self._allocation = allocation
+        self._driver = driver
+        self._check_open = check_open
+        self._ledger = ledger
+        self._tiers = tiers
+        self._timeout = timeout
+
+    def change(self, budget: int, watch: Watch | None) -> None:
+        """Change the budget to `budget` bytes.
+
+        Parameters
+        ----------
+        watch : Watch, optional
+            Debug mode's checker, which looks at memory before it is given back.
+
+        Raises
+        ------
+        BudgetError
+            A block that exists already is larger.
+        PoolFullError, TierTimeoutError
+            Blocks that have to leave cannot; the budget is as it was.
+        """
+        before = self._pager.capacity
+        if budget < before:
+            self._check_blocks_fit(budget)
+            self._shrink(budget)
+            if watch is not None:
+                watch.follow(())  # while the memory beyond is still there
+        self._arena.resize(budget)
+        if budget > before:
+            self._pager.resize(budget)
+        change = {"requested": abs(budget - before)}
+        change["reserved"] = change["touched"] = change["requested"]
+        book = self._ledger.add if budget > before else self._ledger.subtract
+        book("fast", "arena", **change)
+        self._allocation.sizes = cut(budget, self._allocation.sizes.alignment, self._arena.alignment)
+
+    def _shrink(self, budget: int) -> None:
+        """Evict or move all blocks in the part of the arena that is to go, and wait until that is done."""
+        before = self._pager.capacity
+        deadline = time.monotonic() + self._timeout
+        try:
+            while not self._pager.resize(budget):
+                self._driver.start()
+                if time.monotonic() >= deadline:
+                    raise TierTimeoutError(f"resize: memory beyond {format_size(budget)} did not come free in time")
+                self._driver.wait(deadline - time.monotonic())
+                self._check_open()
+        except BaseException as error:
+            self._pager.resize(before)
+            self._driver.start()
+            if isinstance(error, NoRoomError):
+                raise no_room(error, "resize", self._tiers) from None
+            raise
+
+    def _check_blocks_fit(self, budget: int) -> None:
+        """Raise if a block is larger than the new budget: blocks keep the size with which they were cut."""
+        largest = max((self._pager.block(block).size for block in self._pager.blocks()), default=0)
+        if largest > budget:
+            raise BudgetError(
+                f"resize: there is a block of {format_size(largest)}, cut for the budget that the pool was made with; "
+                f"{format_size(budget)} are too small for it",
+                op="resize",
+                needed=largest,
+                budget=self._pager.capacity,
+            )

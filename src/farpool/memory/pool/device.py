@@ -1,0 +1,115 @@
+"""Choice of the fast tier and of the executor of its transfers, by the device that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from farpool._native import Port
+from farpool.ledger import Ledger
+from farpool.memory.pager.executor.base import Executor
+from farpool.memory.pager.executor.threads import ThreadExecutor
+from farpool.memory.pager.storage import cut
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.tiers import Tier
+from farpool.memory.tiers.device import HostArena
+
+if TYPE_CHECKING:
+    from farpool.memory.debug import Watch
+    from farpool.memory.pager import Pager
+    from farpool.memory.pager.executor.cuda import CudaArena
+
+__all__ = ["FastTier", "open_device"]
+
+_STAGED = 4
+"""Blocks that staging memory has room for: one in each direction on either leg."""
+_MOST_STAGING = 1 << 30
+"""Most bytes of staging memory, unless the largest block needs more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FastTier:
+    """The arena of the fast tier, the executor of its transfers, and a function that releases the memory.
+
+    Attributes
+    ----------
+    watch : callable
+        Makes debug mode's checker for a pager over this arena.
+    staging : dict of str to int
+        Bytes of host memory held beside it, as booked on the ledger.
+    """
+
+    arena: HostArena | CudaArena
+    executor: Executor
+    release: Callable[[], None]
+    watch: Callable[[Pager], Watch]
+    staging: dict[str, int] = field(default_factory=dict)
+
+
+def open_device(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+    """Allocate the fast tier on the configured device, and make the executor of its transfers.
+
+    Parameters
+    ----------
+    ports : list of Port
+        The tiers' native ports; the pool appends to it.
+    tiers : sequence of Tier
+        The lower tiers, open.
+    ledger : Ledger
+        Ledger on which page-locked memory of these tiers is booked.
+
+    Raises
+    ------
+    ConfigError
+        There is no such device, or it has too little memory.
+    """
+    if config.device == "cpu":
+        return _host(config, ports)
+    return _cuda(config, ports, tiers, ledger)
+
+
+def _host(config: PoolConfig, ports: list[Port]) -> FastTier:
+    arena = HostArena(config.fast)
+    executor = ThreadExecutor(arena.address, ports)
+
+    def watch(pager: Pager) -> Watch:
+        from farpool.memory.debug import HostMemory, Watch
+
+        return Watch(pager, executor, HostMemory(arena))
+
+    return FastTier(arena, executor, arena.release, watch)
+
+
+def _cuda(config: PoolConfig, ports: list[Port], tiers: Sequence[Tier], ledger: Ledger) -> FastTier:
+    from farpool.memory.pager.executor.cuda import CudaArena, CudaDevice, CudaHost, CudaStaging
+    from farpool.memory.pager.executor.page_locks import PageLocks
+    from farpool.memory.pager.executor.staged import StagedExecutor
+
+    arena = CudaArena(config.fast)
+    host = CudaHost(arena.tensor.device)
+    device = CudaDevice(arena, host)
+    largest = cut(config.fast).largest
+    nbytes = max(largest, min(_STAGED * largest, _MOST_STAGING))
+    staging = CudaStaging(host, nbytes)
+
+    def release() -> None:
+        arena.release(device.streams)
+        staging.release()
+
+    checked = None
+    if config.debug:
+        from farpool.memory.debug.checked_device import CheckedDevice
+
+        checked = CheckedDevice(device)
+    locks = PageLocks(host, tiers, ledger)
+    executor = StagedExecutor(checked or device, staging.address, nbytes, ports, locks)
+
+    def watch(pager: Pager) -> Watch:
+        from farpool.memory.debug import DeviceMemory, Watch
+
+        assert checked is not None
+        return Watch(pager, executor, DeviceMemory(device.fill), checked)
+
+    booked = {"requested": nbytes, "reserved": nbytes, "page_locked": nbytes, "touched": nbytes}
+    return FastTier(arena, executor, release, watch, booked)

@@ -1,0 +1,97 @@
+"""Errors for users, made from refusals of the pager and failures of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from farpool.errors import BudgetError, NodeTimeoutError, PoolFullError, TierError, TierTimeoutError
+from farpool.memory.pager import NoRoomError, TooLargeError
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use, describe
+from farpool.memory.pool.need import smallest_budget, uses_of_layers
+from farpool.memory.tiers import Tier
+from farpool.sizes import format_size
+
+__all__ = ["does_not_fit", "no_room", "operands_too_large", "with_tier_and_block"]
+
+
+def operands_too_large(
+    error: TooLargeError, uses: Sequence[Use], op: str, budget: int, storages: Collection[Storage], alignment: int
+) -> BudgetError:
+    """The error for operands that exceed the fast tier: names operation, operands and the smallest budget for a step.
+
+    The budget is for a new pool; in one that was made smaller, blocks keep their former size and may need more.
+
+    Parameters
+    ----------
+    storages : collection of Storage
+        All storages of the pool.
+    alignment : int
+        Alignment in bytes of storages that share a block.
+    """
+    alone = smallest_budget([uses], storages, alignment)
+    needed = smallest_budget([uses, *uses_of_layers(storages, uses)], storages, alignment)
+    if needed <= budget:
+        alone = needed = max(needed, int(error.args[0]))
+    others = "" if needed == alone else f"; this operation alone would work with {alone}, other layers would not"
+    return BudgetError(
+        f"{op or 'access'}: its operands do not fit into the fast tier together: {describe(uses)}; the budget is "
+        f"{format_size(budget)}, the smallest that works is {needed} bytes ({format_size(needed)}){others}",
+        op=op,
+        needed=needed,
+        budget=budget,
+    )
+
+
+def does_not_fit(what: str, nbytes: int, held: int, fast: int, tiers: Sequence[Tier], block: int) -> PoolFullError:
+    """The error for a new storage that exceeds all tiers together: names the bytes lacking, the sizes, and a remedy."""
+    sizes = [("fast", fast), *[(tier.info.name, tier.info.capacity) for tier in tiers]]
+    capacity = sum(size for _, size in sizes)
+    lacking = nbytes - (capacity - held)
+    return PoolFullError(
+        f"{what}: {format_size(nbytes)} do not fit: the pool holds {format_size(held)} of {format_size(capacity)} in "
+        f"all tiers ({', '.join(f'{name} {format_size(size)}' for name, size in sizes)}), so {lacking} bytes "
+        f"({format_size(lacking)}) lack; {_remedy(tiers, lacking + block)}, or drop tensors",
+        lacking=lacking,
+    )
+
+
+def no_room(error: NoRoomError, op: str, tiers: Sequence[Tier]) -> PoolFullError:
+    """The error for a block that has to leave the fast tier and cannot: names the bytes lacking and the tiers' use."""
+    nbytes = int(error.args[1])
+    full = ", ".join(
+        f"{tier.info.name} {format_size(tier.reserved)} of {format_size(tier.info.capacity)}" for tier in tiers
+    )
+    free = max((tier.info.capacity - tier.reserved for tier in tiers), default=0)
+    lacking = nbytes - free if nbytes > free else nbytes  # room that lies in pieces is none
+    return PoolFullError(
+        f"{op or 'access'}: a block of {format_size(nbytes)} has to leave the fast tier and no lower tier "
+        f"takes it ({full or 'there is none'}), {lacking} bytes lack; {_remedy(tiers, nbytes)}, set a larger fast=, or "
+        "drop tensors",
+        lacking=lacking,
+    )
+
+
+def _remedy(tiers: Sequence[Tier], more: int) -> str:
+    """Advice on the setting that makes `more` bytes of room."""
+    if not tiers:
+        return f'add a lower tier, such as Pool(..., dram="{_whole_size(more)}")'
+    info = tiers[-1].info
+    return f'set the size of {info.name!r} to "{_whole_size(info.capacity + more)}" or more'
+
+
+def _whole_size(nbytes: int) -> str:
+    """Text of a size, rounded up to whole KiB or MiB, as a setting takes it."""
+    unit, name = (1 << 20, "MiB") if nbytes >= 1 << 20 else (1 << 10, "KiB")
+    return f"{-(-nbytes // unit)}{name}"
+
+
+def with_tier_and_block(error: BaseException, tier: str, block: int) -> TierError:
+    """A `TierError` with an error as its cause, which names tier and block in its message and attributes."""
+    kind = type(error) if isinstance(error, TierError) else TierError
+    if isinstance(error, NodeTimeoutError):
+        kind = TierTimeoutError
+    detail = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
+    named = kind(f"tier {tier!r}, block {block}: {detail}", tier=tier, block=block)
+    named.__cause__ = error
+    return named

@@ -1,0 +1,78 @@
+"""The lower tiers of a pool, opened and closed together, and the source files that it reads from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from farpool._native import Port, PythonPort
+from farpool.memory.pager import Pager
+from farpool.memory.tiers import HasPort, Tier, Verified, Verifies
+from farpool.memory.tiers.safetensors import SafetensorsFile
+
+__all__ = ["LowerTiers"]
+
+
+class LowerTiers:
+    """The tiers and source files of a pool, numbered as in the pager: first the tiers, then files as they come.
+
+    Parameters
+    ----------
+    tiers : iterable of Tier
+        From fast to slow. They are opened; if one cannot be, those opened before it are closed again.
+
+    Attributes
+    ----------
+    tiers : list of Tier
+        The tiers; those whose bytes leave the process are wrapped in checksums.
+    ports : list of Port
+        Native ports of tiers and files.
+    names : list of str
+        Names of tiers and files.
+    """
+
+    def __init__(self, tiers: Iterable[Tier]) -> None:
+        self.tiers = [_guarded(tier) for tier in tiers]
+        self.ports: list[Port] = []
+        self.names = [tier.info.name for tier in self.tiers]
+        self._sources: dict[int, int] = {}
+        self._held: list[SafetensorsFile] = []
+        opened: list[Tier] = []
+        try:
+            for tier in self.tiers:
+                tier.open()
+                opened.append(tier)
+                self.ports.append(tier.port if isinstance(tier, HasPort) else PythonPort(tier))
+        except BaseException:
+            for tier in reversed(opened):
+                tier.close()
+            raise
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of all tiers together."""
+        return sum(tier.info.capacity for tier in self.tiers)
+
+    def number_of(self, source: SafetensorsFile, pager: Pager) -> int:
+        """The pager's number of a file; at the first call the file is opened and registered with the pager."""
+        index = self._sources.get(id(source))
+        if index is None:
+            source.open()
+            index = self._sources[id(source)] = pager.add_source()
+            self._held.append(source)
+            self.ports.append(source.port)
+            self.names.append(source.info.name)
+        return index
+
+    def close(self) -> None:
+        """Close tiers and files; no transfer may be under way."""
+        for tier in reversed(self.tiers):
+            tier.close()
+        for source in self._held:
+            source.close()
+
+
+def _guarded(tier: Tier) -> Tier:
+    """Wrap a tier in checksums if its bytes leave the process and it does not verify them itself."""
+    if tier.info.kind in ("nvme", "remote") and not isinstance(tier, Verifies):
+        return Verified(tier)
+    return tier

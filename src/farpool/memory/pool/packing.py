@@ -1,0 +1,95 @@
+"""Packing of small storages at their first use, so that those used one after the other share blocks.
+
+Storages that are filled long before, in another order, lie in shared blocks beside what came next to them then. At its
+first use such a *loose* storage gets another place, in the order of first uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from farpool._native import Grant
+from farpool.errors import BudgetError, PoolFullError, TierError
+from farpool.memory.pager import Mode, Move
+from farpool.memory.pager.driver import Driver
+from farpool.memory.pager.executor.base import Executor
+from farpool.memory.pager.storage import Storage
+from farpool.memory.pager.use import Use
+from farpool.memory.pool.allocation import USED, Allocation
+
+__all__ = ["Packing"]
+
+_SLICE = 0.1
+"""Seconds after which a thread that waits for another to pack a storage checks again."""
+
+
+class Packing:
+    """Packer of loose storages; it is called without the pool's lock and takes it by itself.
+
+    Parameters
+    ----------
+    driver : Driver
+        The pool's.
+    acquire : callable
+        Pins operands as the pool does, but without packing loose ones first. Called without the lock.
+    check_open : callable
+        Raises if the pool has been closed.
+    births : iterator of int
+        Numbers storages in the order in which they were made, or first used.
+    """
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        executor: Executor,
+        driver: Driver,
+        acquire: Callable[[Sequence[Use], str], Grant],
+        check_open: Callable[[], None],
+        births: Iterator[int],
+    ) -> None:
+        self._allocation = allocation
+        self._executor = executor
+        self._driver = driver
+        self._acquire = acquire
+        self._check_open = check_open
+        self._births = births
+        self._under_way: set[int] = set()
+        """Identities of the storages that a thread is packing; other threads wait for it."""
+
+    def pack(self, storage: Storage, op: str) -> None:
+        """Pack a loose storage, if it is small, or wait for the thread that does.
+
+        Where that fails, it stays where it is.
+        """
+        self._check_open()  # before the lock: in the child of a fork, its holder may be gone
+        with self._driver:
+            while storage.loose and id(storage) in self._under_way:
+                self._driver.wait(_SLICE)  # whoever packs it gives up after the timeout
+                self._check_open()
+            if not storage.loose:
+                return
+            self._check_open()
+            storage.first_used = next(self._births)
+            if not storage.shared:
+                storage.loose = False
+                return
+            self._under_way.add(id(storage))
+        try:
+            with self._driver:
+                blocks = self._allocation.allocate(storage.nbytes, storage.cls, 0, USED, name=storage.name)
+            packed = Storage(storage.pool, storage.nbytes, storage.cls, storage.name, storage.row_bytes, blocks)
+            grant = self._acquire(
+                [Use(storage, 0, storage.nbytes, Mode.READ), Use(packed, 0, storage.nbytes, Mode.WRITE)], op
+            )
+            with self._driver:
+                source, target = grant.offsets
+                self._executor.start([Move(source, target, storage.nbytes)])
+                storage.layout.swap(packed.layout)
+            self._driver.release(grant)
+        except (BudgetError, PoolFullError, TierError):
+            pass  # it stays where it is; the op itself may do without what packing needed
+        finally:
+            with self._driver:
+                storage.loose = False
+                self._under_way.discard(id(storage))
+                self._driver.notify_all()

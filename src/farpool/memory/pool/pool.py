@@ -1,0 +1,385 @@
+"""`Pool`, the object that a program sees: settings, making tensors, statistics, and closing.
+
+It stands in front of a `BlockPool`, which storages and tensors refer to. Tensors need torch, and so they come from a
+library above this module that is handed in (`use_tensors`) and loaded when the first one is made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+
+from msgspec.structs import asdict
+
+from farpool.errors import FarpoolWarning
+from farpool.memory.pager.storage import StorageOwner
+from farpool.memory.pool.block_pool import BlockPool, open_pools
+from farpool.memory.pool.config import PoolConfig
+from farpool.memory.pool.config_layers import environment_layer
+from farpool.memory.pool.events import Event
+from farpool.memory.pool.recording import Recording
+from farpool.memory.pool.stats import Stats
+from farpool.memory.tiers import Tier, TierSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Pool", "TensorLibrary", "blocks_of", "pool_of", "use_tensors"]
+
+
+class TensorLibrary(Protocol):
+    """Interface of the library that makes a pool's tensors, implemented by `farpool.tensors.library`."""
+
+    def empty(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def zeros(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def ones(
+        self, pool: StorageOwner, *shape: int | Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+    def full(
+        self,
+        pool: StorageOwner,
+        shape: Sequence[int],
+        value: bool | int | float | complex,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor: ...
+    def from_tensor(self, pool: StorageOwner, tensor: torch.Tensor, *, cls: str = "weights") -> torch.Tensor: ...
+    def materialize(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def materialize_all(self, pool: StorageOwner) -> None:
+        """Make every tensor that lives in a pool plain, in place, unless an autograd graph needs one."""
+        ...
+
+    def take_along(self, pool: StorageOwner) -> str:
+        """Make every tensor that lives in a pool plain; returns the text of a warning, empty if there were none."""
+        ...
+
+    def live_parameters(self, pool: StorageOwner) -> str:
+        """Number and bytes of the parameters that live in a pool, as text for a message; empty if there are none."""
+        ...
+
+
+_load_tensors: Callable[[], TensorLibrary]
+
+
+def use_tensors(load: Callable[[], TensorLibrary]) -> None:
+    """Set the library that makes the tensors of all pools; `load` is called when one is needed."""
+    global _load_tensors
+    _load_tensors = load
+
+
+class Pool:
+    """A pool of memory behind a byte budget: a fast tier that computation reads, and slower tiers below it.
+
+    Parameters
+    ----------
+    fast : int or str, optional
+        Budget of the fast tier, in bytes or as a size such as ``"64MiB"``. A hard bound. Without it, what is not given
+        here is read from the environment (``FARPOOL_FAST`` and so on, see :meth:`from_config`).
+    tiers : sequence of Tier, TierSpec or mapping, optional
+        Lower tiers from fast to slow, for example ``[Dram("256MiB"), Nvme("/var/tmp/far.pool", "1GiB")]``. A block
+        that has to leave the fast tier goes to the first one with room.
+    dram, nvme : int or str, optional
+        Shorthand for such tiers; the file lies in the folder for temporary files.
+    remote : str or sequence of str, optional
+        Shorthand for a `Remote` on these nodes, with the memory that they have free, between the other two.
+    device : str, optional
+        ``cpu``, the default: the fast tier is a budgeted part of DRAM. ``cuda``: it is memory of the GPU.
+    prefetch : bool, optional
+        True, the default, to prefetch along the recorded accesses, ahead of them.
+    timeout : float, optional
+        Seconds that an operation waits for a transfer before it raises `TierTimeoutError`; 60 by default.
+    debug : bool, optional
+        True to look for memory that is used outside its access, which raises `LifetimeError`, and for transfers out
+        of order, which raises `OrderError`. Slow. The default is off, or what ``FARPOOL_DEBUG`` says.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong or a tier cannot be opened; nothing stays open.
+
+    Examples
+    --------
+    >>> with farpool.Pool(fast="64MiB", dram="256MiB", nvme="1GiB") as pool:
+    ...     model = farpool.offload(model, pool)
+    ...     outputs = model(inputs)
+    """
+
+    __slots__ = ("__weakref__", "_blocks")
+
+    def __init__(
+        self,
+        fast: int | str | None = None,
+        tiers: Sequence[Tier | TierSpec | Mapping[str, object]] | None = None,
+        *,
+        dram: int | str | None = None,
+        remote: str | Sequence[str] | None = None,
+        nvme: int | str | None = None,
+        device: str | None = None,
+        prefetch: bool | None = None,
+        timeout: float | None = None,
+        debug: bool | None = None,
+    ) -> None:
+        # The arguments, by name: nothing else is local yet. (A copy: a debugger may add to it meanwhile.)
+        given = {name: value for name, value in dict(locals()).items() if name != "self" and value is not None}
+        if debug is None:
+            # It can be switched on from outside, to look into a program that makes its settings itself.
+            given |= environment_layer(os.environ, {"debug": bool}).values
+        self._blocks = BlockPool(PoolConfig.load(**given) if fast is None else PoolConfig.make(**given))
+        _POOLS[id(self._blocks)] = self
+
+    @classmethod
+    def from_config(cls, config: PoolConfig | str | os.PathLike[str] | None = None, **settings: Any) -> Self:
+        """Make a pool from a TOML file and the environment.
+
+        Parameters
+        ----------
+        config : str, path-like or PoolConfig, optional
+            The file; None takes the one that ``FARPOOL_CONFIG`` names, if it is set. Or a whole configuration; neither
+            a file nor the environment is read then.
+        **settings
+            As for the constructor. They win over the environment, and that wins over the file.
+
+        Raises
+        ------
+        ConfigError
+            A setting is wrong; names where it was found, its value and what was expected.
+        """
+        whole = config.replace(**settings) if isinstance(config, PoolConfig) else PoolConfig.load(config, **settings)
+        return cls(**asdict(whole))
+
+    @property
+    def config(self) -> PoolConfig:
+        """The configuration that the pool was made with."""
+        return self._blocks.config
+
+    @property
+    def device(self) -> str:
+        """Device of the fast tier: ``cpu`` or ``cuda``."""
+        return self._blocks.device
+
+    @property
+    def debug(self) -> bool:
+        """True if debug mode looks for memory that is used outside its access."""
+        return self._blocks.debug
+
+    @property
+    def fast(self) -> int:
+        """The budget of the fast tier, in bytes."""
+        return self._blocks.fast
+
+    @property
+    def live(self) -> int:
+        """Number of storages in use."""
+        return self._blocks.live
+
+    @property
+    def closed(self) -> bool:
+        """True if the pool has been closed."""
+        return self._blocks.closed
+
+    def __repr__(self) -> str:
+        try:
+            return f"<{type(self).__name__} {self._blocks.describe()}>"
+        except AttributeError:
+            return f"<{type(self).__name__} that is not open>"
+
+    # ---- tensors ------------------------------------------------------------------------------------------------
+
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor with unspecified content, of torch's default dtype unless given."""
+        return _load_tensors().empty(self._blocks, *shape, dtype=dtype)
+
+    def zeros(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor of zeros."""
+        return _load_tensors().zeros(self._blocks, *shape, dtype=dtype)
+
+    def ones(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor of ones."""
+        return _load_tensors().ones(self._blocks, *shape, dtype=dtype)
+
+    def full(self, shape: Sequence[int], value: complex | bool, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A paged tensor filled with `value`."""
+        return _load_tensors().full(self._blocks, shape, value, dtype=dtype)
+
+    def from_tensor(self, tensor: torch.Tensor, *, table: bool = False) -> torch.Tensor:
+        """A paged copy of a tensor.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+        table : bool
+            True for a table whose rows are picked by data, as an `Embedding`'s weight is. It is cut into blocks of
+            few rows then, so that a row that is not there brings few others.
+        """
+        return _load_tensors().from_tensor(self._blocks, tensor, cls="embedding" if table else "weights")
+
+    def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain copy of a paged tensor, for what needs raw memory (numpy, DLPack, data_ptr)."""
+        return _load_tensors().materialize(tensor)
+
+    # ---- budget and accounts ------------------------------------------------------------------------------------
+
+    def resize(self, fast: int | str) -> None:
+        """Change the budget of the fast tier while it is in use.
+
+        Raises
+        ------
+        ConfigError
+            The size does not parse or is more than the machine's memory.
+        BudgetError
+            A block that exists already is larger.
+        PoolFullError, TierTimeoutError
+            Blocks that have to leave cannot; the budget is as it was.
+        """
+        self._blocks.resize(fast)
+
+    def stats(self) -> Stats:
+        """Statistics since the pool was made."""
+        return self._blocks.stats()
+
+    def explain(self) -> str:
+        """The statistics as text: bytes by tier and owner, residency by class, and the last stalls."""
+        return self._blocks.explain()
+
+    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `callback` with each event from now on, in any thread that uses the pool.
+
+        Returns
+        -------
+        callable
+            Call it to end the subscription.
+        """
+        return self._blocks.subscribe(callback)
+
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Write accesses and the time between them to a tape file, from now until the recording is closed.
+
+        Several recordings may be under way. Ends with the pool, too.
+
+        Parameters
+        ----------
+        path : path
+            The file; overwritten if it is a tape file. Described in docs/tape-file.md, shown by ``farpool tape show``.
+
+        Returns
+        -------
+        Recording
+            A context manager.
+
+        Raises
+        ------
+        TapeFileError
+            The file cannot be written, is another recording's, or is something else than a tape file.
+        """
+        return self._blocks.record(path)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def close(self, *, materialize: bool = False) -> None:
+        """Close the pool: wait for transfers under way, remove its files and give memory back.
+
+        Parameters
+        ----------
+        materialize : bool
+            Turn the tensors that still live in the pool into plain ones first, in place.
+
+        Raises
+        ------
+        PoolClosedError
+            Tensors still live in the pool and `materialize` is False; nothing was changed.
+        UnsupportedError
+            A tensor has history or is held by an autograd graph; nothing was changed. (Leaving a ``with`` block makes
+            it plain all the same.)
+        """
+        if materialize and not self.closed and self.live:
+            _load_tensors().materialize_all(self._blocks)
+            # Storages that still live are held by autograd graphs alone, and nobody can read them.
+        else:
+            self._blocks.check_unused()
+        self._blocks.shut()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the pool; tensors that still live in it become plain first, in place, with one warning.
+
+        Parameters, buffers, gradients, moments and all other tensors that the program can reach are made plain if they
+        fit into 80 % of the memory that is available (of the host, within the limits of its control groups; on CUDA
+        of the device). An autograd graph does not prevent that: its parameters are safe, and a backward pass through it
+        raises. Bytes that were allocated without a tensor end with the pool.
+
+        Raises
+        ------
+        BudgetError
+            The tensors do not fit; nothing was changed and the pool stays open.
+        FarpoolError
+            A tier failed in the middle, or a tensor has history; the pool stays open, what was not made plain is still
+            there. Where another error is on its way already, that one goes on, with a note of this one.
+        """
+        told = ""
+        if not self.closed and self.live:
+            try:
+                told = _load_tensors().take_along(self._blocks)
+            except Exception as failure:
+                if error is None:
+                    raise
+                notes = getattr(failure, "__notes__", ())
+                error.add_note("\n".join([f"the pool stays open: {failure}", *notes]))
+                return
+        try:
+            self._blocks.shut()
+        finally:
+            if told:
+                try:
+                    warnings.warn(told, FarpoolWarning, stacklevel=2)
+                except FarpoolWarning as warning:
+                    if error is None:
+                        raise
+                    error.add_note(str(warning))
+
+
+_POOLS: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
+"""The `Pool` objects that the program holds, by the identity of their `BlockPool`."""
+
+
+def blocks_of(pool: Pool) -> BlockPool:
+    """The `BlockPool` behind a pool."""
+    return pool._blocks
+
+
+def pool_of(blocks: StorageOwner) -> Pool:
+    """The `Pool` in front of a `BlockPool`: the object that the program holds, or a new one if it holds none."""
+    pool = _POOLS.get(id(blocks))
+    if pool is None:
+        pool = Pool.__new__(Pool)
+        pool._blocks = cast(BlockPool, blocks)
+        pool = _POOLS.setdefault(id(blocks), pool)
+    return pool
+
+
+def _tell_what_is_lost() -> None:
+    """Print a message about the parameters that live in open pools when the interpreter exits."""
+    for blocks in open_pools() if "farpool.tensors" in sys.modules else ():
+        lost = _load_tensors().live_parameters(blocks) if blocks.live else ""
+        if lost:
+            print(
+                f"farpool: the program ended while a pool held {lost}, which are lost: leave the pool's with block, "
+                "or call farpool.restore(model), and save the model before the end",
+                file=sys.stderr,
+            )
+
+
+# Registered after the closing of pools in `farpool.memory.pool.block_pool`, so it is called before that.
+atexit.register(_tell_what_is_lost)

@@ -1,0 +1,288 @@
+"""Recordings of a program's accesses to its pool, written to tape files while it runs.
+
+The pool notes grants and blocks under its lock, which costs an append. What was noted is turned into bytes and written
+outside the lock, many records at a time, by the thread whose release comes next. A recording that cannot be written
+any more ends; the pool goes on as if there had been none, and `Recording.close` raises.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import groupby
+from types import TracebackType
+from typing import Self
+
+from farpool.errors import TapeFileError
+from farpool.memory.pager import NOWHERE, Pager, Run, State
+from farpool.memory.pager.storage import Cut
+from farpool.memory.tape import Access, Content, Create, Free, Metadata, Record, TapeWriter
+from farpool.memory.tape import Run as TapeRun
+from farpool.memory.tape.records import TICK
+from farpool.memory.tiers import Tier
+
+__all__ = ["Made", "Note", "Recorder", "Recording", "metadata"]
+
+_NANOSECONDS = round(TICK * 1e9)
+_WEIGHT = 2048
+"""Records in a chunk that is written at once; each run of an access counts as one."""
+_PATIENCE = 1_000_000_000
+"""Nanoseconds after which noted records are written, so that little is lost if the process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A group of consecutive blocks that were made together."""
+
+    first: int
+    count: int
+    name: str
+    adopted: bool
+    """True if a source file has, or had, a clean copy of the blocks."""
+
+
+class Note:
+    """A granted access to record. Times are nanoseconds of the monotonic clock; `released` is 0 until it is known."""
+
+    __slots__ = ("asked", "granted", "op", "released", "runs", "thread")
+
+    def __init__(self, runs: Sequence[Run], op: str, waited: float) -> None:
+        self.runs = runs
+        self.op = op
+        self.thread = threading.get_ident()
+        self.granted = time.perf_counter_ns()
+        self.asked = self.granted - round(waited * 1e9)
+        self.released = 0
+
+
+class Recording:
+    """A recording under way to a tape file; a context manager that ends it.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    """
+
+    def __init__(self, recorder: Recorder, writer: TapeWriter, living: Iterable[Record]) -> None:
+        self.path = writer.path
+        self.noted: deque[Record | Note] = deque(living)
+        """Records to write, in the order of the program; appended to under the pool's lock."""
+        self._recorder = recorder
+        self._writer = writer
+        self._writing = threading.Lock()
+        self._owner = os.getpid()
+        self._ended = False
+        self._error: Exception | None = None
+        self._written = time.perf_counter_ns()
+        self._began = self._written // _NANOSECONDS
+        self._threads: dict[int, tuple[int, int]] = {}
+        """Ordinal of each thread and the time of its last release in ticks, by the thread's identity."""
+
+    def advance(self, now: int) -> None:
+        """Write the complete records if there are many or the last write was long ago; never raises an `Exception`."""
+        if len(self.noted) < _WEIGHT and now - self._written < _PATIENCE:
+            return
+        if self._writing.acquire(blocking=False):
+            try:
+                if not self._ended and self._error is None:
+                    self._write(last=False)
+            finally:
+                self._writing.release()
+            if self._error is not None:
+                self.end()
+
+    def end(self) -> None:
+        """Stop recording and complete the file; an error is kept for `close` to raise."""
+        self._recorder.forget(self)
+        if os.getpid() != self._owner:  # the child of a fork: file and lock are its parent's
+            return
+        with self._writing:
+            if self._ended:
+                return
+            self._ended = True
+            if self._error is None:
+                self._write(last=True)
+            self._writer.close()
+
+    def close(self) -> None:
+        """Stop recording and complete the file; the pool stays open.
+
+        Raises
+        ------
+        TapeFileError
+            The file could not be written up to its end (a full disk, for example). What was written can be read.
+        """
+        self.end()
+        error, self._error = self._error, None
+        if error is not None:
+            raise TapeFileError(
+                f"the recording ended early, {self.path} could not be written: {error}; what was written can be read"
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # which is worth more than what close() might raise
+            self.end()
+
+    def _write(self, *, last: bool) -> None:
+        try:
+            while records := self._take(last=last):
+                self._writer.write(records)
+            self._written = time.perf_counter_ns()
+            if last:
+                self._writer.finish()
+        except BaseException as error:  # even an interrupt would leave a gap: what was taken is not written
+            self._error = error if isinstance(error, Exception) else InterruptedError(repr(error))
+            if not isinstance(error, Exception):
+                raise
+
+    def _take(self, *, last: bool) -> list[Record]:
+        """Take a chunk of records up to the first that is incomplete; with `last`, incomplete ones are skipped."""
+        records: list[Record] = []
+        weight = 0
+        while self.noted and weight < _WEIGHT:
+            noted = self.noted[0]
+            if not isinstance(noted, Note):
+                records.append(noted)
+            elif noted.released:
+                records.append(self._access(noted))
+                weight += len(noted.runs)
+            elif not last:
+                break
+            self.noted.popleft()
+            weight += 1
+        return records
+
+    def _access(self, note: Note) -> Access:
+        # Differences of rounded times: the errors of rounding do not add up.
+        asked, granted, released = (moment // _NANOSECONDS for moment in (note.asked, note.granted, note.released))
+        thread, before = self._threads.get(note.thread, (len(self._threads), self._began))
+        self._threads[note.thread] = thread, released
+        return Access(
+            thread,
+            note.op,
+            tuple([TapeRun(run.first, run.count, run.mode, run.table) for run in note.runs]),
+            max(0, asked - before) * TICK,
+            (granted - asked) * TICK,
+            (released - granted) * TICK,
+        )
+
+
+class Recorder:
+    """The recordings under way of a pool; methods that note something are called with the pool's lock held.
+
+    Attributes
+    ----------
+    recordings : tuple of Recording
+        The recordings under way; callers check that there are any before they note something.
+    """
+
+    def __init__(self) -> None:
+        self.recordings: tuple[Recording, ...] = ()
+        self._changing = threading.Lock()
+
+    def start(self, writer: TapeWriter, pager: Pager, living: Iterable[Made]) -> Recording:
+        """Start a recording; its first records are those of the blocks that exist already."""
+        recording = Recording(self, writer, [create for made in living for create in _creates(pager, made)])
+        with self._changing:
+            self.recordings = (*self.recordings, recording)
+        return recording
+
+    def forget(self, recording: Recording) -> None:
+        """Remove a recording, so that nothing more is noted for it."""
+        with self._changing:
+            self.recordings = tuple(other for other in self.recordings if other is not recording)
+
+    def created(self, pager: Pager, made: Made) -> None:
+        """Note that blocks were made, to which nothing has been written."""
+        creates = [_create(pager, made, made.first, made.count, Content.FILE if made.adopted else Content.NONE)]
+        for recording in self.recordings:
+            recording.noted.extend(creates)
+
+    def freed(self, first: int, count: int) -> None:
+        """Note that the program has dropped blocks."""
+        for recording in self.recordings:
+            recording.noted.append(Free(first, count))
+
+    def granted(self, runs: Sequence[Run], op: str, waited: float) -> Note:
+        """Note that an access was granted.
+
+        Parameters
+        ----------
+        waited : float
+            Seconds that it waited for its operands.
+        """
+        note = Note(runs, op, waited)
+        for recording in self.recordings:
+            recording.noted.append(note)
+        return note
+
+    def deliver(self) -> None:
+        """Write noted records to the files of all recordings; called without the pool's lock."""
+        now = time.perf_counter_ns()
+        for recording in self.recordings:
+            recording.advance(now)
+
+    def end(self) -> None:
+        """End all recordings, as the pool is closed."""
+        for recording in self.recordings:
+            recording.end()
+
+
+def metadata(device: str, budget: int, sizes: Cut, tiers: Iterable[Tier], classes: tuple[str, ...]) -> Metadata:
+    """Make the header of a tape file, which describes the pool."""
+    return Metadata(
+        farpool=version("farpool"),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        device=device,
+        budget=budget,
+        cut=sizes,
+        tiers=tuple(tier.info for tier in tiers),
+        classes=classes,
+    )
+
+
+def _creates(pager: Pager, made: Made) -> list[Create]:
+    """Make the records for blocks that exist already, some of which may have content and some not."""
+    members = range(made.first, made.first + made.count)
+    creates = []
+    for content, group in groupby(members, key=lambda block: _content(pager, block, made.adopted)):
+        same = list(group)
+        creates.append(_create(pager, made, same[0], len(same), content))
+    return creates
+
+
+def _create(pager: Pager, made: Made, first: int, count: int, content: Content) -> Create:
+    return Create(
+        first,
+        count,
+        pager.block(first).size,
+        pager.block(first + count - 1).size,
+        pager.class_of(first),
+        made.name,
+        content,
+        pager.block(first).name,
+    )
+
+
+def _content(pager: Pager, block: int, adopted: bool) -> Content:
+    row = pager.block(block)
+    if row.tier == NOWHERE and not row.dirty:
+        if adopted:
+            return Content.FILE
+        if row.state == State.ABSENT:
+            return Content.NONE
+    return Content.POOL

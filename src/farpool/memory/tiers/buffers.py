@@ -1,0 +1,42 @@
+"""Checks of the buffers that are passed to transfers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from farpool.abc.tier import Extent
+
+__all__ = ["require_buffer"]
+
+
+def require_buffer(extent: Extent, buffer: memoryview, *, writable: bool) -> memoryview:
+    """View `buffer` as the bytes of `extent`.
+
+    Parameters
+    ----------
+    extent : Extent
+        What is transferred.
+    buffer : memoryview
+        Memory for it.
+    writable : bool
+        True if the transfer writes into the buffer.
+
+    Returns
+    -------
+    memoryview
+        A view of its own, so that the memory stays valid when the caller releases the one given here.
+
+    Raises
+    ------
+    ValueError
+        The buffer has not exactly ``extent.nbytes`` bytes, is not contiguous, or is read-only and must not be.
+    """
+    view = memoryview(buffer)
+    if view.nbytes != extent.nbytes:
+        raise ValueError(f"the buffer has {view.nbytes} bytes, the extent at {extent.offset} needs {extent.nbytes}")
+    if not view.c_contiguous:
+        raise ValueError(f"the buffer for the extent at {extent.offset} is not contiguous; copy it first")
+    if writable and view.readonly:
+        raise ValueError(f"the buffer for a read of the extent at {extent.offset} is read-only")
+    return view

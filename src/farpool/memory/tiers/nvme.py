@@ -1,0 +1,259 @@
+"""A tier in a file, on NVMe or whatever medium the file system is on.
+
+The file bypasses the page cache (O_DIRECT) where the file system allows that, through io_uring where the kernel has
+it. Its format is in `pool_file`. The lock belongs to the open file, so a child that this process forks shares it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import weakref
+from typing import TYPE_CHECKING
+
+from farpool._native import FilePort, Memory
+from farpool.abc.tier import Extent, TierInfo
+from farpool.errors import ConfigError, PoolFileError
+from farpool.memory.tiers.pool_file import HEADER_BYTES, PoolFileHeader
+from farpool.memory.tiers.port_tier import PortTier
+from farpool.memory.tiers.space import ExtentSpace
+from farpool.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from farpool._native import Port
+
+__all__ = ["Nvme"]
+
+_ALIGNMENT = 4096
+_ATTEMPTS = 10
+
+
+class Nvme(PortTier):
+    """A tier in a preallocated file.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Where the file is made; its folder must exist. A pool file that a killed process left there is taken over. The
+        file is removed at close.
+    capacity : int or str
+        Bytes, or a size such as ``"64GiB"``; rounded down to a multiple of 4096. All of it is allocated at open.
+    name : str
+        Name of the tier.
+    direct : bool, optional
+        True to bypass the page cache; None does so where the file system allows it.
+    ring : bool
+        True to use io_uring where the kernel has it.
+
+    Raises
+    ------
+    ConfigError
+        The capacity is no size, or less than 4096 bytes.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity: int | str,
+        name: str = "nvme",
+        *,
+        direct: bool | None = None,
+        ring: bool = True,
+    ) -> None:
+        super().__init__()
+        nbytes = parse_size(capacity, f"capacity of {name}")
+        if nbytes < _ALIGNMENT:
+            raise ConfigError(
+                f"capacity of {name} is {nbytes} bytes, expected {_ALIGNMENT} or more, for example '64GiB'"
+            )
+        self._path = os.path.abspath(os.fspath(path))
+        self._info = TierInfo(name, "nvme", nbytes - nbytes % _ALIGNMENT, _ALIGNMENT)
+        self._want_direct = direct
+        self._want_ring = ring
+        self._space = self._empty_space()
+        self._fd = -1
+        self._direct = False
+        self._remove: weakref.finalize[[str, int, int], Nvme] | None = None
+
+    @property
+    def info(self) -> TierInfo:
+        return self._info
+
+    @property
+    def path(self) -> str:
+        """Absolute path of the file."""
+        return self._path
+
+    @property
+    def direct(self) -> bool:
+        """True if the open file bypasses the page cache."""
+        return self._direct
+
+    @property
+    def uses_ring(self) -> bool:
+        """True if the open file is read and written through io_uring."""
+        return isinstance(self._port, FilePort) and self._port.uses_ring
+
+    @property
+    def reserved(self) -> int:
+        return self._space.reserved
+
+    def reserve(self, nbytes: int) -> Extent:
+        with self._lifecycle:
+            self.port  # noqa: B018 - raises if the tier is closed
+            return self._space.reserve(nbytes)
+
+    def free(self, extent: Extent) -> None:
+        self._space.free(extent)
+
+    def _open_port(self) -> Port:
+        fd, created = self._open_locked()
+        try:
+            ours = self._take_over(fd) or created
+            try:
+                self._fill(fd)
+                self._direct = self._set_direct(fd)
+                port = FilePort(
+                    fd,
+                    self._info.name,
+                    direct=self._direct,
+                    alignment=_ALIGNMENT,
+                    base=HEADER_BYTES,
+                    ring=self._want_ring,
+                )
+            except BaseException:
+                # A file that was somebody's and empty becomes empty again.
+                if ours:
+                    os.unlink(self._path)
+                else:
+                    os.ftruncate(fd, 0)
+                raise
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        # Also when the tier is dropped, or the program ends, without close(). Only the name: native threads may still
+        # be writing to the descriptor.
+        self._remove = weakref.finalize(self, _remove_file, self._path, fd, os.getpid())
+        return port
+
+    def _close_port(self) -> None:
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+        os.close(self._fd)
+        self._fd = -1
+        self._space = self._empty_space()
+
+    def _check_extent(self, extent: Extent) -> None:
+        self._space.require(extent)
+
+    def _empty_space(self) -> ExtentSpace:
+        return ExtentSpace(self._info.name, self._info.capacity, self._info.alignment)
+
+    def _open_locked(self) -> tuple[int, bool]:
+        """Open and lock the file; returns the descriptor, and True if the file was created."""
+        for _ in range(_ATTEMPTS):
+            fd, created = self._open_file()
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                try:
+                    if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                        raise self._in_use(fd) from None
+                    raise ConfigError(
+                        f"path of {self._info.name}: {self._path} cannot be locked: {error.strerror}"
+                    ) from error
+                finally:
+                    os.close(fd)
+            # The owner before may have removed the file between our opening and our lock.
+            if _is_file_at(self._path, fd):
+                return fd, created
+            os.close(fd)
+        raise PoolFileError(f"{self._info.name}: {self._path} is made and removed all the time", tier=self._info.name)
+
+    def _open_file(self) -> tuple[int, bool]:
+        name, path = self._info.name, self._path
+        folder = os.path.dirname(path)
+        if not os.path.isdir(folder):
+            raise ConfigError(f"path of {name}: the folder {folder} does not exist; create it first")
+        try:
+            try:
+                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), True
+            except FileExistsError:
+                # Opening a device or a named pipe could block or have effects.
+                if not stat.S_ISREG(os.stat(path).st_mode):
+                    raise ConfigError(f"path of {name}: {path} is not a file; name one that farpool may make") from None
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC), False
+        except OSError as error:
+            raise ConfigError(f"path of {name}: {path} cannot be opened for writing: {error.strerror}") from error
+
+    def _in_use(self, fd: int) -> PoolFileError:
+        try:
+            owner = f"pid {PoolFileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), self._path, self._info.name).pid}"
+        except (PoolFileError, OSError):
+            owner = "another process"
+        return PoolFileError(
+            f"{self._info.name}: {self._path} is in use by {owner}; choose another path", tier=self._info.name
+        )
+
+    def _take_over(self, fd: int) -> bool:
+        """Return True if the locked file is a stale pool file, False if it is empty; else raise PoolFileError."""
+        if os.fstat(fd).st_size == 0:
+            return False
+        PoolFileHeader.unpack(os.pread(fd, HEADER_BYTES, 0), self._path, self._info.name)
+        return True
+
+    def _fill(self, fd: int) -> None:
+        name, wanted = self._info.name, self._info.capacity + HEADER_BYTES
+        status = os.statvfs(os.path.dirname(self._path))
+        free = status.f_bavail * status.f_frsize + os.fstat(fd).st_blocks * 512
+        try:
+            os.ftruncate(fd, 0)
+            # Before the space: if this process is killed meanwhile, the file can be told to be ours.
+            os.pwrite(fd, PoolFileHeader.for_this_process(self._info.capacity).pack(), 0)
+            os.posix_fallocate(fd, 0, wanted)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ConfigError(
+                    f"capacity of {name}: {self._path} needs {wanted} bytes ({format_size(wanted)}) but "
+                    f"{free} bytes ({format_size(free)}) are free; choose a smaller capacity or another path"
+                ) from error
+            raise ConfigError(
+                f"capacity of {name}: {wanted} bytes ({format_size(wanted)}) cannot be allocated for {self._path}: "
+                f"{error.strerror}"
+            ) from error
+
+    def _set_direct(self, fd: int) -> bool:
+        if self._want_direct is False:
+            return False
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            # Some file systems accept the flag and refuse the first read.
+            probe = Memory(_ALIGNMENT)
+            FilePort(fd, self._info.name, direct=True, ring=False).read(0, probe.address, _ALIGNMENT)
+        except OSError as error:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+            if self._want_direct:
+                raise ConfigError(
+                    f"direct of {self._info.name}: the file system of {self._path} does not allow O_DIRECT "
+                    f"({error}); leave direct out"
+                ) from error
+            return False
+        return True
+
+
+def _is_file_at(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def _remove_file(path: str, fd: int, pid: int) -> None:
+    # A forked child is not the owner, and a file that somebody put in our place is not ours.
+    if os.getpid() == pid and _is_file_at(path, fd):
+        os.unlink(path)

@@ -1,0 +1,114 @@
+"""Base class of tiers with a native data path."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from farpool._native import buffer_address
+from farpool.abc.tier import Extent, Tier
+from farpool.errors import NodeError, NodeTimeoutError, TierError, TierTimeoutError
+from farpool.memory.tiers.buffers import require_buffer
+
+if TYPE_CHECKING:
+    from farpool._native import Port
+
+__all__ = ["PortTier"]
+
+
+class PortTier(Tier):
+    """A tier that is read and written through a native port.
+
+    Subclasses take their resources in :meth:`_open_port` and give them back in :meth:`_close_port`; this class keeps
+    the state, and closes only when the transfers of callers in Python have ended.
+    """
+
+    def __init__(self) -> None:
+        self._port: Port | None = None
+        self._lifecycle = threading.RLock()
+        self._idle = threading.Condition(self._lifecycle)
+        self._under_way = 0
+        """Number of transfers under way that were called from Python."""
+        self._closing = False
+        self._process = os.getpid()
+
+    @property
+    def port(self) -> Port:
+        """The native port of the tier, valid while it is open.
+
+        Raises
+        ------
+        TierError
+            The tier is not open.
+        """
+        port = self._port
+        if port is None:
+            raise TierError(f"{self.info.name}: the tier is not open; call open() first", tier=self.info.name)
+        return port
+
+    def open(self) -> None:
+        with self._lifecycle:
+            self._wait_for_close()
+            if self._port is None:
+                self._port = self._open_port()
+                self._process = os.getpid()
+
+    def close(self) -> None:
+        with self._lifecycle:
+            self._wait_for_close()
+            if self._port is None:
+                return
+            self._port = None
+            self._closing = True
+            try:
+                while self._under_way and os.getpid() == self._process:  # in a forked child nobody ends them
+                    self._idle.wait()
+                self._close_port()
+            finally:
+                self._closing = False
+                self._idle.notify_all()
+
+    def _wait_for_close(self) -> None:
+        """Wait until no other thread is closing the tier; `close` gives the lock up while it waits for transfers."""
+        while self._closing and os.getpid() == self._process:
+            self._idle.wait()
+
+    def read_into(self, extent: Extent, into: memoryview) -> None:
+        with self._transfer(extent) as port, require_buffer(extent, into, writable=True) as view:
+            port.read(extent.offset, buffer_address(view), extent.nbytes)
+
+    def write_from(self, extent: Extent, data: memoryview) -> None:
+        with self._transfer(extent) as port, require_buffer(extent, data, writable=False) as view:
+            port.write(extent.offset, buffer_address(view), extent.nbytes)
+
+    @contextmanager
+    def _transfer(self, extent: Extent) -> Iterator[Port]:
+        with self._lifecycle:
+            port = self.port
+            self._check_extent(extent)
+            self._under_way += 1
+        try:
+            yield port
+        except NodeError as error:  # what a node did to the transfer is the tier's failure
+            kind = TierTimeoutError if isinstance(error, NodeTimeoutError) else TierError
+            raise kind(f"{self.info.name}: {error}", tier=self.info.name) from error
+        finally:
+            with self._lifecycle:
+                self._under_way -= 1
+                self._idle.notify_all()
+
+    @abstractmethod
+    def _open_port(self) -> Port:
+        """Acquire the tier's resources and return its port; on failure nothing is kept."""
+
+    @abstractmethod
+    def _close_port(self) -> None:
+        """Release the tier's resources; no transfer is under way."""
+
+    @abstractmethod
+    def _check_extent(self, extent: Extent) -> None:
+        """Raise ValueError unless `extent` may be transferred; the tier is open."""

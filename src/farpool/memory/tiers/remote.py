@@ -1,0 +1,274 @@
+"""A tier in the memory of other processes and hosts, striped over leases from several nodes.
+
+Each node lends the same number of bytes. What is written is checksummed here and compared when it arrives back, so
+that neither the network nor the node's memory can change a byte unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from farpool._native import PythonPort, RemotePort, VerifiedPort
+from farpool.abc.tier import Extent, TierInfo
+from farpool.cluster.wire.access import AccessKey, client_key
+from farpool.cluster.wire.address import Address, parse_address
+from farpool.cluster.wire.channel import Channel, Transport
+from farpool.cluster.wire.lease import Lease
+from farpool.cluster.wire.settings import checked_timeout, checked_transport
+from farpool.errors import ConfigError, TierError
+from farpool.memory.tiers.port_tier import PortTier
+from farpool.memory.tiers.remote_nodes import Contact, borrow, free_bytes, give_back
+from farpool.memory.tiers.remote_one_sided import OneSidedStripes
+from farpool.memory.tiers.space import CACHE_LINE, ExtentSpace
+from farpool.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from farpool._native import Port
+
+__all__ = ["STRIPE", "Remote", "node_addresses"]
+
+STRIPE = 1 << 20
+
+
+class Remote(PortTier):
+    """A tier in memory that nodes lend (``farpool node``).
+
+    The bytes lie on all nodes in stripes of 1 MiB. At open each node lends its part, or none does; they get it back at
+    close, and soon after the program has ended. A node that is restarted still has it, unless it is an ephemeral one:
+    then what was in the tier is lost, and reading it is an error. Reads are verified, so a pool puts no `Verified`
+    round this tier.
+
+    Parameters
+    ----------
+    *nodes : str
+        Addresses, for example ``"tcp://10.0.0.7:7471"``.
+    size : int or str, optional
+        Bytes altogether, or a size such as ``"8GiB"``; rounded up to whole stripes on each node. None takes what the
+        nodes have free: as many times what the fullest of them has free as there are nodes. They are asked when it is
+        first needed.
+    name : str
+        Name of the tier.
+    key : AccessKey or str, optional
+        Access key for nodes that ask for one; a string is ``NAME:SECRET``. None takes the environment's, in
+        ``FARPOOL_KEY`` or in the file that ``FARPOOL_KEY_FILE`` names.
+    timeout : float
+        Seconds within which a node has to answer: at open, and in each transfer. A node that has to back much memory
+        at open has a second more for each 512 MiB of it.
+    transport : str
+        ``mapped`` maps the memory of nodes on this host, ``tcp`` sends every byte over a connection, ``auto`` maps
+        where that is possible, and the name of a fabric such as ``nixl`` reads and writes one-sided (docs/nixl.md).
+
+    Raises
+    ------
+    ConfigError
+        There is no node or one twice, or a setting is wrong; names it.
+    """
+
+    def __init__(
+        self,
+        *nodes: str,
+        size: int | str | None = None,
+        name: str = "remote",
+        key: AccessKey | str | None = None,
+        timeout: float = 5.0,
+        transport: Transport = "auto",
+    ) -> None:
+        super().__init__()
+        self._name = _checked_name(name)
+        self._addresses = node_addresses(nodes, name)
+        self._wanted = None if size is None else _share(size, len(nodes), name)
+        self._timeout = checked_timeout(timeout, f"timeout of {name}")
+        self._transport = checked_transport(transport, f"transport of {name}")
+        self._key = None if key is None else client_key(key)
+        self._known = None if self._wanted is None else self._info_of(self._wanted)
+        self._space: ExtentSpace | None = None
+        self._channels: list[Channel] = []
+        self._leases: list[Lease] = []
+        self._verified: VerifiedPort | None = None
+        self._contact: Contact | None = None
+        self._owner = 0
+        self._high = 0
+
+    @property
+    def info(self) -> TierInfo:
+        """Description of the tier; without a configured size, the nodes are asked for their free memory, once.
+
+        Raises
+        ------
+        ConfigError
+            The nodes cannot be asked.
+        """
+        if (known := self._known) is not None:
+            return known
+        with self._lifecycle:
+            if self._known is None:
+                channels = self._ways()
+                try:
+                    self._known = self._info_of(self._free_share(channels, time.monotonic() + self._timeout))
+                finally:
+                    for channel in channels:
+                        channel.close()
+            return self._known
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Addresses of the nodes."""
+        return tuple(str(address) for address in self._addresses)
+
+    @property
+    def mapped(self) -> tuple[bool, ...]:
+        """For each node, True if its part is mapped into this process; empty while the tier is closed."""
+        return tuple(lease.address is not None for lease in self._leases)
+
+    @property
+    def tracked(self) -> int:
+        """Number of extents with a checksum."""
+        port = self._verified
+        return 0 if port is None else port.tracked
+
+    @property
+    def touched(self) -> int:
+        """Bytes of mapped memory behind all that was ever reserved: the nodes own them, and they are resident here."""
+        mapped = self.mapped
+        return self._high * sum(mapped) // len(mapped) if mapped else 0
+
+    @property
+    def port(self) -> Port:
+        """The native port of the tier, valid while it is open and in the process that opened it.
+
+        Raises
+        ------
+        TierError
+            The tier is not open, or the process is a fork of the one that opened it.
+        """
+        port = super().port
+        if os.getpid() != self._owner:
+            raise TierError(
+                f"{self._name}: the memory was lent to the process that opened the tier and this one was forked off "
+                "it; call close() and open() here",
+                tier=self._name,
+            )
+        return port
+
+    @property
+    def reserved(self) -> int:
+        space = self._space
+        return 0 if space is None else space.reserved
+
+    def reserve(self, nbytes: int) -> Extent:
+        with self._lifecycle:
+            self.port  # noqa: B018 - raises if the tier is closed
+            extent = self._extents().reserve(nbytes)
+            self._high = max(self._high, extent.offset + extent.nbytes)
+            return extent
+
+    def free(self, extent: Extent) -> None:
+        # One step against reserve(): the next owner of this place must not lose its checksum.
+        with self._lifecycle:
+            self._extents().free(extent)
+            if self._verified is not None:
+                self._verified.forget(extent.offset)
+
+    def _open_port(self) -> Port:
+        channels = self._ways()
+        leases: list[Lease] = []
+        try:
+            share = self._wanted or self._free_share(channels, time.monotonic() + self._timeout)
+            leases = borrow(channels, share, self._name, self._timeout)
+            port = self._port_of(channels, leases)
+            contact = Contact(self, channels, self._timeout)
+        except BaseException:
+            give_back(leases, time.monotonic() + self._timeout)
+            for channel in channels:
+                channel.close()
+            raise
+        self._known = self._info_of(share)
+        self._space = ExtentSpace(self._name, self._known.capacity, CACHE_LINE)
+        self._channels, self._leases, self._contact, self._owner = channels, leases, contact, os.getpid()
+        self._verified = VerifiedPort(port, self._name)
+        return self._verified
+
+    def _port_of(self, channels: list[Channel], leases: list[Lease]) -> Port:
+        pairs = zip(channels, leases, strict=True)
+        one_sided = [(channel.one_sided, lease.id) for channel, lease in pairs if channel.one_sided is not None]
+        if one_sided:
+            return PythonPort(OneSidedStripes(one_sided, STRIPE, self._timeout))
+        ends = [lease.end(self._timeout) for lease in leases]
+        return RemotePort(self._name, ends, stripe=STRIPE, timeout=self._timeout)
+
+    def _close_port(self) -> None:
+        contact, self._contact = self._contact, None
+        leases, self._leases = self._leases, []
+        channels, self._channels = self._channels, []
+        self._verified = self._space = None
+        self._high = 0
+        if os.getpid() != self._owner:
+            return  # thread, leases and connections are the parent's
+        if contact is not None:
+            contact.end()
+        give_back(leases, time.monotonic() + self._timeout)
+        for channel in channels:
+            channel.close()
+
+    def _check_extent(self, extent: Extent) -> None:
+        self._extents().require(extent)
+
+    def _extents(self) -> ExtentSpace:
+        if self._space is None:
+            raise ValueError(f"{self._name}: no extent is reserved, as the tier is not open")
+        return self._space
+
+    def _ways(self) -> list[Channel]:
+        key = client_key(self._key)
+        return [Channel(address, key=key, transport=self._transport) for address in self._addresses]
+
+    def _free_share(self, channels: list[Channel], deadline: float) -> int:
+        """Bytes of the whole stripes that fit into the free memory of each node."""
+        free = free_bytes(channels, self._name, deadline)
+        if free < STRIPE:
+            raise ConfigError(
+                f"nodes of {self._name}: one of {', '.join(self.nodes)} has only {format_size(free)} free, expected "
+                f"{format_size(STRIPE)} or more; start a node with more memory or leave it out",
+                setting="nodes",
+            )
+        return free - free % STRIPE
+
+    def _info_of(self, share: int) -> TierInfo:
+        return TierInfo(self._name, "remote", share * len(self._addresses), CACHE_LINE)
+
+
+def node_addresses(nodes: Iterable[str], name: str) -> tuple[Address, ...]:
+    """Parse and check the addresses of a tier's nodes.
+
+    Raises
+    ------
+    ConfigError
+        There is none, one is no address, or one is there twice; names it.
+    """
+    what = f"nodes of {name}"
+    addresses = tuple(parse_address(node, what) for node in nodes)
+    if not addresses:
+        raise ConfigError(
+            f"{what} are missing, expected one or more, for example 'tcp://10.0.0.7:7471'", setting="nodes"
+        )
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ConfigError(f"{what} has {address} twice, expected each node once", setting="nodes")
+    return addresses
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"name is {name!r}, expected text, for example 'remote'", setting="name")
+    return name
+
+
+def _share(size: int | str, nodes: int, name: str) -> int:
+    """Bytes on each node: the size divided by the number of nodes, rounded up to whole stripes."""
+    nbytes = parse_size(size, f"size of {name}")
+    if nbytes < 1:
+        raise ConfigError(f"size of {name} is {size!r}, expected 1 byte or more, for example '8GiB'")
+    return -(-nbytes // (nodes * STRIPE)) * STRIPE

@@ -1,0 +1,128 @@
+"""Handling of the nodes behind a remote tier: borrowing from all of them or none, and keeping sessions alive."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from farpool.cluster.wire.channel import Channel
+from farpool.cluster.wire.lease import Lease
+from farpool.errors import ConfigError, NodeError
+
+__all__ = ["Contact", "borrow", "free_bytes", "give_back"]
+
+_PERIOD = 1.0
+"""Seconds between two checks that the nodes can be reached; far less than a node's grace period."""
+_BACKED_PER_SECOND = 512 << 20
+"""Bytes that a node surely backs with zeroed pages within a second, which it does before it answers."""
+_Result = TypeVar("_Result")
+
+
+def free_bytes(channels: Sequence[Channel], tier: str, deadline: float) -> int:
+    """Free bytes of the node that has the least free memory.
+
+    Raises
+    ------
+    ConfigError
+        A node cannot be asked; names it and says what to do.
+    """
+    least = None
+    for channel in channels:
+        stats = _asked(channel, tier, partial(channel.call, "stats", deadline))
+        free = int(stats["capacity"]) - int(stats["used"])
+        least = free if least is None else min(least, free)
+    return least or 0
+
+
+def borrow(channels: Sequence[Channel], nbytes: int, tier: str, timeout: float) -> list[Lease]:
+    """Borrow `nbytes` bytes from each node; if one cannot lend them, no lease is kept.
+
+    It takes up to `timeout` seconds, and one more for each 512 MiB, which the nodes have to back with memory first.
+
+    Raises
+    ------
+    ConfigError
+        A node cannot be reached, refuses the key or has no room; names it and says what to do.
+    """
+    deadline = time.monotonic() + timeout
+    leases: list[Lease] = []
+    try:
+        for channel in channels:
+            # First by itself: a node that cannot be reached is noticed within the timeout, however much it is to lend.
+            _asked(channel, tier, partial(channel.connect, deadline))
+            deadline += nbytes / _BACKED_PER_SECOND
+            leases.append(_asked(channel, tier, partial(channel.lend, nbytes, deadline)))
+    except BaseException:
+        give_back(leases, time.monotonic() + timeout)  # also where the deadline has passed
+        raise
+    return leases
+
+
+def give_back(leases: Sequence[Lease], deadline: float) -> None:
+    """End leases; a node that cannot be told frees its lease after the grace period."""
+    for lease in leases:
+        with contextlib.suppress(NodeError):
+            lease.release(deadline)
+
+
+class Contact:
+    """A thread that keeps the program's sessions at its nodes alive, by reconnecting soon after contact was lost.
+
+    A node that was restarted gives what it had lent back to sessions that return within its grace. A program that
+    computes for longer than that between two transfers would not.
+
+    Parameters
+    ----------
+    owner : object
+        Object on whose behalf contact is kept. If it is collected without `end`, contact and session end.
+    channels : sequence of Channel
+        Channels to the nodes.
+    timeout : float
+        Seconds that reaching a node may take.
+    """
+
+    def __init__(self, owner: object, channels: Sequence[Channel], timeout: float) -> None:
+        self._channels = tuple(channels)
+        self._timeout = timeout
+        self._ended = threading.Event()
+        self._dropped = False
+        weakref.finalize(owner, self._drop).atexit = False
+        self._thread = threading.Thread(target=self._run, name="farpool-contact", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop keeping contact; waits for the attempt under way."""
+        self._ended.set()
+        self._thread.join()
+
+    def _drop(self) -> None:
+        # Called by the garbage collector, so it may not close anything itself.
+        self._dropped = True
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_PERIOD):
+            for channel in self._channels:
+                if self._ended.is_set():
+                    break
+                with contextlib.suppress(NodeError):
+                    channel.connect(time.monotonic() + min(self._timeout, _PERIOD))
+        if self._dropped:
+            for channel in self._channels:
+                channel.close()
+
+
+def _asked(channel: Channel, tier: str, ask: Callable[[], _Result]) -> _Result:
+    try:
+        return ask()
+    except NodeError as error:
+        raise ConfigError(
+            f"nodes of {tier}: {error}; see that `farpool node` runs at {channel.name}, has enough memory and knows "
+            "the access key, or leave the node out",
+            setting="nodes",
+        ) from error

@@ -1,0 +1,101 @@
+"""Simulation of slower hardware: a tier behind a link of a given rate and latency."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from farpool._native import ThrottledPort
+from farpool.abc.tier import Tier, TierInfo
+from farpool.errors import ConfigError
+from farpool.memory.tiers.port_wrapper import PortWrapper
+from farpool.sizes import parse_rate
+
+if TYPE_CHECKING:
+    from farpool._native import Port
+
+__all__ = ["Throttled"]
+
+
+class Throttled(PortWrapper):
+    """Wrapper that delays transfers so that none ends earlier than over a link of a given rate and latency.
+
+    A link carries one transfer after another, in the order in which they come. A transfer occupies it for its bytes
+    over the rate and ends `latency` later, so latencies of transfers from several threads overlap. The bytes are really
+    moved meanwhile; where that takes longer than the link would, the transfer ends when they are.
+
+    Parameters
+    ----------
+    inner : Tier
+        The inner tier; opened and closed with this one.
+    read_bandwidth, write_bandwidth : float or str, optional
+        Bytes per second, or a rate such as ``"2GB/s"``; None sets no limit.
+    latency : float
+        Seconds by which each transfer ends later.
+    shared : bool
+        True if reads and writes share one link (half duplex) instead of having one each.
+
+    Raises
+    ------
+    ConfigError
+        A rate or the latency is not valid.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        read_bandwidth: float | str | None = None,
+        write_bandwidth: float | str | None = None,
+        *,
+        latency: float = 0.0,
+        shared: bool = False,
+    ) -> None:
+        super().__init__(inner)
+        self._read_rate = _rate(read_bandwidth, "read_bandwidth")
+        self._write_rate = _rate(write_bandwidth, "write_bandwidth")
+        if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0.0 <= latency < math.inf:
+            raise ConfigError(f"latency is {latency!r}, expected 0 or more seconds, for example 0.0001")
+        self._latency = float(latency)
+        self._shared = shared
+        self._throttle: ThrottledPort | None = None
+
+    @property
+    def info(self) -> TierInfo:
+        inner = super().info
+        return replace(
+            inner,
+            latency=max(self._latency, inner.latency or 0.0) or inner.latency,
+            read_bandwidth=_slower(self._read_rate, inner.read_bandwidth),
+            write_bandwidth=_slower(self._write_rate, inner.write_bandwidth),
+        )
+
+    def close(self) -> None:
+        """Close the tier; transfers under way are no longer delayed, and end as fast as the inner tier is."""
+        with self._lifecycle:
+            if self._throttle is not None:
+                self._throttle.lift()
+            super().close()
+
+    def _wrap(self, port: Port) -> Port:
+        self._throttle = ThrottledPort(
+            port,
+            read_rate=self._read_rate,
+            write_rate=self._write_rate,
+            latency=self._latency,
+            shared=self._shared,
+        )
+        return self._throttle
+
+    def _close_port(self) -> None:
+        self._throttle = None
+        super()._close_port()
+
+
+def _rate(value: float | str | None, what: str) -> float:
+    return math.inf if value is None else parse_rate(value, what)
+
+
+def _slower(rate: float, inner: float | None) -> float | None:
+    slower = rate if inner is None else min(rate, inner)
+    return slower if math.isfinite(slower) else None

@@ -1,0 +1,33 @@
+"""Public name of the registry; its modules are in `farpool.cluster.registry` (docs/registry.md)."""
+
+from __future__ import annotations
+
+from farpool.cluster.registry import (
+    Changes,
+    Commit,
+    Condition,
+    Delete,
+    Entry,
+    Operation,
+    Put,
+    Registry,
+    Snapshot,
+    Watch,
+    default_registry,
+    open_registry,
+)
+
+__all__ = [
+    "Changes",
+    "Commit",
+    "Condition",
+    "Delete",
+    "Entry",
+    "Operation",
+    "Put",
+    "Registry",
+    "Snapshot",
+    "Watch",
+    "default_registry",
+    "open_registry",
+]
