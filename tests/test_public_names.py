@@ -11,7 +11,7 @@ import pytest
 import farpool
 
 NAMES = {
-    "farpool.net.fabric": "farpool.cluster.wire.fabric",
+    "farpool.net.fabric": "farpool.abc.fabric",
     "farpool.registry": "farpool.cluster.registry",
     "farpool.store": "farpool.cluster.store",
     "farpool.store.names": "farpool.cluster.store.names",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from farpool.cluster.wire import fabric
+from farpool.abc import fabric
 
 __all__ = ["fabric"]
 

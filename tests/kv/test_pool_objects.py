@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import farpool
-from farpool.cluster.store.best_effort import About
+from farpool.abc.objects import About
 from farpool.errors import ConfigError, NodeTimeoutError
 from farpool.kv import BlockCache, Layer, PoolObjects, PrefixCache, Reason, TensorMemory
 from farpool.kv.blocks import namespaces

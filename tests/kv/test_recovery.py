@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from farpool import Store
+from farpool.abc.objects import About
 from farpool.cluster.node.process import RunningNode, running_node
-from farpool.cluster.store.best_effort import About, BestEffort
+from farpool.cluster.store.best_effort import BestEffort
 from farpool.errors import ConfigError
 from farpool.kv import BlockCache, Reason, blocks
 from farpool.kv.blocks import namespaces

@@ -15,13 +15,14 @@ import pytest
 
 from farpool import Pool, Store
 from farpool._native import crc32c
+from farpool.abc.fabric import Exposed, Fabric
 from farpool.cluster.node import Node
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.wire.access import AccessKey, Grant
 from farpool.cluster.wire.address import Address, parse_address
 from farpool.cluster.wire.channel import Channel
-from farpool.cluster.wire.fabric import GROUP, Exposed, Fabric, load_fabric
+from farpool.cluster.wire.fabrics import GROUP, load_fabric
 from farpool.cluster.wire.frames import COMMIT, HEAD, OFFSET, Op, Right, Status
 from farpool.errors import (
     AccessDeniedError,

@@ -1,4 +1,4 @@
-"""Both registries keep the contract of `farpool.cluster.registry.base`."""
+"""Both registries keep the contract of `farpool.abc.registry`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
+from farpool.abc.registry import LARGEST_VALUE
 from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry
-from farpool.cluster.registry.base import LARGEST_VALUE
 from farpool.errors import ConfigError, RegistryCompactedError, RegistryError, RegistryLeaseError
 
 Fresh = Callable[[], Registry]

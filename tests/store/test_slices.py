@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from farpool import Store
 from farpool._native import Rows, Slices, target_sizes
+from farpool.abc.objects import About, Payload
 from farpool.cluster.node.process import RunningNode, running_node
-from farpool.cluster.store.arguments import Payload, as_payload, as_target, as_targets, nbytes_of, parts_of
-from farpool.cluster.store.best_effort import About
+from farpool.cluster.store.arguments import as_payload, as_target, as_targets, nbytes_of, parts_of
 
 _PATTERN = bytes(range(251)) * 8400
 """Two megabytes whose period is no power of two."""

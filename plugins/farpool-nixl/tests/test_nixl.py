@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from farpool.abc.fabric import Exposed
 from farpool.cluster.node import Node
 from farpool.cluster.node.exposures import Exposures
 from farpool.cluster.store import Store
 from farpool.cluster.wire.address import Address
-from farpool.cluster.wire.fabric import Exposed
 from farpool.errors import NodeError, NodeTimeoutError
 from farpool.memory.tiers import Tier
 from farpool.memory.tiers.remote import Remote

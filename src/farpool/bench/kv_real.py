@@ -20,8 +20,8 @@ from farpool.kv import BlockCache, Group, Namespace, block_key
 from farpool.kv.header import HEADER_BYTES
 
 if TYPE_CHECKING:
+    from farpool.abc.objects import Objects
     from farpool.bench.benchmark import Progress
-    from farpool.kv.objects import Objects
 
 __all__ = ["Moved", "move"]
 

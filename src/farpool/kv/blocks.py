@@ -21,9 +21,9 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar, cast
 
+from farpool.abc.objects import About, Payload
 from farpool.cluster.store import Demotion, Store
-from farpool.cluster.store.arguments import Payload, as_keys, as_payload, as_targets, nbytes_of, ttl_of
-from farpool.cluster.store.best_effort import About
+from farpool.cluster.store.arguments import as_keys, as_payload, as_targets, nbytes_of, ttl_of
 from farpool.errors import ConfigError, FarpoolError, NodeTimeoutError, StoreClosedError
 from farpool.kv.compressed import Compression
 from farpool.kv.header import HEADER_BYTES, check_header, pack_header
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool._native import Slices
-    from farpool.cluster.store.best_effort import Hold
+    from farpool.abc.objects import Hold, ObjectCalls, Objects
     from farpool.cluster.wire.channel import Transport
-    from farpool.kv.objects import ObjectCalls, Objects
 
     Target = Buffer | tuple[Buffer | Slices, ...]
     Requests = str | Sequence[str]

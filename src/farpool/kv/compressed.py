@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from farpool.cluster.store.arguments import Payload, nbytes_of, parts_of
+from farpool.abc.objects import Payload
+from farpool.cluster.store.arguments import nbytes_of, parts_of
 from farpool.errors import ConfigError
 from farpool.kv.compression import CODECS, Codec, CodecError, Lossless, decode, element_bytes, encode, flat
 from farpool.kv.compression_choice import CompressionChoice

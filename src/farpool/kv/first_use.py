@@ -20,7 +20,7 @@ from farpool.kv.memory import KVMemory, TensorMemory
 from farpool.kv.probe import EngineBlock
 
 if TYPE_CHECKING:
-    from farpool.cluster.store.arguments import Payload
+    from farpool.abc.objects import Payload
 
 __all__ = ["Place", "loading_block", "saving_block"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from farpool.cluster.store.arguments import parts_of
 
 if TYPE_CHECKING:
-    from farpool.cluster.store.arguments import Payload
+    from farpool.abc.objects import Payload
 
 __all__ = ["NearMemory"]
 

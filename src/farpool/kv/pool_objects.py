@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from farpool.abc.objects import About, Hold, Payload
 from farpool.cluster.store import Demotion, PutOutcome
-from farpool.cluster.store.arguments import Payload, nbytes_of, parts_of
-from farpool.cluster.store.best_effort import About, Hold
+from farpool.cluster.store.arguments import nbytes_of, parts_of
 from farpool.errors import (
     ConfigError,
     FarpoolError,

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool._native import Slices
-    from farpool.cluster.store.arguments import Payload
-    from farpool.kv.objects import Objects
+    from farpool.abc.objects import Objects, Payload
     from farpool.kv.ranks import Exchange, Ranks
 
 __all__ = ["Demoted", "Handoff", "LayerLoad", "Match", "PrefixCache"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from farpool.cluster.wire.fabric import Exposed
+from farpool.abc.fabric import Exposed
 from farpool.errors import NodeError, NodeTimeoutError
 
 SERVER = os.path.join(os.path.dirname(__file__), "socket_server.py")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farpool.cluster.store.messages import Touched
+from farpool.abc.objects import Touched
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from farpool.abc.objects import Touched
 from farpool.cluster.store.arguments import content_key
-from farpool.cluster.store.messages import Touched
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from farpool._native import Memory
-from farpool.cluster.wire.fabric import Exposed
+from farpool.abc.fabric import Exposed
 from farpool.errors import NodeError, NodeTimeoutError
 from farpool_nixl.agent import Agent
 

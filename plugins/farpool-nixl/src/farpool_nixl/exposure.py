@@ -9,7 +9,7 @@ import threading
 
 import msgspec
 
-from farpool.cluster.wire.fabric import Exposed
+from farpool.abc.fabric import Exposed
 from farpool.errors import NodeError
 
 __all__ = ["NixlExposure"]

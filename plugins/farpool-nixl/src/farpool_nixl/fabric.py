@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farpool.cluster.wire.fabric import Fabric
+from farpool.abc.fabric import Fabric
 from farpool_nixl.agent import bindings
 from farpool_nixl.endpoint import NixlEndpoint
 from farpool_nixl.exposure import NixlExposure

@@ -16,7 +16,7 @@ import sys
 import msgspec
 
 from farpool._native import buffer_address
-from farpool.cluster.wire.fabric import Exposed
+from farpool.abc.fabric import Exposed
 from farpool_nixl.agent import Agent
 
 

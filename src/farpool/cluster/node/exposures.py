@@ -11,7 +11,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from farpool.cluster.wire.fabric import Exposed, Exposure, load_fabric
+from farpool.abc.fabric import Exposed, Exposure
+from farpool.cluster.wire.fabrics import load_fabric
 from farpool.errors import ConfigError, NodeError
 
 __all__ = ["Exposures"]

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from farpool.cluster.registry.base import (
-    Changes,
-    Commit,
-    Condition,
-    Delete,
-    Entry,
-    Operation,
-    Put,
-    Registry,
-    Snapshot,
-    Watch,
-)
+from farpool.abc.registry import Changes, Commit, Condition, Delete, Entry, Operation, Put, Registry, Snapshot, Watch
 from farpool.cluster.registry.location import default_registry, open_registry
 
 __all__ = [

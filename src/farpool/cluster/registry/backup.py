@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from farpool.cluster.registry.base import LARGEST_OPERATIONS, LARGEST_VALUE, Condition, Entry, Put, Registry
+from farpool.abc.registry import LARGEST_OPERATIONS, LARGEST_VALUE, Condition, Entry, Put, Registry
 from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import ConfigError, RegistryAwayError
 

@@ -22,17 +22,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from farpool.cluster.registry.base import (
-    Changes,
-    Commit,
-    Condition,
-    Delete,
-    Entry,
-    Operation,
-    Put,
-    Registry,
-    Snapshot,
-    Watch,
+from farpool.abc.registry import Changes, Commit, Condition, Delete, Entry, Operation, Put, Registry, Snapshot, Watch
+from farpool.cluster.registry.checks import (
     checked_key,
     checked_transaction,
     checked_ttl,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote
 
-from farpool.cluster.registry.base import Registry
+from farpool.abc.registry import Registry
 from farpool.errors import ConfigError
 
 if TYPE_CHECKING:

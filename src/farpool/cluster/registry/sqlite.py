@@ -23,16 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farpool.cluster.registry.base import (
-    Changes,
-    Commit,
-    Condition,
-    Delete,
-    Entry,
-    Operation,
-    Registry,
-    Snapshot,
-    Watch,
+from farpool.abc.registry import Changes, Commit, Condition, Delete, Entry, Operation, Registry, Snapshot, Watch
+from farpool.cluster.registry.checks import (
     checked_key,
     checked_transaction,
     checked_ttl,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from farpool.abc.objects import Demotion, PutOutcome, Touched
 from farpool.cluster.store.asynchronous import AsyncOpenedName, AsyncStore
-from farpool.cluster.store.messages import Demotion, Lookup, ObjectInfo, PutOutcome, Touched
+from farpool.cluster.store.messages import Lookup, ObjectInfo
 from farpool.cluster.store.pin import Pin, Pins
 from farpool.cluster.store.repair import Repaired, Unmended
 from farpool.cluster.store.rotation import RotatedNode, Rotation

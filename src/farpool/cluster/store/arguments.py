@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast, overload
 
 from farpool._native import Slices, target_sizes
 from farpool._native import as_keys as native_keys
+from farpool.abc.objects import Payload
 from farpool.cluster.wire.frames import LARGEST_KEY
 from farpool.errors import ConfigError
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "Payload",
     "as_key",
     "as_keys",
     "as_payload",
@@ -78,10 +78,6 @@ def _bytes_of(text: str | bytes, what: str, fewest: int) -> bytes:
             f"the {what} {text!r} has {len(data)} bytes, expected {fewest} to {LARGEST_KEY}", setting=what
         )
     return data
-
-
-Payload = memoryview | tuple[memoryview | Slices, ...]
-"""The bytes of a value: one buffer, or several that follow each other."""
 
 
 def nbytes_of(payload: Payload) -> int:

@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
+from farpool.abc.objects import PutOutcome, Touched
 from farpool.cluster.registry import Registry
-from farpool.cluster.store.messages import Lookup, ObjectInfo, PutOutcome, Touched
+from farpool.cluster.store.messages import Lookup, ObjectInfo
 from farpool.cluster.store.names import NameInfo, OpenedName, TensorEntry
 from farpool.cluster.store.pin import Pin, Pins
 from farpool.cluster.store.repair import Repaired

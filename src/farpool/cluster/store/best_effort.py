@@ -7,11 +7,11 @@ after a failure waits for it. What fails has its error in the place of its resul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from farpool.cluster.store.messages import Ask, Demotion
+from farpool.abc.objects import About, Demotion, Hold
+from farpool.cluster.store.messages import Ask
 from farpool.cluster.store.reading import fetch, look_up, read_many
 from farpool.cluster.store.writing import put
 from farpool.cluster.wire.frames import HEAD, PLACE, TOUCH, TTL, UNPIN, Op, Status
@@ -19,47 +19,11 @@ from farpool.cluster.wire.refusals import refusal
 from farpool.errors import FarpoolError, NodeError
 
 if TYPE_CHECKING:
-    from farpool.cluster.store.arguments import Payload
+    from farpool.abc.objects import Payload, PutOutcome
     from farpool.cluster.store.cluster import Cluster
-    from farpool.cluster.store.messages import PutOutcome
     from farpool.cluster.store.upkeep import Upkeep
 
-__all__ = ["About", "BestEffort", "Hold"]
-
-Hold = tuple[int, int, int, int]
-"""An object that is held on a node: the number of the node, the object's offset and serial there, the number of the
-pin."""
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """Properties of values that are stored together.
-
-    Attributes
-    ----------
-    ttl_ms : int
-        Milliseconds after which they expire; 0 for never.
-    kind : int
-        Class of the objects (docs/wire.md).
-    cost_us : int
-        Microseconds that it takes to make one of them again; 0 if that is not known.
-    namespace : int
-        Number of 64 bits that objects of one origin share.
-    tenant : str
-        Whose they are. Nodes know that from the access key, and are not told.
-    parents : mapping of bytes to bytes
-        By key, that of the value without which one is of no use; for nodes it is of no use itself.
-    keep : bool
-        True if nodes shall never evict them, for small values alone. A pool evicts them as others.
-    """
-
-    ttl_ms: int = 0
-    kind: int = 0
-    cost_us: int = 0
-    namespace: int = 0
-    tenant: str = ""
-    parents: Mapping[bytes, bytes] = field(default_factory=dict)
-    keep: bool = False
+__all__ = ["BestEffort"]
 
 
 class BestEffort:

@@ -18,7 +18,7 @@ from farpool.errors import AccessDeniedError, ConfigError, NodeError, StoreClose
 
 if TYPE_CHECKING:
     from farpool._native import Connection, Reply
-    from farpool.cluster.store.arguments import Payload
+    from farpool.abc.objects import Payload
     from farpool.cluster.wire.channel import Channel
 
 __all__ = ["Cluster", "is_away", "share_of"]

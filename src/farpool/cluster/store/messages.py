@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
 import msgspec
 
-from farpool.cluster.store.arguments import Payload
+from farpool.abc.objects import Payload
 from farpool.cluster.wire.frames import HEAD, Op
 
-__all__ = ["Ask", "Demotion", "Lookup", "ObjectInfo", "PutOutcome", "Touched", "object_head", "results", "seconds_left"]
-
-
-class PutOutcome(StrEnum):
-    """Outcome of a put.
-
-    Attributes
-    ----------
-    STORED
-        Each copy is the value that was put.
-    PRESENT
-        A copy was there already and has stayed; its bytes may be others.
-    """
-
-    STORED = "stored"
-    PRESENT = "present"
-
-
-class Demotion(StrEnum):
-    """Outcome of moving a value out of memory.
-
-    Attributes
-    ----------
-    LOWER
-        It lies in the lower tier, or is on its way there.
-    PINNED
-        It stays in memory, as a program holds it there, reads it, or keeps it for good.
-    FULL
-        It stays in memory, as the lower tier had no room for it in time.
-    NO_LOWER_TIER
-        It stays in memory, as nothing lies below.
-    """
-
-    LOWER = "lower"
-    PINNED = "pinned"
-    FULL = "full"
-    NO_LOWER_TIER = "no_lower_tier"
+__all__ = ["Ask", "Lookup", "ObjectInfo", "object_head", "results", "seconds_left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +63,6 @@ class Lookup:
     def found(self) -> list[bool]:
         """For each key, True if it has a value."""
         return [size is not None for size in self.sizes]
-
-
-@dataclass(frozen=True, slots=True)
-class Touched:
-    """Result of a touch: the number of copies that it has reached.
-
-    Attributes
-    ----------
-    copies : sequence of int
-        Number of nodes that have touched their copy, for each key in the order of the keys.
-    complete : bool
-        True if all nodes have answered. Otherwise those that have not may hold untouched copies.
-    marks : sequence of mapping
-        For each key the mark of each touched copy, by the number of its node. A copy's mark changes when it is kept or
-        released, or gets more time to live. Nodes of earlier releases know no marks and return 0.
-    refused : sequence of int
-        Positions of the keys of which a node did not touch its copy, because the copy had another mark.
-    away : frozenset of str
-        Names of the nodes that did not answer, or that have no marks.
-    """
-
-    copies: Sequence[int]
-    complete: bool
-    marks: Sequence[Mapping[int, int]] = ()
-    refused: Sequence[int] = ()
-    away: frozenset[str] = frozenset()
 
 
 class Ask(msgspec.Struct, gc=False):

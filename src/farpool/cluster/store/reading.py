@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from farpool._native import looked_up, lookup_requests
-from farpool.cluster.store.arguments import Payload
+from farpool.abc.objects import Payload
 from farpool.cluster.store.cluster import is_away, share_of
 from farpool.cluster.store.messages import Ask, ObjectInfo, seconds_left
 from farpool.cluster.wire.frames import Op, Status

@@ -14,28 +14,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
-from farpool.cluster.store.arguments import (
-    Payload,
-    as_key,
-    as_keys,
-    as_payload,
-    as_prefix,
-    as_target,
-    content_key,
-    ttl_of,
-)
+from farpool.abc.objects import Payload, PutOutcome, Touched
+from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, content_key, ttl_of
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.cluster.store.cluster import Cluster, share_of
-from farpool.cluster.store.messages import (
-    Ask,
-    Lookup,
-    ObjectInfo,
-    PutOutcome,
-    Touched,
-    object_head,
-    results,
-    seconds_left,
-)
+from farpool.cluster.store.messages import Ask, Lookup, ObjectInfo, object_head, results, seconds_left
 from farpool.cluster.store.names import Names
 from farpool.cluster.store.pin import Pin, Pins, pin_all
 from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_memory

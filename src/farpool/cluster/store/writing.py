@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farpool._native import crc32c
-from farpool.cluster.store.arguments import Payload, nbytes_of, parts_of
+from farpool.abc.objects import Payload, PutOutcome, Touched
+from farpool.cluster.store.arguments import nbytes_of, parts_of
 from farpool.cluster.store.cluster import is_away, share_of
-from farpool.cluster.store.messages import Ask, PutOutcome, Touched
+from farpool.cluster.store.messages import Ask
 from farpool.cluster.wire.frames import PRESENT, Op, Status
 from farpool.cluster.wire.refusals import refusal
 from farpool.errors import (

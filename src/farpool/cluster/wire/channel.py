@@ -21,7 +21,7 @@ from farpool._native import Connection, ConnectionPool, ObjectReader, RemoteEnd,
 from farpool.cluster.wire.address import Address
 from farpool.cluster.wire.control import Control
 from farpool.cluster.wire.dial import Connected, Dialled, dial
-from farpool.cluster.wire.fabric import load_fabric
+from farpool.cluster.wire.fabrics import load_fabric
 from farpool.cluster.wire.frames import Credential, Right
 from farpool.cluster.wire.host import host_id
 from farpool.cluster.wire.lease import Lease, map_lease

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from farpool._native import Connection, crc32c
-from farpool.cluster.wire.fabric import Endpoint, Exposed, Fabric, Region
+from farpool.abc.fabric import Endpoint, Exposed, Fabric, Region
 from farpool.cluster.wire.frames import PLACE, TTL, UNPIN, Op, Status
 from farpool.cluster.wire.lease import SEGMENT_HEADER_BYTES
 from farpool.errors import NodeError, NodeTimeoutError, ProtocolError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farpool.cluster.wire.fabric import load_fabric
+from farpool.cluster.wire.fabrics import load_fabric
 from farpool.errors import ConfigError
 
 __all__ = ["BUILT_IN", "LONGEST_TIMEOUT", "Transport", "checked_timeout", "checked_transport"]

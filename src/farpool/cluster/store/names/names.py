@@ -14,8 +14,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from farpool.abc.objects import ObjectStore
 from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry, Watch, open_registry
-from farpool.cluster.store.names.objects import ObjectStore
 from farpool.cluster.store.names.opened import OpenedName
 from farpool.cluster.store.names.records import (
     HISTORY_KEPT,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from farpool.abc.objects import ObjectStore
 from farpool.cluster.store.names.manifest import Manifest, Piece, TensorEntry, decode_manifest
-from farpool.cluster.store.names.objects import ObjectStore
 from farpool.cluster.store.names.records import NameInfo
 from farpool.errors import ConfigError, NameLostError
 

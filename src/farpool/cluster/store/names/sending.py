@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from farpool.abc.objects import ObjectStore
 from farpool.cluster.registry import Condition, Operation, Put, Registry
 from farpool.cluster.store.arguments import content_key
 from farpool.cluster.store.names.manifest import Manifest, Piece, TensorEntry, encode_manifest
-from farpool.cluster.store.names.objects import ObjectStore
 from farpool.cluster.store.names.records import (
     PART,
     SWEEPER,

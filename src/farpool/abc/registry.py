@@ -10,15 +10,11 @@ Every call has a deadline and uses it up: it tries again, at other endpoints too
 
 from __future__ import annotations
 
-import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
-
-from farpool.errors import ConfigError, RegistryDamagedError, RegistryLeaseError
 
 __all__ = [
     "LARGEST_OPERATIONS",
@@ -34,13 +30,6 @@ __all__ = [
     "Registry",
     "Snapshot",
     "Watch",
-    "checked_key",
-    "checked_transaction",
-    "checked_ttl",
-    "checksum",
-    "damaged",
-    "deadline_of",
-    "no_lease",
 ]
 
 LONGEST_KEY = 1024
@@ -49,7 +38,6 @@ LARGEST_VALUE = 1 << 20
 """Largest value, in bytes. An etcd takes requests of 1.5 MiB by default."""
 LARGEST_OPERATIONS = 100
 """Most conditions, and most operations, in one transaction. An etcd takes 128 of each by default."""
-_LONGEST_TTL = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,79 +312,3 @@ class Registry(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def deadline_of(timeout: float | None, default: float) -> float:
-    """Turn a call's timeout into a deadline of the monotonic clock."""
-    seconds = default if timeout is None else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1e6:
-        raise ConfigError(f"timeout is {seconds!r}, expected seconds from 0 to 1,000,000", setting="timeout")
-    return time.monotonic() + seconds
-
-
-def checked_ttl(ttl: float) -> float:
-    """Check a lease's time to live and return it, in seconds."""
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _LONGEST_TTL:
-        raise ConfigError(f"ttl is {ttl!r}, expected seconds above 0 and at most {_LONGEST_TTL:g}", setting="ttl")
-    return float(ttl)
-
-
-def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:
-    """Check a key (or prefix) and return it as UTF-8."""
-    if not isinstance(key, str):
-        raise TypeError(f"a registry's {what} is a str, this one is a {type(key).__name__}: {key!r}")
-    try:
-        data = key.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"the {what} {key!r} has a character that UTF-8 does not have", setting=what) from error
-    if not fewest <= len(data) <= LONGEST_KEY or b"\0" in data:
-        raise ConfigError(
-            f"the {what} {key!r} has {len(data)} bytes, expected {fewest} to {LONGEST_KEY}, none of them zero",
-            setting=what,
-        )
-    return data
-
-
-def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Operation]) -> None:
-    """Raise ConfigError (TypeError for keys that are no text) unless both back ends could do the transaction."""
-    for many, what in ((conditions, "conditions"), (operations, "operations")):
-        if len(many) > LARGEST_OPERATIONS:
-            raise ConfigError(
-                f"the transaction has {len(many)} {what}, expected at most {LARGEST_OPERATIONS}", setting=what
-            )
-    for condition in conditions:
-        checked_key(condition.key)
-        if condition.revision < 0:
-            raise ConfigError(f"the revision of {condition.key!r} is {condition.revision}, expected at least 0")
-    keys = [operation.key for operation in operations]
-    for operation in operations:
-        checked_key(operation.key)
-        if keys.count(operation.key) > 1:
-            raise ConfigError(f"the transaction changes {operation.key!r} twice, expected once", setting="operations")
-        if isinstance(operation, Put) and len(operation.value) > LARGEST_VALUE:
-            raise ConfigError(
-                f"the value of {operation.key!r} has {len(operation.value)} bytes, expected at most {LARGEST_VALUE}",
-                setting="value",
-            )
-
-
-def damaged(address: str, why: str, key: str = "") -> RegistryDamagedError:
-    """Make the error for a damaged entry, or for other damage in a registry."""
-    what = f"its entry {key!r} " if key else ""
-    return RegistryDamagedError(
-        f"the registry {address} is damaged: {what}{why}; see `farpool registry check`, and restore a backup",
-        registry=address,
-        key=key,
-    )
-
-
-def checksum(key: bytes, value: bytes) -> int:
-    """Return the CRC32 of an entry: of its key's length, its key and its value."""
-    return zlib.crc32(value, zlib.crc32(len(key).to_bytes(4, "little") + key))
-
-
-def no_lease(address: str, lease: int) -> RegistryLeaseError:
-    """Make the error of a lease that is not there."""
-    return RegistryLeaseError(
-        f"the registry {address} has no lease {lease}: it has ended; grant a new one", registry=address, lease=lease
-    )

@@ -7,17 +7,11 @@ the program. A package offers its fabric as an entry point of the group ``farpoo
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from farpool.errors import ConfigError
-
-__all__ = ["GROUP", "Endpoint", "Exposed", "Exposure", "Fabric", "Region", "load_fabric"]
-
-GROUP = "farpool.fabrics"
-"""Entry-point group in which packages offer fabrics."""
+__all__ = ["Endpoint", "Exposed", "Exposure", "Fabric", "Region"]
 
 
 class Exposed(msgspec.Struct, frozen=True):
@@ -96,37 +90,3 @@ class Fabric(Protocol):
         The descriptor is open for both; the caller closes it.
         """
         ...
-
-
-def load_fabric(name: object, what: str = "transport", others: str = "") -> Fabric:
-    """Load an installed fabric.
-
-    In errors `what` names the setting, for example ``transport of remote``, and `others` lists its other values.
-
-    Raises
-    ------
-    ConfigError
-        No installed package brings it, or it cannot be loaded or used here.
-    """
-    setting = what.lstrip("-").partition(" ")[0]
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if not isinstance(name, str) or name not in found:
-        raise ConfigError(
-            f"{what} is {name!r}, expected {others}the name of an installed one-sided fabric "
-            f"({', '.join(sorted(found)) or 'there is none'}); 'nixl', for example, comes with the package "
-            "farpool-nixl: pip install 'farpool[nixl]'",
-            setting=setting,
-        )
-    entry = found[name]
-    try:
-        fabric = entry.load()()
-        if not isinstance(fabric, Fabric):
-            raise TypeError(f"{fabric!r} is no fabric")
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever another package's code raises
-        package = entry.dist.name if entry.dist else "that brings it"
-        raise ConfigError(
-            f"{what} is {name!r}, but {entry.value} of the package {package} cannot be loaded: {error}", setting=setting
-        ) from error
-    return fabric
