@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from farpool.cluster.store.names import Names
+from farpool.cluster.names import Names
 from farpool.observe.provenance import provenance
 from tests.registry.cluster import ETCD, Cluster, Member, running_cluster
 from tests.store.names.memory_store import MemoryStore

@@ -14,7 +14,7 @@ NAMES = {
     "farpool.net.fabric": "farpool.abc.fabric",
     "farpool.registry": "farpool.cluster.registry",
     "farpool.store": "farpool.cluster.store",
-    "farpool.store.names": "farpool.cluster.store.names",
+    "farpool.store.names": "farpool.cluster.names",
     "farpool.tiers": "farpool.memory.tiers",
 }
 """Public name of each module, and where it is."""

@@ -14,8 +14,8 @@ if not sys.platform.startswith("linux"):
     raise ImportError(f"farpool runs on Linux (x86-64 and aarch64); this is {sys.platform}")
 
 from farpool._native import tls_available
-from farpool.cluster.store.names import Names
-from farpool.cluster.store.names import use_tensors as use_named_tensors
+from farpool.cluster.names import Names
+from farpool.cluster.names import use_tensors as use_named_tensors
 from farpool.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -71,7 +71,7 @@ from farpool.tiers import Dram, Faulty, Nvme, Remote, Throttled, Tier, Traced, V
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farpool.cluster.store.names import TensorSource
+    from farpool.cluster.names import TensorSource
     from farpool.cluster.store.tensors import map_tensors, publish_tensors, read_tensors
     from farpool.tensors.loading import load_safetensors
     from farpool.tensors.mode import paged

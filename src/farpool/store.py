@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from farpool.cluster import names
 from farpool.cluster.store import (
     AsyncOpenedName,
     AsyncStore,
@@ -20,7 +21,6 @@ from farpool.cluster.store import (
     Store,
     Touched,
     Unmended,
-    names,
 )
 
 __all__ = [

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from farpool.cli.main import app
+from farpool.cluster.names import Names
 from farpool.cluster.registry import Condition, Put, open_registry
-from farpool.cluster.store.names import Names
 from farpool.errors import ConfigError, RegistryAwayError, RegistryDamagedError, RegistryReplacedError
 from tests.registry.conftest import place, single
 from tests.store.names.memory_store import MemoryStore

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.names import Names
 from farpool.cluster.registry import Condition, Delete, Put, Registry
 from farpool.cluster.registry.etcd import EtcdRegistry
 from farpool.cluster.registry.messages import Header
 from farpool.cluster.registry.sqlite import SqliteRegistry
-from farpool.cluster.store.names import Names
 from farpool.errors import (
     NameMissingError,
     RegistryAwayError,

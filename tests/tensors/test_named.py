@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farpool
-from farpool.cluster.store.names import Names
+from farpool.cluster.names import Names
 from farpool.errors import ConfigError, UnsupportedError
 from tests.store.names.memory_store import MemoryStore
 

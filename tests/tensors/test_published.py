@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import farpool
+from farpool.cluster.names import Names, TensorEntry
+from farpool.cluster.names.manifest import Manifest, encode_manifest
+from farpool.cluster.names.sending import Sending
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.cluster.store import Pins, Store
 from farpool.cluster.store.cluster import Cluster
-from farpool.cluster.store.names import Names, TensorEntry
-from farpool.cluster.store.names.manifest import Manifest, encode_manifest
-from farpool.cluster.store.names.sending import Sending
 from farpool.errors import (
     ChecksumError,
     ConfigError,
@@ -408,7 +408,7 @@ def test_manifests_that_do_not_fit_are_refused_by_the_tensor(
 
 def test_a_manifest_of_a_newer_version_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     newer = b"FPNAME\0\2" + encode_manifest(Manifest())[8:]
-    monkeypatch.setattr("farpool.cluster.store.names.sending.encode_manifest", lambda manifest: newer)
+    monkeypatch.setattr("farpool.cluster.names.sending.encode_manifest", lambda manifest: newer)
     store.publish("newer", b"")
     with pytest.raises(ConfigError, match="has a manifest of version 2, this farpool reads version 1"):
         farpool.map_tensors(store, "newer")

@@ -16,7 +16,7 @@ import typer
 from farpool.cli.files import as_shown, open_source, read_parts, write_whole
 from farpool.cli.progress import Told, progress_bars
 from farpool.cli.store import Node, Replicas, Timeout, app, open_store
-from farpool.cluster.store.names import NameInfo, Names
+from farpool.cluster.names import NameInfo, Names
 from farpool.errors import ConfigError
 from farpool.sizes import format_size
 

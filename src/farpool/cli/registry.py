@@ -72,7 +72,7 @@ def check(registry: Where = None, timeout: Timeout = 30.0) -> None:
     """Read all entries, compare their checksums, and find what names point to. Exit code 1 if there is damage."""
     from rich.markup import escape
 
-    from farpool.cluster.store.names.check import check as checked_names
+    from farpool.cluster.names.check import check as checked_names
     from farpool.observe.tables import Table, show
 
     with _open(registry, timeout) as opened:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from farpool.cluster.names import Names
 from farpool.cluster.registry import open_registry
-from farpool.cluster.store.names import Names
 from tests.registry.conftest import place, single
 from tests.store.names.memory_store import MemoryStore
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from farpool.abc.objects import Touched
-from farpool.cluster.store.arguments import content_key
+from farpool.cluster.wire.content import content_key
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -35,7 +35,7 @@ class MemoryStore:
         self.pause = 0.0  # before an object is let go, so that others come in between
 
     def put_content(self, value: Buffer) -> None:
-        self.put_many([(content_key(memoryview(value)), value)])
+        self.put_many([(content_key([memoryview(value)]), value)])
 
     def put_many(self, items: Iterable[tuple[str, Buffer]], *, ttl: float | None = None, check: bool = False) -> None:
         with self.lock:

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from farpool.cluster.store.names import Names
+from farpool.cluster.names import Names
 from farpool.errors import NameHeldError, NameMissingError, NameMovedError
 from tests.store.names.folder_store import FolderStore
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.names import Names
+from farpool.cluster.names.sending import Sending
+from farpool.cluster.names.sweep import _retire, _versions
 from farpool.cluster.registry import Registry
 from farpool.cluster.store import Store
-from farpool.cluster.store.names import Names
-from farpool.cluster.store.names.sending import Sending
-from farpool.cluster.store.names.sweep import _retire, _versions
 from farpool.errors import NameLostError, QuotaExceededError
 from tests.node.nodes import walked
 from tests.nodes import eventually
@@ -128,7 +128,7 @@ def test_nodes_let_go_of_what_a_stopped_sweep_has_left_while_another_node_is_awa
         theirs = kept([away])
         away.kill()
         with monkeypatch.context() as patch:
-            patch.setattr("farpool.cluster.store.names.names.sweep", retire_only)
+            patch.setattr("farpool.cluster.names.names.sweep", retire_only)
             names.unpublish("n")
         names.sweep()
         assert kept(nodes) == []

@@ -14,10 +14,10 @@ from typing import Any
 import numpy
 import pytest
 
+from farpool.cluster.names import Names, Writer
+from farpool.cluster.names import sending as module
+from farpool.cluster.names.sending import Sending
 from farpool.cluster.registry import Commit
-from farpool.cluster.store.names import Names, Writer
-from farpool.cluster.store.names import sending as module
-from farpool.cluster.store.names.sending import Sending
 from farpool.errors import (
     ConfigError,
     NameHeldError,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from farpool.cluster.store.names import Names
+from farpool.cluster.names import Names
 from tests.store.names.folder_store import FolderStore
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from farpool.cluster.names import Names
 from farpool.cluster.registry.sqlite import SqliteRegistry
-from farpool.cluster.store.names import Names
 from farpool.errors import NameMissingError, RegistryAwayError
 from tests.registry.cluster import Cluster, needs_etcd, running_cluster
 from tests.store.names.memory_store import MemoryStore

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from farpool.cluster.names import Names
 from farpool.cluster.registry.sqlite import SqliteRegistry
-from farpool.cluster.store.names import Names
 from farpool.errors import FarpoolError, NameMissingError
 from tests.store.names.memory_store import MemoryStore
 
@@ -236,8 +236,8 @@ def test_a_keep_that_arrives_after_its_writer_has_given_up_keeps_nothing(tmp_pat
 
 
 def test_a_sweep_of_an_earlier_release_is_waited_for_and_named(tmp_path: Path) -> None:
+    from farpool.cluster.names.records import SWEEPER, Holder, encode
     from farpool.cluster.registry import Condition, Put
-    from farpool.cluster.store.names.records import SWEEPER, Holder, encode
     from farpool.errors import NameHeldError
 
     world = World(tmp_path / "registry")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import TYPE_CHECKING, cast, overload
 
@@ -17,18 +16,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = [
-    "as_key",
-    "as_keys",
-    "as_payload",
-    "as_prefix",
-    "as_target",
-    "as_targets",
-    "content_key",
-    "nbytes_of",
-    "parts_of",
-    "ttl_of",
-]
+__all__ = ["as_key", "as_keys", "as_payload", "as_prefix", "as_target", "as_targets", "nbytes_of", "parts_of", "ttl_of"]
 
 _LONGEST_TTL = 1e16
 """Longest time to live in seconds; about the largest that the wire format can express."""
@@ -108,14 +96,6 @@ def as_payload(value: Buffer | tuple[Buffer | Slices, ...]) -> Payload:
     if isinstance(value, tuple):
         return tuple([part if isinstance(part, Slices) else _sendable(part) for part in value])
     return _sendable(value)
-
-
-def content_key(payload: Payload) -> str:
-    """Return the content key of a payload: ``sha256-`` and the hash of its bytes in hexadecimal."""
-    digest = hashlib.sha256()
-    for part in parts_of(payload):
-        digest.update(part)
-    return f"sha256-{digest.hexdigest()}"
 
 
 def _sendable(value: Buffer) -> memoryview:

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from farpool.abc.objects import PutOutcome, Touched
+from farpool.cluster.names import NameInfo, OpenedName, TensorEntry
 from farpool.cluster.registry import Registry
 from farpool.cluster.store.messages import Lookup, ObjectInfo
-from farpool.cluster.store.names import NameInfo, OpenedName, TensorEntry
 from farpool.cluster.store.pin import Pin, Pins
 from farpool.cluster.store.repair import Repaired
 from farpool.cluster.store.rotation import Rotation

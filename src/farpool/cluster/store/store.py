@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from farpool.abc.objects import Payload, PutOutcome, Touched
-from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, content_key, ttl_of
+from farpool.cluster.names import Names
+from farpool.cluster.store.arguments import as_key, as_keys, as_payload, as_prefix, as_target, parts_of, ttl_of
 from farpool.cluster.store.best_effort import BestEffort
 from farpool.cluster.store.cluster import Cluster, share_of
 from farpool.cluster.store.messages import Ask, Lookup, ObjectInfo, object_head, results, seconds_left
-from farpool.cluster.store.names import Names
 from farpool.cluster.store.pin import Pin, Pins, pin_all
 from farpool.cluster.store.reading import fetch, listing, look_up, read_many, read_memory
 from farpool.cluster.store.repair import Repaired, repair
@@ -29,6 +29,7 @@ from farpool.cluster.store.writing import everywhere, put
 from farpool.cluster.wire.access import AccessKey, client_key
 from farpool.cluster.wire.address import parse_address
 from farpool.cluster.wire.channel import SPIN_SECONDS, Channel, Transport
+from farpool.cluster.wire.content import content_key
 from farpool.cluster.wire.frames import HEAD, KEPT, STATED, TOUCH, Op, Status
 from farpool.cluster.wire.settings import checked_timeout, checked_transport
 from farpool.errors import ConfigError, FarpoolWarning, NodeError, StoreClosedError
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from farpool._native import Reply
+    from farpool.cluster.names import NameInfo, NameWatch, OpenedName
     from farpool.cluster.registry import Registry
-    from farpool.cluster.store.names import NameInfo, NameWatch, OpenedName
 
     Value = Buffer | tuple[Buffer, ...]
 
@@ -221,7 +222,7 @@ class Store:
         NodeError
             As of `put`.
         """
-        key = content_key(as_payload(value))
+        key = content_key(parts_of(as_payload(value)))
         self.put(key, value, ttl=ttl, check=True)
         return key
 

@@ -18,8 +18,8 @@ from farpool._native import buffer_address
 from farpool.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
+    from farpool.cluster.names import NameInfo, OpenedName, TensorEntry, TensorSource
     from farpool.cluster.store import Pin, Pins, Store
-    from farpool.cluster.store.names import NameInfo, OpenedName, TensorEntry, TensorSource
 
 __all__ = ["map_tensors", "publish_tensors", "read_tensor", "read_tensors", "tensor_source"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from farpool.abc.objects import ObjectStore
-from farpool.cluster.store.names.manifest import TensorEntry
-from farpool.cluster.store.names.names import Names, NameWatch, Writer
-from farpool.cluster.store.names.opened import OpenedName
-from farpool.cluster.store.names.records import NameInfo
-from farpool.cluster.store.names.sources import TensorSource, use_tensors
+from farpool.cluster.names.manifest import TensorEntry
+from farpool.cluster.names.names import Names, NameWatch, Writer
+from farpool.cluster.names.opened import OpenedName
+from farpool.cluster.names.records import NameInfo
+from farpool.cluster.names.sources import TensorSource, use_tensors
 
 __all__ = [
     "NameInfo",

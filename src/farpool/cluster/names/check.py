@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from farpool.cluster.names.records import Holder, NameRecord, Publication, decode, name_of
 from farpool.cluster.registry import Entry, Registry
-from farpool.cluster.store.names.records import Holder, NameRecord, Publication, decode, name_of
 from farpool.errors import ConfigError
 
 __all__ = ["Checked", "check"]

@@ -40,8 +40,8 @@ from dataclasses import dataclass
 import msgspec
 
 from farpool.abc.objects import ObjectStore
+from farpool.cluster.names.records import NameRecord, Publication, decode, encode
 from farpool.cluster.registry import Condition, Delete, Entry, Put, Registry
-from farpool.cluster.store.names.records import NameRecord, Publication, decode, encode
 
 __all__ = ["sweep"]
 

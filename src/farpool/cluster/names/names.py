@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from farpool.abc.objects import ObjectStore
-from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry, Watch, open_registry
-from farpool.cluster.store.names.opened import OpenedName
-from farpool.cluster.store.names.records import (
+from farpool.cluster.names.opened import OpenedName
+from farpool.cluster.names.records import (
     HISTORY_KEPT,
     SWEEPER,
     Holder,
@@ -33,9 +32,10 @@ from farpool.cluster.store.names.records import (
     publication_key,
     writer_key,
 )
-from farpool.cluster.store.names.sending import PAUSE, Sending, clock, wait_for_sweeper, writer_lost
-from farpool.cluster.store.names.session import Session
-from farpool.cluster.store.names.sweep import sweep
+from farpool.cluster.names.sending import PAUSE, Sending, clock, wait_for_sweeper, writer_lost
+from farpool.cluster.names.session import Session
+from farpool.cluster.names.sweep import sweep
+from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry, Watch, open_registry
 from farpool.errors import (
     ConfigError,
     FarpoolError,

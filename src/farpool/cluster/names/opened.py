@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from farpool.abc.objects import ObjectStore
-from farpool.cluster.store.names.manifest import Manifest, Piece, TensorEntry, decode_manifest
-from farpool.cluster.store.names.records import NameInfo
+from farpool.cluster.names.manifest import Manifest, Piece, TensorEntry, decode_manifest
+from farpool.cluster.names.records import NameInfo
 from farpool.errors import ConfigError, NameLostError
 
 if TYPE_CHECKING:

@@ -18,10 +18,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from farpool.abc.objects import ObjectStore
-from farpool.cluster.registry import Condition, Operation, Put, Registry
-from farpool.cluster.store.arguments import content_key
-from farpool.cluster.store.names.manifest import Manifest, Piece, TensorEntry, encode_manifest
-from farpool.cluster.store.names.records import (
+from farpool.cluster.names.manifest import Manifest, Piece, TensorEntry, encode_manifest
+from farpool.cluster.names.records import (
     PART,
     SWEEPER,
     Holder,
@@ -33,7 +31,9 @@ from farpool.cluster.store.names.records import (
     name_key,
     publication_key,
 )
-from farpool.cluster.store.names.sources import sources_of
+from farpool.cluster.names.sources import sources_of
+from farpool.cluster.registry import Condition, Operation, Put, Registry
+from farpool.cluster.wire.content import content_key
 from farpool.errors import NameHeldError, NameLostError, NameMovedError, RegistryLeaseError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Sending:
             del content  # before the next one is made
 
     def _add(self, content: memoryview, again: Callable[[], Buffer]) -> str:
-        key = content_key(content)
+        key = content_key([content])
         if key not in self.keys:
             self.keys.add(key)
             self._waiting[key] = again
