@@ -229,7 +229,9 @@ def test_mapping_tensors_imports_nothing_of_paged_tensors(node: RunningNode, reg
         farpool.publish_tensors(store, "first", {"a": torch.arange(5)})
     command = [sys.executable, "-W", "error", "-c", FIRST, node.address, str(registry)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
-    assert done.stdout.split() == ["farpool.cluster.registry.sqlite", "farpool.cluster.store.tensors"]
+    imported = done.stdout.split()
+    assert "farpool.cluster.store.tensors" in imported
+    assert not [name for name in imported if name.startswith(("farpool.tensors", "farpool.memory"))]
 
 
 def test_the_first_mapping_opens_each_thing_once_and_the_next_only_asks_for_name_and_pins(
@@ -252,7 +254,7 @@ def test_the_first_mapping_opens_each_thing_once_and_the_next_only_asks_for_name
         Store(node.address, transport="mapped", registry=registry) as reader,
     ):
         farpool.publish_tensors(writer, "m", tensors)
-        before = len(_mapped_files())
+        before = _mapped_files()
         for name in ("get", "range", "grant", "commit"):
             count(SqliteRegistry, name)
         count(Cluster, "ask")
@@ -263,12 +265,12 @@ def test_the_first_mapping_opens_each_thing_once_and_the_next_only_asks_for_name
         second = farpool.map_tensors(reader, "m")
         assert calls == ["get", "ask", "ask"]
         # One mapping for the memory of all objects; the others are the index and the counters of uses.
-        assert len(_mapped_files()) - before == 3
+        assert len(_mapped_files() - before) == 3
         assert all(torch.equal(mapped[name], tensors[name]) for mapped in (first, second) for name in tensors)
 
 
-def _mapped_files() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:" in line]
+def _mapped_files() -> set[str]:
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:" in line}
 
 
 def test_a_damaged_tensor_is_handed_to_no_one_and_leaves_nothing_pinned(tmp_path: Path, registry: Path) -> None:
