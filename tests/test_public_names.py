@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
 import farpool
+from farpool._renamed import RENAMED, new_name
+from farpool.store import NodeStatus
 
-NAMES = {
-    "farpool.net.fabric": "farpool.abc.fabric",
-    "farpool.registry": "farpool.cluster.registry",
-    "farpool.store": "farpool.cluster.store",
-    "farpool.store.names": "farpool.cluster.names",
-    "farpool.tiers": "farpool.memory.tiers",
-}
-"""Public name of each module, and where it is."""
+FILES = ("farpool.registry", "farpool.store", "farpool.tiers")
+"""Public names that are modules of their own."""
 
 
-@pytest.mark.parametrize("public", NAMES)
+def inside(package: str) -> list[str]:
+    module = importlib.import_module(package)
+    return [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))]
+
+
+OLD = sorted({*RENAMED, *(f"{name}.{module}" for name in RENAMED for module in inside(RENAMED[name]))} - {*FILES})
+
+
+@pytest.mark.parametrize("public", FILES)
 def test_a_public_name_has_what_the_module_has(public: str) -> None:
-    named, own = importlib.import_module(public), importlib.import_module(NAMES[public])
+    named, own = importlib.import_module(public), importlib.import_module(RENAMED[public])
     assert set(own.__all__) <= set(named.__all__)
     assert all(getattr(named, name) is getattr(own, name) for name in own.__all__)
 
 
-@pytest.mark.parametrize("public", [*NAMES, "farpool.testing"])
+def test_each_module_is_the_same_under_its_old_name() -> None:
+    """In a process of its own, so that nothing has imported the modules before."""
+    program = (
+        "import importlib, sys\nimport farpool\nfrom farpool._renamed import new_name\n"
+        "for old in sys.argv[1:]:\n"
+        "    module = importlib.import_module(old)\n"
+        "    name = new_name(old)\n"
+        "    assert module is importlib.import_module(name) is sys.modules[old], old\n"
+        "    assert module.__name__ == module.__spec__.name == name, old\n"
+    )
+    assert len(OLD) > 100
+    subprocess.run([sys.executable, "-W", "error", "-c", program, *OLD], check=True, timeout=120)
+
+
+def test_a_module_that_never_was_is_missing_under_an_old_name_too() -> None:
+    assert new_name("farpool.node.process") == "farpool.cluster.node.process"
+    assert new_name("farpool.nodes") is None
+    assert new_name("other.node") is None
+    with pytest.raises(ModuleNotFoundError, match=r"farpool\.node\.nothing"):
+        importlib.import_module("farpool.node.nothing")
+
+
+@pytest.mark.parametrize("public", [*FILES, "farpool.store.names", "farpool.net.fabric", "farpool.testing"])
 def test_each_public_name_is_imported_by_itself_and_from_its_parent(public: str) -> None:
     parent, _, name = public.rpartition(".")
     program = (
@@ -42,6 +70,13 @@ def test_the_public_modules_are_attributes_of_farpool() -> None:
         "import farpool\nfarpool.store.Store, farpool.store.names.Names, farpool.registry.Registry, farpool.tiers.Dram"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+
+
+def test_a_pickle_of_an_earlier_release_is_read() -> None:
+    present = pickle.dumps(NodeStatus, protocol=0)
+    old = present.replace(b"farpool.cluster.store.", b"farpool.store.")
+    assert old != present
+    assert pickle.loads(old) is NodeStatus
 
 
 def test_errors_keep_the_module_that_pickles_of_earlier_releases_name() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if not sys.platform.startswith("linux"):
     raise ImportError(f"farpool runs on Linux (x86-64 and aarch64); this is {sys.platform}")
 
+from farpool import _renamed
 from farpool._native import tls_available
 from farpool.cluster.names import Names
 from farpool.cluster.names import use_tensors as use_named_tensors
@@ -180,6 +181,7 @@ def _load_tensor_source() -> Callable[[str, Any], TensorSource | None]:
     return tensor_source
 
 
+_renamed.install()
 use_tensors(_load_tensors)
 use_named_tensors(_load_tensor_source)
 

@@ -31,3 +31,5 @@ __all__ = [
     "default_registry",
     "open_registry",
 ]
+
+__path__: list[str] = []  # a package for imports: `farpool._renamed` finds the modules inside

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from farpool.cluster import names
 from farpool.cluster.store import (
     AsyncOpenedName,
@@ -42,4 +40,4 @@ __all__ = [
     "names",
 ]
 
-sys.modules["farpool.store.names"] = names  # what `import farpool.store.names` finds
+__path__: list[str] = []  # a package for imports: `farpool._renamed` finds the modules inside

@@ -57,3 +57,5 @@ __all__ = [
     "Verifies",
     "tier_spec",
 ]
+
+__path__: list[str] = []  # a package for imports: `farpool._renamed` finds the modules inside

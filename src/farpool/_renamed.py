@@ -1,0 +1,86 @@
+"""Old names of modules that have moved: ``farpool.node.process`` is the module ``farpool.cluster.node.process``.
+
+Programs and plug-ins of earlier releases import modules by the names of then. Each old name gives the very same module,
+so its classes and settings are the same objects under both names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+__all__ = ["RENAMED", "install"]
+
+RENAMED = {
+    "farpool.debug": "farpool.memory.debug",
+    "farpool.kv.objects": "farpool.abc.objects",
+    "farpool.net": "farpool.cluster.wire",
+    "farpool.net.fabric": "farpool.abc.fabric",
+    "farpool.node": "farpool.cluster.node",
+    "farpool.pager": "farpool.memory.pager",
+    "farpool.pool": "farpool.memory.pool",
+    "farpool.registry": "farpool.cluster.registry",
+    "farpool.registry.base": "farpool.abc.registry",
+    "farpool.store": "farpool.cluster.store",
+    "farpool.store.names": "farpool.cluster.names",
+    "farpool.store.names.objects": "farpool.abc.objects",
+    "farpool.tape_file": "farpool.memory.tape",
+    "farpool.tensors.named": "farpool.cluster.store.tensors",
+    "farpool.tiers": "farpool.memory.tiers",
+    "farpool.tiers.base": "farpool.abc.tier",
+}
+"""Packages and modules that have moved, by their old names; modules inside a package have moved with it."""
+_FILES = frozenset({"farpool.registry", "farpool.store", "farpool.tiers"})
+"""Old names that stay for users. They are files, so type checkers know them; only the modules inside are found here."""
+
+
+def new_name(name: str) -> str | None:
+    """Return the present name of a module, or None if `name` is not an old one."""
+    head, tail = name, ""
+    while head not in RENAMED:
+        head, dot, last = head.rpartition(".")
+        if not dot:
+            return None
+        tail = f".{last}{tail}"
+    return RENAMED[head] + tail
+
+
+class _Renamed(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        name = None if fullname in _FILES else new_name(fullname)
+        if name is None:
+            return None
+        spec = find_spec(name)
+        return (
+            None if spec is None else ModuleSpec(fullname, self, is_package=spec.submodule_search_locations is not None)
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        name = new_name(spec.name)
+        assert name is not None
+        module = importlib.import_module(name)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has given the module the spec of its old name.
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def install() -> None:
+    """Have imports find modules under their old names, too.
+
+    This finder comes first: Python's own one would load a second copy of a module inside a renamed package.
+    """
+    sys.meta_path.insert(0, _Renamed())
