@@ -194,6 +194,21 @@ def test_a_call_with_no_time_has_the_nodes_asked_after_it(node: RunningNode) -> 
         eventually(lambda: len(cache._probe._passed) == 2)  # no other call has been made
 
 
+def test_an_access_key_that_may_only_read_does_not_hide_a_fault(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache_of(node.address, "only reads") as cache:
+        assert cache.save(PROMPT, TensorMemory(tensors())) == 6
+    refused = lambda self, keys, values, **named: [Reason.REFUSED] * len(keys)  # noqa: E731
+    monkeypatch.setattr(BlockCache, "save", refused)
+    for kind, tokens in ((TensorMemory, 12), (HeadsSwapped, 0)):
+        with cache_of(node.address, "only reads") as cache:
+            into = tensors(1)
+            assert cache.load(cache.lookup([*PROMPT, 1]), kind(into)) == tokens
+            assert isinstance(cache._probe.error, ProbeError) is (not tokens)
+            assert torch.equal(into[0][0], tensors(0 if tokens else 1)[0][0])
+
+
 def test_without_the_probe_heads_would_be_swapped(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_of(node.address, "control") as cache:
         assert cache.save(PROMPT, TensorMemory(tensors())) == 6

@@ -200,9 +200,10 @@ class Probe:
                 return self.reason
             own = block(missing)
             self._nbytes = own.nbytes
-            reason = self._allowed(self._moved(own, through_nodes=True, until=until))
-            if reason is not None and self.reason is None:
+            refused = self._moved(own, through_nodes=True, until=until)
+            if refused is not None and self.reason is None:
                 self._moved(own, through_nodes=False)
+            reason = self._allowed(refused)
             if self.reason is None:
                 (self._passed if reason is None else self._without_nodes).update(missing)
             if reason is Reason.LATE and timeout is not None:
