@@ -103,7 +103,7 @@ def test_a_fault_at_the_first_save_keeps_every_block_away(
         assert cache.save(PROMPT, memory, request=f"save {fault}") == 0
         assert isinstance(cache._probe.error, ProbeError)
         assert "ProbeError: PrefixCache: a known block of" in caplog.text
-        assert "No block is loaded or saved" in caplog.text
+        assert "This cache loads and saves no blocks" in caplog.text
         assert recorded(f"save {fault}")[-1].reasons == {Reason.UNPROVED: 6}
         assert cache.lookup([*PROMPT, 1]).reason is Reason.UNPROVED
         assert cache.save(PROMPT, TensorMemory(tensors())) == 0  # also through memory that is whole

@@ -120,7 +120,7 @@ def test_a_block_that_comes_back_different_is_refused_with_and_without_a_node(
     with cache, caplog.at_level(logging.ERROR, "farpool.kv"):
         probe.check(faults()[fault](Memory()))
         assert isinstance(probe.error, ProbeError)
-        assert "This connector loads and saves no blocks" in caplog.text
+        assert "This cache loads and saves no blocks" in caplog.text
         assert cache.lookup([key(cache, 2)], request=fault).reasons == [Reason.UNPROVED]
         target = bytearray(NBYTES)
         assert cache.load([key(cache, 2)], [target]) == [Reason.UNPROVED]

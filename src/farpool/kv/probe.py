@@ -270,7 +270,7 @@ class Probe:
         self.reason = Reason.UNPROVED
         self.error = ProbeError(
             f"{self._where}: a known block of {self._nbytes} bytes was saved and loaded, and {what}; expected the same "
-            "bytes. No block is loaded or saved by this cache. Check that this release of the engine is supported, "
+            "bytes. This cache loads and saves no blocks. Check that this release of the engine is supported, "
             "and that its memory has the same order of bytes each time"
         )
         _LOG.error("ProbeError: %s", self.error)
