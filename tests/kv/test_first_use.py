@@ -209,10 +209,27 @@ def test_an_access_key_that_may_only_read_does_not_hide_a_fault(
             assert torch.equal(into[0][0], tensors(0 if tokens else 1)[0][0])
 
 
+@pytest.mark.parametrize("kind", [TensorMemory, HeadsSwapped])
+def test_blocks_of_this_process_come_only_through_memory_that_is_whole(
+    kind: type[TensorMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_node() as one, cache_of(one.address, "near", near_bytes=1 << 20, timeout=0.5) as cache:
+        with cache_of(one.address, "near") as saving:
+            assert saving.save(PROMPT, TensorMemory(tensors())) == 6
+        assert cache.prefetch_by([*PROMPT, 1], PATIENCE).result(PATIENCE) == 5
+        match = cache.lookup([*PROMPT, 1])
+        one.kill()  # no node is needed for this
+        into = tensors(1)
+        whole = kind is TensorMemory
+        assert cache.load(match, kind(into)) == (12 if whole else 0)
+        assert torch.equal(into[0][0], tensors(0 if whole else 1)[0][0])
+        assert isinstance(cache._probe.error, ProbeError) is not whole
+
+
 def test_without_the_probe_heads_would_be_swapped(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_of(node.address, "control") as cache:
         assert cache.save(PROMPT, TensorMemory(tensors())) == 6
-        monkeypatch.setattr(Probe, "first_use", lambda *given: None)
+        monkeypatch.setattr(Probe, "first_use", lambda *given, **named: None)
         into = tensors(1)
         assert cache.load(cache.lookup([*PROMPT, 1]), HeadsSwapped(into)) == 12
         assert torch.equal(into[0][0], tensors()[0][1].flip(1))
