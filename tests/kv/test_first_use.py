@@ -226,6 +226,22 @@ def test_blocks_of_this_process_come_only_through_memory_that_is_whole(
         assert isinstance(cache._probe.error, ProbeError) is not whole
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_memory_made_under_inference_mode_is_probed_outside_it(node: RunningNode, dtype: torch.dtype) -> None:
+    def cast(layers: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+        return [tuple((one > 0).to(dtype) for one in layer) for layer in layers]
+
+    layers = [Layer(2 * HEADS * WIDTH * dtype.itemsize), Layer(2 * HEADS * WIDTH * dtype.itemsize, "sliding", window=6)]
+    settings: dict[str, Any] = {"timeout": PATIENCE, "hold_out": False, "dtype": str(dtype)[6:], "block": BLOCK}
+    with PrefixCache([node.address], layers, model="inference", weights_id="1", **settings) as cache:
+        with torch.inference_mode():
+            source, into = cast(tensors()), cast(tensors(1))
+        assert cache.save(PROMPT, TensorMemory(source)) == 6
+        assert cache.load(cache.lookup([*PROMPT, 1]), TensorMemory(into)) == 12
+        assert cache._probe.error is None
+        assert all(torch.equal(a, b) for a, b in zip(source[0], into[0], strict=True))
+
+
 def test_without_the_probe_heads_would_be_swapped(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_of(node.address, "control") as cache:
         assert cache.save(PROMPT, TensorMemory(tensors())) == 6
