@@ -409,8 +409,9 @@ class PrefixCache:
         timeout: float | None = None,
     ) -> Future[Match]:
         """Begin a `lookup` on a thread of this cache; its result is that of `lookup`."""
-        namespace, tokens, until = self._namespace, list(tokens), self._until(timeout, 0)
-        exchange = self._exchange()
+        namespace, exchange = self._namespace, self._exchange()
+        with self._joining(exchange):
+            tokens, until = list(tokens), self._until(timeout, 0)
 
         def look_up() -> Match:
             with self._joining(exchange):
