@@ -194,10 +194,58 @@ def test_a_call_with_no_time_has_the_nodes_asked_after_it(node: RunningNode) -> 
         eventually(lambda: len(cache._probe._passed) == 2)  # no other call has been made
 
 
+def test_an_access_key_that_may_only_read_does_not_hide_a_fault(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cache_of(node.address, "only reads") as cache:
+        assert cache.save(PROMPT, TensorMemory(tensors())) == 6
+    refused = lambda self, keys, values, **named: [Reason.REFUSED] * len(keys)  # noqa: E731
+    monkeypatch.setattr(BlockCache, "save", refused)
+    for kind, tokens in ((TensorMemory, 12), (HeadsSwapped, 0)):
+        with cache_of(node.address, "only reads") as cache:
+            into = tensors(1)
+            assert cache.load(cache.lookup([*PROMPT, 1]), kind(into)) == tokens
+            assert isinstance(cache._probe.error, ProbeError) is (not tokens)
+            assert torch.equal(into[0][0], tensors(0 if tokens else 1)[0][0])
+
+
+@pytest.mark.parametrize("kind", [TensorMemory, HeadsSwapped])
+def test_blocks_of_this_process_come_only_through_memory_that_is_whole(
+    kind: type[TensorMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_node() as one, cache_of(one.address, "near", near_bytes=1 << 20, timeout=0.5) as cache:
+        with cache_of(one.address, "near") as saving:
+            assert saving.save(PROMPT, TensorMemory(tensors())) == 6
+        assert cache.prefetch_by([*PROMPT, 1], PATIENCE).result(PATIENCE) == 5
+        match = cache.lookup([*PROMPT, 1])
+        one.kill()  # no node is needed for this
+        into = tensors(1)
+        whole = kind is TensorMemory
+        assert cache.load(match, kind(into)) == (12 if whole else 0)
+        assert torch.equal(into[0][0], tensors(0 if whole else 1)[0][0])
+        assert isinstance(cache._probe.error, ProbeError) is not whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_memory_made_under_inference_mode_is_probed_outside_it(node: RunningNode, dtype: torch.dtype) -> None:
+    def cast(layers: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+        return [tuple((one > 0).to(dtype) for one in layer) for layer in layers]
+
+    layers = [Layer(2 * HEADS * WIDTH * dtype.itemsize), Layer(2 * HEADS * WIDTH * dtype.itemsize, "sliding", window=6)]
+    settings: dict[str, Any] = {"timeout": PATIENCE, "hold_out": False, "dtype": str(dtype)[6:], "block": BLOCK}
+    with PrefixCache([node.address], layers, model="inference", weights_id="1", **settings) as cache:
+        with torch.inference_mode():
+            source, into = cast(tensors()), cast(tensors(1))
+        assert cache.save(PROMPT, TensorMemory(source)) == 6
+        assert cache.load(cache.lookup([*PROMPT, 1]), TensorMemory(into)) == 12
+        assert cache._probe.error is None
+        assert all(torch.equal(a, b) for a, b in zip(source[0], into[0], strict=True))
+
+
 def test_without_the_probe_heads_would_be_swapped(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     with cache_of(node.address, "control") as cache:
         assert cache.save(PROMPT, TensorMemory(tensors())) == 6
-        monkeypatch.setattr(Probe, "first_use", lambda *given: None)
+        monkeypatch.setattr(Probe, "first_use", lambda *given, **named: None)
         into = tensors(1)
         assert cache.load(cache.lookup([*PROMPT, 1]), HeadsSwapped(into)) == 12
         assert torch.equal(into[0][0], tensors()[0][1].flip(1))

@@ -223,11 +223,14 @@ def test_a_rank_whose_note_is_damaged_takes_part_with_nothing(node: RunningNode,
             cache.close()
 
 
+@pytest.mark.parametrize("wrong", [[-1] * 5, None])
 @pytest.mark.parametrize("way", ["lookup", "lookup_many", "lookup_async", "fetch"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_lookup_that_raises_on_one_rank_holds_no_other_up(pair: list[PrefixCache], rank: int, way: str) -> None:
+def test_a_lookup_that_raises_on_one_rank_holds_no_other_up(
+    pair: list[PrefixCache], rank: int, way: str, wrong: Any
+) -> None:
     def asked(number: int) -> int:
-        cache, tokens = pair[number], [-1] * 5 if number == rank else prompt(1)
+        cache, tokens = pair[number], wrong if number == rank else prompt(1)
         calls: dict[str, Callable[[], Any]] = {
             "lookup": lambda: cache.lookup(tokens),
             "lookup_many": lambda: cache.lookup_many([tokens])[0],
@@ -237,7 +240,7 @@ def test_a_lookup_that_raises_on_one_rank_holds_no_other_up(pair: list[PrefixCac
         if number != rank:
             found: int = calls[way]().tokens
             return found
-        with pytest.raises(ConfigError, match="tokens: "):
+        with pytest.raises(ConfigError if wrong else TypeError, match="tokens: " if wrong else "NoneType"):
             calls[way]()
         return 0
 

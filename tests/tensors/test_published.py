@@ -87,6 +87,15 @@ def test_tensors_come_back_bit_for_bit_with_their_shapes_and_types(store: Store)
             assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
 
 
+def test_tensors_come_into_host_memory_whatever_device_is_the_default(store: Store) -> None:
+    published = many()
+    farpool.publish_tensors(store, "m", published)
+    with torch.device("meta"):
+        for found in (farpool.map_tensors(store, "m"), farpool.read_tensors(store.open("m"))):
+            assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+            assert found.keys() == published.keys()
+
+
 def test_paged_tensors_can_be_published(store: Store) -> None:
     with farpool.Pool("64KiB", dram="1MiB") as pool:
         paged = pool.from_tensor(torch.arange(50_000.0))

@@ -47,7 +47,7 @@ class Place:
         self.payload = payload
 
     def read(self) -> bytes:
-        """Copy the block: with torch from tensors, else from the buffers that the engine names."""
+        """Copy the block: from the tensors themselves, else from the buffers that the engine names."""
         return b"".join(self._read(layer) for layer in self._layers)
 
     def write(self, data: bytes) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+import numpy as np
 import torch
 
 from farpool._native import Rows
@@ -155,23 +156,21 @@ class TensorMemory:
         return found
 
     def read(self, layer: int, start: int, stop: int) -> bytes:
-        """Copy one layer's tokens with torch, in the order of `parts`; it shares no code with `parts`."""
-        return b"".join(
-            own.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for own in self._narrowed(layer, start, stop)
-        )
+        """Copy one layer's tokens in the order of `parts`; it shares no code with `parts`."""
+        return b"".join(own.tobytes() for own in self._narrowed(layer, start, stop))
 
     def write(self, layer: int, start: int, stop: int, data: bytes) -> None:
-        """Replace one layer's tokens by what `read` has returned, with torch."""
+        """Replace one layer's tokens by what `read` has returned."""
         at = 0
         for own in self._narrowed(layer, start, stop):
-            nbytes = own.numel() * own.element_size()
-            given = torch.frombuffer(bytearray(data[at : at + nbytes]), dtype=own.dtype)
-            own.copy_(given.view(own.shape))
-            at += nbytes
+            own[...] = np.frombuffer(data, np.uint8, own.size, at).reshape(own.shape)
+            at += own.size
 
-    def _narrowed(self, layer: int, start: int, stop: int) -> list[torch.Tensor]:
+    def _narrowed(self, layer: int, start: int, stop: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+        """Return the bytes of one layer's tokens: torch writes into no tensor of inference mode outside that mode."""
         first = self._first[layer]
-        return [one.detach().narrow(self._token_dim, start - first, stop - start) for one in self._tensors[layer]]
+        narrowed = [one.detach().narrow(self._token_dim, start - first, stop - start) for one in self._tensors[layer]]
+        return [one.unsqueeze(-1).view(torch.uint8).numpy() for one in narrowed]
 
     def blocks(self, layers: tuple[int, ...], start: int, count: int, size: int) -> list[tuple[Slices, ...] | None]:
         """Return the memory of several layers' tokens, by blocks that follow each other, one layer after the other.

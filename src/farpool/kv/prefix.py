@@ -408,8 +408,9 @@ class PrefixCache:
         timeout: float | None = None,
     ) -> Future[Match]:
         """Begin a `lookup` on a thread of this cache; its result is that of `lookup`."""
-        namespace, tokens, until = self._namespace, list(tokens), self._until(timeout, 0)
-        exchange = self._exchange()
+        namespace, exchange = self._namespace, self._exchange()
+        with self._joining(exchange):
+            tokens, until = list(tokens), self._until(timeout, 0)
 
         def look_up() -> Match:
             with self._joining(exchange):
@@ -915,23 +916,22 @@ class PrefixCache:
         until: float,
     ) -> tuple[list[Reason | None], int, float]:
         """Do as `_fetch`, after the probe of memory that is used for the first time."""
-        if self._near.nbytes and len(self._near.held(keys)) == len(keys):
-            withheld = self._probe.reason  # no node is asked for these blocks, and the nodes may be away
-        else:
-            withheld = self._unproved(uses, until)
+        # No node is asked for blocks that are all in this process's memory, and the nodes may be away.
+        is_near = self._near.nbytes and len(self._near.held(keys)) == len(keys)
+        withheld = self._unproved(uses, until, through_nodes=not is_near)
         if withheld is None:
             return self._fetch(keys, targets, sizes, request, until)
         self._withheld("load", [request] * len(keys) if isinstance(request, str) else request, withheld)
         return [withheld] * len(keys), 0, 0.0
 
-    def _unproved(self, uses: _Uses, until: float) -> Reason | None:
+    def _unproved(self, uses: _Uses, until: float, *, through_nodes: bool = True) -> Reason | None:
         """Probe memory that is used for the first time; return why its blocks may not be moved."""
 
         def block(kinds: Sequence[Any]) -> EngineBlock:
             make: Callable[[Sequence[Place]], EngineBlock] = kinds[0][0]
             return make([self._place(number, *uses[make, kind, number]) for _, kind, number in kinds])
 
-        return self._probe.first_use(uses, block, _seconds_to(until))
+        return self._probe.first_use(uses, block, _seconds_to(until), through_nodes=through_nodes)
 
     def _place(self, number: int, memory: KVMemory, block: int) -> Place:
         """Return the place of a block of one group of layers."""

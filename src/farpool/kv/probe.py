@@ -164,6 +164,8 @@ class Probe:
         kinds: Iterable[Hashable],
         block: Callable[[Sequence[Hashable]], EngineBlock],
         timeout: float | None = None,
+        *,
+        through_nodes: bool = True,
     ) -> Reason | None:
         """Move a known block through each kind of memory that no call has used before.
 
@@ -177,6 +179,8 @@ class Probe:
             Makes the block of the kinds that have to be probed.
         timeout : float or None
             Seconds that this may take; None for the cache's own time for each request.
+        through_nodes : bool
+            False for a call that needs no node: a copy in memory is enough for it.
 
         Returns
         -------
@@ -189,22 +193,25 @@ class Probe:
             The engine's memory is in a pool, and has no room for the block.
         """
         kinds = list(kinds)
-        if self._passed.issuperset(kinds):
+        if self._passed.issuperset(kinds) or (not through_nodes and self._without_nodes.issuperset(kinds)):
             return self.reason
         until = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             return Reason.LATE  # another call still makes the probe
         try:
-            missing = [kind for kind in kinds if kind not in self._passed]
+            done = self._passed if through_nodes else self._passed | self._without_nodes
+            missing = [kind for kind in kinds if kind not in done]
             if self.error is not None or not missing:
                 return self.reason
             own = block(missing)
             self._nbytes = own.nbytes
-            reason = self._allowed(self._moved(own, through_nodes=True, until=until))
-            if reason is not None and self.reason is None:
+            refused = self._moved(own, through_nodes=through_nodes, until=until)
+            if refused is not None and self.reason is None:
                 self._moved(own, through_nodes=False)
+            reason = self._allowed(refused)
             if self.reason is None:
-                (self._passed if reason is None else self._without_nodes).update(missing)
+                is_whole = through_nodes and reason is None
+                (self._passed if is_whole else self._without_nodes).update(missing)
             if reason is Reason.LATE and timeout is not None:
                 self._ask_later()
             return self.reason or reason

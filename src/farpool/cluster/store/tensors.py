@@ -221,7 +221,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _empty(entry: TensorEntry) -> torch.Tensor:
     dtype = _dtype_of(entry)
     try:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     except RuntimeError as error:
         raise ConfigError(
             f"the tensor {entry.name!r} of {dtype} and shape {entry.shape} cannot be made: {error}", setting="name"
