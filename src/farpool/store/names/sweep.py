@@ -153,7 +153,7 @@ def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Ent
 
 
 def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
-    """Delete entries of versions whose objects were all released or belong to others; note which nodes were away."""
+    """Delete entries of versions whose objects were all released or have other owners; note which nodes were away."""
     done = marks.seen.keys() - refused
     finished = [entry for entry in entries if _keys([entry]) <= done - marks.incomplete]
     for begin in range(0, len(finished), _TOUCHES):
