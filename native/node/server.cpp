@@ -170,11 +170,10 @@ bool Server::step(int milliseconds) {
     }
     const Hold hold(mutex_);
     const Clock::time_point begun = Clock::now();
-    const bool late = time_.begin_round(begun);
-    if (late && !was_late_) {  // once, so that a node that is always late has ticks
+    if (time_.begin_round(begun) && !postponed_) {  // once for each tick, so that a node that is often late has ticks
         next_tick_ = begun + tick_period;
+        postponed_ = true;
     }
-    was_late_ = late;
     for (int event = 0; event < count; ++event) {
         const epoll_event& found = ready[static_cast<std::size_t>(event)];
         if (found.data.fd == alarm_.fd()) {
@@ -193,6 +192,7 @@ bool Server::step(int milliseconds) {
     if (begun >= next_tick_) {
         guarded([this] { tick(); });
         next_tick_ = Clock::now() + tick_period;
+        postponed_ = false;
     }
     const bool worked = count > 0 || has_work_;
     has_work_ = turns_.has_work() || room_in_lines_;

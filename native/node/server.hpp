@@ -318,7 +318,7 @@ private:
     std::thread thread_;
     Clock::time_point next_tick_;  // by the system's clock, like the rounds of `time_`
     LoopTime time_{Clock::now()};
-    bool was_late_ = false;  // the last round
+    bool postponed_ = false;  // the next tick, because of a late round
 };
 
 }  // namespace farpool

@@ -90,4 +90,16 @@ TEST("a node that stood still ends no peer and no session before it has read wha
     }
 }
 
+TEST("a node that stands still again and again, with less than a tick between, ends sessions") {
+    const farpool::testing::Folder folder;
+    Server server(Server::Settings{folder.path(), 1 << 20, true, 0.1, 60.0, 0.0, {}, 0});
+    CHECK(server.lend(2, 0, 4096) != 0);  // a session without a connection
+    for (int pause = 0; pause < 3; ++pause) {
+        std::this_thread::sleep_for(LoopTime::longest_round + 100ms);
+        server.step(0);
+        server.step(1);
+    }
+    CHECK(server.leases(2).empty());
+}
+
 int main() { return farpool::testing::run(); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,28 @@ def test_a_copy_that_its_node_was_not_told_to_keep_is_kept_after_a_repair(nodes:
     assert kept([nodes[first], nodes[second]]) == ["k", "k"]
     assert kept([nodes[third]]) == []
     assert store.repair().endangered == 0
+
+
+def test_a_copy_of_a_kept_object_is_kept_however_long_it_takes_until_the_deadline(
+    nodes: list[LocalNode], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.publish("n", b"value")
+    before = kept(nodes)
+    next(node for node in nodes if kept([node])).replace()
+    eventually(answering(store))
+    cluster = store._open()
+    ask = cluster.ask
+
+    def slow(asks: Any, deadline: float, *, fresh: bool = False) -> Any:
+        answers = ask(asks, deadline, fresh=fresh)
+        time.sleep(0.02)
+        return answers
+
+    monkeypatch.setattr(cluster, "ask", slow)
+    monkeypatch.setattr("farpool.store.upkeep._UNKEPT_MS", 1)
+    repaired = store.repair()
+    assert 0 < repaired.endangered == repaired.mended
+    assert kept(nodes) == before
 
 
 def test_nodes_let_go_of_what_a_stopped_sweep_has_left_while_another_node_is_away(

@@ -32,7 +32,7 @@ _PAUSE = 0.005
 _MOST = 65536
 """Most keys whose hits are remembered; more in one pause are left to a later hit."""
 _UNKEPT_MS = 60_000
-"""Milliseconds that a copy of a kept object lives if it is not kept after all."""
+"""Milliseconds after the call's deadline that a copy of a kept object lives if it is not kept after all."""
 
 
 class Upkeep:
@@ -156,7 +156,7 @@ def mend(cluster: Cluster, key: bytes, holders: Sequence[int], nodes: Sequence[i
         return Mended(0, tuple(reasons), gone=not reasons)
     ttl, *head, flags = HEAD.unpack(source.meta)
     is_kept = bool(flags & KEPT)
-    meta = HEAD.pack(_UNKEPT_MS if is_kept else ttl, *head, flags & ~KEPT | COPIED) + key
+    meta = HEAD.pack(_unkept_ms(deadline) if is_kept else ttl, *head, flags & ~KEPT | COPIED) + key
     answers = cluster.ask([Ask(node, Op.PUT, meta, 0, source.payload or b"") for node in nodes], deadline)
     refused = any(not isinstance(answer, Exception) and answer.status == Status.MISSING for answer in answers)
     let_go = False
@@ -184,7 +184,8 @@ def _keep(
     it by then is refused, looks at all copies again, and finds the new ones. If it lets go of these before we keep
     them, they have other marks than we noted, and their nodes do not keep them.
     """
-    marked = cluster.ask([Ask(node, Op.TOUCH, TOUCH.pack(_UNKEPT_MS, 0) + key) for node in nodes], deadline)
+    touch = TOUCH.pack(_unkept_ms(deadline), 0) + key
+    marked = cluster.ask([Ask(node, Op.TOUCH, touch) for node in nodes], deadline)
     (again,) = cluster.ask([Ask(holder, Op.TOUCH, TOUCH.pack(0, 1) + key, MARK_OF_NONE)], deadline)
     if isinstance(again, Exception) or again.status != Status.DONE:
         gone = not isinstance(again, Exception) and again.status in (Status.MISSING, Status.UNKNOWN)
@@ -195,6 +196,14 @@ def _keep(
     for (place, _), answer in zip(known, cluster.ask(asks, deadline), strict=True):
         answers[place] = answer
     return answers, False
+
+
+def _unkept_ms(deadline: float) -> int:
+    """Return the time to live of a copy that is still to be kept. It begins with the first byte that the node receives.
+
+    So it includes the time until the deadline: a copy that takes minutes to send has not expired when it is complete.
+    """
+    return _UNKEPT_MS + max(0, round((deadline - time.monotonic()) * 1000))
 
 
 def _has_taken(answer: Reply | Exception) -> TypeGuard[Reply]:
