@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 PATIENCE = 30.0
@@ -27,3 +31,20 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def stop(pid: int) -> None:
+    """Stop a process with SIGSTOP, and wait until none of its threads runs.
+
+    The signal reaches threads one by one, so without the wait some would still serve requests.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    eventually(lambda: all(_state(thread) == "T" for thread in threads.iterdir()))
+
+
+def _state(task: Path) -> str:
+    """Return the letter of a thread's state; a thread that ends while it is read counts as stopped."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return "T"

@@ -37,7 +37,7 @@ from farpool.memory.tiers import Tier
 from farpool.memory.tiers.remote import Remote
 from farpool.testing import TierConformance
 from tests.forking import in_forked_child
-from tests.nodes import eventually, stats
+from tests.nodes import eventually, stats, stop
 
 MIB = 1 << 20
 SECRET = b"0123456789abcdef"
@@ -293,8 +293,7 @@ def test_a_stopped_exposure_is_the_tiers_timeout(node: RunningNode) -> None:
         data = os.urandom(MIB)
         tier.write_from(extent, memoryview(data))
         (server,) = servers(node.pid)
-        server.suspend()
-        eventually(lambda: server.status() == psutil.STATUS_STOPPED)
+        stop(server.pid)
         try:
             with pytest.raises(TierTimeoutError):
                 tier.read_into(extent, memoryview(bytearray(MIB)))

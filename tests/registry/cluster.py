@@ -18,6 +18,7 @@ import pytest
 from farpool.cluster.registry import Registry
 from farpool.cluster.registry.etcd import EtcdRegistry
 from farpool.errors import RegistryError
+from tests.nodes import stop
 
 ETCD = shutil.which("etcd") or ("/usr/bin/etcd" if os.access("/usr/bin/etcd", os.X_OK) else None)
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
@@ -40,7 +41,7 @@ class Member:
 
     def stop(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         assert self.process is not None

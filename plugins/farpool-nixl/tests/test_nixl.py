@@ -24,6 +24,7 @@ from farpool.memory.tiers import Tier
 from farpool.memory.tiers.remote import Remote
 from farpool.testing import TierConformance
 from farpool_nixl.endpoint import NixlEndpoint, NixlRegion
+from tests.nodes import stop
 
 INSTALLED = importlib.util.find_spec("nixl_cu13") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="nixl-cu13 is not installed (farpool[nixl])")
@@ -117,7 +118,7 @@ def test_a_stopped_peer_is_a_timeout_and_never_writes_into_the_callers_memory_la
     contents = segment.read_bytes()
     assert read(region, 0, MIB) == contents[:MIB]
     process = exposing_process()
-    process.suspend()
+    stop(process.pid)
     try:
         buffer = bytearray(6 * MIB)
         for _ in range(12):  # also when what may be given up is used up
@@ -142,7 +143,7 @@ def test_a_write_that_was_given_up_never_overtakes_a_later_one(
     region = endpoint.attach(exposures.expose(1, str(segment)))
     assert len(read(region, 0, 1)) == 1
     process = exposing_process()
-    process.suspend()
+    stop(process.pid)
     try:
         with pytest.raises(NodeTimeoutError):
             region.write(0, memoryview(b"1" * 8 * MIB), soon(0.1))
@@ -162,7 +163,7 @@ def test_a_program_that_ends_in_the_middle_of_a_transfer_leaves_the_memory_to_be
     region = endpoint.attach(exposures.expose(1, str(segment)))
     process = exposing_process()
     assert len(read(region, 0, 1)) == 1
-    process.suspend()
+    stop(process.pid)
     with pytest.raises(NodeTimeoutError):
         read(region, 0, 8 * MIB, 0.1)
     endpoint.close()

@@ -17,6 +17,7 @@ import pytest
 from farpool import Names, Store
 from farpool.cluster.node.process import RunningNode, running_node
 from farpool.errors import NameHeldError, NameLostError, NameMissingError, NodeError
+from tests.nodes import stop
 from tests.registry.cluster import needs_etcd, running_cluster
 
 
@@ -173,7 +174,7 @@ def test_publishers_that_are_stopped_past_their_lease_and_go_on_lose_no_object_o
             for other in others:
                 _await_turns(other, 1 + chance.randrange(4))
                 time.sleep(chance.random() / 50)
-                other.send_signal(signal.SIGSTOP)
+                stop(other.pid)
             _publish_after_its_lease(names, "theirs", contents[turn % 6])
             names.publish("ours", contents[(turn + 1) % 6])
             names.unpublish("theirs")
