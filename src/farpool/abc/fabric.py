@@ -1,8 +1,9 @@
-"""One-sided fabrics: packages that read and write a node's memory without the node's taking part (docs/nixl.md).
+"""One-sided fabrics: packages that read and write a node's memory without work of the node (docs/nixl.md).
 
-A fabric moves bytes and nothing else. Who may get at a segment is decided by the node, and what is read is verified by
-the program. A package offers its fabric as an entry point of the group ``farpool.fabrics``: the name is what
-``transport=`` and ``farpool node --fabric`` are given, the value a class of `Fabric` that is called without arguments.
+A fabric moves bytes and nothing else. The node decides which programs may use a segment, and the program verifies the
+bytes that it reads. A package offers its fabric as an entry point of the group ``farpool.fabrics``: users give its
+name to ``transport=`` and ``farpool node --fabric``; its value is a class of `Fabric`, which farpool calls without
+arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ __all__ = ["Endpoint", "Exposed", "Exposure", "Fabric", "Region"]
 class Exposed(msgspec.Struct, frozen=True):
     """A segment file that can be read and written one-sided, as a node describes it to a program.
 
-    `metadata` says how it is reached in the fabric's own terms, in a few KiB at most, and is unique to this exposure;
-    `address` is that of its first byte in the process that exposes it.
+    `metadata` describes in the fabric's own terms how to reach it, in a few KiB at most, and is unique to this
+    exposure; `address` is the address of its first byte in the process that exposes it.
     """
 
     metadata: bytes
@@ -30,12 +31,12 @@ class Region(Protocol):
     """A program's access to the bytes of one segment. Thread-safe.
 
     Offsets count from the beginning of the file, buffers are contiguous, a deadline is a time of `time.monotonic`.
-    Both directions raise `ValueError` for a range outside of the segment, `NodeTimeoutError` where a transfer did not
-    end in time, and `NodeError` where it failed or the other end is gone; the caller then attaches anew.
+    Both directions raise `ValueError` for a range outside of the segment, `NodeTimeoutError` if a transfer did not
+    end in time, and `NodeError` if it failed or the other end is gone; the caller then attaches again.
     """
 
     def read(self, offset: int, into: memoryview, deadline: float) -> None:
-        """Fill a buffer, which is unspecified after a failure, and never written once this call has ended."""
+        """Fill a buffer. After a failure its bytes are unspecified; nothing writes into it once this call has ended."""
         ...
 
     def write(self, offset: int, data: memoryview, deadline: float) -> None:
@@ -68,7 +69,7 @@ class Exposure(Protocol):
         ...
 
     def is_alive(self) -> bool:
-        """Return True if the segment can still be reached; if it cannot, the node exposes it anew."""
+        """Return True if the segment can still be reached; if it cannot, the node exposes it again."""
         ...
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class Exposure(Protocol):
 
 @runtime_checkable
 class Fabric(Protocol):
-    """A one-sided fabric. Its constructor raises `ConfigError` where the fabric cannot be used on this host."""
+    """A one-sided fabric. Its constructor raises `ConfigError` if the fabric cannot be used on this host."""
 
     def endpoint(self, node: str) -> Endpoint:
         """Open a program's end of transfers with a node, whose address `node` is for errors."""

@@ -36,7 +36,7 @@ class PutOutcome(StrEnum):
     STORED
         Each copy is the value that was put.
     PRESENT
-        A copy was there already and has stayed; its bytes may be others.
+        The key had a value already, which has stayed; its bytes may differ from those of the put.
     """
 
     STORED = "stored"
@@ -49,13 +49,13 @@ class Demotion(StrEnum):
     Attributes
     ----------
     LOWER
-        It lies in the lower tier, or is on its way there.
+        It is stored in the lower tier, or is being moved there.
     PINNED
-        It stays in memory, as a program holds it there, reads it, or keeps it for good.
+        It stays in memory, because a program holds it there, reads it, or keeps it for good.
     FULL
-        It stays in memory, as the lower tier had no room for it in time.
+        It stays in memory, because the lower tier had no room for it in time.
     NO_LOWER_TIER
-        It stays in memory, as nothing lies below.
+        It stays in memory, because there is no lower tier.
     """
 
     LOWER = "lower"
@@ -73,10 +73,10 @@ class Touched:
     copies : sequence of int
         Number of nodes that have touched their copy, for each key in the order of the keys.
     complete : bool
-        True if all nodes have answered. Otherwise those that have not may hold untouched copies.
+        True if all nodes have answered. The other nodes may hold untouched copies.
     marks : sequence of mapping
         For each key the mark of each touched copy, by the number of its node. A copy's mark changes when it is kept or
-        released, or gets more time to live. Nodes of earlier releases know no marks and return 0.
+        released, or gets more time to live. Nodes of earlier releases have no marks and return 0.
     refused : sequence of int
         Positions of the keys of which a node did not touch its copy, because the copy had another mark.
     away : frozenset of str
@@ -110,11 +110,11 @@ class About:
     namespace : int
         Number of 64 bits that objects of one origin share.
     tenant : str
-        Whose they are. Nodes know that from the access key, and are not told.
+        Name of their owner, for a pool. Nodes take the tenant from the access key and ignore this one.
     parents : mapping of bytes to bytes
-        By key, that of the value without which one is of no use; for nodes it is of no use itself.
+        For each key, the key of the value that it needs: a value cannot be used without its parent. Nodes ignore it.
     keep : bool
-        True if nodes shall never evict them, for small values alone. A pool evicts them as others.
+        If True, nodes never evict these values (small ones only). A pool evicts them like any other.
     """
 
     ttl_ms: int = 0
@@ -175,7 +175,7 @@ class Objects(Protocol):
         """Iterate over the keys that begin with `prefix`."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Read values; None where there is none."""
+        """Read values; None for a key without a value."""
 
     def drop(self, key: bytes) -> bool:
         """Drop one value; return True if it was there."""
@@ -191,7 +191,7 @@ class ObjectStore(Protocol):
     def put_many(
         self, items: Iterable[tuple[str, Buffer]], /, *, ttl: float | None = None, check: bool = False
     ) -> object:
-        """Store values. Those that are there already stay; the longer time to live counts."""
+        """Store values. A key that has a value keeps it; the longer time to live counts."""
 
     def touch_many(
         self,
@@ -204,9 +204,9 @@ class ObjectStore(Protocol):
     ) -> Touched:
         """Renew the time to live of values, and return how many copies of each there are, with their marks.
 
-        With `keep` True nodes never evict the values, and they do not expire. With False they may, and `ttl` counts
-        even if it is shorter than the time that was left. With `seen`, the marks of an earlier touch, nodes touch only
-        copies that still have that mark, and with `keep` True also copies that are kept by now.
+        With `keep` True nodes never evict the values, and they do not expire. With False nodes may evict them, and
+        `ttl` counts even if it is shorter than the time that was left. With `seen`, the marks of an earlier touch,
+        nodes touch only copies that still have that mark, and with `keep` True also copies that are kept by now.
         """
 
     def get(self, key: str, /) -> bytes | None:

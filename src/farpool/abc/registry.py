@@ -1,11 +1,11 @@
-"""The registry's contract: a small consistent key-value store, as the control plane needs it.
+"""The registry's contract: a small consistent key-value store for the control plane.
 
-The contract is that of etcd, cut down to what both back ends keep: each successful transaction that changes anything
-has a revision of its own, above all before it; an entry knows the revision that wrote it; a transaction compares such
-revisions and changes everything or nothing; entries may be bound to a lease and vanish with it; a watch tells each
-change after a revision, once and in order.
+It is the part of etcd's contract that both back ends keep. Each successful transaction that changes anything has a
+revision of its own, higher than all earlier ones. An entry has the revision that wrote it. A transaction compares such
+revisions and changes everything or nothing. Entries may be bound to a lease and are deleted with it. A watch reports
+each change after a revision, once and in order.
 
-Every call has a deadline and uses it up: it tries again, at other endpoints too, for as long as there is time.
+Every call has a deadline. Until then it tries again, at other endpoints too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Entry:
     key : str
         The key.
     value : bytes
-        The value; empty in an entry that tells of a deletion.
+        The value; empty in an entry that reports a deletion.
     revision : int
         The revision that wrote (or deleted) it.
     lease : int
@@ -72,7 +72,7 @@ class Snapshot:
     Attributes
     ----------
     revision : int
-        A watch after this revision tells all that changes later.
+        A watch after this revision reports all later changes.
     entries : tuple of Entry
         In the order of their keys, prefix by prefix.
     """
@@ -90,7 +90,7 @@ class Condition:
     key : str
         The key.
     revision : int
-        The revision of its entry; 0 if there has to be none.
+        The revision of its entry; 0 if the key must have no entry.
     """
 
     key: str
@@ -108,7 +108,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete a key. One that is not there is no error."""
+    """Delete a key. A key without an entry is no error."""
 
     key: str
 
@@ -134,12 +134,12 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Changes that one wait of a watch returns; none if the wait ended before any.
+    """Changes that one wait of a watch returns; empty if none came in time.
 
     Attributes
     ----------
     revision : int
-        A watch after this revision goes on where this one stands.
+        A watch after this revision continues behind these changes.
     entries : tuple of Entry
         In the order of their revisions. All changes of one transaction come together.
     """
@@ -149,7 +149,7 @@ class Changes:
 
 
 class Watch(ABC):
-    """Watches keys under a prefix for changes, one wait after another. Not for several threads at a time."""
+    """Watches keys under a prefix for changes, one wait after another. Use it from one thread at a time."""
 
     @abstractmethod
     def next(self, timeout: float) -> Changes:
@@ -158,8 +158,8 @@ class Watch(ABC):
         Parameters
         ----------
         timeout : float
-            Seconds to wait at most; 0 to look only. Where a member of a cluster has to be found first, that may take
-            a second.
+            Seconds to wait at most; with 0 the call only looks. If the watch has to find a member of a cluster first,
+            the call may take a second longer.
 
         Raises
         ------
@@ -186,7 +186,7 @@ class Registry(ABC):
     """A small consistent key-value store. Thread-safe; a forked child makes its own connections.
 
     Keys are text of 1 to 1024 bytes, values bytes of at most 1 MiB. All calls raise `RegistryAwayError` when the
-    registry cannot be reached before the deadline, `RegistryDeniedError` where the user lacks the right, and
+    registry cannot be reached before the deadline, `RegistryDeniedError` if the user lacks the right, and
     `ConfigError` for arguments that no registry takes. Calls that change something raise `RegistryUnwritableError`
     while the registry can only be read. A registry stores a checksum with each entry, which earlier releases did not. A
     call raises `RegistryDamagedError` if an entry differs from what was written, or was written and is missing. All
@@ -202,7 +202,7 @@ class Registry(ABC):
 
     @abstractmethod
     def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
-        """Read a key's entry as of now, after all changes that have ended; None if there is none.
+        """Read a key's present entry, with all changes that have been confirmed; None if there is none.
 
         Parameters
         ----------
@@ -219,7 +219,7 @@ class Registry(ABC):
         Parameters
         ----------
         *prefixes : str
-            At most 100; the empty one is that of all keys.
+            At most 100; all keys begin with the empty prefix.
         timeout : float, optional
             Seconds that the call may take; None for the registry's own.
         """
@@ -228,24 +228,24 @@ class Registry(ABC):
     def commit(
         self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
     ) -> Commit:
-        """Do all operations if all conditions hold, else nothing.
+        """Do all operations if all conditions hold; otherwise change nothing.
 
-        A transaction that changes a key of its own conditions is done at most once, also where it has to be sent again
-        because a reply is lost. Any other may then be done twice.
+        A transaction that changes a key of its own conditions is done at most once, even if it is sent again because
+        a reply is lost. Any other transaction may then be done twice.
 
         Parameters
         ----------
         conditions : sequence of Condition
-            At most 100. With none the operations are done in any case.
+            At most 100. Without any, the operations are always done.
         operations : sequence of Put or Delete
-            At most 100, each of another key.
+            At most 100, each on a different key.
         timeout : float, optional
             Seconds that the call may take; None for the registry's own.
 
         Raises
         ------
         RegistryLeaseError
-            An entry was to be bound to a lease that is not there. Nothing was changed.
+            An operation names a lease that does not exist. Nothing was changed.
         RegistryAwayError
             With `uncertain` if the transaction was sent and its outcome is not known.
         """
@@ -263,7 +263,7 @@ class Registry(ABC):
         prefix : str
             Text that the keys begin with.
         after : int
-            The revision after which changes are told: that of a snapshot, a commit or earlier changes.
+            The watch reports changes after this revision, which a snapshot, a commit or earlier changes have returned.
         """
 
     @abstractmethod
@@ -274,7 +274,7 @@ class Registry(ABC):
     def grant(self, ttl: float, *, timeout: float | None = None) -> int:
         """Make a lease that ends after `ttl` seconds unless it is kept alive; return its number.
 
-        The registry may round the time up, to whole seconds and to a time that it needs to be sure.
+        The registry may round the time up to whole seconds, and to the shortest time that it supports.
         """
 
     @abstractmethod
@@ -299,7 +299,7 @@ class Registry(ABC):
 
     @abstractmethod
     def revoke(self, lease: int, *, timeout: float | None = None) -> None:
-        """End a lease now and delete what is bound to it. One that is not there is no error."""
+        """End a lease now and delete the entries that are bound to it. A lease that does not exist is no error."""
 
     @abstractmethod
     def close(self) -> None:

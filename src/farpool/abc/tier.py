@@ -33,7 +33,7 @@ class Extent:
     offset : int
         Where it begins, in bytes from the start of the tier's own space.
     nbytes : int
-        Bytes usable by the owner. What the tier reserved for it may be more (alignment), never less.
+        Bytes that the owner may use. The tier may reserve more than that (alignment), never less.
     """
 
     offset: int
@@ -55,9 +55,9 @@ class TierInfo:
     alignment : int
         Reservations are rounded up to a multiple of this many bytes.
     latency : float or None
-        Measured seconds until the first byte; None where it was not measured.
+        Measured seconds until the first byte; None if it was not measured.
     read_bandwidth, write_bandwidth : float or None
-        Measured bytes per second; None where it was not measured.
+        Measured bytes per second; None if it was not measured.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Tier(ABC):
     """Base class of tiers, kinds of memory with a capacity, a latency and a bandwidth.
 
     Constructing a tier checks its arguments and nothing else; :meth:`open` takes the resources and :meth:`close` gives
-    them back. Both may be called again; a closed tier can be opened anew and is then empty. Methods are safe to call
+    them back. Both may be called again; a closed tier can be opened again and is then empty. Methods are safe to call
     from several threads.
     """
 
@@ -127,29 +127,29 @@ class Tier(ABC):
     def read_into(self, extent: Extent, into: memoryview) -> None:
         """Read the whole extent into a writable, contiguous buffer of exactly ``extent.nbytes`` bytes.
 
-        The buffer is used until the call returns, and not after. Several threads may be in transfers at once, of
-        different extents; on one extent the caller orders them.
+        The tier uses the buffer until the call returns, and not later. Several threads may transfer different
+        extents at the same time; the caller orders the transfers of one extent.
 
         Raises
         ------
         TierError
             The read failed (`TierTimeoutError`: it took too long); the buffer's bytes are unspecified.
         ValueError
-            The buffer is no such buffer, or the extent is not the tier's.
+            The buffer is read-only, not contiguous or of another size, or the tier has no such extent.
         """
 
     @abstractmethod
     def write_from(self, extent: Extent, data: memoryview) -> None:
         """Write the whole extent from a contiguous buffer of exactly ``extent.nbytes`` bytes.
 
-        The buffer is used until the call returns, and not after.
+        The tier uses the buffer until the call returns, and not later.
 
         Raises
         ------
         TierError
             The write failed (`TierTimeoutError`: it took too long); the extent's bytes are unspecified.
         ValueError
-            The buffer is no such buffer, or the extent is not the tier's.
+            The buffer is not contiguous or of another size, or the tier has no such extent.
         """
 
     def __enter__(self) -> Self:
@@ -184,9 +184,10 @@ class HoldsMemory(Protocol):
 
 @runtime_checkable
 class Mapped(Protocol):
-    """A tier whose space is one range of this process's memory, where each extent's bytes lie as they are.
+    """A tier whose space is one range of this process's memory, in which each extent's bytes are stored unchanged.
 
-    Whoever reads or writes there passes the tier by: a wrapper that checks, changes or delays bytes must not offer it.
+    Code that reads or writes there bypasses the tier, so a wrapper that checks, changes or delays bytes must not be
+    `Mapped`.
     """
 
     def address(self, offset: int) -> int:
@@ -202,7 +203,7 @@ class Mapped(Protocol):
 
 @runtime_checkable
 class Verifies(Protocol):
-    """A tier that checks itself that it reads the bytes that were written; a pool wraps no `Verified` round it."""
+    """A tier that itself checks that it reads the bytes that were written, so a pool does not wrap it in `Verified`."""
 
     @property
     def tracked(self) -> int:
