@@ -340,7 +340,7 @@ def test_objects_that_are_evicted_while_they_are_published_are_sent_again(
         announce(sending, keys)
 
     monkeypatch.setattr(Sending, "_announce", evicted)
-    monkeypatch.setattr(module, "PIECE", 10)
+    monkeypatch.setattr(module, "PIECE_BYTES", 10)
     names.publish("n", b"value")
     names.publish("t", {"x": numpy.arange(5.0)})
     names.publish("s", (b"part %d" % i for i in range(10)))
@@ -430,7 +430,7 @@ def test_a_sweep_that_was_stopped_is_made_up_for_though_a_node_is_away(
 def test_tensors_are_objects_each_shared_by_content_and_copied_a_few_at_a_time(
     names: Names, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BATCH", 36_000)
+    monkeypatch.setattr(module, "BATCH_BYTES", 36_000)
 
     class Source:
         dtype, alive = "float32", 0
@@ -481,8 +481,8 @@ def test_tensors_are_objects_each_shared_by_content_and_copied_a_few_at_a_time(
 
 
 def test_large_values_are_cut_into_pieces(names: Names, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 1000)
-    monkeypatch.setattr(module, "PART", 7)
+    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(module, "PART_OBJECTS_MAX", 7)
     value = random.Random(1).randbytes(20_500)
     info = names.publish("n", value)
     assert (info.nbytes, info.objects) == (20_500, 22)

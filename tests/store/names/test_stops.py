@@ -27,19 +27,43 @@ class KilledError(BaseException):
     """The program has ended."""
 
 
-class Steps:
-    """Something whose calls are steps of one program."""
+class SteppingRegistry(SqliteRegistry):
+    """A registry whose calls are steps of one program."""
 
-    def __init__(self, of: object, step: Callable[[], None], calls: tuple[str, ...]) -> None:
-        self._of, self._step, self._calls = of, step, calls
+    def __init__(self, path: Path, step: Callable[[], None]) -> None:
+        super().__init__(path, timeout=60.0)
+        self.step = step
+
+    def get(self, *arguments: Any, **settings: Any) -> Any:
+        self.step()
+        return super().get(*arguments, **settings)
+
+    def range(self, *arguments: Any, **settings: Any) -> Any:
+        self.step()
+        return super().range(*arguments, **settings)
+
+    def commit(self, *arguments: Any, **settings: Any) -> Any:
+        self.step()
+        return super().commit(*arguments, **settings)
+
+    def grant(self, *arguments: Any, **settings: Any) -> Any:
+        self.step()
+        return super().grant(*arguments, **settings)
+
+
+class SteppingStore:
+    """A store whose calls are steps of one program."""
+
+    def __init__(self, store: MemoryStore, step: Callable[[], None]) -> None:
+        self._store, self.step = store, step
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._of, name)
-        if name not in self._calls:
+        found = getattr(self._store, name)
+        if name not in ("put_many", "touch_many"):
             return found
 
         def call(*arguments: object, **settings: object) -> object:
-            self._step()
+            self.step()
             return found(*arguments, **settings)
 
         return call
@@ -55,10 +79,9 @@ class World:
         self.steps = 0
         self.at = 0
         self.act: Callable[[], None] = lambda: None
-        self.ours = Names(self.store, self.registry, writer="ours", **SETTINGS)
-        registry = Steps(self.registry, self.step, ("get", "range", "commit", "grant"))
-        self.ours._registry = registry  # type: ignore[assignment]
-        self.ours._store = Steps(self.store, self.step, ("put_many", "touch_many"))  # type: ignore[assignment]
+        self.stepping = SteppingRegistry(path, lambda: self.step())
+        store: Any = SteppingStore(self.store, lambda: self.step())
+        self.ours = Names(store, self.stepping, writer="ours", **SETTINGS)
 
     def step(self) -> None:
         self.steps += 1
@@ -89,7 +112,8 @@ class World:
 
     def close(self) -> None:
         self.theirs.close()
-        self.ours._session.close()
+        self.ours.close()
+        self.stepping.close()
         self.registry.close()
 
 
@@ -123,8 +147,6 @@ def killed(world: World) -> None:
 
     world.take_away()
     world.step = nothing  # type: ignore[method-assign]
-    world.ours._registry._step = nothing  # type: ignore[attr-defined]
-    world.ours._store._step = nothing  # type: ignore[attr-defined]
     raise KilledError
 
 
@@ -241,12 +263,12 @@ def test_a_sweep_of_an_earlier_release_is_waited_for_and_named(tmp_path: Path) -
     from farpool.errors import NameHeldError
 
     world = World(tmp_path / "registry")
-    with contextlib.closing(world), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.theirs, "_timeout", 0.2)
+    settings = {**SETTINGS, "timeout": 0.2}
+    with contextlib.closing(world), Names(world.store, world.registry, writer="hasty", **settings) as hasty:
         lease = world.registry.grant(3600.0)
         world.registry.commit([Condition(SWEEPER, 0)], [Put(SWEEPER, encode(Holder("old@host")), lease)])
         with pytest.raises(NameHeldError, match=r"waits for old@host, .* until \d\d:\d\d:\d\d UTC") as error:
-            world.theirs.publish("n", b"value")
+            hasty.publish("n", b"value")
         assert error.value.holder == "old@host"
         world.registry.revoke(lease)
         assert world.theirs.publish("n", b"value").version == 1

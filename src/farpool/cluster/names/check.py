@@ -1,4 +1,4 @@
-"""Check of the names in a registry: each entry can be read, and what a name points to is recorded."""
+"""Check the names in a registry: each entry can be read, and the objects of each current version are recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Checked:
     entries : dict of str to (int, int)
         Number of entries of each kind, and their bytes.
     damage : sequence of str
-        A sentence for each damage; empty if there is none.
+        One sentence for each damage; empty if there is none.
     """
 
     entries: dict[str, tuple[int, int]]
@@ -37,7 +37,7 @@ class Checked:
 
 
 def check(registry: Registry) -> Checked:
-    """Read all entries of a registry and find the damaged and missing ones."""
+    """Read all entries of a registry; report damaged entries, and current versions with missing ones."""
     entries, damage = registry.check()
     found = list(damage)
     count: Counter[str] = Counter()
@@ -59,10 +59,10 @@ def check(registry: Registry) -> Checked:
         elif kind == "publication":
             objects.setdefault(rest.rpartition("/")[0], set()).update(keys)
     for entry, record in names:
-        there = objects.get(f"{entry.key.partition('/')[2]}/{record.publication}", set())
-        if len(there) != record.objects or record.manifest not in there:
+        recorded = objects.get(f"{entry.key.partition('/')[2]}/{record.publication}", set())
+        if len(recorded) != record.objects or record.manifest not in recorded:
             found.append(
                 f"the name {name_of(entry.key.partition('/')[2])!r} has {record.objects} objects in version "
-                f"{record.version}, and {len(there)} of them are recorded; publish it again"
+                f"{record.version}, and {len(recorded)} of them are recorded; publish it again"
             )
     return Checked({kind: (count[kind], nbytes[kind]) for kind in sorted(count)}, found)

@@ -1,7 +1,7 @@
 """Manifest of one version of a name: an object that lists the objects of which the version consists.
 
-The object is ``FPNAME``, a zero byte and the format's version as one byte, then the manifest in MessagePack. A value is
-cut into pieces; a tensor is one object.
+The bytes of this object are ``FPNAME``, a zero byte, the version of the format as one byte, and the manifest in
+MessagePack. A value is cut into pieces; each tensor is one object.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     Attributes
     ----------
     name : str
-        Its name among the tensors.
+        Name of the tensor.
     dtype : str
-        Element type by its PyTorch name, for example ``bfloat16``.
+        PyTorch's name of the element type, for example ``bfloat16``.
     shape : tuple of int
-        Sizes of its dimensions.
+        Sizes of the dimensions.
     nbytes : int
-        Bytes of its elements.
+        Bytes of all elements.
     key : str
-        Key of its object: the elements in row-major order. Empty where there are none.
+        Key of the object with the elements in row-major order; empty if the tensor has no elements.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """Contents of one version of a name: pieces of a value, or tensors."""
+    """Contents of one version of a name: the pieces of a value, or tensors."""
 
     pieces: tuple[Piece, ...] = ()
     tensors: tuple[TensorEntry, ...] | None = None
@@ -68,15 +68,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, what: str) -> Manifest:
-    """Decode a manifest; `what` is named in the error.
+    """Decode a manifest; errors name `what`.
 
     Raises
     ------
     ConfigError
-        The bytes are no manifest, or one of a newer farpool.
+        The bytes are not a manifest, or a newer farpool wrote it.
     """
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ConfigError(f"{what} points to an object that is no manifest; publish it again", setting="name")
+        raise ConfigError(f"{what} points to an object that is not a manifest; publish it again", setting="name")
     if data[len(_MAGIC)] != _VERSION:
         raise ConfigError(
             f"{what} has a manifest of version {data[len(_MAGIC)]}, this farpool reads version {_VERSION}",

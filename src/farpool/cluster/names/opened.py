@@ -1,4 +1,4 @@
-"""One version of a name that is being read."""
+"""Read one version of a name."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenedName"]
 
-_BATCH = 4 << 20
+_BATCH_BYTES = 4 << 20
+"""Bytes of tensors that are read together."""
 
 
 class OpenedName:
-    """One version of a name, whose objects stay until it is closed; a context manager.
+    """One version of a name, open for reading; a context manager. The version's objects stay until this is closed.
 
     Attributes
     ----------
     info : NameInfo
-        The version that is open.
+        The version.
     held : bool
-        True if the registry has recorded this reader. False if the registry was away, or could not be written: then
-        the version is the last known one, or the current one, and stays for as long as other programs hold it.
+        True if the registry has recorded this reader. False if the registry was away or could not be written. The
+        version is then the last one that this program knew, or the current one, and other programs decide how long it
+        stays.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class OpenedName:
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of the version: the objects of which it consists."""
+        """Manifest of the version: it lists the version's objects."""
         return self._manifest
 
     def read(self) -> bytes:
@@ -65,7 +67,7 @@ class OpenedName:
         Raises
         ------
         NameLostError
-            An object of it is on no node any more.
+            No node has one of the objects any more.
         ConfigError
             The name holds tensors.
         """
@@ -80,7 +82,7 @@ class OpenedName:
         return bytes(value)
 
     def read_into(self, buffer: Buffer) -> int:
-        """Read the value into a buffer of at least its size; return its size in bytes. Raises the errors of `read`."""
+        """Read the value into a buffer that is large enough; return the value's bytes. Raises the errors of `read`."""
         target = memoryview(buffer).cast("B")
         total = sum(piece.nbytes for piece in self._pieces())
         if target.nbytes < total:
@@ -92,7 +94,7 @@ class OpenedName:
         return offset
 
     def parts(self) -> Iterator[bytes]:
-        """Iterate over pieces of the value, so that a large one is never in memory as a whole. Errors as of `read`."""
+        """Iterate over the pieces of the value; memory holds one piece at a time. Raises the errors of `read`."""
         for piece in self._pieces():
             content = self._store.get(piece.key)
             if content is None:
@@ -108,15 +110,15 @@ class OpenedName:
             The name holds a value.
         """
         if self._manifest.tensors is None:
-            raise ConfigError(f"{self._what} holds a value and no tensors; read() gives it", setting="name")
+            raise ConfigError(f"{self._what} holds a value and no tensors; call read()", setting="name")
         return self._manifest.tensors
 
     def read_tensor_into(self, entry: TensorEntry, buffer: Buffer) -> None:
-        """Read a tensor's elements into a buffer of exactly its bytes. Errors as of `read`."""
+        """Read a tensor into a buffer of exactly as many bytes. Raises the errors of `read`."""
         self.read_tensors_into([(entry, buffer)])
 
     def read_tensors_into(self, pairs: Iterable[tuple[TensorEntry, Buffer]]) -> None:
-        """Read tensors' elements into buffers of exactly their bytes, small ones together. Errors as of `read`."""
+        """Read tensors into buffers of exactly as many bytes, small ones together. Raises the errors of `read`."""
         wanted: list[tuple[str, memoryview]] = []
         nbytes = 0
         for entry, buffer in pairs:
@@ -126,15 +128,16 @@ class OpenedName:
             if entry.nbytes:
                 wanted.append((entry.key, target))
                 nbytes += entry.nbytes
-            if nbytes >= _BATCH:  # each batch has the time of one call
+            if nbytes >= _BATCH_BYTES:  # one call of the store for each batch, so each batch has its own timeout
                 self._fetch(wanted)
                 wanted, nbytes = [], 0
         self._fetch(wanted)
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Call a function a little later, by another thread or in a later call.
+        """Have another thread or a later call of `Names` call a function.
 
-        For finalizers, such as one that closes this: they may run while this thread holds a lock.
+        This is for finalizers, for example one that closes this opened name: a finalizer may run while its thread holds
+        a lock.
         """
         self._defer(call)
 
@@ -146,7 +149,7 @@ class OpenedName:
 
     def _pieces(self) -> tuple[Piece, ...]:
         if self._manifest.tensors is not None:
-            raise ConfigError(f"{self._what} holds tensors and no value; tensors() names them", setting="name")
+            raise ConfigError(f"{self._what} holds tensors and no value; call tensors()", setting="name")
         return self._manifest.pieces
 
     def _fetch(self, wanted: Sequence[tuple[str, memoryview]]) -> None:
@@ -159,7 +162,7 @@ class OpenedName:
                 )
 
     def lost(self, key: str) -> NameLostError:
-        """Return the error for an object that is on no node any more."""
+        """Return the error that no node has an object any more."""
         name, version = self.info.name, self.info.version
         return NameLostError(
             f"{self._what} has lost its object {key}: no node has it any more; publish the name again",

@@ -1,14 +1,14 @@
 """Records and keys of names in the registry. NAME is a name with every special character as ``%XX``.
 
 ================================== ==============================================================================
-``name/NAME``                      the version that counts now, or that the name was unpublished
-``history/NAME/VERSION``           what was published (or unpublished), the last hundred
-``publication/NAME/ID/PART``       which objects a version holds, 10,000 in a part; there before the name moves
-``released/NAME/ID/PART``          the same, of a version that no program can begin to hold: a sweep releases it
-``hold/NAME/ID/WHO``               why a version that is not the current one has to stay: its writer is at work, it is
-                                   the previous one, or somebody reads it; bound to a lease of whoever that is
-``writer/NAME``                    who may move the name; bound to the writer's lease
-``sweeper``                        the program of an earlier release that sweeps; bound to a lease
+``name/NAME``                      the current version, or the note that the name was unpublished
+``history/NAME/VERSION``           the last hundred versions, published or unpublished
+``publication/NAME/ID/PART``       the objects of a version, 10,000 in a part; written before the name moves
+``released/NAME/ID/PART``          the same for a version that no program can begin to hold; a sweep releases it
+``hold/NAME/ID/WHO``               a reason to keep a version that is not the current one: its writer still publishes
+                                   it, it is the previous version, or a program reads it; bound to a lease
+``writer/NAME``                    the role of the program that may move the name (`farpool.cluster.roles`)
+``sweeper``                        the role of the program of an earlier release that sweeps
 ================================== ==============================================================================
 """
 
@@ -24,8 +24,8 @@ import msgspec
 from farpool.errors import ConfigError
 
 __all__ = [
-    "HISTORY_KEPT",
-    "PART",
+    "HISTORY_VERSIONS_MAX",
+    "PART_OBJECTS_MAX",
     "SWEEPER",
     "Holder",
     "NameInfo",
@@ -42,13 +42,12 @@ __all__ = [
     "writer_key",
 ]
 
-HISTORY_KEPT = 100
-"""Number of versions that are kept in a name's history."""
-PART = 10_000
-"""Most objects in one part of a publication."""
+HISTORY_VERSIONS_MAX = 100
+"""Number of versions in a name's history."""
+PART_OBJECTS_MAX = 10_000
+"""Number of objects in one part of a publication."""
 SWEEPER = "sweeper"
-_LONGEST_NAME = 200
-"""Most bytes of a name."""
+_NAME_BYTES_MAX = 200
 _HASH = "sha256-"
 _FORMAT = 1
 _PUBLICATION_FORMAT = 2
@@ -57,7 +56,7 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class NameRecord(msgspec.Struct, frozen=True):
-    """Registry record of one version of a name; `publication` is empty where it was unpublished."""
+    """Registry record of one version of a name; `publication` is empty if this version unpublished the name."""
 
     version: int
     publication: str
@@ -71,10 +70,10 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """Registry record of the objects of (a part of) a version: those whose keys are hashes, and others.
+    """Registry record of the objects of (a part of) a version: hashes as bytes, and keys that are not hashes.
 
-    Under ``released/``, `away` has the names of the nodes that could not be asked when a sweep last had all others let
-    go of these objects; it is None if no sweep has come that far.
+    Under ``released/``, `away` names the nodes that did not answer when the other nodes last released these objects for
+    a sweep. It is None if no sweep has finished that step.
     """
 
     hashes: tuple[bytes, ...]
@@ -91,12 +90,12 @@ class Publication(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> list[str]:
-        """Keys of its objects."""
+        """Keys of the objects."""
         return [_HASH + digest.hex() for digest in self.hashes] + list(self.others)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Registry record of the program that holds a version or writes a name."""
+    """Registry record of the program that holds a version or a role."""
 
     who: str
     format: int = _FORMAT
@@ -111,19 +110,19 @@ class NameInfo:
     name : str
         The name.
     version : int
-        Counts up by one with each publish and each unpublish.
+        Number of the version. Each publish and each unpublish adds one.
     published : bool
-        False if this version says that the name was unpublished.
+        False if this version unpublished the name.
     nbytes : int
         Bytes of the value, or of all tensors.
     objects : int
-        Number of different objects that it holds.
+        Number of different objects of the version.
     tensors : bool
         True if it consists of tensors.
     time : float
-        Time of publication, in seconds since 1970, by the writer's clock.
+        Time of publication in seconds since 1970, by the writer's clock.
     writer : str
-        Writer that published it, for people.
+        Name of the writer that published it, as shown to people.
     """
 
     name: str
@@ -145,12 +144,12 @@ class NameInfo:
 
 
 def checked_name(name: str) -> str:
-    """Check a name and quote it as it stands in the registry's keys.
+    """Check a name and quote it for the registry's keys.
 
     Raises
     ------
     ConfigError
-        The name is empty, has more than 200 bytes, or has characters that nobody can print.
+        The name is empty, has more than 200 bytes, or has characters that cannot be printed.
     TypeError
         The name is not a str.
     """
@@ -160,9 +159,9 @@ def checked_name(name: str) -> str:
         nbytes = len(name.encode())
     except UnicodeEncodeError:
         nbytes = 0
-    if not 1 <= nbytes <= _LONGEST_NAME or not name.isprintable():
+    if not 1 <= nbytes <= _NAME_BYTES_MAX or not name.isprintable():
         raise ConfigError(
-            f"the name {name!r} is not one: expected 1 to {_LONGEST_NAME} bytes of printable text", setting="name"
+            f"the name {name!r} cannot be used: expected 1 to {_NAME_BYTES_MAX} bytes of printable text", setting="name"
         )
     return quote(name, safe="")
 
@@ -178,7 +177,7 @@ def name_key(quoted: str) -> str:
 
 
 def history_key(quoted: str, version: int) -> str:
-    """Return the key of a version's place in the history."""
+    """Return the key of a version in the history."""
     return f"history/{quoted}/{version:016}"
 
 
@@ -193,7 +192,7 @@ def hold_key(quoted: str, publication: str, who: str) -> str:
 
 
 def writer_key(quoted: str) -> str:
-    """Return the key of a name's writer."""
+    """Return the role of a name's writer."""
     return f"writer/{quoted}"
 
 
@@ -208,7 +207,7 @@ def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
     Raises
     ------
     ConfigError
-        The entry is no such record, or one of a newer farpool.
+        The entry is not such a record, or a newer farpool wrote it.
     """
     try:
         written = msgspec.msgpack.decode(data, type=_Format).format
@@ -221,7 +220,7 @@ def decode(data: bytes, kind: type[_Record], key: str) -> _Record:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
-            f"the registry's entry {key!r} is not one of farpool's: {error}", setting="registry"
+            f"the registry's entry {key!r} is not a record of farpool: {error}", setting="registry"
         ) from None
 
 

@@ -1,12 +1,15 @@
-"""Sending the objects of a version that is about to be published.
+"""Send the objects of a version before it is published.
 
-The sender puts objects with a time to live, small ones together, except those that already have all their copies. It
-notes the mark that each copy then has. After that it records in the registry, in a publication with a hold of its
-writer, which objects the version holds. Only then does it tell the nodes to keep the copies without an end; a node does
-so if the copy still has its mark or is kept already. So a sweep finds a record of every kept object, and a writer that
-was stopped for longer than its lease keeps no object that a sweep has released since (sweep.py). If a copy has another
-mark or was evicted, the sender reads its mark again, sends the object again if it is gone, and has it kept once the
-registry has confirmed that the writer's hold still exists.
+1. The sender puts the objects with a time to live, small ones together. It skips objects that already have all their
+   copies. It notes the mark of each copy.
+2. It records in the registry which objects the version has, in a publication with a hold of its writer.
+3. It tells the nodes to keep the copies without an end. A node does so if the copy still has the noted mark, or is
+   kept already.
+
+So a sweep finds a record of every kept object, and a writer that was stopped for longer than its lease keeps no object
+that a sweep has released in the meantime (sweep.py). If a copy has another mark or was evicted, the sender reads its
+mark again, sends the object again if it is gone, asks the registry whether the writer's hold still exists, and tells
+the nodes again to keep the copies.
 """
 
 from __future__ import annotations
@@ -14,13 +17,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from farpool.abc.objects import ObjectStore
+from farpool.cluster.names.context import Context
 from farpool.cluster.names.manifest import Manifest, Piece, TensorEntry, encode_manifest
 from farpool.cluster.names.records import (
-    PART,
+    PART_OBJECTS_MAX,
     SWEEPER,
     Holder,
     NameRecord,
@@ -32,24 +34,26 @@ from farpool.cluster.names.records import (
     publication_key,
 )
 from farpool.cluster.names.sources import sources_of
-from farpool.cluster.registry import Condition, Operation, Put, Registry
+from farpool.cluster.registry import Condition, Operation, Put
+from farpool.cluster.roles import HeldRole, holder_of
 from farpool.cluster.wire.content import content_key
 from farpool.errors import NameHeldError, NameLostError, NameMovedError, RegistryLeaseError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BATCH", "PAUSE", "PIECE", "Sending", "clock", "wait_for_sweeper", "writer_lost"]
+__all__ = ["BATCH_BYTES", "PAUSE_S", "PIECE_BYTES", "Sending", "clock", "wait_for_sweeper", "writer_lost"]
 
-PIECE = 64 << 20
-"""Bytes of a piece of a value, and about the memory that it takes to publish a value that is given in parts."""
-BATCH = 4 << 20
-"""Bytes of small objects that are sent together, and about the memory that it takes to publish tensors."""
-PAUSE = 0.05
-"""Seconds between two checks of whether another program is done."""
-_TRIES = 5
-_A_LITTLE = 1.0
-"""Time to live of touches that only read marks. Objects that were sent live longer, so such a touch changes no mark."""
+PIECE_BYTES = 64 << 20
+"""Bytes of a piece of a value. Publishing a value that comes in parts takes about this much memory."""
+BATCH_BYTES = 4 << 20
+"""Bytes of small objects that are sent together. Publishing tensors takes about this much memory."""
+PAUSE_S = 0.05
+"""Pause between two checks whether another program is done."""
+_ATTEMPTS_MAX = 5
+"""Attempts to have nodes keep copies that disappear or change their marks."""
+_MARKS_TTL_S = 1.0
+"""Time to live of touches that only read marks. Sent objects live longer, so such a touch changes no mark."""
 
 
 class Sending:
@@ -57,65 +61,52 @@ class Sending:
 
     Parameters
     ----------
-    store : ObjectStore
-        Store that the objects are sent to.
-    registry : Registry
-        Registry in which the objects are recorded.
+    context : Context
+        Settings of the names.
     name : str
-        For errors.
+        The name, for errors.
     quoted : str
         The name in the registry's keys.
-    writer : Condition
-        Condition that the writer still holds the name.
-    lease : int
-        Lease of the writer.
-    who : str
-        The writer, for people.
-    ttl : float
-        Seconds that objects live whose name was never moved to them.
-    timeout : float
-        Seconds that a call of the registry may take.
+    role : HeldRole
+        The role of the name's writer.
+
+    Attributes
+    ----------
+    publication : str
+        Number of the publication.
+    hold : Condition or None
+        Condition that the writer's hold on the publication exists; None until the sender has recorded it.
+    keys : set of str
+        Keys of the objects.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        registry: Registry,
-        *,
-        name: str,
-        quoted: str,
-        writer: Condition,
-        lease: int,
-        who: str,
-        ttl: float,
-        timeout: float,
-    ) -> None:
-        self._store, self._registry = store, registry
+    def __init__(self, context: Context, name: str, quoted: str, role: HeldRole) -> None:
+        self._context, self._store = context, context.store
         self._name, self._quoted = name, quoted
-        self._writer, self._lease, self._who = writer, lease, who
-        self._ttl, self._timeout = ttl, timeout
+        self._role = role
         self.publication = secrets.token_hex(8)
         self.hold: Condition | None = None
-        """The writer's hold on the publication, once there is one."""
         self.keys: set[str] = set()
-        self._outgoing: dict[str, memoryview] = {}  # made, and not yet sent
+        self._outgoing: dict[str, memoryview] = {}  # objects that are not sent yet
         self._outgoing_bytes = 0
-        self._waiting: dict[str, Callable[[], Buffer]] = {}  # sent, and not yet held: how to get the bytes again
-        self._waiting_bytes = 0  # in memory for that reason
+        self._waiting: dict[
+            str, Callable[[], Buffer]
+        ] = {}  # how to get the bytes of objects that nodes do not keep yet
+        self._waiting_bytes = 0  # bytes of a value in parts that stay in memory because nodes do not keep them yet
         self._seen: dict[str, Mapping[int, int]] = {}  # marks of copies of sent objects, until nodes keep them
         self._parts = 0
 
     def send(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any]) -> tuple[str, Manifest]:
-        """Send all objects, the manifest last, and have them held; return the manifest's key and the manifest.
+        """Send all objects, the manifest last, and have nodes keep them; return the manifest's key and the manifest.
 
         Raises
         ------
         NameMovedError
             The writer's lease has ended.
         NameLostError
-            Objects are evicted again and again before they can be kept.
+            Nodes evicted objects again and again before they could keep them.
         TypeError, ValueError
-            The value is not one that can be published.
+            The value cannot be published.
         """
         if isinstance(value, Mapping):
             manifest = Manifest((), tuple(self._tensors(value)))
@@ -123,7 +114,7 @@ class Sending:
             manifest = Manifest(tuple(self._pieces(value)))
         content = encode_manifest(manifest)
         key = self._add(memoryview(content), lambda: content)
-        self._hold_all()
+        self._keep_all()
         return key, manifest
 
     def _pieces(self, value: Buffer | Iterable[Buffer]) -> Iterator[Piece]:
@@ -138,8 +129,8 @@ class Sending:
                 for cut in _cut(memoryview(part)):
                     yield Piece(self._add(cut, lambda cut=cut: cut), cut.nbytes)  # type: ignore[misc]
                     self._waiting_bytes += cut.nbytes
-                    if self._waiting_bytes >= PIECE:
-                        self._hold_all()
+                    if self._waiting_bytes >= PIECE_BYTES:
+                        self._keep_all()
             return
         for cut in _cut(whole):
             yield Piece(self._add(cut, lambda cut=cut: cut), cut.nbytes)  # type: ignore[misc]
@@ -149,7 +140,7 @@ class Sending:
             content = memoryview(source.data())
             key = self._add(content, source.data) if content.nbytes else ""
             yield TensorEntry(name, source.dtype, source.shape, content.nbytes, key)
-            del content  # before the next one is made
+            del content  # free it before the next one is made
 
     def _add(self, content: memoryview, again: Callable[[], Buffer]) -> str:
         key = content_key([content])
@@ -158,9 +149,9 @@ class Sending:
             self._waiting[key] = again
             self._outgoing[key] = content
             self._outgoing_bytes += content.nbytes
-            if len(self._waiting) == PART:
-                self._hold_all()
-            elif self._outgoing_bytes >= BATCH:
+            if len(self._waiting) == PART_OBJECTS_MAX:
+                self._keep_all()
+            elif self._outgoing_bytes >= BATCH_BYTES:
                 self._send()
         return key
 
@@ -168,10 +159,10 @@ class Sending:
         """Send the collected objects that lack copies."""
         outgoing, self._outgoing = self._outgoing, {}
         self._outgoing_bytes = 0
-        lacking = self._look(outgoing, self._ttl)
+        lacking = self._look(outgoing, self._context.orphan_ttl)
         if lacking:
-            self._store.put_many([(key, outgoing[key]) for key in lacking], ttl=self._ttl, check=True)
-            self._look(lacking, _A_LITTLE)
+            self._store.put_many([(key, outgoing[key]) for key in lacking], ttl=self._context.orphan_ttl, check=True)
+            self._look(lacking, _MARKS_TTL_S)
 
     def _look(self, keys: Iterable[str], ttl: float) -> list[str]:
         """Note the marks of objects' copies; return the keys of objects that lack copies."""
@@ -180,19 +171,19 @@ class Sending:
         self._seen.update(zip(keys, touched.marks, strict=True))
         return [key for key, there in zip(keys, touched.copies, strict=True) if there < self._store.replicas]
 
-    def _hold_all(self) -> None:
-        """Send the remaining objects, record all sent objects as held, then tell the nodes to keep their copies."""
+    def _keep_all(self) -> None:
+        """Send the remaining objects, record all sent objects, then tell the nodes to keep their copies."""
         self._send()
         self._announce(list(self._waiting))
         left = list(self._waiting)
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS_MAX):
             copies = self._store.touch_many(left, None, keep=True, seen=[self._seen[key] for key in left]).copies
             left = [key for key, kept in zip(left, copies, strict=True) if kept < self._store.replicas]
             if not left:
                 break
-            for key in self._look(left, _A_LITTLE):
-                self._store.put_many([(key, self._waiting[key]())], ttl=self._ttl, check=True)
-                self._look([key], _A_LITTLE)
+            for key in self._look(left, _MARKS_TTL_S):
+                self._store.put_many([(key, self._waiting[key]())], ttl=self._context.orphan_ttl, check=True)
+                self._look([key], _MARKS_TTL_S)
             self._check_hold()
         else:
             raise NameLostError(
@@ -208,40 +199,39 @@ class Sending:
     def _check_hold(self) -> None:
         """Raise NameMovedError if the writer's hold has ended. If not, marks noted before this call are valid."""
         assert self.hold is not None
-        held = self._registry.get(self.hold.key, timeout=self._timeout)
+        held = self._context.registry.get(self.hold.key, timeout=self._context.timeout)
         if held is None or held.revision != self.hold.revision:
-            raise writer_lost(self._registry, self._name, self._quoted)
+            raise writer_lost(self._context, self._name, self._quoted)
 
     def _announce(self, keys: list[str]) -> None:
-        """Record in the registry which objects the version will hold."""
+        """Record in the registry which objects the version will have."""
+        timeout = self._context.timeout
         part = publication_key(self._quoted, self.publication, self._parts)
         operations: list[Operation] = [Put(part, encode(Publication.of(keys)))]
-        conditions = [Condition(part, 0), Condition(SWEEPER, 0), self._writer]
+        conditions = [Condition(part, 0), Condition(SWEEPER, 0)]
         if self.hold is None:
             hold = hold_key(self._quoted, self.publication, "writer")
-            operations.append(Put(hold, encode(Holder(self._who)), self._lease))
+            operations.append(Put(hold, encode(Holder(self._context.who)), self._role.lease))
         else:
             conditions.append(self.hold)
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + timeout
         while True:
             try:
-                done = self._registry.commit(conditions, operations, timeout=self._timeout)
+                done = self._role.commit(conditions, operations, timeout=timeout)
             except RegistryLeaseError as error:
-                raise writer_lost(self._registry, self._name, self._quoted) from error
+                raise writer_lost(self._context, self._name, self._quoted) from error
             if done.succeeded:
                 break
-            if not wait_for_sweeper(self._registry, self._name, deadline):
-                mine = self._registry.get(self._writer.key, timeout=self._timeout)
-                if mine is None or mine.revision != self._writer.revision or time.monotonic() >= deadline:
-                    raise writer_lost(self._registry, self._name, self._quoted)
+            if not wait_for_sweeper(self._context, self._name, deadline) and time.monotonic() >= deadline:
+                raise writer_lost(self._context, self._name, self._quoted)
         self._parts += 1
         if self.hold is None:
             self.hold = Condition(hold, done.revision)
 
 
-def writer_lost(registry: Registry, name: str, quoted: str) -> NameMovedError:
-    """Return the error for a writer whose lease has ended before it was done."""
-    entry = registry.get(name_key(quoted))
+def writer_lost(context: Context, name: str, quoted: str) -> NameMovedError:
+    """Return the error for a writer whose lease ended before it was done."""
+    entry = context.registry.get(name_key(quoted), timeout=context.timeout)
     version = decode(entry.value, NameRecord, entry.key).version if entry else 0
     return NameMovedError(
         f"the lease of the writer of {name!r} has ended before the name was moved; "
@@ -251,10 +241,10 @@ def writer_lost(registry: Registry, name: str, quoted: str) -> NameMovedError:
     )
 
 
-def wait_for_sweeper(registry: Registry, name: str, deadline: float) -> bool:
+def wait_for_sweeper(context: Context, name: str, deadline: float) -> bool:
     """Wait a little if a program of an earlier release sweeps; return False if none does.
 
-    Such programs sweep one at a time, under an entry with a lease, and release objects without looking at marks. They
+    Such programs sweep one at a time, under a role of their own, and release objects without looking at marks. They
     cannot read the format of a publication of this release, so they stop sweeping once there is one.
 
     Raises
@@ -262,21 +252,19 @@ def wait_for_sweeper(registry: Registry, name: str, deadline: float) -> bool:
     NameHeldError
         Such a program still sweeps at the deadline.
     """
-    entry = registry.get(SWEEPER)
-    if entry is None:
+    holder = holder_of(context.registry, SWEEPER, timeout=context.timeout)
+    if holder is None:
         return False
     if time.monotonic() >= deadline:
-        who = decode(entry.value, Holder, SWEEPER).who
-        with suppress(RegistryLeaseError):  # it has ended in between
-            until = time.time() + registry.remaining(entry.lease)
-            raise NameHeldError(
-                f"the name {name!r} waits for {who}, a program of an earlier farpool that sweeps this registry until "
-                f"{clock(until)}, longer if that renews its lease; try again when it has ended",
-                name=name,
-                holder=who,
-                until=until,
-            )
-    time.sleep(PAUSE)
+        who, until = decode(holder.value, Holder, SWEEPER).who, time.time() + holder.seconds
+        raise NameHeldError(
+            f"the name {name!r} waits for {who}, a program of an earlier farpool that sweeps this registry until "
+            f"{clock(until)}, longer if that renews its lease; try again when it has ended",
+            name=name,
+            holder=who,
+            until=until,
+        )
+    time.sleep(PAUSE_S)
     return True
 
 
@@ -286,9 +274,9 @@ def clock(seconds: float) -> str:
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:
-    """Cut a value into pieces; at least one, which may be empty."""
+    """Cut a value into pieces: one or more, and an empty piece if the value is empty."""
     if not view.c_contiguous:
         raise ValueError(f"the value ({view.nbytes} bytes of shape {view.shape}) is not contiguous; copy it first")
     flat = view.cast("B") if view.nbytes else memoryview(b"")
-    for begin in range(0, max(1, flat.nbytes), PIECE):
-        yield flat[begin : begin + PIECE]
+    for begin in range(0, max(1, flat.nbytes), PIECE_BYTES):
+        yield flat[begin : begin + PIECE_BYTES]

@@ -1,4 +1,4 @@
-"""Tensors as bytes, one at a time, so that a state dict is never in memory twice."""
+"""Turn tensors into bytes one at a time, so that memory never holds a state dict twice."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["TensorSource", "source_of", "sources_of", "use_tensors"]
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Interface of a tensor that is to be published."""
+    """Interface of a tensor to publish."""
 
     @property
     def dtype(self) -> str:
-        """Element type by its PyTorch name, for example ``float32``."""
+        """PyTorch's name of the element type, for example ``float32``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of its dimensions."""
+        """Sizes of the dimensions."""
 
     def data(self) -> Buffer:
-        """Return the elements in row-major order, contiguous. Called once or twice; the result is dropped after use."""
+        """Return the elements in row-major order, contiguous. `Names` calls this once or twice and keeps no result."""
 
 
 class _Array:
-    """Source for an array that shows its memory, such as one of numpy."""
+    """Source for an array with the buffer protocol, such as an array of numpy."""
 
     def __init__(self, view: memoryview, dtype: str) -> None:
         self.dtype, self.shape, self._view = dtype, tuple(view.shape or ()), view
@@ -47,23 +47,23 @@ _loader: Callable[[], Callable[[str, Any], TensorSource | None]] | None = None
 
 
 def use_tensors(loader: Callable[[], Callable[[str, Any], TensorSource | None]]) -> None:
-    """Set the loader of the function that makes sources of PyTorch's tensors; it is called when such a tensor comes."""
+    """Set the loader of the function that makes sources of torch tensors; it is called for the first such tensor."""
     global _loader
     _loader = loader
 
 
 def sources_of(tensors: Mapping[Any, Any]) -> dict[str, TensorSource]:
-    """Check tensors and return a source for each, by name; none is copied yet.
+    """Check tensors and return a source for each, by name. This copies no tensor.
 
     Raises
     ------
     TypeError
-        A name is no text, or what it names is no tensor.
+        A name is not a str, or its value is not a tensor.
     """
     sources = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise TypeError(f"{name!r} is a {type(name).__name__}, expected tensors under names that are text")
+            raise TypeError(f"{name!r} is a {type(name).__name__}, expected a str as the name of each tensor")
         sources[name] = source_of(name, tensor)
     if not sources:
         raise ConfigError("there are no tensors to publish, expected at least one", setting="value")
@@ -71,12 +71,12 @@ def sources_of(tensors: Mapping[Any, Any]) -> dict[str, TensorSource]:
 
 
 def source_of(name: str, tensor: Any) -> TensorSource:
-    """Return a source for a tensor: a source itself, an array that shows its memory, or one of PyTorch's.
+    """Return a source for a tensor, which may be a source itself, an array with the buffer protocol, or a torch tensor.
 
     Raises
     ------
     TypeError
-        It is none of these.
+        It is not one of these.
     """
     if _loader is not None and type(tensor).__module__.partition(".")[0] in ("torch", "farpool"):
         source = _loader()(name, tensor)

@@ -1,6 +1,6 @@
-"""Sweep: release the objects of versions that no program holds any more.
+"""Release the objects of versions that no program holds any more.
 
-A version is held while it is the current one of its name or has an entry under ``hold/``. Versions share objects with
+A version is held if it is the current one of its name or has an entry under ``hold/``. Versions share objects with
 equal bytes, so a sweep releases an object only if no held version has it.
 
 No program waits for a sweep, and many programs may sweep at the same time, be stopped at any point and continue much
@@ -45,13 +45,13 @@ from farpool.cluster.registry import Condition, Delete, Entry, Put, Registry
 
 __all__ = ["sweep"]
 
-_TOUCHES = 100
-"""Most objects of one call to the nodes, and most entries of one transaction of the registry."""
-_TRANSACTION_BYTES = 1 << 19
-"""Most bytes of entries in one transaction of several."""
-_TRIES = 3
+_BATCH_OBJECTS_MAX = 100
+"""Objects in one call of the nodes, and operations in one transaction of the registry."""
+_BATCH_BYTES_MAX = 1 << 19
+"""Bytes of entries in one transaction that has several."""
+_ATTEMPTS_MAX = 3
 """Attempts to release objects that other programs keep or release at the same time."""
-_A_LITTLE = 1.0
+_MARKS_TTL_S = 1.0
 """Time to live of a touch that only reads marks; an object with less time left gets this much."""
 
 
@@ -80,13 +80,13 @@ def sweep(store: ObjectStore, registry: Registry, grace: float) -> int:
         if away is None or not away <= marks.away:
             _add(marks, _marks(store, _keys(entries) - marks.seen.keys(), still_away=away))
     released: set[str] = set()
-    for _ in range(_TRIES):
+    for _ in range(_ATTEMPTS_MAX):
         if not marks.seen:
             break
         versions = _versions(registry)
-        mine = _keys(versions.released) - versions.needed
-        refused = _let_go(store, marks, mine, grace)
-        released |= mine & marks.seen.keys() - refused
+        unneeded = _keys(versions.released) - versions.needed
+        refused = _release(store, marks, unneeded, grace)
+        released |= unneeded & marks.seen.keys() - refused
         _forget(registry, versions.released, marks, refused)
         again = _marks(store, refused)
         again.away.update(marks.away)
@@ -144,7 +144,7 @@ def _retire(registry: Registry, entries: list[Entry]) -> None:
 
 
 def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Entry]]]:
-    """Group entries of released versions by the nodes that were away, those without such a note first."""
+    """Group entries of released versions by the nodes that were away; entries without such a note come first."""
     groups: dict[frozenset[str] | None, list[Entry]] = {None: []}
     for entry in entries:
         away = decode(entry.value, Publication, entry.key).away
@@ -153,11 +153,11 @@ def _by_away(entries: list[Entry]) -> list[tuple[frozenset[str] | None, list[Ent
 
 
 def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: set[str]) -> None:
-    """Delete entries of versions whose objects were all released or have other owners; note which nodes were away."""
+    """Delete entries of versions whose objects nodes released or other versions need; note which nodes were away."""
     done = marks.seen.keys() - refused
     finished = [entry for entry in entries if _keys([entry]) <= done - marks.incomplete]
-    for begin in range(0, len(finished), _TOUCHES):
-        _commit(registry, finished[begin : begin + _TOUCHES], [])
+    for begin in range(0, len(finished), _BATCH_OBJECTS_MAX):
+        _commit(registry, finished[begin : begin + _BATCH_OBJECTS_MAX], [])
     away = tuple(sorted(marks.away))
     for entry in entries:
         record = decode(entry.value, Publication, entry.key)
@@ -167,7 +167,7 @@ def _forget(registry: Registry, entries: list[Entry], marks: _Marks, refused: se
 
 
 def _commit(registry: Registry, entries: list[Entry], puts: list[Put]) -> None:
-    """Delete unchanged entries and write others for them; leave entries that another sweep has changed."""
+    """Delete unchanged entries and do the puts; leave entries alone that another sweep has changed."""
     conditions = [Condition(entry.key, entry.revision) for entry in entries]
     done = registry.commit(conditions, [*(Delete(entry.key) for entry in entries), *puts])
     if not done.succeeded and len(entries) > 1:
@@ -179,8 +179,8 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
     """Cut entries into parts that fit into one transaction each."""
     batch: list[Entry] = []
     for entry in entries:
-        full = sum(len(one.value) for one in batch) + len(entry.value) > _TRANSACTION_BYTES
-        if batch and (full or len(batch) == _TOUCHES // 2):
+        full = sum(len(one.value) for one in batch) + len(entry.value) > _BATCH_BYTES_MAX
+        if batch and (full or len(batch) == _BATCH_OBJECTS_MAX // 2):
             yield batch
             batch = []
         batch.append(entry)
@@ -189,11 +189,11 @@ def _batches(entries: list[Entry]) -> Iterable[list[Entry]]:
 
 
 def _marks(store: ObjectStore, keys: set[str], *, still_away: frozenset[str] | None = None) -> _Marks:
-    """Note the marks of objects' copies; no marks, and only the nodes, if all nodes of `still_away` are away."""
+    """Note the marks of objects' copies; if all nodes of `still_away` are still away, note only which nodes are."""
     found, ordered = _Marks({}, set(), set()), sorted(keys)
-    for begin in range(0, len(ordered), _TOUCHES):
-        batch = ordered[begin : begin + _TOUCHES]
-        touched = store.touch_many(batch, _A_LITTLE)
+    for begin in range(0, len(ordered), _BATCH_OBJECTS_MAX):
+        batch = ordered[begin : begin + _BATCH_OBJECTS_MAX]
+        touched = store.touch_many(batch, _MARKS_TTL_S)
         found.away.update(touched.away)
         if still_away is not None and still_away <= found.away:
             return _Marks({}, set(), found.away)
@@ -210,11 +210,11 @@ def _add(marks: _Marks, others: _Marks) -> None:
     marks.away.update(others.away)
 
 
-def _let_go(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> set[str]:
+def _release(store: ObjectStore, marks: _Marks, keys: set[str], grace: float) -> set[str]:
     """Tell nodes to release their copies of marked objects; return the objects of which a copy has another mark."""
     ordered, refused = sorted(keys & marks.seen.keys()), set[str]()
-    for begin in range(0, len(ordered), _TOUCHES):
-        batch = ordered[begin : begin + _TOUCHES]
+    for begin in range(0, len(ordered), _BATCH_OBJECTS_MAX):
+        batch = ordered[begin : begin + _BATCH_OBJECTS_MAX]
         touched = store.touch_many(batch, grace, keep=False, seen=[marks.seen[key] for key in batch])
         refused.update(batch[place] for place in touched.refused)
         marks.away.update(touched.away)

@@ -1,0 +1,100 @@
+"""Entries in the registry that keep the versions which this program reads."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from farpool import forks
+from farpool.cluster.names.context import Context
+from farpool.cluster.names.records import Holder, encode, hold_key
+from farpool.cluster.registry import Condition, Delete, Put
+from farpool.cluster.roles import Session
+from farpool.errors import RegistryError
+
+__all__ = ["ReaderHolds"]
+
+_Reading = tuple[str, str, int]
+"""The quoted name, the publication, and the lease that the hold is bound to."""
+
+
+class ReaderHolds:
+    """Holds of this program's readers. All readers of one version share one entry under a lease. Thread-safe.
+
+    A forked child begins without holds: its copies of opened names release nothing, because the parent still reads.
+    """
+
+    def __init__(self, context: Context, session: Session) -> None:
+        self._context, self._registry, self._session = context, context.registry, session
+        self._program = secrets.token_hex(8)
+        self._begin()
+        forks.begin_again(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._readers: dict[_Reading, tuple[int, int]] = {}  # the entry's revision, and how many readers share it
+
+    def forked(self) -> None:
+        """Begin again in a forked child: the holds are the parent's."""
+        self._begin()
+
+    def hold(
+        self, quoted: str, publication: str, conditions: Sequence[Condition], timeout: float
+    ) -> Callable[[], None] | None:
+        """Hold a publication for one reader.
+
+        Parameters
+        ----------
+        quoted : str
+            The name in the registry's keys.
+        publication : str
+            The publication to hold.
+        conditions : sequence of Condition
+            Conditions under which the registry records the hold.
+        timeout : float
+            Seconds that each call of the registry may take.
+
+        Returns
+        -------
+        callable or None
+            A function that releases the hold; None if the conditions did not hold.
+        """
+
+        def under(lease: int) -> Callable[[], None] | None:
+            reading = (quoted, publication, lease)
+            key = hold_key(quoted, publication, f"reader-{self._program}-{lease}")
+            with self._lock:
+                if reading not in self._readers:
+                    entry = Put(key, encode(Holder(self._context.who)), lease)
+                    done = self._registry.commit(conditions, [entry], timeout=timeout)
+                    if not done.succeeded:
+                        return None
+                    self._readers[reading] = done.revision, 0
+                revision, readers = self._readers[reading]
+                self._readers[reading] = revision, readers + 1
+            return lambda: self._release(reading, key)
+
+        return self._session.under_lease(under, timeout)
+
+    def _release(self, reading: _Reading, key: str) -> None:
+        with self._lock:
+            if reading not in self._readers:
+                return  # the hold of the process that this one was forked from
+            revision, readers = self._readers.pop(reading)
+            if readers > 1:
+                self._readers[reading] = revision, readers - 1
+                return
+            # A deletion that is sent again may arrive late. The condition keeps it from deleting the entry of the next
+            # reader. If our entry itself was sent again and arrived late, it has another revision now, so we read it.
+            with suppress(RegistryError):  # the registry deletes the entry with the lease
+                if not self._delete(key, revision) and (entry := self._registry.get(key, timeout=self._timeout)):
+                    self._delete(key, entry.revision)
+
+    @property
+    def _timeout(self) -> float:
+        return self._context.timeout
+
+    def _delete(self, key: str, revision: int) -> bool:
+        return self._registry.commit([Condition(key, revision)], [Delete(key)], timeout=self._timeout).succeeded

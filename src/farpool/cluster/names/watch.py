@@ -1,0 +1,73 @@
+"""Watch a name for new versions."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from farpool.cluster.names.records import NameInfo, NameRecord, checked_name, decode, name_key
+from farpool.cluster.registry import Registry, Watch
+from farpool.errors import RegistryCompactedError
+
+__all__ = ["NameWatch"]
+
+
+class NameWatch:
+    """Watches for new versions of a name; a context manager. Not thread-safe."""
+
+    def __init__(self, registry: Registry, name: str, after: int, timeout: float) -> None:
+        self._registry = registry
+        self._name, self._key = name, name_key(checked_name(name))
+        self._after = after
+        self._timeout = timeout
+        self._watch: Watch | None = None
+
+    def next(self, timeout: float) -> NameInfo | None:
+        """Wait for a newer version; return None if there was none in time.
+
+        The version may report that the name was unpublished. Versions that newer ones have already replaced are
+        skipped.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait at most; with 0 the call only looks.
+
+        Raises
+        ------
+        RegistryAwayError
+            The registry did not answer until the end of the wait. The next wait goes on at the same version.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._watch is None:
+                snapshot = self._registry.range(self._key, timeout=max(timeout, self._timeout))
+                self._watch = self._registry.watch(self._key, snapshot.revision)
+                entries = snapshot.entries
+            else:
+                try:
+                    entries = self._watch.next(max(0.0, deadline - time.monotonic())).entries
+                except RegistryCompactedError:
+                    self.close()
+                    continue
+            records = [decode(one.value, NameRecord, one.key) for one in entries if one.key == self._key and one.value]
+            if records and records[-1].version > self._after:
+                self._after = records[-1].version
+                return NameInfo.of(self._name, records[-1])
+            if time.monotonic() >= deadline:
+                return None
+
+    def close(self) -> None:
+        """End the watch. Idempotent; the next wait begins it again."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,143 @@
+"""Publish and unpublish as the one writer of a name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from farpool.cluster.names.context import Context
+from farpool.cluster.names.records import (
+    HISTORY_VERSIONS_MAX,
+    Holder,
+    NameInfo,
+    NameRecord,
+    decode,
+    encode,
+    history_key,
+    hold_key,
+    name_key,
+)
+from farpool.cluster.names.sending import Sending, writer_lost
+from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put
+from farpool.cluster.roles import HeldRole
+from farpool.errors import NameMissingError, NameMovedError, RegistryError, RegistryLeaseError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Writer"]
+
+
+class Writer:
+    """The one writer of a name, for as long as its lease is kept alive; a context manager. `Names.writer` makes it.
+
+    Parameters
+    ----------
+    context : Context
+        Settings of the names.
+    name : str
+        The name.
+    quoted : str
+        The name in the registry's keys.
+    role : HeldRole
+        The role of the name's writer.
+    ended : callable
+        Called after each publish and unpublish that changed something: with True if it succeeded, with False if nodes
+        may still keep objects of a publish that failed.
+    """
+
+    def __init__(self, context: Context, name: str, quoted: str, role: HeldRole, ended: Callable[[bool], None]) -> None:
+        self._context = context
+        self._name, self._quoted = name, quoted
+        self._role = role
+        self._ended = ended
+
+    def publish(self, value: Buffer | Iterable[Buffer] | Mapping[str, Any], *, expect: int | None = None) -> NameInfo:
+        """Publish the next version of the name; see `Names.publish`."""
+        entry, record = self._current(expect)
+        sending = Sending(self._context, self._name, self._quoted, self._role)
+        try:
+            key, manifest = sending.send(value)
+            made = NameRecord(
+                *(record.version + 1 if record else 1, sending.publication, key, manifest.nbytes, len(sending.keys)),
+                *(manifest.tensors is not None, time.time(), self._context.who),
+            )
+            assert sending.hold is not None
+            self._move(entry, record, made, [sending.hold], [Delete(sending.hold.key)])
+        except BaseException:
+            if sending.hold is not None:
+                with suppress(RegistryError):  # the registry deletes the entry with the lease
+                    self._context.registry.commit(
+                        [sending.hold], [Delete(sending.hold.key)], timeout=self._context.timeout
+                    )
+                self._ended(False)
+            raise
+        self._ended(True)
+        return NameInfo.of(self._name, made)
+
+    def unpublish(self, *, expect: int | None = None) -> NameInfo:
+        """Remove the name; see `Names.unpublish`."""
+        entry, record = self._current(expect)
+        if record is None or not record.publication:
+            raise NameMissingError(f"nothing is published under the name {self._name!r}")
+        made = NameRecord(record.version + 1, "", "", 0, 0, False, time.time(), self._context.who)
+        self._move(entry, record, made, [], [])
+        self._ended(True)
+        return NameInfo.of(self._name, made)
+
+    def close(self) -> None:
+        """Give the name up, so that others may write it. Idempotent."""
+        self._role.close(timeout=self._context.timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _current(self, expect: int | None) -> tuple[Entry | None, NameRecord | None]:
+        entry = self._context.registry.get(name_key(self._quoted), timeout=self._context.timeout)
+        record = None if entry is None else decode(entry.value, NameRecord, entry.key)
+        version = record.version if record else 0
+        if expect is not None and expect != version:
+            raise NameMovedError(
+                f"the name {self._name!r} has version {version}, expected {expect}; nothing was published. Look at the "
+                "new version and try again with its number",
+                name=self._name,
+                version=version,
+            )
+        return entry, record
+
+    def _move(
+        self,
+        entry: Entry | None,
+        before: NameRecord | None,
+        made: NameRecord,
+        conditions: list[Condition],
+        operations: list[Operation],
+    ) -> None:
+        """Make a version the current one, on the condition that the name is unchanged and this is still its writer."""
+        context, content = self._context, encode(made)
+        operations = [
+            *(Put(name_key(self._quoted), content), Put(history_key(self._quoted, made.version), content)),
+            *operations,
+        ]
+        if made.version > HISTORY_VERSIONS_MAX:
+            operations.append(Delete(history_key(self._quoted, made.version - HISTORY_VERSIONS_MAX)))
+        if before is not None and before.publication and context.hold:
+            # No program renews this lease. It serves as a clock on which all hosts agree.
+            lease = context.registry.grant(context.hold, timeout=context.timeout)
+            previous = hold_key(self._quoted, before.publication, "previous")
+            operations.append(Put(previous, encode(Holder(context.who)), lease))
+        current = Condition(name_key(self._quoted), entry.revision if entry else 0)
+        try:
+            done = self._role.commit([current, *conditions], operations, timeout=context.timeout)
+        except RegistryLeaseError as error:
+            raise writer_lost(context, self._name, self._quoted) from error
+        if not done.succeeded:
+            raise writer_lost(context, self._name, self._quoted)

@@ -1,0 +1,410 @@
+"""Sessions and roles: at most one program at a time holds a role, such as the writer of a name or the leading manager.
+
+A program opens a `Session`, which has one lease in the registry and keeps it alive. The session takes a role by writing
+an entry under the role's key, on the condition that the key has no entry, and binds that entry to its lease. So a role
+becomes free when its holder gives it up, closes its session, or does not renew its lease in time.
+
+A program cannot know that it still holds a role: it may have been stopped for longer than its lease, right after it
+looked. So each holder has a *fencing token*, the revision of its entry. Every holder's token is higher than the tokens
+of all earlier holders of that role. A holder changes
+
+- the registry only through `HeldRole.commit`, which adds the condition that the role's entry still has that revision;
+- anything else, such as a node, by sending the token along. The receiver remembers the highest token that it has seen
+  and refuses a lower one.
+
+No decision depends on a clock of this process. The registry alone decides when a lease has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+from farpool import forks
+from farpool.abc.registry import Commit, Condition, Delete, Operation, Put, Registry
+from farpool.errors import RegistryAwayError, RegistryCompactedError, RegistryError, RegistryLeaseError
+
+__all__ = ["HeldRole", "RoleHolder", "Session", "holder_of"]
+
+_Result = TypeVar("_Result")
+
+_RENEWALS_PER_TTL = 3
+_PAUSE_S = 0.05
+"""Pause before a session tries again to take a role that another thread of this program is taking."""
+_WATCH_S = 1.0
+"""Longest wait of one look at a held role, so that closing the session ends the wait soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleHolder:
+    """The present holder of a role.
+
+    Attributes
+    ----------
+    value : bytes
+        The value that it gave to `Session.take`.
+    token : int
+        Its fencing token.
+    seconds : float
+        Seconds after which its lease ends unless it renews it.
+    """
+
+    value: bytes
+    token: int
+    seconds: float
+
+
+def holder_of(registry: Registry, role: str, *, timeout: float | None = None) -> RoleHolder | None:
+    """Return the present holder of a role; None if no program holds it."""
+    entry = registry.get(role, timeout=timeout)
+    if entry is not None:
+        with suppress(RegistryLeaseError):  # the lease ended after the first call
+            return RoleHolder(entry.value, entry.revision, registry.remaining(entry.lease, timeout=timeout))
+    return None
+
+
+class Session:
+    """A program's lease in a registry, and the roles that it holds under this lease. Thread-safe; a context manager.
+
+    The session asks the registry for a lease when it first needs one, and a thread renews it. If the lease ends all the
+    same, the session has lost its roles, and the next call gets a new lease. A forked child begins with no lease and no
+    roles, because its parent still has them.
+
+    Parameters
+    ----------
+    registry : Registry
+        Registry of the roles.
+    ttl : float
+        Seconds without a renewal after which the registry ends the lease.
+    timeout : float
+        Seconds that a call may wait for the registry unless it says otherwise.
+    on_renewal : callable, optional
+        Function that the thread calls after each renewal.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        ttl: float = 30.0,
+        *,
+        timeout: float = 5.0,
+        on_renewal: Callable[[], None] | None = None,
+    ) -> None:
+        self._registry = registry
+        self._ttl, self._timeout = ttl, timeout
+        self._on_renewal = on_renewal
+        self._closed = False
+        self._begin()
+        forks.begin_again(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._lease = 0
+        self._roles: dict[str, HeldRole | None] = {}  # None while a thread is taking the role
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def forked(self) -> None:
+        """Begin again in a forked child: the lease, the roles and the thread are the parent's."""
+        self._begin()
+
+    @property
+    def registry(self) -> Registry:
+        """Registry of the roles."""
+        return self._registry
+
+    def lease(self, timeout: float | None = None) -> int:
+        """Return the number of the lease, after getting one from the registry if the session has none."""
+        with self._lock:
+            if self._closed:
+                raise RegistryError(
+                    f"this session with the registry {self._registry.address} was closed; make a new one",
+                    registry=self._registry.address,
+                )
+            if not self._lease:
+                self._lease = self._registry.grant(self._ttl, timeout=self._seconds(timeout))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._keep, args=(self._ended,), name="farpool-session", daemon=True
+                )
+                self._thread.start()
+            return self._lease
+
+    def has(self, lease: int) -> bool:
+        """Return True if `lease` is the present lease of this session, as far as the session knows."""
+        return self._lease == lease
+
+    def under_lease(self, act: Callable[[int], _Result], timeout: float | None = None) -> _Result:
+        """Call `act` with the number of the lease; call it again with a new lease if it finds that this one has ended.
+
+        Parameters
+        ----------
+        act : callable
+            Raises `RegistryLeaseError` if the lease has ended, as each registry does.
+        timeout : float, optional
+            Seconds to wait for a lease, and seconds after which no further lease is tried.
+        """
+        deadline = time.monotonic() + self._seconds(timeout)
+        while True:
+            lease = self.lease(timeout)
+            try:
+                return act(lease)
+            except RegistryLeaseError:
+                self._lose(lease)
+                if time.monotonic() >= deadline:
+                    raise
+
+    def take(
+        self, role: str, value: bytes = b"", *, wait: float = 0.0, timeout: float | None = None
+    ) -> HeldRole | None:
+        """Become the holder of a role; return None if another program, or another part of this one, holds it.
+
+        Parameters
+        ----------
+        role : str
+            Key of the role in the registry.
+        value : bytes
+            What other programs shall know about the holder, such as its address; see `holder_of`.
+        wait : float
+            Seconds to wait for a role that is held, even while the registry is away.
+        timeout : float, optional
+            Seconds that each call of the registry may take.
+
+        Raises
+        ------
+        RegistryAwayError
+            The registry did not answer. With `uncertain` other programs may find the role held until this session
+            takes it again or is closed.
+        """
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                held = self._take(role, value, timeout)
+                if held is not None or time.monotonic() >= deadline:
+                    return held
+                self._await_change(role, deadline)
+            except RegistryAwayError:
+                if time.monotonic() >= deadline:
+                    raise
+                self._ended.wait(_PAUSE_S)
+
+    def _take(self, role: str, value: bytes, timeout: float | None) -> HeldRole | None:
+        with self._lock:
+            if role in self._roles:
+                return None
+            self._roles[role] = None
+        held: HeldRole | None = None
+        try:
+            held = self.under_lease(lambda lease: self._write(role, value, lease, timeout), timeout)
+        finally:
+            with self._lock:
+                if held is not None and held.lease == self._lease:
+                    self._roles[role] = held
+                else:
+                    self._roles.pop(role, None)
+        return held
+
+    def _write(self, role: str, value: bytes, lease: int, timeout: float | None) -> HeldRole | None:
+        revision = 0
+        while True:
+            done = self._registry.commit(
+                [Condition(role, revision)], [Put(role, value, lease)], timeout=self._seconds(timeout)
+            )
+            if done.succeeded:
+                return HeldRole(self, role, done.revision, lease)
+            entry = self._registry.get(role, timeout=self._seconds(timeout))
+            if entry is not None and entry.lease != lease:
+                return None
+            # The role has become free. Or this session left the entry there when the registry was away. Then we write
+            # it again: the new holder needs a higher token than the part of this program that left it.
+            revision = entry.revision if entry else 0
+
+    def _await_change(self, role: str, deadline: float) -> None:
+        """Wait until a held role may be free."""
+        snapshot = self._registry.range(role, timeout=self._timeout)
+        if all(entry.key != role for entry in snapshot.entries):
+            self._ended.wait(_PAUSE_S)
+            return
+        with self._registry.watch(role, snapshot.revision) as watch:
+            while not self._closed and (left := deadline - time.monotonic()) > 0:
+                try:
+                    changes = watch.next(min(left, _WATCH_S))
+                except RegistryCompactedError:
+                    return
+                if any(entry.key == role and entry.deleted for entry in changes.entries):
+                    return
+
+    def renew(self) -> None:
+        """Renew the lease, if the session has one. The session's thread calls this three times in `ttl` seconds.
+
+        Raises
+        ------
+        RegistryError
+            The registry could not be asked. The lease may have ended, and this session does not know.
+        """
+        lease = self._lease
+        if lease:
+            try:
+                self._registry.keep_alive(lease, timeout=self._ttl / _RENEWALS_PER_TTL)
+            except RegistryLeaseError:
+                self._lose(lease)
+
+    def _keep(self, ended: threading.Event) -> None:
+        while not ended.wait(self._ttl / _RENEWALS_PER_TTL):
+            with suppress(RegistryError):  # perhaps the registry comes back before the lease ends
+                self.renew()
+                if self._on_renewal is not None:
+                    self._on_renewal()
+
+    def _lose(self, lease: int) -> None:
+        """Forget a lease that has ended, and the roles that were bound to it."""
+        with self._lock:
+            if self._lease == lease:
+                self._lease = 0
+            self._roles = {role: held for role, held in self._roles.items() if held is None or held.lease != lease}
+
+    def _holds(self, held: HeldRole) -> bool:
+        return self._roles.get(held.role) is held
+
+    def _forget(self, held: HeldRole) -> bool:
+        """Forget a role; return True if the session held it until now."""
+        with self._lock:
+            holds = self._holds(held)
+            if holds:
+                del self._roles[held.role]
+            return holds
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else timeout
+
+    def close(self) -> None:
+        """End the lease now, and with it all entries that are bound to it. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._ended.set()
+            self._roles = {}
+            lease, self._lease = self._lease, 0
+        if lease:
+            with suppress(RegistryError):  # the lease ends by itself; an error would hide the program's own
+                self._registry.revoke(lease)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class HeldRole:
+    """A role that a session has taken; a context manager that gives the role up. `Session.take` makes it.
+
+    Attributes
+    ----------
+    role : str
+        Key of the role in the registry.
+    token : int
+        Fencing token: higher than the tokens of all earlier holders of this role. It grows within one registry; a
+        registry that was restored from a backup begins again.
+    lease : int
+        Lease that the role is bound to.
+    condition : Condition
+        Condition of a transaction that this holder still has the role.
+    """
+
+    def __init__(self, session: Session, role: str, token: int, lease: int) -> None:
+        self._session = session
+        self.role, self.token, self.lease = role, token, lease
+        self.condition = Condition(role, token)
+
+    @property
+    def lost(self) -> bool:
+        """True if this process knows that it no longer holds the role.
+
+        False proves nothing: only `commit` and `confirm` ask the registry.
+        """
+        return not self._session._holds(self)
+
+    def commit(
+        self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
+    ) -> Commit:
+        """Do all operations if this holder still has the role and all conditions hold; otherwise change nothing.
+
+        Parameters
+        ----------
+        conditions : sequence of Condition
+            At most 99; see `Registry.commit`.
+        operations : sequence of Put or Delete
+            At most 100, each on a different key.
+        timeout : float, optional
+            Seconds that each call of the registry may take.
+
+        Returns
+        -------
+        Commit
+            Not `succeeded` if one of `conditions` did not hold while this holder still had the role.
+
+        Raises
+        ------
+        RegistryLeaseError
+            This holder has lost the role, or an operation names a lease that has ended. Nothing was changed.
+        RegistryAwayError
+            As in `Registry.commit`.
+        """
+        if self.lost:
+            raise self._lost()
+        seconds = self._session._seconds(timeout)
+        try:
+            done = self._session.registry.commit([self.condition, *conditions], operations, timeout=seconds)
+        except RegistryLeaseError:
+            self.confirm(timeout=timeout)
+            raise
+        if not done.succeeded:
+            self.confirm(timeout=timeout)
+        return done
+
+    def confirm(self, *, timeout: float | None = None) -> None:
+        """Ask the registry whether this holder still has the role.
+
+        Raises
+        ------
+        RegistryLeaseError
+            It has lost the role.
+        """
+        if self.lost:
+            raise self._lost()
+        entry = self._session.registry.get(self.role, timeout=self._session._seconds(timeout))
+        if entry is None or entry.revision != self.token:
+            self._session._forget(self)
+            raise self._lost()
+
+    def _lost(self) -> RegistryLeaseError:
+        address = self._session.registry.address
+        return RegistryLeaseError(
+            f"this program no longer holds the role {self.role!r} in the registry {address}: it gave the role up, its "
+            f"lease {self.lease} ended, or it was forked from the holder; take the role again",
+            registry=address,
+            lease=self.lease,
+        )
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """Give the role up, so that others may take it. Idempotent."""
+        if self._session._forget(self):
+            with suppress(RegistryError):  # the registry deletes the entry with the lease
+                self._session.registry.commit(
+                    [self.condition], [Delete(self.role)], timeout=self._session._seconds(timeout)
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
