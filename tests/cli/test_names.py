@@ -91,7 +91,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         (("watch", "n", "--seconds", "0", *registry), 1, ""),
         (("open", "n", *registry), 2, "no node is named"),
         (("open", "n", "--node", "tcp://127.0.0.1:1", *registry), 2, "nothing is published under the name 'n'"),
-        (("names", "--registry", "redis://x"), 2, "'redis' is no kind of registry"),
+        (("names", "--registry", "redis://x"), 2, "there is no kind of registry 'redis'"),
         (("names", "--registry", "etcd://127.0.0.1:1", "--timeout", "0.3"), 2, "127.0.0.1:1 has failed since"),
         (("names", "--registry", str(tmp_path)), 2, "cannot be opened: Is a directory"),
         (

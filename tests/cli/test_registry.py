@@ -37,7 +37,7 @@ def test_names_are_restored_without_what_programs_held(place: str, tmp_path: Pat
             assert opened.held
             assert registry("backup", backup, "--registry", place)[0] == 0
         names.publish("n", b"later")
-    with pytest.raises(ConfigError, match="is there already, expected a new file"):
+    with pytest.raises(ConfigError, match="exists already, expected a new file"):
         registry("backup", backup, "--registry", place)
     assert registry("check", "--registry", backup)[0] == 0
     with pytest.raises(ConfigError, match=r"entries, such as 'history/m/.*expected none"):
@@ -104,8 +104,8 @@ def test_damage_is_told_and_not_backed_up(tmp_path: Path) -> None:
     assert code == 1
     told = " ".join(told.split())
     for said in (
-        "its entry 'name/a' is not as it was written",
-        "the entry 'name/b' is not there",
+        "its entry 'name/a' differs from what was written",
+        "the entry 'name/b' is missing",
         "the name 'c' has 2 objects in version 1, and 0 of them are recorded; publish it again",
     ):
         assert said in told
@@ -121,7 +121,7 @@ def test_a_registry_that_is_not_there_is_not_made(tmp_path: Path) -> None:
             registry(*words, "--registry", f"sqlite://{tmp_path}/none")
     (tmp_path / "empty").touch()
     for backup in ("none", "empty"):
-        with pytest.raises(ConfigError, match="is no file or an empty one, expected a backup"):
+        with pytest.raises(ConfigError, match="is not a file or is empty, expected a backup"):
             registry("restore", str(tmp_path / backup), "--replace", "--registry", str(tmp_path / "registry"))
     assert not (tmp_path / "registry").exists()
     assert not (tmp_path / "none").exists()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from farpool.abc.registry import LARGEST_VALUE
+from farpool.abc.registry import VALUE_BYTES_MAX
 from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry
 from farpool.errors import ConfigError, RegistryCompactedError, RegistryError, RegistryLeaseError
 
@@ -184,7 +184,10 @@ def test_bad_input_says_what_was_expected_and_changes_nothing(registry: Registry
         (lambda: registry.get("a\0b"), "none of them zero"),
         (lambda: registry.get("\ud800"), "UTF-8"),
         (lambda: registry.commit([], [Put("a", b""), Delete("a")]), "changes 'a' twice"),
-        (lambda: registry.commit([], [Put("a", b""), Put("b", bytes(LARGEST_VALUE + 1))]), "expected at most 1048576"),
+        (
+            lambda: registry.commit([], [Put("a", b""), Put("b", bytes(VALUE_BYTES_MAX + 1))]),
+            "expected at most 1048576",
+        ),
         (lambda: registry.commit([], [Put(f"{i}", b"") for i in range(101)]), "has 101 operations"),
         (lambda: registry.commit([Condition("a", -1)], []), "is -1, expected at least 0"),
         (lambda: registry.grant(0), "ttl is 0"),
@@ -199,8 +202,8 @@ def test_bad_input_says_what_was_expected_and_changes_nothing(registry: Registry
 
 def test_values_of_the_largest_size_come_back_also_many_of_them(registry: Registry) -> None:
     for i in range(6):
-        put(registry, f"large/{i}", bytes([i]) * LARGEST_VALUE)
-    assert [len(entry.value) for entry in registry.range("large/").entries] == [LARGEST_VALUE] * 6
+        put(registry, f"large/{i}", bytes([i]) * VALUE_BYTES_MAX)
+    assert [len(entry.value) for entry in registry.range("large/").entries] == [VALUE_BYTES_MAX] * 6
 
 
 def test_more_entries_than_one_reply_has_are_one_snapshot(registry: Registry) -> None:
@@ -253,7 +256,7 @@ def test_a_closed_registry_says_so(registry: Registry) -> None:
     watch = registry.watch("", 0)
     registry.close()
     registry.close()
-    with pytest.raises(RegistryError, match="was closed; make a new one"):
+    with pytest.raises(RegistryError, match="was closed; open it again"):
         registry.get("a")
     watch.close()
     with pytest.raises(RegistryError, match="was closed"):

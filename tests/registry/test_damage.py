@@ -76,14 +76,20 @@ def test_a_file_of_an_earlier_release_is_read_and_gets_checksums_as_it_is_writte
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("UPDATE entry SET value = x'00' WHERE key = CAST('n/a' AS BLOB)", "its entry 'n/a' is not as it was written"),
-        ("UPDATE entry SET revision = 1 WHERE key = CAST('n/a' AS BLOB)", "its entry 'n/a' is not as it was written"),
+        (
+            "UPDATE entry SET value = x'00' WHERE key = CAST('n/a' AS BLOB)",
+            "its entry 'n/a' differs from what was written",
+        ),
+        (
+            "UPDATE entry SET revision = 1 WHERE key = CAST('n/a' AS BLOB)",
+            "its entry 'n/a' differs from what was written",
+        ),
         (
             "UPDATE entry SET key = CAST('n/q' AS BLOB) WHERE revision = 2",
-            "its entry 'n/a' was written and is not there",
+            "its entry 'n/a' was written and is missing",
         ),
-        ("UPDATE entry SET key = x'ff' WHERE revision = 2", "its entry 'n/a' was written and is not there"),
-        ("UPDATE entry SET value = 'text' WHERE key = CAST('n/a' AS BLOB)", "is no entry"),
+        ("UPDATE entry SET key = x'ff' WHERE revision = 2", "its entry 'n/a' was written and is missing"),
+        ("UPDATE entry SET value = 'text' WHERE key = CAST('n/a' AS BLOB)", "is not an entry"),
         ("UPDATE state SET revision = 1", "its state is"),
         ("UPDATE state SET boot = x'ff'", "its state is"),
         ("DELETE FROM state", "its state is"),
@@ -117,7 +123,10 @@ def test_a_damaged_change_is_not_told(tmp_path: Path) -> None:
         done = registry.commit([], [Put("a", b"value")])
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as raw:
             raw.execute("UPDATE change SET value = x'00'")
-        with registry.watch("", done.revision - 1) as watch, pytest.raises(RegistryDamagedError, match="not as it was"):
+        with (
+            registry.watch("", done.revision - 1) as watch,
+            pytest.raises(RegistryDamagedError, match="differs from what was"),
+        ):
             watch.next(0.0)
 
 
@@ -158,7 +167,7 @@ def test_an_entry_of_etcd_has_a_checksum_unless_an_earlier_release_wrote_it(regi
     for changed in (stored[:-1] + b"f", stored[:-5] + bytes(1) + stored[-4:], stored + b"x"):
         call.call("/v3/kv/put", PutRequest(f"{prefix}a".encode(), changed), Empty, deadline)
         for read in (lambda: registry.get("a"), lambda: registry.range("")):
-            with pytest.raises(RegistryDamagedError, match="its entry 'a' is not as it was written"):
+            with pytest.raises(RegistryDamagedError, match="its entry 'a' differs from what was written"):
                 read()
     call.call("/v3/kv/put", PutRequest(f"{prefix}a".encode(), secrets.token_bytes(16) + b"old"), Empty, deadline)
     assert values(registry) == {"a": b"old"}

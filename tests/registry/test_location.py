@@ -23,18 +23,18 @@ from tests.registry.cluster import START_SECONDS, Cluster, needs_etcd, running_c
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "it is no path"),
+        ("", "it is not a path"),
         ("sqlite://relative", "begins with /"),
-        ("redis://host:1", "'redis' is no kind of registry"),
-        ("etcd://", "'' is no HOST:PORT"),
-        ("etcd://a:1,", "'' is no HOST:PORT"),
-        ("etcd://a:70000", "'a:70000' is no HOST:PORT"),
+        ("redis://host:1", "there is no kind of registry 'redis'"),
+        ("etcd://", "'' is not HOST:PORT"),
+        ("etcd://a:1,", "'' is not HOST:PORT"),
+        ("etcd://a:70000", "'a:70000' is not HOST:PORT"),
         ("etcd://a:1,A:1", "an endpoint is given twice"),
         ("etcd://a?speed=1", "the option 'speed' is unknown"),
         ("etcd://a?ca=", "the option 'ca' is unknown, given twice or empty"),
         ("etcd://a?tls=2", "tls is 1, or 0"),
         ("etcd://a?tls=0&ca=/x", "tls is 1, or 0"),
-        ("etcd://a?key=/x", "a key needs its cert"),
+        ("etcd://a?key=/x", "the option key needs the option cert"),
         ("etcd://a?ca=/does/not/exist", "ca '/does/not/exist' cannot be read"),
         ("etcd://u:p@a?password_file=/x", "the password is given twice"),
     ],
@@ -169,7 +169,7 @@ def test_certificates_are_checked_on_both_sides(authority: Path) -> None:
                 pytest.raises(RegistryError, match=said),
             ):
                 registry.commit([], [Put("a", b"2")])
-        with pytest.raises(ConfigError, match="do not fit"):
+        with pytest.raises(ConfigError, match="cannot be used"):
             open_registry(f"etcd://a?ca={authority}/ca.key")
         with open_registry(good, timeout=60.0) as registry:
             entry = registry.get("a")

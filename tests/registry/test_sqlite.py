@@ -34,8 +34,8 @@ def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("CREATE TABLE other (a)", "is a SQLite file of something else; it was not touched"),
-        ("PRAGMA application_id = 7", "is a SQLite file of something else; it was not touched"),
+        ("CREATE TABLE other (a)", "is a SQLite file of another program; it was not changed"),
+        ("PRAGMA application_id = 7", "is a SQLite file of another program; it was not changed"),
         (
             f"PRAGMA application_id = {0x46505247}; PRAGMA user_version = 2",
             "is a registry of version 2, this farpool reads version 1; use the farpool that made it",
@@ -107,7 +107,7 @@ def test_leases_of_an_earlier_run_of_the_host_have_ended(file: SqliteRegistry, m
 
 
 def test_changes_are_forgotten_in_time_and_entries_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHANGES_KEPT", 500)
+    monkeypatch.setattr(module, "_CHANGES_MAX", 500)
     with SqliteRegistry(tmp_path / "r", timeout=60) as registry:
         connection = registry._idle[0]
         connection.execute("PRAGMA synchronous = OFF")  # a thousand times

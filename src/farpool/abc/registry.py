@@ -1,11 +1,12 @@
 """The registry's contract: a small consistent key-value store for the control plane.
 
-It is the part of etcd's contract that both back ends keep. Each successful transaction that changes anything has a
+Each successful transaction that changes anything has a
 revision of its own, higher than all earlier ones. An entry has the revision that wrote it. A transaction compares such
 revisions and changes everything or nothing. Entries may be bound to a lease and are deleted with it. A watch reports
 each change after a revision, once and in order.
 
-Every call has a deadline. Until then it tries again, at other endpoints too.
+Every call has a deadline. Until then it tries again, also at other endpoints. The contract is a part of etcd's own; the
+registry in a SQLite file keeps it, too.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from types import TracebackType
 from typing import Self
 
 __all__ = [
-    "LARGEST_OPERATIONS",
-    "LARGEST_VALUE",
-    "LONGEST_KEY",
+    "KEY_BYTES_MAX",
+    "OPERATIONS_MAX",
+    "VALUE_BYTES_MAX",
     "Changes",
     "Commit",
     "Condition",
@@ -32,12 +33,12 @@ __all__ = [
     "Watch",
 ]
 
-LONGEST_KEY = 1024
+KEY_BYTES_MAX = 1024
 """Longest key, in bytes of UTF-8."""
-LARGEST_VALUE = 1 << 20
-"""Largest value, in bytes. An etcd takes requests of 1.5 MiB by default."""
-LARGEST_OPERATIONS = 100
-"""Most conditions, and most operations, in one transaction. An etcd takes 128 of each by default."""
+VALUE_BYTES_MAX = 1 << 20
+"""Largest value. An etcd accepts requests of 1.5 MiB by default."""
+OPERATIONS_MAX = 100
+"""Number of conditions, and of operations, in one transaction. An etcd accepts 128 of each by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,11 @@ class Entry:
     value : bytes
         The value; empty in an entry that reports a deletion.
     revision : int
-        The revision that wrote (or deleted) it.
+        The revision that wrote (or deleted) the entry.
     lease : int
-        The lease that it is bound to; 0 for none.
+        The lease that the entry is bound to; 0 for none.
     deleted : bool
-        The change was a deletion. Only in the changes of a watch.
+        True if the change was a deletion. Only the changes of a watch have such entries.
     """
 
     key: str
@@ -67,14 +68,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Entries as they were at one revision.
+    """All entries with certain prefixes, as they were at one revision.
 
     Attributes
     ----------
     revision : int
         A watch after this revision reports all later changes.
     entries : tuple of Entry
-        In the order of their keys, prefix by prefix.
+        Entries in the order of their keys, prefix by prefix.
     """
 
     revision: int
@@ -123,9 +124,9 @@ class Commit:
     Attributes
     ----------
     succeeded : bool
-        All conditions held and all operations were done. Otherwise nothing was changed.
+        True if all conditions held and all operations were done. Otherwise nothing was changed.
     revision : int
-        The revision of the changes; if nothing was changed, a revision at which the outcome held.
+        The revision of the changes; if nothing was changed, a revision at which the outcome was right.
     """
 
     succeeded: bool
@@ -134,14 +135,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Changes that one wait of a watch returns; empty if none came in time.
+    """Changes that one wait of a watch returns; empty if there was none in time.
 
     Attributes
     ----------
     revision : int
-        A watch after this revision continues behind these changes.
+        A watch after this revision continues after these changes.
     entries : tuple of Entry
-        In the order of their revisions. All changes of one transaction come together.
+        Entries in the order of their revisions. All changes of one transaction are in the same result.
     """
 
     revision: int
@@ -164,9 +165,9 @@ class Watch(ABC):
         Raises
         ------
         RegistryCompactedError
-            Changes in between are no longer kept.
+            The registry has already deleted changes after that revision.
         RegistryAwayError
-            The registry could not be asked until the end of the wait. The next wait goes on at the same revision.
+            The registry did not answer until the end of the wait. The next wait goes on at the same revision.
         """
 
     @abstractmethod
@@ -202,14 +203,14 @@ class Registry(ABC):
 
     @abstractmethod
     def get(self, key: str, *, timeout: float | None = None) -> Entry | None:
-        """Read a key's present entry, with all changes that have been confirmed; None if there is none.
+        """Return a key's entry, with all changes that were confirmed before; None if there is none.
 
         Parameters
         ----------
         key : str
             The key.
         timeout : float, optional
-            Seconds that the call may take; None for the registry's own.
+            Seconds that the call may take; None for the registry's default.
         """
 
     @abstractmethod
@@ -219,9 +220,9 @@ class Registry(ABC):
         Parameters
         ----------
         *prefixes : str
-            At most 100; all keys begin with the empty prefix.
+            Beginnings of keys, at most 100. All keys begin with the empty prefix.
         timeout : float, optional
-            Seconds that the call may take; None for the registry's own.
+            Seconds that the call may take; None for the registry's default.
         """
 
     @abstractmethod
@@ -236,11 +237,11 @@ class Registry(ABC):
         Parameters
         ----------
         conditions : sequence of Condition
-            At most 100. Without any, the operations are always done.
+            At most 100. Without conditions the operations are always done.
         operations : sequence of Put or Delete
             At most 100, each on a different key.
         timeout : float, optional
-            Seconds that the call may take; None for the registry's own.
+            Seconds that the call may take; None for the registry's default.
 
         Raises
         ------
@@ -261,7 +262,7 @@ class Registry(ABC):
         Parameters
         ----------
         prefix : str
-            Text that the keys begin with.
+            Beginning of the keys.
         after : int
             The watch reports changes after this revision, which a snapshot, a commit or earlier changes have returned.
         """
@@ -284,17 +285,17 @@ class Registry(ABC):
         Raises
         ------
         RegistryLeaseError
-            It has ended.
+            The lease has ended.
         """
 
     @abstractmethod
     def remaining(self, lease: int, *, timeout: float | None = None) -> float:
-        """Seconds after which a lease ends unless it is kept alive.
+        """Return the seconds after which a lease ends unless it is kept alive.
 
         Raises
         ------
         RegistryLeaseError
-            It has ended.
+            The lease has ended.
         """
 
     @abstractmethod

@@ -73,7 +73,7 @@ def test_the_registry_may_be_named_by_the_environment_or_handed_over(
     assert (tmp_path / "elsewhere").exists()
     with (
         store_over(nodes, registry="etcd://") as store,  # type: ignore[arg-type]
-        pytest.raises(ConfigError, match="the registry 'etcd://' is not one"),
+        pytest.raises(ConfigError, match="the registry's address 'etcd://' is wrong"),
     ):
         store.publish("n", b"")
 

@@ -1,4 +1,4 @@
-"""The small consistent store behind names: a SQLite file for one host, etcd for many (docs/registry.md)."""
+"""The small consistent store of the control plane: a SQLite file for one host, etcd for many (docs/registry.md)."""
 
 from __future__ import annotations
 

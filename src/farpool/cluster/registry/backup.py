@@ -1,8 +1,8 @@
-"""Back up a registry to a file, and restore it: the entries of one revision, of either kind of registry.
+"""Back up the entries of a registry to a file, as they are at one revision, and restore them to any kind of registry.
 
-A backup is a registry in a SQLite file, so each of its entries has a checksum. Entries that are bound to a lease are
-left out: they record what programs did at that moment. All entries of a restored registry have new revisions, so the
-changes of a program that read the registry before the restore fail.
+A backup is a registry in a SQLite file, so each of its entries has a checksum. It leaves out entries that are bound to
+a lease, because they only record what programs were doing at that moment. All entries of a restored registry have new
+revisions, so the changes of a program that read the registry before the restore fail.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from farpool.abc.registry import LARGEST_OPERATIONS, LARGEST_VALUE, Condition, Entry, Put, Registry
+from farpool.abc.registry import OPERATIONS_MAX, VALUE_BYTES_MAX, Condition, Entry, Put, Registry
 from farpool.cluster.registry.sqlite import SqliteRegistry
 from farpool.errors import ConfigError, RegistryAwayError
 
 __all__ = ["back_up", "replace", "restore"]
 
-
-_LOGS = ("-wal", "-shm", "-journal")
-"""Ends of the names of files that SQLite makes next to a file."""
+_LOG_SUFFIXES = ("-wal", "-shm", "-journal")
+"""Suffixes of the files that SQLite makes next to a file."""
 
 
 def back_up(registry: Registry, path: Path) -> int:
-    """Write the entries of a registry, as they are at one revision, to a new file; return how many.
+    """Write the entries of a registry, as they are at one revision, to a new file; return their number.
 
     Raises
     ------
     ConfigError
-        The file is there, or cannot be made.
+        The file exists, or cannot be made.
     RegistryDamagedError
-        An entry is damaged. Nothing is written then.
+        An entry is damaged. Then no file is written.
     """
     if path.exists():
-        raise ConfigError(f"{path} is there already, expected a new file for the backup", setting="file")
+        raise ConfigError(f"{path} exists already, expected a new file for the backup", setting="file")
     entries = _lasting(registry)
     with _new_file(path) as made:
         _write(made, entries)
@@ -45,20 +44,20 @@ def back_up(registry: Registry, path: Path) -> int:
 
 
 def restore(path: Path, registry: Registry) -> int:
-    """Write the entries of a backup to a registry that has none; return how many.
+    """Write the entries of a backup to a registry that has none; return their number.
 
     Raises
     ------
     ConfigError
         The registry has entries, or there is no such file.
     RegistryDamagedError
-        The backup is damaged. Nothing is written then.
+        The backup is damaged. Then nothing is written.
     """
     entries = _entries_of(path)
-    there = registry.range("").entries
-    if there:
+    present = registry.range("").entries
+    if present:
         raise ConfigError(
-            f"the registry {registry.address} has {len(there)} entries, such as {there[0].key!r}, expected none. "
+            f"the registry {registry.address} has {len(present)} entries, such as {present[0].key!r}, expected none. "
             "Restore to another file or prefix; a file can also be replaced (--replace)",
             setting="registry",
         )
@@ -67,28 +66,28 @@ def restore(path: Path, registry: Registry) -> int:
 
 
 def replace(path: Path, registry: Path) -> int:
-    """Put the entries of a backup in the place of a registry's file that no program has open; return how many.
+    """Replace a registry's file, which no program has open, by the entries of a backup; return their number.
 
     Raises
     ------
     ConfigError
         There is no such file.
     RegistryAwayError
-        A program has the registry open. Nothing is changed then.
+        A program has the registry open. Then nothing is changed.
     RegistryDamagedError
-        The backup is damaged. Nothing is changed then.
+        The backup is damaged. Then nothing is changed.
     """
     entries = _entries_of(path)
-    registry = registry.resolve()  # a symbolic link is kept, and points to the new file
+    registry = registry.resolve()  # so that a symbolic link stays and points to the new file
     with _new_file(registry, _alone(registry)) as made:
         _write(made, entries)
     return len(entries)
 
 
 def _entries_of(path: Path) -> tuple[Entry, ...]:
-    if not path.is_file() or not path.stat().st_size:  # opening an empty file would make a registry of it
+    if not path.is_file() or not path.stat().st_size:  # opening an empty file would turn it into a registry
         raise ConfigError(
-            f"{path} is no file or an empty one, expected a backup of `farpool registry backup`", setting="file"
+            f"{path} is not a file or is empty, expected a backup of `farpool registry backup`", setting="file"
         )
     with SqliteRegistry(path) as backup:
         return _lasting(backup)
@@ -101,13 +100,13 @@ def _lasting(registry: Registry) -> tuple[Entry, ...]:
 def _write(registry: Registry, entries: Sequence[Entry]) -> None:
     batch: list[Entry] = []
     for entry in (*entries, None):
-        full = entry is None or sum(len(one.value) for one in (*batch, entry)) > LARGEST_VALUE
-        if batch and (full or len(batch) == LARGEST_OPERATIONS):
+        full = entry is None or sum(len(one.value) for one in (*batch, entry)) > VALUE_BYTES_MAX
+        if batch and (full or len(batch) == OPERATIONS_MAX):
             done = registry.commit([Condition(one.key, 0) for one in batch], [Put(e.key, e.value) for e in batch])
             if not done.succeeded:
                 raise ConfigError(
-                    f"another program writes to {registry.address} at the same time, such as {batch[0].key!r}; stop "
-                    "it, and restore to an empty registry",
+                    f"another program writes to {registry.address} at the same time, for example {batch[0].key!r}; "
+                    "stop it, and restore to an empty registry",
                     setting="registry",
                 )
             batch = []
@@ -117,7 +116,7 @@ def _write(registry: Registry, entries: Sequence[Entry]) -> None:
 
 @contextmanager
 def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Registry]:
-    """Write a registry to a hidden file, and move it to `path` when it is whole; `old` is the locked file there."""
+    """Write a registry to a hidden file, and move it to `path` when it is complete; `old` is the locked file there."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with SqliteRegistry(hidden) as made:
@@ -125,30 +124,30 @@ def _new_file(path: Path, old: sqlite3.Connection | None = None) -> Iterator[Reg
         with closing(sqlite3.connect(hidden, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")  # one file, without a log next to it
         with hidden.open("rb") as file:
-            if path.exists():  # the programs that could use the old file can use the new one
+            if path.exists():  # programs that could use the old file shall be able to use the new one
                 was = path.stat()
                 os.fchown(file.fileno(), was.st_uid, was.st_gid)
                 os.fchmod(file.fileno(), stat.S_IMODE(was.st_mode))
             os.fsync(file.fileno())
-        for end in _LOGS:  # SQLite leaves these next to a file that it found damaged
+        for suffix in _LOG_SUFFIXES:  # SQLite leaves these next to a file that it found damaged
             with suppress(FileNotFoundError):
-                os.unlink(f"{path}{end}")
+                os.unlink(f"{path}{suffix}")
         os.rename(hidden, path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
     finally:
-        for end in ("", *_LOGS):
+        for suffix in ("", *_LOG_SUFFIXES):
             with suppress(FileNotFoundError):
-                os.unlink(f"{hidden}{end}")
+                os.unlink(f"{hidden}{suffix}")
         if old is not None:
             old.close()
 
 
 def _alone(path: Path) -> sqlite3.Connection | None:
-    """Lock a registry's file that no other program has open; None without one.
+    """Lock a registry's file, which no other program may have open; return None if there is no file or it is damaged.
 
-    The mode without a log needs such a lock; in it SQLite leaves no log of the old file next to the new one.
+    This also turns off the log, so that SQLite leaves no log of the old file next to the new one.
     """
     if not path.exists():
         return None
@@ -161,8 +160,8 @@ def _alone(path: Path) -> sqlite3.Connection | None:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return None  # too damaged to be in use
         raise RegistryAwayError(
-            f"the registry sqlite://{path} cannot be locked ({error}); stop the programs that have it open, and "
-            "restore it then",
+            f"the registry sqlite://{path} cannot be locked ({error}); stop the programs that have it open, then "
+            "restore it",
             registry=f"sqlite://{path}",
         ) from error
     return connection

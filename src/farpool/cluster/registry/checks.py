@@ -1,4 +1,4 @@
-"""Checks of arguments, and errors, that all registries share."""
+"""Checks of arguments, and errors, for all kinds of registries."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 import zlib
 from collections.abc import Sequence
 
-from farpool.abc.registry import LARGEST_OPERATIONS, LARGEST_VALUE, LONGEST_KEY, Condition, Operation, Put
+from farpool.abc.registry import KEY_BYTES_MAX, OPERATIONS_MAX, VALUE_BYTES_MAX, Condition, Operation, Put
 from farpool.errors import ConfigError, RegistryDamagedError, RegistryLeaseError
 
 __all__ = ["checked_key", "checked_transaction", "checked_ttl", "checksum", "damaged", "deadline_of", "no_lease"]
 
-_LONGEST_TTL = 1e9
+_TTL_MAX_S = 1e9
 
 
 def deadline_of(timeout: float | None, default: float) -> float:
@@ -24,33 +24,33 @@ def deadline_of(timeout: float | None, default: float) -> float:
 
 def checked_ttl(ttl: float) -> float:
     """Check a lease's time to live and return it, in seconds."""
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _LONGEST_TTL:
-        raise ConfigError(f"ttl is {ttl!r}, expected seconds above 0 and at most {_LONGEST_TTL:g}", setting="ttl")
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= _TTL_MAX_S:
+        raise ConfigError(f"ttl is {ttl!r}, expected seconds above 0 and at most {_TTL_MAX_S:g}", setting="ttl")
     return float(ttl)
 
 
 def checked_key(key: str, what: str = "key", *, fewest: int = 1) -> bytes:
     """Check a key (or prefix) and return it as UTF-8."""
     if not isinstance(key, str):
-        raise TypeError(f"a registry's {what} is a str, this one is a {type(key).__name__}: {key!r}")
+        raise TypeError(f"the registry's {what} {key!r} is a {type(key).__name__}, expected a str")
     try:
         data = key.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"the {what} {key!r} has a character that UTF-8 does not have", setting=what) from error
-    if not fewest <= len(data) <= LONGEST_KEY or b"\0" in data:
+        raise ConfigError(f"the {what} {key!r} has a character that UTF-8 cannot encode", setting=what) from error
+    if not fewest <= len(data) <= KEY_BYTES_MAX or b"\0" in data:
         raise ConfigError(
-            f"the {what} {key!r} has {len(data)} bytes, expected {fewest} to {LONGEST_KEY}, none of them zero",
+            f"the {what} {key!r} has {len(data)} bytes, expected {fewest} to {KEY_BYTES_MAX}, none of them zero",
             setting=what,
         )
     return data
 
 
 def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Operation]) -> None:
-    """Raise ConfigError (TypeError for keys that are no text) unless both back ends could do the transaction."""
+    """Raise ConfigError (TypeError for a key that is not a str) unless every kind of registry can do it."""
     for many, what in ((conditions, "conditions"), (operations, "operations")):
-        if len(many) > LARGEST_OPERATIONS:
+        if len(many) > OPERATIONS_MAX:
             raise ConfigError(
-                f"the transaction has {len(many)} {what}, expected at most {LARGEST_OPERATIONS}", setting=what
+                f"the transaction has {len(many)} {what}, expected at most {OPERATIONS_MAX}", setting=what
             )
     for condition in conditions:
         checked_key(condition.key)
@@ -61,9 +61,9 @@ def checked_transaction(conditions: Sequence[Condition], operations: Sequence[Op
         checked_key(operation.key)
         if keys.count(operation.key) > 1:
             raise ConfigError(f"the transaction changes {operation.key!r} twice, expected once", setting="operations")
-        if isinstance(operation, Put) and len(operation.value) > LARGEST_VALUE:
+        if isinstance(operation, Put) and len(operation.value) > VALUE_BYTES_MAX:
             raise ConfigError(
-                f"the value of {operation.key!r} has {len(operation.value)} bytes, expected at most {LARGEST_VALUE}",
+                f"the value of {operation.key!r} has {len(operation.value)} bytes, expected at most {VALUE_BYTES_MAX}",
                 setting="value",
             )
 
@@ -84,7 +84,7 @@ def checksum(key: bytes, value: bytes) -> int:
 
 
 def no_lease(address: str, lease: int) -> RegistryLeaseError:
-    """Make the error of a lease that is not there."""
+    """Make the error for a lease that does not exist."""
     return RegistryLeaseError(
         f"the registry {address} has no lease {lease}: it has ended; grant a new one", registry=address, lease=lease
     )

@@ -1,14 +1,15 @@
 """The registry in an etcd cluster (version 3.4 or newer), for many hosts.
 
-This module adds three promises to etcd's own. First, it makes a transaction only once, even if it sends it again after
-a reply was lost. Each value follows a mark of 16 bytes, which begins with random bytes of the write. If a repeated
-transaction finds its conditions broken, the marks of older revisions show if an earlier try of the same write did that.
+This module adds three promises to those of etcd. First, it makes a transaction only once, even if it sends the
+transaction again because a reply was lost. A mark of 16 bytes precedes each value and begins with random bytes of the
+write. If a repeated transaction finds its conditions broken, the marks of older revisions show whether an earlier
+attempt of the same write broke them.
 
 Second, the mark ends with a checksum of the entry. Earlier releases write 16 random bytes and ignore them when they
 read, so earlier releases and this one can read each other's values.
 
-Third, it notices if somebody recreates the etcd, or restores it from a backup, under the same address: replies then
-name another cluster, or an earlier revision than an earlier reply.
+Third, it notices if the etcd was recreated under the same address, or restored from a backup: replies then name another
+cluster, or an earlier revision than an earlier reply did.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from farpool import forks
 from farpool.abc.registry import Changes, Commit, Condition, Delete, Entry, Operation, Put, Registry, Snapshot, Watch
 from farpool.cluster.registry.checks import (
     checked_key,
@@ -32,7 +34,7 @@ from farpool.cluster.registry.checks import (
     deadline_of,
     no_lease,
 )
-from farpool.cluster.registry.gateway import FIRST_PATIENCE, Gateway, RefusedError, Stream
+from farpool.cluster.registry.gateway import ANSWER_TIMEOUT_S, Gateway, RefusedError, Stream
 from farpool.cluster.registry.messages import (
     Compact,
     Compare,
@@ -65,7 +67,7 @@ __all__ = ["EtcdRegistry"]
 
 
 class _Headed(Protocol):
-    """A reply with a header, which names the cluster that answered."""
+    """Reply with a header, which names the cluster that answered."""
 
     @property
     def header(self) -> Header: ...
@@ -73,11 +75,14 @@ class _Headed(Protocol):
 
 _Answer = TypeVar("_Answer", bound=_Headed)
 
-_MARK = 16
-_RANDOM = 8  # random bytes at the beginning of a mark, which name the write
-_CHECKSUM = b"FPc1"  # follows them if the CRC32 of the entry comes next; earlier releases have more random bytes
-_PAGE = 1000  # entries read at a time
-_SILENCE = 2.0  # seconds without a change after which a watch asks whether its member still follows the cluster
+_MARK_BYTES = 16
+_RANDOM_BYTES = 8
+"""Random bytes at the beginning of a mark; they name the write."""
+_CHECKSUM = b"FPc1"
+"""Follows the random bytes if the CRC32 of the entry comes next. Earlier releases have more random bytes there."""
+_PAGE_ENTRIES = 1000
+_SILENCE_S = 2.0
+"""After this time without a line, a watch asks its member whether it still follows the cluster."""
 _NOT_FOUND, _FAILED_PRECONDITION, _OUT_OF_RANGE = 5, 9, 11  # codes of gRPC
 
 
@@ -87,15 +92,15 @@ class EtcdRegistry(Registry):
     Parameters
     ----------
     *endpoints : (str, int)
-        Host and port of each member. All are asked, one after another, until one answers.
+        Host and port of each member. A call asks one after another until one answers.
     prefix : str
-        Text that all keys begin with in etcd; not empty.
+        Beginning of all keys in etcd; not empty.
     context : ssl.SSLContext, optional
-        For TLS, with the client's certificate if the cluster wants one.
+        Settings of TLS, with the client's certificate if the cluster requires one.
     user, password : str
-        For a cluster with authentication.
+        Credentials for a cluster with authentication.
     timeout : float
-        Seconds that a call may take unless it says otherwise.
+        Seconds that a call may take unless it names other ones.
     """
 
     def __init__(
@@ -112,19 +117,19 @@ class EtcdRegistry(Registry):
         self._prefix = checked_key(prefix, "prefix")
         self._timeout = timeout
         self._gateway = Gateway(self.address, list(endpoints), context=context, user=user, password=password)
-        self._seen = 0  # the highest revision that this registry has been told
-        self._cluster = 0  # the number of the cluster, once it has answered
+        self._seen = 0  # the highest revision in a reply
+        self._cluster = 0  # the number of the cluster; 0 before the first reply
 
     def _call(self, path: str, request: msgspec.Struct, reply: type[_Answer], deadline: float) -> tuple[_Answer, bool]:
-        """Send a request, and check which cluster answers; return the reply, and True if an earlier try may be done."""
+        """Send a request, and check which cluster answers. Return the reply, and True if an earlier try may be done."""
         before = self._seen
         answer, uncertain = self._gateway.call(path, request, reply, deadline)
-        reads = isinstance(answer, RangeReply | TxnReply)  # other replies have the revision of one member
+        reads = isinstance(answer, RangeReply | TxnReply)  # other replies have the revision of a single member
         self.check_header(answer.header, before if reads else 0)
         return answer, uncertain
 
     def check_header(self, header: Header, least: int = 0) -> None:
-        """Raise RegistryReplacedError unless a reply is of this cluster, and of a revision of at least `least`."""
+        """Raise RegistryReplacedError unless this cluster sent the reply, at revision `least` or later."""
         cluster = header.cluster_id or self._cluster
         self._cluster = self._cluster or cluster
         if cluster != self._cluster or header.revision < least:
@@ -161,7 +166,7 @@ class EtcdRegistry(Registry):
         """Read all keys with these prefixes at one revision."""
         ranges = [_range_of(self._prefix + checked_key(prefix, "prefix", fewest=0)) for prefix in prefixes]
         while True:
-            reads = tuple(RequestOp(request_range=RangeRequest(*one, limit=_PAGE)) for one in ranges)
+            reads = tuple(RequestOp(request_range=RangeRequest(*one, limit=_PAGE_ENTRIES)) for one in ranges)
             reply = self._call("/v3/kv/txn", TxnRequest(success=reads), TxnReply, deadline)[0]
             revision = reply.header.revision
             self._saw(revision)
@@ -171,7 +176,7 @@ class EtcdRegistry(Registry):
                     page = response.response_range or RangeReply()
                     found += page.kvs
                     while page.more:
-                        following = RangeRequest(page.kvs[-1].key + b"\0", end, limit=_PAGE, revision=revision)
+                        following = RangeRequest(page.kvs[-1].key + b"\0", end, limit=_PAGE_ENTRIES, revision=revision)
                         page = self._call("/v3/kv/range", following, RangeReply, deadline)[0]
                         found += page.kvs
             except RefusedError as refusal:
@@ -184,7 +189,7 @@ class EtcdRegistry(Registry):
         self, conditions: Sequence[Condition], operations: Sequence[Operation], *, timeout: float | None = None
     ) -> Commit:
         checked_transaction(conditions, operations)
-        deadline, before, mark = deadline_of(timeout, self._timeout), self._seen, secrets.token_bytes(_RANDOM)
+        deadline, before, mark = deadline_of(timeout, self._timeout), self._seen, secrets.token_bytes(_RANDOM_BYTES)
         request = TxnRequest(
             tuple(self._compare(condition) for condition in conditions),
             tuple(self._operation(operation, mark) for operation in operations),
@@ -205,7 +210,7 @@ class EtcdRegistry(Registry):
     def _done_before(
         self, operations: Sequence[Operation], mark: bytes, revision: int, before: int, deadline: float
     ) -> int:
-        """Find the revision of an earlier try of a transaction whose conditions fail now; 0 if it was not done."""
+        """Return the revision of an earlier try of a transaction whose conditions fail now; 0 if it was not done."""
         for operation in operations:
             if isinstance(operation, Delete):
                 continue
@@ -217,16 +222,16 @@ class EtcdRegistry(Registry):
                 except RefusedError:
                     break  # compacted
                 if not reply.kvs:
-                    break  # deleted, nobody says when; another key may tell
+                    break  # it was deleted, and etcd does not report when; another key may show it
                 found = reply.kvs[0]
-                if found.value[:_RANDOM] == mark:
+                if found.value[:_RANDOM_BYTES] == mark:
                     return found.mod_revision
                 at = found.mod_revision - 1
             else:
                 return 0
         raise RegistryAwayError(
-            f"the registry {self.address} does not tell whether a transaction was done whose reply was lost. "
-            "Read the entries again, and decide by what they are",
+            f"the registry {self.address} lost the reply to a transaction, and does not show whether it was done. "
+            "Read the entries again to find out",
             registry=self.address,
             uncertain=True,
         )
@@ -249,7 +254,7 @@ class EtcdRegistry(Registry):
         try:
             self._call("/v3/lease/grant", request, LeaseReply, deadline_of(timeout, self._timeout))
         except RefusedError as refusal:
-            if refusal.code != _FAILED_PRECONDITION:  # an earlier try was done
+            if refusal.code != _FAILED_PRECONDITION:  # this code shows that an earlier attempt was done
                 raise
         return number
 
@@ -281,11 +286,11 @@ class EtcdRegistry(Registry):
         self._seen = max(self._seen, revision)
 
     def _entry(self, found: KeyValue) -> Entry:
-        name, mark, value = found.key[len(self._prefix) :], found.value[:_MARK], found.value[_MARK:]
+        name, mark, value = found.key[len(self._prefix) :], found.value[:_MARK_BYTES], found.value[_MARK_BYTES:]
         key = name.decode(errors="surrogateescape")
-        written = mark[_RANDOM : _RANDOM + len(_CHECKSUM)] == _CHECKSUM
-        if written and int.from_bytes(mark[-4:], "little") != checksum(name, value):
-            raise damaged(self.address, "is not as it was written", key)
+        has_checksum = mark[_RANDOM_BYTES : _RANDOM_BYTES + len(_CHECKSUM)] == _CHECKSUM
+        if has_checksum and int.from_bytes(mark[-4:], "little") != checksum(name, value):
+            raise damaged(self.address, "differs from what was written", key)
         return Entry(key, value, found.mod_revision, found.lease)
 
     def _compare(self, condition: Condition) -> Compare:
@@ -303,7 +308,7 @@ class EtcdRegistry(Registry):
 
 
 class _EtcdWatch(Watch):
-    """Watch over a stream from one member, which goes on at another when that member fails or falls behind."""
+    """Watches a stream from one member, and goes on at another one when that member fails or falls behind."""
 
     def __init__(self, registry: EtcdRegistry, gateway: Gateway, prefix: bytes, after: int) -> None:
         self._registry = registry
@@ -311,8 +316,13 @@ class _EtcdWatch(Watch):
         self._prefix = prefix
         self._after = after
         self._stream: Stream | None = None
-        self._asked = 0.0  # when the member was last heard of
+        self._heard = 0.0  # when the member last sent something
         self._closed = False
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Begin a stream of its own in a forked child: two readers of one stream would each miss changes."""
+        self._drop()
 
     def next(self, timeout: float) -> Changes:
         address = self._registry.address
@@ -330,11 +340,11 @@ class _EtcdWatch(Watch):
                 rounds += 1
                 continue
             try:
-                line = stream.line(min(deadline, self._asked + _SILENCE))
-                if line is None and time.monotonic() >= self._asked + _SILENCE:
+                line = stream.line(min(deadline, self._heard + _SILENCE_S))
+                if line is None and time.monotonic() >= self._heard + _SILENCE_S:
                     self._ask(stream, deadline)
                 elif line:
-                    self._asked = time.monotonic()
+                    self._heard = time.monotonic()
                     changes = self._read(line, stream)
                     if changes is not None:
                         return changes
@@ -347,12 +357,12 @@ class _EtcdWatch(Watch):
                 return Changes(self._after, ())
 
     def _begin(self, deadline: float) -> Stream:
-        """Begin a stream at the first member that answers and has the majority with it."""
+        """Begin a stream at the first member that answers and reaches the majority."""
         start, end = _range_of(self._prefix)
         request = WatchRequest(WatchCreate(start, end, self._after + 1))
-        until = max(deadline, time.monotonic() + FIRST_PATIENCE)
+        until = max(deadline, time.monotonic() + ANSWER_TIMEOUT_S)
         for endpoint in self._gateway.endpoints():
-            limit = min(FIRST_PATIENCE, until - time.monotonic())
+            limit = min(ANSWER_TIMEOUT_S, until - time.monotonic())
             if limit <= 0:
                 break
             try:
@@ -372,29 +382,29 @@ class _EtcdWatch(Watch):
         raise ConnectionError
 
     def _ask(self, stream: Stream, deadline: float) -> None:
-        """Raise ConnectionError unless the stream's member reaches the majority, which a read of one key needs."""
-        limit = max(FIRST_PATIENCE / 10, min(2 * FIRST_PATIENCE, deadline - time.monotonic()))
+        """Read one key, which needs the majority; raise ConnectionError if the stream's member does not reach it."""
+        limit = max(ANSWER_TIMEOUT_S / 10, min(2 * ANSWER_TIMEOUT_S, deadline - time.monotonic()))
         request = RangeRequest(self._prefix, limit=1)
         if not self._gateway.ask_one(stream.endpoint, "/v3/kv/range", request, limit):
             raise ConnectionError(stream.endpoint.why)
-        self._asked = time.monotonic()
+        self._heard = time.monotonic()
 
     def _read(self, line: bytes, stream: Stream) -> Changes | None:
         """Decode the changes in a line of the stream; None if it has none."""
         try:
             reply = msgspec.json.decode(line, type=WatchReply, strict=False)
         except msgspec.MsgspecError as error:
-            raise ConnectionError(f"its watch is not that of an etcd: {error}") from error
+            raise ConnectionError(f"it sent a line that no etcd sends: {error}") from error
         if reply.error is not None or reply.result is None:
             self._gateway.forget_token()
-            raise ConnectionError(reply.error.message if reply.error else "an empty line of a watch")
+            raise ConnectionError(reply.error.message if reply.error else "it sent an empty line")
         result = reply.result
         self._registry.check_header(result.header)
         if result.compact_revision:
             self._drop()
             raise RegistryCompactedError(
                 f"the registry {self._registry.address} keeps changes from revision {result.compact_revision} "
-                f"on, expected those after {self._after}; read the entries anew and watch from there",
+                f"on, expected changes after {self._after}; read the entries again and watch from there",
                 registry=self._registry.address,
                 oldest=result.compact_revision,
             )
@@ -422,5 +432,8 @@ class _EtcdWatch(Watch):
 
 
 def _range_of(prefix: bytes) -> tuple[bytes, bytes]:
-    """First key of a prefix, and first key after it. UTF-8 has no byte 255, so the last byte can be incremented."""
+    """Return a prefix, and the first key after all keys that begin with it.
+
+    UTF-8 has no byte 255, so the last byte can be incremented.
+    """
     return prefix, prefix[:-1] + bytes([prefix[-1] + 1])

@@ -1,14 +1,13 @@
-"""Client of etcd's JSON gateway over HTTP/1.1, at whichever of several endpoints answers.
+"""Client of etcd's JSON gateway over HTTP/1.1. It asks several endpoints until one answers.
 
-Chosen by measurement (docs/registry.md): with the standard library's HTTP client it is as fast as aetcd and needs no
-package, so it also survives a fork, which gRPC's own threads do not.
+We chose it by measurement (docs/registry.md): with the HTTP client of the standard library it is as fast as aetcd, and
+it needs no package. It also survives a fork, which the threads of gRPC do not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
 import ssl
 import threading
@@ -18,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from farpool import forks
 from farpool.cluster.registry.messages import Authenticate, Authenticated, Refusal
 from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError, RegistryUnwritableError
 
@@ -25,12 +25,19 @@ __all__ = ["Gateway", "RefusedError", "Stream"]
 
 _Reply = TypeVar("_Reply")
 
-FIRST_PATIENCE = 1.0
-"""Seconds that an endpoint may take to answer in the first round; twice as long in each further round."""
-_PAUSE, _LONGEST_PAUSE = 0.05, 0.5  # seconds between rounds in which all endpoints failed
-_IDLE = 4  # connections kept for each endpoint
-_LARGEST_LINE = 64 << 20
-# Codes of gRPC. "Unavailable" and "deadline exceeded" are what a member without a majority or a leader says.
+ANSWER_TIMEOUT_S = 1.0
+"""Time that an endpoint has to answer; twice as long for each time that it was silent before in the same call."""
+_SILENT_REST_S = 2.0
+"""An endpoint that was silent rests for this time in rounds in which another one answers that it cannot serve now.
+
+That other endpoint waits for the election of a leader, and serves soon after it.
+"""
+_PAUSE_S, _PAUSE_MAX_S = 0.05, 0.5
+"""First and longest pause between two rounds in which all endpoints failed."""
+_IDLE_CONNECTIONS_MAX = 4
+"""Idle connections for each endpoint."""
+_LINE_BYTES_MAX = 64 << 20
+# Codes of gRPC. A member without a majority or a leader answers "unavailable" or "deadline exceeded".
 _INVALID, _DEADLINE, _DENIED, _EXHAUSTED, _ABORTED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 4, 7, 8, 10, 14, 16
 
 
@@ -43,11 +50,11 @@ class RefusedError(RegistryError):
 
 
 class _FailedError(Exception):
-    """A request to one endpoint failed. `sent`: the request may have arrived."""
+    """A request to one endpoint failed. `sent`: the request may have arrived. `silent`: there was no answer in time."""
 
-    def __init__(self, why: str, *, sent: bool) -> None:
+    def __init__(self, why: str, *, sent: bool, silent: bool = False) -> None:
         super().__init__(why)
-        self.sent = sent
+        self.sent, self.silent = sent, silent
 
 
 @dataclass(eq=False)
@@ -57,7 +64,8 @@ class Endpoint:
     host: str
     port: int
     why: str = ""
-    since: float | None = None  # of the monotonic clock, while it fails
+    since: float | None = None  # time of the monotonic clock at which it began to fail; None if it does not fail
+    rests_until: float = 0.0  # time of the monotonic clock until which it rests because it was silent
     idle: list[http.client.HTTPConnection] = field(default_factory=list)
 
     @property
@@ -66,7 +74,7 @@ class Endpoint:
 
 
 class Gateway:
-    """Sends requests to the first endpoint that answers. Thread-safe.
+    """Sends each request to one endpoint after another until one answers. Thread-safe.
 
     Parameters
     ----------
@@ -77,7 +85,7 @@ class Gateway:
     context : ssl.SSLContext or None
         For TLS.
     user, password : str
-        Credentials; not used if `user` is empty.
+        Credentials; unused if `user` is empty.
     """
 
     def __init__(
@@ -95,35 +103,47 @@ class Gateway:
         self._user, self._password = user, password
         self._token = ""
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._closed = False
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Drop the connections in a forked child: they are copies of the parent's, which stay open."""
+        self._lock = threading.Lock()
+        for endpoint in self._endpoints:
+            endpoint.idle = []
 
     def call(self, path: str, request: msgspec.Struct, reply: type[_Reply], deadline: float) -> tuple[_Reply, bool]:
-        """Send a request until an endpoint has answered.
+        """Send a request to one endpoint after another, again and again, until one answers.
 
-        Returns the reply, and True if an earlier try was sent and may have been done, too.
+        Returns the reply, and True if an earlier attempt was sent and may have been done, too.
 
         Raises
         ------
         RefusedError
-            The etcd has answered with an error of the request.
+            The etcd answered that the request is wrong.
         RegistryDeniedError
-            It does not let this user do that.
+            The etcd does not let this user do that.
         RegistryAwayError
-            The deadline is over.
+            No endpoint answered before the deadline.
         """
         body, began, uncertain, rounds = msgspec.json.encode(request), time.monotonic(), False, 0
+        silences = dict.fromkeys(self._endpoints, 0)
         while True:
+            answered = False  # an endpoint answered in this round that it cannot serve now
             for endpoint in self.endpoints():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self.away(began, uncertain)
+                if answered and time.monotonic() < endpoint.rests_until:
+                    continue
                 try:
-                    content = self._ask(endpoint, path, body, min(left, FIRST_PATIENCE * 2**rounds))
+                    content = self._ask(endpoint, path, body, min(left, ANSWER_TIMEOUT_S * 2 ** silences[endpoint]))
                     answer = msgspec.json.decode(content, type=reply, strict=False)
                 except _FailedError as failure:
                     uncertain |= failure.sent
-                    self.failed(endpoint, str(failure))
+                    answered |= failure.sent and not failure.silent
+                    silences[endpoint] += failure.silent
+                    self.failed(endpoint, str(failure), silent=failure.silent)
                 except msgspec.MsgspecError as error:
                     uncertain = True
                     self.failed(endpoint, f"its reply is not that of an etcd: {error}")
@@ -134,7 +154,7 @@ class Gateway:
             rounds += 1
 
     def ask_one(self, endpoint: Endpoint, path: str, request: msgspec.Struct, limit: float) -> bool:
-        """Return True if this very endpoint answers within `limit` seconds."""
+        """Return True if this one endpoint answers within `limit` seconds."""
         try:
             self._ask(endpoint, path, msgspec.json.encode(request), limit)
         except _FailedError as failure:
@@ -143,12 +163,12 @@ class Gateway:
         return True
 
     def stream(self, path: str, request: msgspec.Struct, limit: float, endpoint: Endpoint) -> Stream:
-        """Begin a request whose reply has no end, at one endpoint.
+        """Begin a request with an endless reply at one endpoint.
 
         Raises
         ------
         ConnectionError
-            This endpoint could not be reached; try another.
+            This endpoint could not be reached; try another one.
         """
         try:
             headers = self._headers(endpoint, limit)
@@ -165,10 +185,11 @@ class Gateway:
             self.failed(endpoint, why)
             raise ConnectionError(why) from error
 
-    def failed(self, endpoint: Endpoint, why: str) -> None:
-        """Note that an endpoint has failed: others are asked before it."""
+    def failed(self, endpoint: Endpoint, why: str, *, silent: bool = False) -> None:
+        """Note that an endpoint failed, so that calls ask other endpoints first, and a silent one last."""
         with self._lock:
             endpoint.why = why
+            endpoint.rests_until = time.monotonic() + _SILENT_REST_S if silent else 0.0
             if endpoint.since is None:
                 endpoint.since = time.monotonic()
             idle, endpoint.idle = endpoint.idle, []
@@ -177,14 +198,14 @@ class Gateway:
 
     def well(self, endpoint: Endpoint) -> None:
         """Note that an endpoint has answered."""
-        endpoint.since = None
+        endpoint.since, endpoint.rests_until = None, 0.0
 
     def pause(self, rounds: int, deadline: float) -> None:
         """Wait a little after a round in which all endpoints failed."""
-        time.sleep(max(0.0, min(_PAUSE * 2 ** min(rounds, 8), _LONGEST_PAUSE, deadline - time.monotonic())))
+        time.sleep(max(0.0, min(_PAUSE_S * 2 ** min(rounds, 8), _PAUSE_MAX_S, deadline - time.monotonic())))
 
     def forget_token(self) -> None:
-        """Drop the token, so that the next request authenticates anew."""
+        """Drop the token, so that the next request authenticates again."""
         self._token = ""
 
     def close(self) -> None:
@@ -198,29 +219,30 @@ class Gateway:
             connection.close()
 
     def endpoints(self) -> list[Endpoint]:
-        """All endpoints, those first that have not failed."""
+        """Return all endpoints in the order in which a call asks them."""
         with self._lock:
             if self._closed:
-                raise RegistryError(f"the registry {self.address} was closed; make a new one", registry=self.address)
-            if self._pid != os.getpid():  # a fork has copied the sockets; closing this copy does not end them
-                self._pid = os.getpid()
-                for endpoint in self._endpoints:
-                    endpoint.idle = []
-            # Sorting is stable: first those that are well, in their order, then the others, the last to fail first.
-            return sorted(self._endpoints, key=lambda one: (one.since is not None, -(one.since or 0.0)))
+                raise RegistryError(f"the registry {self.address} was closed; open it again", registry=self.address)
+            now = time.monotonic()
+            # Endpoints that did not fail come first, in their order; then those that failed, the last to fail first;
+            # then those that were silent.
+            return sorted(
+                self._endpoints,
+                key=lambda one: (one.since is not None, now < one.rests_until, -(one.since or 0.0)),
+            )
 
     def away(self, began: float, uncertain: bool = False) -> RegistryAwayError:
-        """Make the error that says which endpoints failed, and since when."""
+        """Make the error that names the endpoints that failed, since when and why."""
         now, clock = time.monotonic(), time.time()
         failing = {one.name: (one.why, now - one.since) for one in self._endpoints if one.since is not None}
-        told = "; ".join(
+        failures = "; ".join(
             f"{name} has failed since {time.strftime('%H:%M:%S', time.gmtime(clock - seconds))} UTC ({why})"
             for name, (why, seconds) in failing.items()
         )
         doubt = ". The change may have been made, or may still be" if uncertain else ""
         return RegistryAwayError(
             f"the registry {self.address} did not answer within {now - began:.1f} s: "
-            f"{told or 'no time to ask it'}{doubt}",
+            f"{failures or 'no time to ask it'}{doubt}",
             registry=self.address,
             endpoints={name: seconds for name, (_, seconds) in failing.items()},
             uncertain=uncertain,
@@ -300,16 +322,17 @@ class Gateway:
                 if connection is not None:
                     connection.close()
                 if isinstance(error, ConnectionError) and not fresh:
-                    connection, fresh = None, True  # it had waited; the member may have been started anew since
+                    connection, fresh = None, True  # it was idle; the member may have been restarted in the meantime
                     continue
-                why = f"no answer within {limit:.1f} s" if isinstance(error, TimeoutError) else _text(error)
-                raise _FailedError(why, sent=sent) from error
+                silent = isinstance(error, TimeoutError)
+                why = f"no answer within {limit:.1f} s" if silent else _text(error)
+                raise _FailedError(why, sent=sent, silent=silent) from error
             except BaseException:  # an interrupt in the middle of a reply
                 if connection is not None:
                     connection.close()
                 raise
         with self._lock:
-            keep = len(endpoint.idle) < _IDLE and not self._closed and not reply.will_close
+            keep = len(endpoint.idle) < _IDLE_CONNECTIONS_MAX and not self._closed and not reply.will_close
             if keep:
                 endpoint.idle.append(connection)
         if not keep:
@@ -331,7 +354,7 @@ class Gateway:
 
 
 class Stream:
-    """Reader of the lines of an endless reply. Uses HTTP/1.0, so that the reply is not cut into chunks."""
+    """Reads the lines of an endless reply. The request uses HTTP/1.0, so that the reply has no chunks."""
 
     def __init__(
         self,
@@ -360,7 +383,7 @@ class Stream:
                 raise TimeoutError(f"no answer within {limit:.1f} s")
 
     def line(self, until: float) -> bytes | None:
-        """Read the next line, without its line end; None if there is none by `until`.
+        """Read the next line, without its line end; return None if none came until `until`.
 
         Raises
         ------
@@ -373,8 +396,8 @@ class Stream:
                 line = bytes(self._data[:end]).rstrip(b"\r")
                 del self._data[: end + 1]
                 return line
-            if len(self._data) > _LARGEST_LINE:
-                raise ConnectionError(f"a line of more than {_LARGEST_LINE} bytes")
+            if len(self._data) > _LINE_BYTES_MAX:
+                raise ConnectionError(f"it sent a line of more than {_LINE_BYTES_MAX} bytes")
             left = until - time.monotonic()
             if left <= 0:
                 return None

@@ -1,4 +1,4 @@
-"""Addresses of registries, as people write them: ``sqlite:///PATH`` or ``etcd://HOST,HOST2/PREFIX?ca=FILE``."""
+"""Addresses of registries as users write them: ``sqlite:///PATH`` or ``etcd://HOST,HOST2/PREFIX?ca=FILE``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = {"ca", "cert", "key", "password_file", "tls"}
 
 
 def default_registry() -> str:
-    """Address in ``FARPOOL_REGISTRY``, else the path of a file in the user's state folder."""
+    """Return the address in ``FARPOOL_REGISTRY``; without one, the path of a file in the user's state folder."""
     named = os.environ.get("FARPOOL_REGISTRY", "")
     if named:
         return named
@@ -41,32 +41,33 @@ def open_registry(where: str | os.PathLike[str] | None = None, *, timeout: float
         A path or ``sqlite:///PATH`` for a SQLite file, which all processes of this host can share; or
         ``etcd://[USER[:PASSWORD]@]HOST[:PORT],.../[PREFIX][?OPTIONS]``. Options, joined with ``&``: ``ca=FILE``,
         ``cert=FILE`` and ``key=FILE`` for TLS, ``tls=1`` for TLS with the system's authorities, ``password_file=FILE``.
-        None for that of the environment (``FARPOOL_REGISTRY``), else a file in the user's state folder.
+        None stands for the address in ``FARPOOL_REGISTRY``, or for a file in the user's state folder if that is not
+        set.
     timeout : float
-        Seconds that a call may take unless it says otherwise.
+        Seconds that a call may take unless it names other ones.
 
     Raises
     ------
     ConfigError
-        The text is no such address, or a file that it names cannot be read.
+        The text is not such an address, or names a file that cannot be read.
     RegistryError
-        As raised by the registry.
+        The registry cannot be opened.
     """
-    # Both kinds import much that a program without names does not need.
+    # We import each kind here, because a program without names needs neither.
     from farpool.cluster.registry.sqlite import SqliteRegistry
 
     text = os.fspath(default_registry() if where is None else where)
     scheme, separator, rest = text.partition("://")
     if not separator:
         if not text or "\0" in text:
-            raise _wrong(text, "it is no path")
+            raise _wrong(text, "it is not a path")
         return SqliteRegistry(text, timeout=timeout)
     if scheme == "sqlite":
         if not rest.startswith("/"):
             raise _wrong(text, "the path of a file begins with /")
         return SqliteRegistry(unquote(rest), timeout=timeout)
     if scheme != "etcd":
-        raise _wrong(text, f"{scheme!r} is no kind of registry")
+        raise _wrong(text, f"there is no kind of registry {scheme!r}")
     return _etcd(text, rest, timeout)
 
 
@@ -88,7 +89,7 @@ def _etcd(text: str, rest: str, timeout: float) -> Registry:
         match = _ENDPOINT.fullmatch(one)
         port = int(match["port"] or 2379) if match else 0
         if match is None or not 1 <= port <= 65535:
-            raise _wrong(text, f"{one!r} is no HOST:PORT")
+            raise _wrong(text, f"{one!r} is not HOST:PORT")
         endpoints.append((match["six"] or match["host"].lower(), port))
     if len(set(endpoints)) < len(endpoints):
         raise _wrong(text, "an endpoint is given twice")
@@ -102,7 +103,7 @@ def _etcd(text: str, rest: str, timeout: float) -> Registry:
     ):
         raise _wrong(text, "tls is 1, or 0 without ca, cert and key")
     if "key" in options and "cert" not in options:
-        raise _wrong(text, "a key needs its cert")
+        raise _wrong(text, "the option key needs the option cert")
     secure = options.get("tls") == "1" or {"ca", "cert"} & set(options)
     prefix = unquote(path).strip("/") or "farpool"
     return EtcdRegistry(
@@ -128,7 +129,7 @@ def _context(options: dict[str, str]) -> ssl.SSLContext:
             context.load_cert_chain(options["cert"], options.get("key"))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"the files of the registry's TLS ({', '.join(options)}) do not fit: {error}; expected PEM files",
+            f"the files for the registry's TLS ({', '.join(options)}) cannot be used: {error}; expected PEM files",
             setting="registry",
         ) from error
     return context
@@ -145,4 +146,4 @@ def _read(path: str, option: str) -> str:
 
 def _wrong(text: str, why: str) -> ConfigError:
     hidden = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
-    return ConfigError(f"the registry {hidden!r} is not one: {why}; {_EXPECTED}", setting="registry")
+    return ConfigError(f"the registry's address {hidden!r} is wrong: {why}; {_EXPECTED}", setting="registry")

@@ -1,4 +1,4 @@
-"""Messages of etcd's JSON gateway, as far as they are needed. Bytes are base64, whole numbers may be text."""
+"""Messages of etcd's JSON gateway that farpool uses. Bytes are in base64, and whole numbers may be strings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 class Header(_Reply, frozen=True):
-    """Revision at which etcd answered a request, and the number of the cluster that answered; 0 if not in the reply."""
+    """Revision at which etcd answered, and the number of the cluster; each is 0 if the reply does not have it."""
 
     revision: int = 0
     cluster_id: int = 0
@@ -55,7 +55,7 @@ class KeyValue(_Reply, frozen=True):
 
 
 class RangeRequest(_Request, frozen=True):
-    """Read keys from `key` to before `range_end`; without that, one key."""
+    """Read the keys from `key` up to `range_end`, without the latter; without `range_end`, read one key."""
 
     key: bytes
     range_end: bytes = b""
@@ -64,7 +64,7 @@ class RangeRequest(_Request, frozen=True):
 
 
 class RangeReply(_Reply, frozen=True):
-    """Reply to a read of keys: their entries; `more` if the limit has cut them off."""
+    """Reply to a read of keys: their entries. `more` is True if there are further entries beyond the limit."""
 
     header: Header = Header()
     kvs: tuple[KeyValue, ...] = ()
@@ -86,7 +86,7 @@ class DeleteRequest(_Request, frozen=True):
 
 
 class RequestOp(_Request, frozen=True):
-    """One operation of a transaction, in exactly one of the fields."""
+    """One operation of a transaction. Exactly one of the fields is set."""
 
     request_range: RangeRequest | None = None
     request_put: PutRequest | None = None
@@ -94,7 +94,7 @@ class RequestOp(_Request, frozen=True):
 
 
 class Compare(_Request, frozen=True):
-    """A condition: the revision that wrote (or, to ask for absence, made) a key equals this one."""
+    """Condition: the key was last written at this revision; or, with `create_revision` 0, the key does not exist."""
 
     key: bytes
     target: str
@@ -104,14 +104,14 @@ class Compare(_Request, frozen=True):
 
 
 class TxnRequest(_Request, frozen=True):
-    """A transaction: the operations in `success` are done if all of `compare` hold."""
+    """Transaction: the operations in `success` are done if all conditions in `compare` hold."""
 
     compare: tuple[Compare, ...] = ()
     success: tuple[RequestOp, ...] = ()
 
 
 class ResponseOp(_Reply, frozen=True):
-    """The reply to one operation; only those of reads are looked at."""
+    """Reply to one operation. farpool uses only the replies to reads."""
 
     response_range: RangeReply | None = None
 
@@ -125,21 +125,21 @@ class TxnReply(_Reply, frozen=True):
 
 
 class LeaseRequest(_Request, frozen=True):
-    """Grant a lease of `TTL` seconds under a number that the client has chosen; or name one."""
+    """Grant a lease of `TTL` seconds under a number that the client chose; or name an existing lease."""
 
     ID: int
     TTL: int = 0
 
 
 class LeaseReply(_Reply, frozen=True):
-    """Reply about a lease; `TTL` is the seconds left of it."""
+    """Reply about a lease. `TTL` is the number of seconds that are left."""
 
     header: Header = Header()
     TTL: int = 0
 
 
 class LeaseAlive(_Reply, frozen=True):
-    """Result of keeping a lease alive; a `TTL` of 0 says that it has ended."""
+    """Result of keeping a lease alive. A `TTL` of 0 means that the lease has ended."""
 
     header: Header = Header()
     TTL: int = 0
@@ -163,7 +163,7 @@ class Compact(_Request, frozen=True):
 
 
 class Empty(_Reply, frozen=True):
-    """Reply from which only the header is used."""
+    """Reply of which farpool uses only the header."""
 
     header: Header = Header()
 
@@ -195,7 +195,7 @@ class Refusal(_Reply, frozen=True):
 
 
 class WatchCreate(_Request, frozen=True):
-    """Watch keys from `key` to before `range_end`, from a revision on."""
+    """Watch the keys from `key` up to `range_end`, without the latter, beginning at a revision."""
 
     key: bytes
     range_end: bytes

@@ -1,14 +1,17 @@
 """The registry in one SQLite file, for the processes of one host.
 
-Every change is one ``BEGIN IMMEDIATE`` transaction in write-ahead-log mode: a process killed at any point leaves all of
-it or nothing. A watch looks every `POLL_SECONDS` at the file's change counter (``PRAGMA data_version``), which costs no
-read of the file; so that is its latency, half of it on average. Leases end by ``CLOCK_BOOTTIME``, which all processes
-of a host share, nobody can set and sleep does not stop; after a restart of the host all have ended. Whoever writes or
-watches sweeps what has ended; whoever only reads does not see it.
+Every change is one ``BEGIN IMMEDIATE`` transaction in write-ahead-log mode: a process that is killed at any point
+leaves all of it or nothing. A watch looks at the file's change counter (``PRAGMA data_version``) every
+`POLL_INTERVAL_S`, which does not read the file. So a watch reports a change after at most this time, and after half of
+it on average.
+
+Leases end by ``CLOCK_BOOTTIME``. All processes of a host share this clock, no program can set it, and it goes on while
+the host sleeps. After a restart of the host all leases have ended. A program that writes or watches deletes the entries
+of leases that have ended; a program that only reads skips them.
 
 Checksums are in separate tables, which programs of earlier releases do not know. Triggers, which also run when those
-programs write, delete the checksum of an entry that is deleted or written without one. So a checksum that has no entry,
-or does not match its entry, shows damage.
+programs write, delete the checksum of an entry that is deleted or written without one. So a checksum without an entry,
+or one that does not match its entry, shows damage.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from farpool import forks
 from farpool.abc.registry import Changes, Commit, Condition, Delete, Entry, Operation, Registry, Snapshot, Watch
 from farpool.cluster.registry.checks import (
     checked_key,
@@ -43,14 +47,15 @@ from farpool.errors import (
     RegistryUnwritableError,
 )
 
-__all__ = ["POLL_SECONDS", "SqliteRegistry"]
+__all__ = ["POLL_INTERVAL_S", "SqliteRegistry"]
 
-POLL_SECONDS = 0.005
-"""Seconds between a watch's looks for changes of other connections."""
+POLL_INTERVAL_S = 0.005
+"""Time between two looks of a watch for changes of other connections."""
 _MAGIC = 0x46505247  # "FPRG", SQLite's application id
 _VERSION = 1
-_CHANGES_KEPT = 20_000
-_IDLE = 8  # connections that wait for the next call
+_CHANGES_MAX = 20_000
+"""Number of changes that the file keeps for watches, and up to a thousand more."""
+_IDLE_CONNECTIONS_MAX = 8
 _SCHEMA = """
 CREATE TABLE state (revision INTEGER NOT NULL, compacted INTEGER NOT NULL, boot TEXT NOT NULL);
 CREATE TABLE entry (
@@ -77,7 +82,7 @@ CREATE TRIGGER IF NOT EXISTS entry_written AFTER INSERT ON entry BEGIN
 CREATE TRIGGER IF NOT EXISTS change_forgotten AFTER DELETE ON change BEGIN
     DELETE FROM change_checksum WHERE revision = OLD.revision AND key = OLD.key; END;
 """
-_LARGEST_REVISION = 1 << 62
+_REVISION_MAX = 1 << 62
 _LAST = b"\xff"  # above every byte of UTF-8
 _making = threading.Lock()
 
@@ -88,15 +93,15 @@ class SqliteRegistry(Registry):
     Parameters
     ----------
     path : str or path
-        The file; made, with its folder, if it is not there. It has to be on a disk of this host: SQLite's locks do not
-        work over network file systems.
+        The file. If it does not exist, it is made with its folder. It must be on a disk of this host, because SQLite's
+        locks do not work over network file systems.
     timeout : float
-        Seconds that a call may take unless it says otherwise.
+        Seconds that a call may take unless it names other ones.
 
     Raises
     ------
     RegistryError
-        The file is no registry, or one of another version. It was not touched.
+        The file is not a registry, or has another version. It was not changed.
     RegistryDeniedError
         The file cannot be opened or made.
     """
@@ -108,12 +113,18 @@ class SqliteRegistry(Registry):
         self._lock = threading.Lock()
         self._idle: list[sqlite3.Connection] = []
         self._closed = False
-        self._pid = os.getpid()
         self._file: tuple[int, int] | None = None  # device and inode of the file that was opened
         self._sums = False  # the file has tables for checksums
+        forks.begin_again(self)
         self._begin(deadline_of(None, timeout))
 
-    # Connections: one for each call that is under way, since a transaction belongs to its connection.
+    def forked(self) -> None:
+        """Begin without connections in a forked child, which must neither use nor close copies of the parent's."""
+        self._lock = threading.Lock()
+        _FORKED.extend(self._idle)
+        self._idle = []
+
+    # Connections: one for each call that is under way, because a transaction belongs to its connection.
 
     def _begin(self, deadline: float) -> None:
         try:
@@ -151,7 +162,7 @@ class SqliteRegistry(Registry):
 
     def _prepare(self, connection: sqlite3.Connection, deadline: float) -> None:
         """Check what the file is, and write the schema into a new one."""
-        connection.execute("BEGIN")  # so that all is read at one time, also while another process makes the file
+        connection.execute("BEGIN")  # all reads then see one state, even while another process makes the file
         try:
             known = self._known(connection)
         finally:
@@ -159,7 +170,7 @@ class SqliteRegistry(Registry):
         if not known:
             _begin_writing(connection, deadline)
             try:
-                if not self._known(connection):  # nobody else has made it in between
+                if not self._known(connection):  # no other process made it in the meantime
                     for statement in _SCHEMA.split(";\n") + _CHECKSUMS.split(";\n"):
                         connection.execute(statement)
                     connection.execute("INSERT INTO state VALUES (1, 0, ?)", (_boot(),))
@@ -176,10 +187,10 @@ class SqliteRegistry(Registry):
             except sqlite3.OperationalError:  # SQLite does not wait here while another process does the same
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_INTERVAL_S)
 
     def _known(self, connection: sqlite3.Connection) -> bool:
-        """True for a registry of this version, False for an empty file."""
+        """Return True for a registry of this version, False for an empty file."""
         magic = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if magic == _MAGIC and version == _VERSION:
@@ -192,7 +203,7 @@ class SqliteRegistry(Registry):
             )
         if magic or version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise RegistryError(
-                f"{self._path} is a SQLite file of something else; it was not touched. Choose another path",
+                f"{self._path} is a SQLite file of another program; it was not changed. Choose another path",
                 registry=self.address,
             )
         return False
@@ -201,10 +212,7 @@ class SqliteRegistry(Registry):
         """Take a connection that no other thread uses."""
         with self._lock:
             if self._closed:
-                raise RegistryError(f"the registry {self.address} was closed; make a new one", registry=self.address)
-            if os.getpid() != self._pid:  # a connection that a fork has copied must not be used, nor closed
-                _FORKED.extend(self._idle)
-                self._idle, self._pid = [], os.getpid()
+                raise RegistryError(f"the registry {self.address} was closed; open it again", registry=self.address)
             connection = self._idle.pop() if self._idle else None
         if connection is None:
             connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
@@ -214,7 +222,7 @@ class SqliteRegistry(Registry):
 
     def _return(self, connection: sqlite3.Connection) -> None:
         with self._lock:
-            if not self._closed and len(self._idle) < _IDLE:
+            if not self._closed and len(self._idle) < _IDLE_CONNECTIONS_MAX:
                 self._idle.append(connection)
                 return
         connection.close()
@@ -277,7 +285,7 @@ class SqliteRegistry(Registry):
                 connection.execute("COMMIT")
                 self._check_place()  # before the change is confirmed
             finally:
-                connection.rollback()  # of no effect after the commit
+                connection.rollback()  # this does nothing after the commit
                 self._return(connection)
 
     def _look_for_checksums(self, connection: sqlite3.Connection) -> None:
@@ -294,7 +302,7 @@ class SqliteRegistry(Registry):
         return found
 
     def _find(self, connection: sqlite3.Connection, key: bytes, *, alive: bool = False) -> Entry | None:
-        """Read an entry, with `alive` only if its lease has not ended; None if there is none."""
+        """Return an entry, or None if there is none. With `alive`, an entry whose lease has ended counts as none."""
         row = connection.execute(f"{self._select()} WHERE entry.key = ?", (key,)).fetchone()
         if row is None:
             self._check_absent(connection, key, key + b"\0")
@@ -318,16 +326,16 @@ class SqliteRegistry(Registry):
         except UnicodeDecodeError:
             text = ""
         if not (text and isinstance(value, bytes) and isinstance(revision, int) and isinstance(lease, int)):
-            raise damaged(self.address, f"is no entry: {key!r}")
+            raise damaged(self.address, f"is not an entry: {key!r}")
         if crc is not None and crc != _crc(text.encode(), value, revision, lease):
-            raise damaged(self.address, "is not as it was written", text)
+            raise damaged(self.address, "differs from what was written", text)
         return Entry(text, value, revision, lease, bool(row[5]) if len(row) == 6 else False)
 
     def _check_absent(self, connection: sqlite3.Connection, begin: bytes, end: bytes) -> None:
         """Raise RegistryDamagedError if one of these keys has a checksum and no entry."""
         lost = self._sums and connection.execute(f"{_LOST} LIMIT 1", (begin, end)).fetchone()
         if lost:
-            raise damaged(self.address, "was written and is not there", bytes(lost[0]).decode(errors="replace"))
+            raise damaged(self.address, "was written and is missing", bytes(lost[0]).decode(errors="replace"))
 
     def range(self, *prefixes: str, timeout: float | None = None) -> Snapshot:
         wanted = [checked_key(prefix, "prefix", fewest=0) for prefix in prefixes]
@@ -370,11 +378,11 @@ class SqliteRegistry(Registry):
         wrong: list[str] = []
         with self._reading(timeout) as connection:
             try:
-                told = [str(line) for (line,) in connection.execute("PRAGMA integrity_check").fetchall()]
-                wrong += [] if told == ["ok"] else told
+                lines = [str(line) for (line,) in connection.execute("PRAGMA integrity_check").fetchall()]
+                wrong += [] if lines == ["ok"] else lines
                 _state(connection, self.address)
                 lost = connection.execute(_LOST, (b"", _LAST)).fetchall() if self._sums else []
-                wrong += [f"the entry {bytes(key).decode(errors='replace')!r} is not there" for (key,) in lost]
+                wrong += [f"the entry {bytes(key).decode(errors='replace')!r} is missing" for (key,) in lost]
                 for row in connection.execute(f"{self._select()} ORDER BY entry.key").fetchall():
                     try:
                         entries.append(self._entry(row))
@@ -428,15 +436,12 @@ class SqliteRegistry(Registry):
     def close(self) -> None:
         with self._lock:
             idle, self._idle, self._closed = self._idle, [], True
-        if os.getpid() != self._pid:
-            _FORKED.extend(idle)
-            return
         for connection in idle:
             connection.close()
 
 
 _FORKED: list[sqlite3.Connection] = []
-"""Connections of the process that this one was forked from: closing them would drop its locks."""
+"""Connections of the process that this one was forked from. They are never closed: that could remove files in use."""
 _SELECT = (
     "SELECT entry.key, value, entry.revision, lease, crc FROM entry LEFT JOIN entry_checksum "
     "ON entry_checksum.key = entry.key"
@@ -446,7 +451,7 @@ _LOST = (
     "SELECT key FROM entry_checksum WHERE key >= ? AND key < ? "
     "AND NOT EXISTS (SELECT 1 FROM entry WHERE entry.key = entry_checksum.key)"
 )
-# An entry is there if it has no lease or its lease has not ended. The parameters are those of `_alive`.
+# An entry exists if it has no lease or its lease has not ended. `_alive` returns the parameters.
 _ALIVE = "(lease = 0 OR (? AND EXISTS (SELECT 1 FROM lease WHERE number = entry.lease AND ends > ?)))"
 _DENIED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
@@ -460,9 +465,15 @@ class _SqliteWatch(Watch):
         self._prefix = prefix
         self._after = after
         self._seen = -1  # the change counter at the last look
-        self._connection: sqlite3.Connection | None = None  # of its own: the counter is a connection's
-        self._pid = os.getpid()
+        self._connection: sqlite3.Connection | None = None  # its own, because each connection has its own counter
         self._closed = False
+        forks.begin_again(self)
+
+    def forked(self) -> None:
+        """Begin without a connection in a forked child, which must neither use nor close a copy of the parent's."""
+        if self._connection is not None:
+            _FORKED.append(self._connection)
+        self._connection, self._seen = None, -1
 
     def next(self, timeout: float) -> Changes:
         registry = self._registry
@@ -480,13 +491,12 @@ class _SqliteWatch(Watch):
             left = deadline - time.monotonic()
             if left <= 0:
                 return Changes(self._after, ())
-            time.sleep(min(POLL_SECONDS, left))
+            time.sleep(min(POLL_INTERVAL_S, left))
 
     def _counter(self, deadline: float) -> int:
-        """Read a number that changes when another connection changes the file; sweeps ended leases first."""
+        """Delete entries of leases that have ended; return a number that changes when others change the file."""
         self._registry._check_place()
-        if self._connection is None or self._pid != os.getpid():
-            self._drop()
+        if self._connection is None:
             self._connection = self._registry._borrow(deadline)
         if self._connection.execute("SELECT 1 FROM lease WHERE ends <= ? LIMIT 1", (_now(),)).fetchone():
             with contextlib.suppress(RegistryAwayError), self._registry._writing(0.0):
@@ -495,11 +505,9 @@ class _SqliteWatch(Watch):
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None and self._pid != os.getpid():
-            _FORKED.append(connection)
-        elif connection is not None:
+        if connection is not None:
             self._registry._return(connection)
-        self._pid, self._seen = os.getpid(), -1
+        self._seen = -1
 
     def _look(self, timeout: float) -> Changes:
         registry = self._registry
@@ -507,8 +515,8 @@ class _SqliteWatch(Watch):
             revision, compacted, _ = _state(connection, registry.address)
             if self._after < compacted:
                 raise RegistryCompactedError(
-                    f"the registry {registry.address} keeps changes after revision {compacted}, expected those after "
-                    f"{self._after}; read the entries anew and watch from there",
+                    f"the registry {registry.address} keeps changes after revision {compacted}, expected changes after "
+                    f"{self._after}; read the entries again and watch from there",
                     registry=registry.address,
                     oldest=compacted,
                 )
@@ -535,10 +543,10 @@ def _crc(key: bytes, value: bytes, revision: int, lease: int) -> int:
 def _make(path: Path) -> None:
     """Make an empty file unless there is one, and check that it may be read and written.
 
-    Do not open a file that exists: closing it would drop all locks that this process's connections have on it. Another
-    program would then find no other user of the file, and remove the log that this program still writes to.
+    This does not open a file that exists: closing it would drop all locks that connections of this process have on it.
+    Another program would then find no other user of the file, and remove the log that this program still writes to.
     """
-    with _making:  # no connection of this process is open before the new file is closed
+    with _making:  # then no connection of this process is open before the new file is closed
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
@@ -568,7 +576,7 @@ def _state(connection: sqlite3.Connection, address: str) -> tuple[int, int, str]
     if (
         len(rows) != 1
         or [type(value) for value in rows[0]] != [int, int, str]
-        or not max(newest, rows[0][1]) <= rows[0][0] < _LARGEST_REVISION
+        or not max(newest, rows[0][1]) <= rows[0][0] < _REVISION_MAX
     ):
         raise damaged(address, f"its state is {rows!r} and its newest change {newest!r}")
     state: tuple[int, int, str] = rows[0]
@@ -584,12 +592,12 @@ def _unchanged(connection: sqlite3.Connection, address: str, _: object) -> int:
 
 
 def _now() -> int:
-    """Milliseconds since the host started, sleep included."""
+    """Return the milliseconds since the host started, sleep included."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
 
 
 def _boot() -> str:
-    """The kernel's boot id, which changes when the host restarts."""
+    """Return the kernel's boot id, which changes when the host restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -597,12 +605,12 @@ _THIS_BOOT = _boot()
 
 
 def _alive(connection: sqlite3.Connection, address: str) -> tuple[bool, int]:
-    """Parameters of `_ALIVE`: False if the host was restarted, so that no lease is alive; and the time."""
+    """Return the parameters of `_ALIVE`: False if the host was restarted, which ended all leases; and the time."""
     return _state(connection, address)[2] == _THIS_BOOT, _now()
 
 
 def _lease(connection: sqlite3.Connection, address: str, number: int) -> tuple[int, int] | None:
-    """Read a lease's time to live and end, in milliseconds; None if there is no such lease."""
+    """Return a lease's time to live and end, in milliseconds; None if there is no such lease."""
     row: tuple[int, int] | None = connection.execute(
         "SELECT milliseconds, ends FROM lease WHERE number = ?", (number,)
     ).fetchone()
@@ -612,7 +620,7 @@ def _lease(connection: sqlite3.Connection, address: str, number: int) -> tuple[i
 
 
 def _sweep(connection: sqlite3.Connection, address: str) -> None:
-    """End the leases whose time is over."""
+    """End the leases whose time to live has passed."""
     boot, now = _alive(connection, address)
     if boot:
         ended = connection.execute("SELECT number FROM lease WHERE ends <= ?", (now,)).fetchall()
@@ -631,7 +639,7 @@ def _end_leases(connection: sqlite3.Connection, address: str, numbers: list[int]
 
 
 def _apply(connection: sqlite3.Connection, address: str, changes: list[tuple[bytes, bytes | None, int]]) -> int:
-    """Change entries under a new revision; None as a value deletes."""
+    """Write entries under a new revision, and delete entries whose value is None; return the revision."""
     revision = _revision(connection, address) + 1
     connection.execute("UPDATE state SET revision = ?", (revision,))
     for key, value, lease in changes:
@@ -644,7 +652,7 @@ def _apply(connection: sqlite3.Connection, address: str, changes: list[tuple[byt
             connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?)", (key, value, revision, lease))
             connection.execute("INSERT INTO entry_checksum VALUES (?, ?, ?)", (key, revision, crc))
     if revision % 1000 == 0:
-        _forget(connection, revision - _CHANGES_KEPT)
+        _forget(connection, revision - _CHANGES_MAX)
     return revision
 
 

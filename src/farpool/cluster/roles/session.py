@@ -194,10 +194,17 @@ class Session:
                 self._ended.wait(_PAUSE_S)
 
     def _take(self, role: str, value: bytes, timeout: float | None) -> HeldRole | None:
-        with self._lock:
-            if role in self._roles:
+        while True:
+            with self._lock:
+                if role not in self._roles:
+                    self._roles[role] = None
+                    break
+                ours = self._roles[role]
+            if ours is None:
                 return None
-            self._roles[role] = None
+            with suppress(RegistryLeaseError):  # the role was lost, and this session had not noticed
+                ours.confirm(timeout=timeout)
+                return None
         held: HeldRole | None = None
         try:
             held = self.under_lease(lambda lease: self._write(role, value, lease, timeout), timeout)
