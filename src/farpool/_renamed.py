@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["RENAMED", "install"]
 
 RENAMED = {
+    "farpool.cluster.names.session": "farpool.cluster.roles.session",
     "farpool.debug": "farpool.memory.debug",
     "farpool.kv.objects": "farpool.abc.objects",
     "farpool.net": "farpool.cluster.wire",
@@ -32,6 +33,7 @@ RENAMED = {
     "farpool.store": "farpool.cluster.store",
     "farpool.store.names": "farpool.cluster.names",
     "farpool.store.names.objects": "farpool.abc.objects",
+    "farpool.store.names.session": "farpool.cluster.roles.session",
     "farpool.tape_file": "farpool.memory.tape",
     "farpool.tensors.named": "farpool.cluster.store.tensors",
     "farpool.tiers": "farpool.memory.tiers",

@@ -87,7 +87,7 @@ class Cluster:
         return EtcdRegistry(*self.endpoints, prefix=prefix, timeout=timeout, **options)  # type: ignore[arg-type]
 
     def wait(self, **options: object) -> None:
-        """Until every member answers by itself."""
+        """Wait until every member answers by itself."""
         until = time.monotonic() + START_SECONDS
         for endpoint in self.endpoints:
             with EtcdRegistry(endpoint, timeout=5.0, **options) as registry:  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """A process that competes for one key: ``python -m tests.registry.competitor ADDRESS NAME TURNS``.
 
-It reads the key and writes its own mark where it found that revision, again and again, and prints what came of each
-turn as JSON: the revision that it read, the mark that it wrote, and the revision of its write (0 if another was first).
+In each turn it reads the key and writes its own mark on the condition that the key still has that revision. It prints
+the result as JSON: the revision that it read, its mark, and the revision of its write, or 0 if another process was
+faster.
 """
 
 from __future__ import annotations

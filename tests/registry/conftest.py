@@ -1,4 +1,4 @@
-"""Registries for tests: each test has one that is empty, of each kind."""
+"""Empty registries of each kind for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session")
 def single() -> Iterator[Cluster]:
-    """A cluster of one member, which stays up for all tests."""
+    """A cluster of one member, which runs until all tests have ended."""
     if ETCD is None:
         pytest.skip("etcd is not installed (Debian: etcd-server)")
     with running_cluster(1) as cluster:
@@ -26,7 +26,7 @@ def single() -> Iterator[Cluster]:
 
 @pytest.fixture(params=["sqlite", "etcd"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An address under which there is nothing yet."""
+    """Address of a registry that does not exist yet."""
     if request.param == "sqlite":
         return str(tmp_path / "registry.sqlite")
     cluster: Cluster = request.getfixturevalue("single")
@@ -35,7 +35,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def fresh(place: str) -> Iterator[Callable[[], Registry]]:
-    """Opens the same registry again and again."""
+    """Opens the same registry once more at each call."""
     from farpool.cluster.registry import open_registry
 
     opened: list[Registry] = []

@@ -13,14 +13,16 @@ import pytest
 
 from farpool.abc.registry import VALUE_BYTES_MAX
 from farpool.cluster.registry import Condition, Delete, Entry, Operation, Put, Registry
+from farpool.cluster.registry.etcd import EtcdRegistry
 from farpool.errors import ConfigError, RegistryCompactedError, RegistryError, RegistryLeaseError
+from tests.forking import in_forked_child
 
 Fresh = Callable[[], Registry]
 LONG = 60.0
 
 
 def put(registry: Registry, key: str, value: bytes, lease: int = 0) -> int:
-    """Put on the condition that nobody else does, so that a transaction which is sent again is done once."""
+    """Put a value once, even if the transaction is sent twice."""
     entry = registry.get(key)
     done = registry.commit([Condition(key, entry.revision if entry else 0)], [Put(key, value, lease)])
     assert done.succeeded
@@ -31,7 +33,7 @@ def values(registry: Registry, *prefixes: str) -> dict[str, bytes]:
     return {entry.key: entry.value for entry in registry.range(*prefixes).entries}
 
 
-def test_what_was_put_is_read_until_it_is_deleted(registry: Registry) -> None:
+def test_an_entry_is_read_as_it_was_put_until_it_is_deleted(registry: Registry) -> None:
     assert registry.get("a") is None
     first = put(registry, "a", b"one")
     assert registry.get("a") == Entry("a", b"one", first)
@@ -74,11 +76,11 @@ def test_a_hundred_operations_are_one_transaction(registry: Registry) -> None:
     assert len(entries) == 100
 
 
-def test_entries_of_a_lease_go_with_it(registry: Registry) -> None:
+def test_ending_a_lease_deletes_its_entries(registry: Registry) -> None:
     lease = registry.grant(1000)
     put(registry, "with", b"1", lease)
     put(registry, "moved", b"1", lease)
-    put(registry, "moved", b"2")  # without it now
+    put(registry, "moved", b"2")  # no longer bound to the lease
     entry = registry.get("with")
     assert entry is not None
     assert entry.lease == lease
@@ -93,7 +95,7 @@ def test_entries_of_a_lease_go_with_it(registry: Registry) -> None:
     assert registry.get("x") is None
 
 
-def test_a_lease_that_nobody_keeps_alive_ends_and_others_see_it(fresh: Fresh) -> None:
+def test_a_lease_without_renewal_ends_and_others_see_it(fresh: Fresh) -> None:
     holder, other = fresh(), fresh()
     lease = holder.grant(1.0)
     written = put(holder, "held", b"1", lease)
@@ -107,7 +109,7 @@ def test_a_lease_that_nobody_keeps_alive_ends_and_others_see_it(fresh: Fresh) ->
         holder.keep_alive(lease)
 
 
-def test_a_lease_that_is_kept_alive_stays(registry: Registry) -> None:
+def test_a_renewed_lease_does_not_end(registry: Registry) -> None:
     for _ in range(20):
         lease = registry.grant(2.0)
         put(registry, "held", b"1", lease)
@@ -119,12 +121,12 @@ def test_a_lease_that_is_kept_alive_stays(registry: Registry) -> None:
             gaps.append(time.monotonic() - last)
             last += gaps[-1]
             time.sleep(0.05)
-        if max(gaps) < 1:  # else this process was not given the time to do it
+        if max(gaps) < 1:  # otherwise this process did not get enough CPU time to renew it
             break
     assert registry.get("held") is not None
 
 
-def test_a_watch_tells_each_change_once_and_in_order(fresh: Fresh) -> None:
+def test_a_watch_reports_each_change_once_and_in_order(fresh: Fresh) -> None:
     registry, other = fresh(), fresh()
     start = put(registry, "w/0", b"before")
     with registry.watch("w/", start) as watch:
@@ -141,14 +143,14 @@ def test_a_watch_tells_each_change_once_and_in_order(fresh: Fresh) -> None:
         ("w/0", b"", True),
         ("w/1", b"last", False),
     ]
-    with other.watch("w/", revisions[9]) as later:  # resumed by another
+    with other.watch("w/", revisions[9]) as later:  # a watch of another program, from the same place
         resumed: list[Entry] = []
         while len(resumed) < 12:
             resumed += later.next(LONG).entries
     assert resumed == told[10:]
 
 
-def test_a_watch_wakes_up_for_a_change_that_comes_while_it_waits(fresh: Fresh) -> None:
+def test_a_change_wakes_a_waiting_watch(fresh: Fresh) -> None:
     registry, other = fresh(), fresh()
     start = registry.range("w/").revision
     told: list[Entry] = []
@@ -162,7 +164,7 @@ def test_a_watch_wakes_up_for_a_change_that_comes_while_it_waits(fresh: Fresh) -
     assert [entry.value for entry in told] == [b"1"]
 
 
-def test_a_watch_of_changes_that_are_gone_says_so(registry: Registry) -> None:
+def test_a_watch_after_compacted_changes_raises_an_error(registry: Registry) -> None:
     start = put(registry, "w/0", b"0")
     last = [put(registry, "w/0", b"1") for _ in range(5)][-1]
     registry.compact(last)
@@ -177,7 +179,7 @@ def test_a_watch_of_changes_that_are_gone_says_so(registry: Registry) -> None:
         assert [one.revision for one in watch.next(LONG).entries] == [after]
 
 
-def test_bad_input_says_what_was_expected_and_changes_nothing(registry: Registry) -> None:
+def test_errors_for_bad_input_name_the_expected_input_and_nothing_changes(registry: Registry) -> None:
     for call, said in (
         (lambda: registry.get(""), "expected 1 to 1024"),
         (lambda: registry.get("x" * 1025), "has 1025 bytes"),
@@ -200,13 +202,13 @@ def test_bad_input_says_what_was_expected_and_changes_nothing(registry: Registry
     assert registry.range("").entries == ()
 
 
-def test_values_of_the_largest_size_come_back_also_many_of_them(registry: Registry) -> None:
+def test_several_values_of_the_largest_size_are_read_as_they_were_put(registry: Registry) -> None:
     for i in range(6):
         put(registry, f"large/{i}", bytes([i]) * VALUE_BYTES_MAX)
     assert [len(entry.value) for entry in registry.range("large/").entries] == [VALUE_BYTES_MAX] * 6
 
 
-def test_more_entries_than_one_reply_has_are_one_snapshot(registry: Registry) -> None:
+def test_a_range_over_several_replies_is_one_snapshot(registry: Registry) -> None:
     for begin in range(0, 2100, 100):
         registry.commit([], [Put(f"many/{i:04}", b"") for i in range(begin, begin + 100)])
     assert [entry.key for entry in registry.range("many/").entries] == [f"many/{i:04}" for i in range(2100)]
@@ -233,6 +235,36 @@ def test_threads_share_a_registry(registry: Registry) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_watches_without_taking_changes_from_its_parent(registry: Registry) -> None:
+    start = put(registry, "w/0", b"0")
+    with registry.watch("w/", start) as watch:
+        assert watch.next(0.0).entries == ()
+        put(registry, "w/1", b"1")
+
+        def child() -> None:
+            assert [entry.key for entry in watch.next(LONG).entries] == ["w/1"]
+            put(registry, "w/2", b"2")
+            assert [entry.key for entry in watch.next(LONG).entries] == ["w/2"]
+
+        in_forked_child(child, LONG)
+        keys: list[str] = []
+        while len(keys) < 2:
+            entries = watch.next(LONG).entries
+            assert entries, "the child read a change that its parent waits for"
+            keys += [entry.key for entry in entries]
+    assert keys == ["w/1", "w/2"]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_a_lock_of_a_thread_of_its_parent(registry: Registry) -> None:
+    put(registry, "k", b"1")
+    lock = (registry._gateway if isinstance(registry, EtcdRegistry) else registry)._lock  # type: ignore[attr-defined]
+    with lock:
+        in_forked_child(lambda: registry.get("k"), LONG)  # type: ignore[arg-type, return-value]
+    assert registry.get("k") is not None
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_uses_the_same_registry(registry: Registry) -> None:
     put(registry, "parent", b"1")
     with registry.watch("", registry.range("").revision) as watch:
@@ -252,7 +284,7 @@ def _in_child(registry: Registry) -> None:
     os._exit(0)
 
 
-def test_a_closed_registry_says_so(registry: Registry) -> None:
+def test_a_closed_registry_raises_an_error(registry: Registry) -> None:
     watch = registry.watch("", 0)
     registry.close()
     registry.close()

@@ -1,4 +1,4 @@
-"""Registries that are damaged, replaced or cannot be written: what is read is right, or an error says what is wrong."""
+"""Damaged, replaced and unwritable registries: an entry is read as it was written, or an error names the reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def values(registry: Registry) -> dict[str, bytes]:
     return {entry.key: entry.value for entry in registry.range("").entries}
 
 
-def test_a_file_of_an_earlier_release_is_read_and_gets_checksums_as_it_is_written(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_release_is_read_and_each_write_adds_a_checksum(tmp_path: Path) -> None:
     path = tmp_path / "registry"
     raw = sqlite3.connect(path, isolation_level=None)
     raw.executescript(EARLIER)
@@ -64,7 +64,7 @@ def test_a_file_of_an_earlier_release_is_read_and_gets_checksums_as_it_is_writte
             assert [entry.value for entry in watch.next(0.0).entries] == [b"\1", b"\2"]
         assert registry.commit([Condition("a", 2)], [Put("a", b"new")]).succeeded
         assert values(registry) == {"a": b"new", "b": b"\2"}
-        # The earlier release writes and deletes entries without knowing of checksums.
+        # The earlier release writes and deletes entries and does not know of checksums.
         raw.execute("INSERT OR REPLACE INTO entry VALUES (CAST('a' AS BLOB), x'05', 9, 0)")
         assert values(registry) == {"a": b"\5", "b": b"\2"}
         registry.commit([], [Put("c", b"c")])
@@ -95,7 +95,7 @@ def test_a_file_of_an_earlier_release_is_read_and_gets_checksums_as_it_is_writte
         ("DELETE FROM state", "its state is"),
     ],
 )
-def test_damage_is_reported_as_damage(tmp_path: Path, statement: str, said: str) -> None:
+def test_reading_a_damaged_entry_raises_an_error_that_names_it(tmp_path: Path, statement: str, said: str) -> None:
     path = tmp_path / "registry"
     with SqliteRegistry(path, timeout=60.0) as registry:
         registry.commit([], [Put("n/a", b"value")])
@@ -117,7 +117,7 @@ def test_damage_is_reported_as_damage(tmp_path: Path, statement: str, said: str)
             assert entry.value == b"value"
 
 
-def test_a_damaged_change_is_not_told(tmp_path: Path) -> None:
+def test_a_watch_does_not_report_a_damaged_change(tmp_path: Path) -> None:
     path = tmp_path / "registry"
     with SqliteRegistry(path, timeout=60.0) as registry:
         done = registry.commit([], [Put("a", b"value")])
@@ -131,7 +131,7 @@ def test_a_damaged_change_is_not_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flips", [30, pytest.param(600, marks=pytest.mark.slow)])
-def test_a_flipped_bit_is_found_or_changes_nothing_that_is_read(tmp_path: Path, flips: int) -> None:
+def test_a_flipped_bit_is_detected_or_changes_no_read_entry(tmp_path: Path, flips: int) -> None:
     path, chance = tmp_path / "registry", random.Random(3)
     want = {f"name/{i:02}": chance.randbytes(chance.choice([20, 200, 3000])) for i in range(30)}
     with SqliteRegistry(path, timeout=60.0) as registry:
@@ -185,7 +185,7 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [removed, replaced])
-def test_a_file_that_was_removed_or_replaced_confirms_nothing(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_a_removed_or_replaced_file_confirms_no_change(tmp_path: Path, change: Callable[[Path], None]) -> None:
     path = tmp_path / "registry"
     with SqliteRegistry(path, timeout=60.0) as registry, registry.watch("", 1) as watch:
         registry.commit([], [Put("a", b"1")])
@@ -206,7 +206,7 @@ def test_a_file_that_was_removed_or_replaced_confirms_nothing(tmp_path: Path, ch
                 call()
 
 
-def test_a_file_that_is_removed_during_a_change_does_not_confirm_it(
+def test_a_file_that_is_removed_during_a_change_does_not_confirm_the_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "registry"
@@ -226,7 +226,7 @@ def test_a_file_that_is_removed_during_a_change_does_not_confirm_it(
 
 
 @needs_etcd
-def test_an_etcd_that_was_made_again_is_noticed() -> None:
+def test_a_recreated_etcd_raises_an_error() -> None:
     with running_cluster(1) as cluster, cluster.registry() as registry:
         for _ in range(3):
             registry.commit([], [Put("a", b"1")])
@@ -249,7 +249,7 @@ def test_an_etcd_that_was_made_again_is_noticed() -> None:
 
 @needs_etcd
 @pytest.mark.slow
-def test_an_etcd_without_room_can_be_read() -> None:
+def test_an_etcd_without_space_can_be_read() -> None:
     with running_cluster(1, options=["--quota-backend-bytes", str(1 << 20)]) as cluster:
         cluster.wait()
         _stays_readable(cluster.registry, lambda names: names._registry.commit([], [Put("hog", bytes(1 << 19))]))
@@ -272,7 +272,7 @@ def test_a_file_that_cannot_be_written_can_be_read(tmp_path: Path, monkeypatch: 
     _stays_readable(lambda: SqliteRegistry(tmp_path / "registry", timeout=60.0), fill)
 
 
-def test_a_file_system_that_is_read_only_counts_as_one_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_read_only_file_system_raises_the_error_of_an_unwritable_registry(tmp_path: Path) -> None:
     with SqliteRegistry(tmp_path / "registry", timeout=60.0) as registry:
         registry.commit([], [Put("a", b"1")])
         registry._idle[0].execute("PRAGMA query_only = ON")
@@ -294,7 +294,7 @@ def _stays_readable(make: Callable[[], Registry], fill: Callable[[Names], object
             except RegistryUnwritableError as full:
                 error = full
                 break
-        assert error is not None, "there is room for all"
+        assert error is not None, "the file system has space for all entries"
         store.evict()
         for _ in range(3):
             with names.open("n") as opened:

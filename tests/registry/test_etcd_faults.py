@@ -1,4 +1,4 @@
-"""Three members of a real etcd: one killed, one stopped, the majority lost, all back."""
+"""Three members of a real etcd: one is killed or stopped, then the majority, then all come back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def count_up(registry: Registry, times: int) -> None:
         revision = done.revision
 
 
-def test_reads_writes_and_watches_go_on_while_one_member_is_killed_and_another_time_stopped(cluster: Cluster) -> None:
+def test_reads_writes_and_watches_go_on_while_one_member_is_killed_or_stopped(cluster: Cluster) -> None:
     for order in range(3):  # one of them is the leader, one has the connection and the watch
         member = cluster.members[order]
         with cluster.registry(f"round-{order}/", LONG) as registry:
@@ -59,7 +59,7 @@ def test_reads_writes_and_watches_go_on_while_one_member_is_killed_and_another_t
         cluster.wait()
 
 
-def test_a_commit_under_way_while_members_are_stopped_one_after_another_is_done_once(cluster: Cluster) -> None:
+def test_commits_are_done_once_while_members_are_stopped_one_after_another(cluster: Cluster) -> None:
     with cluster.registry(timeout=LONG) as registry:
         ended = threading.Event()
 
@@ -85,7 +85,7 @@ def test_a_commit_under_way_while_members_are_stopped_one_after_another_is_done_
         assert int(entry.value) >= 100
 
 
-def test_without_a_majority_calls_end_at_their_deadline_and_say_who_is_away_since_when(cluster: Cluster) -> None:
+def test_without_a_majority_calls_end_at_their_deadline_and_name_the_silent_members(cluster: Cluster) -> None:
     with cluster.registry() as registry:
         count_up(registry, 1)
         cluster.members[0].kill()
@@ -99,7 +99,7 @@ def test_without_a_majority_calls_end_at_their_deadline_and_say_who_is_away_sinc
                 began = time.monotonic()
                 with pytest.raises(RegistryAwayError) as error:
                     call()
-                assert time.monotonic() - began >= 3.0  # used up
+                assert time.monotonic() - began >= 3.0
                 said = str(error.value)
                 for host, port in cluster.endpoints:
                     assert re.search(rf"{host}:{port} has failed since \d\d:\d\d:\d\d UTC \(.+?\)", said), said
@@ -117,13 +117,13 @@ def test_without_a_majority_calls_end_at_their_deadline_and_say_who_is_away_sinc
             assert [entry.value for entry in watch.next(LONG).entries] == [b"1"]
 
 
-def test_a_watch_leaves_a_member_that_has_lost_the_others(cluster: Cluster) -> None:
+def test_a_watch_leaves_a_member_that_lost_the_majority(cluster: Cluster) -> None:
     lonely = cluster.members[0]
     with cluster.registry(timeout=LONG) as registry, registry.watch("", registry.range("").revision) as watch:
         watch.next(0.0)  # at the first endpoint
         lonely.stop()
         try:
-            # Sent again if the others elect a leader first, and with its own key as a condition done once all the same.
+            # It is sent again if the others must elect a leader first. Its condition on its own key makes it one write.
             done = registry.commit([Condition("while it was away", 0)], [Put("while it was away", b"")])
             assert done.succeeded
             assert [entry.revision for entry in watch.next(LONG).entries] == [done.revision]
@@ -131,7 +131,7 @@ def test_a_watch_leaves_a_member_that_has_lost_the_others(cluster: Cluster) -> N
             lonely.go_on()
 
 
-def test_nobody_at_all_is_an_error_with_all_endpoints() -> None:
+def test_without_any_member_the_error_names_all_endpoints() -> None:
     with running_cluster(1) as cluster:
         registry = cluster.registry(timeout=1.0)
         cluster.end()

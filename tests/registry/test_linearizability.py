@@ -1,4 +1,4 @@
-"""Several processes compete for one key: each revision of it has one winner, and the history is one line."""
+"""Several processes compete for one key: each revision has one writer, and the history has no branches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def compete(place: str, processes: int, turns: int, meanwhile: Callable[[], None] = lambda: None) -> int:
-    """Run the competitors, check their history against the registry's own; how many writes won."""
+    """Run the competitors, and compare their history with the registry's; return the number of successful writes."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.registry.competitor", place, f"p{i}", str(turns)],
@@ -56,14 +56,14 @@ def check(turns: list[tuple[int, str, int]], turn_lists: list[list[str]], regist
         told: list[tuple[int, str]] = []
         while len(told) < len(won):
             changes = watch.next(60.0)
-            assert changes.entries, "a write that was confirmed is not in the history"
+            assert changes.entries, "a confirmed write is missing in the history"
             told += [(entry.revision, entry.value.decode()) for entry in changes.entries]
-        assert watch.next(0.0).entries == (), "a write is in the history that nobody was told of"
+        assert watch.next(0.0).entries == (), "the history has a write that was not confirmed"
     before = 0
     for revision, mark in told:
-        assert won[revision] == (before, mark), "a write has followed another than the one it had read"
+        assert won[revision] == (before, mark), "a write followed another one than the one that its process read"
         before = revision
-    for lines in turn_lists:  # what a process reads never goes back
+    for lines in turn_lists:  # a process never reads an older revision than before
         revisions = [
             revision for read, _, written in map(json.loads, lines) for revision in (read, written) if revision
         ]

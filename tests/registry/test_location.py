@@ -39,7 +39,7 @@ from tests.registry.cluster import START_SECONDS, Cluster, needs_etcd, running_c
         ("etcd://u:p@a?password_file=/x", "the password is given twice"),
     ],
 )
-def test_an_address_that_is_none_says_why(text: str, said: str) -> None:
+def test_a_wrong_address_raises_an_error_with_the_reason(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         open_registry(text)
 
@@ -55,7 +55,7 @@ def test_errors_and_addresses_show_no_password() -> None:
     assert "secret" not in str(away.value)
 
 
-def test_the_registry_of_the_environment_or_of_the_user_is_the_default(
+def test_the_default_registry_is_from_the_environment_or_the_state_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FARPOOL_REGISTRY", raising=False)
@@ -111,7 +111,7 @@ def test_users_have_passwords_and_rights(tmp_path: Path) -> None:
                     done = registry.commit([Condition("a", revision)], [Put("a", b"1", registry.grant(1000))])
                     revision = done.revision
                     assert [entry.revision for entry in watch.next(60.0).entries] == [done.revision]
-                    time.sleep(1.5)  # the token ends in between
+                    time.sleep(1.5)  # the token expires
         for address, said in (
             (f"etcd://me:pass%40word@{cluster.hosts}/yours", "does not let the user 'me' do that"),
             (f"etcd://me:wrong@{cluster.hosts}/mine", "does not accept the user 'me'"),
@@ -126,7 +126,7 @@ def test_users_have_passwords_and_rights(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two authorities, and a server's and a client's certificate of the first."""
+    """A folder with two authorities, and certificates of a server and a client from the first one."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("certificates")
@@ -181,8 +181,8 @@ _TLS = {"cert-file": "server.pem", "key-file": "server.key", "trusted-ca-file": 
 
 
 @needs_etcd
-def test_something_else_that_listens_there_is_told_as_such(single: Cluster) -> None:
-    port = single.members[0].peer  # speaks HTTP, but not this
+def test_the_error_shows_that_another_server_answered(single: Cluster) -> None:
+    port = single.members[0].peer  # it speaks HTTP, but not the gateway's
     with open_registry(f"etcd://127.0.0.1:{port}", timeout=0.5) as registry:
         with pytest.raises(RegistryAwayError, match="HTTP status 404"):
             registry.get("a")

@@ -1,4 +1,4 @@
-"""Random calls on both registries, against a perfect one in memory."""
+"""Random calls of both registries, compared with a model in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 class Machine(RuleBasedStateMachine):
-    """What a registry should hold, and each change that a watch of ``a`` should tell."""
+    """Knows the entries of a registry, and the changes that a watch of ``a`` has not reported yet."""
 
     cluster: ClassVar[Cluster | None] = None
 
@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        """Another process would see the same."""
+        """Open the registry again, as another process would."""
         if self.cluster is None:
             self.watch.close()
             self.registry.close()
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
             changes = self.watch.next(WAIT)
             assert changes.entries
             got += changes.entries
-        # Changes of one transaction come in no order that is promised.
+        # The contract promises no order for the changes of one transaction.
         order = {"key": lambda entry: (entry.revision, entry.key)}
         assert sorted(got, **order) == sorted(self.untold, **order)
         assert [entry.revision for entry in got] == sorted(entry.revision for entry in got)

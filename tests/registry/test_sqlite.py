@@ -1,4 +1,4 @@
-"""What is special about the registry in a file: its format, its locks, its leases, writers that are killed."""
+"""The registry in a file: its format, its locks, its leases, and writers that are killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from farpool.errors import RegistryAwayError, RegistryDeniedError, RegistryError
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "registry.sqlite"
     with SqliteRegistry(path) as registry:
         registry.commit([], [Put("a", b"1")])
@@ -43,7 +43,7 @@ def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
         (None, "file is not a database"),
     ],
 )
-def test_a_file_of_something_else_or_newer_is_refused_by_name_and_not_touched(
+def test_a_foreign_or_newer_file_is_refused_by_name_and_not_changed(
     tmp_path: Path, content: str | None, said: str
 ) -> None:
     path = tmp_path / "file"
@@ -60,7 +60,7 @@ def test_a_file_of_something_else_or_newer_is_refused_by_name_and_not_touched(
     assert path.read_bytes() == before
 
 
-def test_a_path_that_cannot_be_a_file_says_why(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_file_raises_an_error_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RegistryDeniedError, match="cannot be opened: Is a directory"):
         SqliteRegistry(tmp_path)
@@ -68,7 +68,7 @@ def test_a_path_that_cannot_be_a_file_says_why(tmp_path: Path) -> None:
         SqliteRegistry(tmp_path / "file" / "registry")
 
 
-def test_a_file_that_another_process_has_locked_is_an_error_at_the_deadline_and_works_again_after(
+def test_writing_a_locked_file_fails_at_the_deadline_and_works_after_the_unlock(
     file: SqliteRegistry,
 ) -> None:
     path = file.address.removeprefix("sqlite://")
@@ -81,7 +81,7 @@ def test_a_file_that_another_process_has_locked_is_an_error_at_the_deadline_and_
     assert time.monotonic() - began >= 0.5
     assert not error.value.uncertain
     assert list(error.value.endpoints) == [file.address]
-    entry = file.get("a")  # reading goes on
+    entry = file.get("a")  # it can still be read
     assert entry is not None
     assert entry.value == b"1"
     locker.execute("COMMIT")
@@ -89,7 +89,7 @@ def test_a_file_that_another_process_has_locked_is_an_error_at_the_deadline_and_
     assert file.commit([], [Put("a", b"2")]).succeeded
 
 
-def test_leases_of_an_earlier_run_of_the_host_have_ended(file: SqliteRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_of_the_host_ends_all_leases(file: SqliteRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = file.grant(10_000)
     start = file.commit([], [Put("held", b"", lease), Put("free", b"")]).revision
     monkeypatch.setattr(module, "_THIS_BOOT", "another")
@@ -106,11 +106,11 @@ def test_leases_of_an_earlier_run_of_the_host_have_ended(file: SqliteRegistry, m
     assert file.get("held") is not None
 
 
-def test_changes_are_forgotten_in_time_and_entries_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_changes_are_deleted_and_old_entries_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHANGES_MAX", 500)
     with SqliteRegistry(tmp_path / "r", timeout=60) as registry:
         connection = registry._idle[0]
-        connection.execute("PRAGMA synchronous = OFF")  # a thousand times
+        connection.execute("PRAGMA synchronous = OFF")  # there are a thousand commits
         registry.commit([], [Put("first", b"")])
         for i in range(1100):
             registry.commit([], [Put("other", str(i).encode())])
@@ -136,7 +136,7 @@ while True:
 """
 
 
-def test_a_writer_killed_at_any_point_leaves_all_of_a_transaction_or_nothing(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_point_leaves_whole_transactions(tmp_path: Path) -> None:
     path = tmp_path / "registry"
     for trial in range(8):
         writer = subprocess.Popen(
@@ -153,7 +153,7 @@ def test_a_writer_killed_at_any_point_leaves_all_of_a_transaction_or_nothing(tmp
             turn = int(entries["a"].value)
             assert ("c" in entries) == (turn % 2 == 0)
             told_turn, told_revision = map(int, told.split())
-            assert turn in (told_turn - 1, told_turn)  # what was confirmed is there
+            assert turn in (told_turn - 1, told_turn)  # the confirmed change is in the file
             assert entries["a"].revision >= told_revision
             assert {entry.revision for entry in entries.values()} == {entries["a"].revision}
             registry.commit([Condition("a", entries["a"].revision)], [Delete("a"), Delete("b"), Delete("c")])
@@ -161,7 +161,7 @@ def test_a_writer_killed_at_any_point_leaves_all_of_a_transaction_or_nothing(tmp
     assert path_again.st_size
 
 
-def test_many_threads_that_make_the_same_file_at_once_agree(tmp_path: Path) -> None:
+def test_many_threads_make_the_same_file_at_once(tmp_path: Path) -> None:
     failures: list[BaseException] = []
 
     def make(path: Path, together: threading.Barrier) -> None:
@@ -181,7 +181,7 @@ def test_many_threads_that_make_the_same_file_at_once_agree(tmp_path: Path) -> N
     assert not failures
 
 
-def test_many_processes_that_make_the_same_file_at_once_agree(tmp_path: Path) -> None:
+def test_many_processes_make_the_same_file_at_once(tmp_path: Path) -> None:
     code = """
 import sys
 from farpool.cluster.registry import Put, open_registry
@@ -198,8 +198,8 @@ open_registry(sys.argv[1], timeout=60).commit([], [Put(sys.argv[2], b"")])
         assert len(registry.range("k").entries) == 6
 
 
-def test_a_second_registry_in_a_program_leaves_the_locks_of_the_first(tmp_path: Path) -> None:
-    """Without its lock, another program that closes the file takes itself for the last and removes the log."""
+def test_a_second_registry_in_a_program_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
+    """Without these locks, another program that closes the file would take itself for the last and remove the log."""
     path = tmp_path / "registry.sqlite"
     opened = f"""
 from farpool.cluster.registry import Put

@@ -78,7 +78,7 @@ def test_a_holder_whose_lease_ended_changes_nothing(make: MakeSession, registry:
     registry.revoke(held.lease)
     if followed:
         taken(theirs)
-    assert not held.lost  # it has not noticed
+    assert held.lost is False  # it has not noticed
     with pytest.raises(RegistryLeaseError, match=f"no longer holds the role 'r' .*its lease {held.lease} ended"):
         held.commit([], [Put("k", b"stale")])
     with pytest.raises(RegistryLeaseError, match="take the role again"):

@@ -1,6 +1,12 @@
-"""Contract of the places where immutable values are stored under keys: a store's nodes, or a pool of this process.
+"""Contracts of places that store immutable values under keys.
 
-Rules for every implementation:
+There are two, because their users need different things. `ObjectStore` is for names (`farpool.cluster.names`): it keeps
+values until they are released, in a number of copies, and marks each copy. Only nodes can do that, so a `farpool.Store`
+is its one implementation. `Objects` is for caches (`farpool.kv`): it holds, drops and demotes values, and each of its
+calls makes one attempt within a time limit. A `farpool.Store` and a pool of this process (`farpool.kv.PoolObjects`)
+implement it; a pool has neither copies nor marks. The two protocols share no method.
+
+Rules for every implementation of either:
 
 - A key identifies its bytes. A put of a key that has a value keeps that value and succeeds.
 - A read returns the whole value as it was put, or None if there is none. A value that is damaged counts as missing or

@@ -23,7 +23,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def make(place: str, store: MemoryStore) -> Iterator[MakeNames]:
-    """Makes names as another program would have them: with a registry and a lease of their own."""
+    """Makes names like those of another program, with a registry and a lease of their own."""
     made = []
 
     def one(**settings: object) -> Names:

@@ -1,4 +1,4 @@
-"""Objects in a folder, which several processes share; nothing is evicted, what is let go is gone at once."""
+"""Objects in a folder, which several processes share. None is evicted, and a release deletes an object at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FolderStore:
         )
 
     def _touch(self, key: str, keep: bool | None, seen: int | None) -> int | None:
-        """The mark afterwards; None without an object, 0 if its mark is not the one that was seen."""
+        """Return the new mark; None if there is no object, 0 if it has another mark than `seen`."""
         number = self.folder / f".{key}.mark"
         if seen == 0 or not (self.folder / key).exists():
             return None

@@ -1,4 +1,4 @@
-"""Write-once objects in memory, as a store keeps them: time to live, kept objects, eviction on demand."""
+"""Write-once objects in memory, with times to live, kept objects, and eviction on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MemoryStore:
-    """Like `farpool.Store` on one node, with a clock that stands until it is moved."""
+    """Behaves like `farpool.Store` on one node, with a clock that only the test moves."""
 
     replicas = 1
 
@@ -26,13 +26,13 @@ class MemoryStore:
         self.now = 0.0
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.kept: set[str] = set()
-        self.marks: dict[str, int] = {}  # another one whenever an object is kept, let go or given more time to live
+        self.marks: dict[str, int] = {}  # a new one each time an object is kept, released or given more time to live
         self.changes = itertools.count(1)
-        self.sent = 0  # values that came over the wire
+        self.sent = 0  # values that the store received
         self.requests = 0  # batches of puts and touches
         self.away = ""  # the name of another node that is away, and may have copies
         self.largest = 0
-        self.pause = 0.0  # before an object is let go, so that others come in between
+        self.pause = 0.0  # before a release, so that other threads run in between
 
     def put_content(self, value: Buffer) -> None:
         self.put_many([(content_key([memoryview(value)]), value)])
@@ -85,7 +85,7 @@ class MemoryStore:
         )
 
     def touch(self, key: str, ttl: float | None, keep: bool | None, seen: int | None = None) -> int | None:
-        """The mark afterwards; None without an object, 0 if its mark is not the one that was seen."""
+        """Return the new mark; None if there is no object, 0 if it has another mark than `seen`."""
         if keep is False:
             time.sleep(self.pause)
         with self.lock:
@@ -122,6 +122,6 @@ class MemoryStore:
             self.expire()
 
     def evict(self) -> None:
-        """Drop everything that is not kept, as a node does that needs the room."""
+        """Drop all objects that are not kept, as a node without free memory does."""
         with self.lock:
             self.objects = {key: self.objects[key] for key in self.kept if key in self.objects}

@@ -1,4 +1,4 @@
-"""Copies of what names hold: as many as asked for, all of them kept, through losses, reads and repairs."""
+"""Copies of the objects of names: nodes keep the wanted number of them through losses, reads and repairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.node.nodes import walked
 from tests.nodes import eventually
 from tests.store.local_nodes import MIB, LocalNode, store_over
 
-VALUE = [os.urandom(1000), os.urandom(200_000)]  # the second goes through mapped memory where that is
+VALUE = [os.urandom(1000), os.urandom(200_000)]  # the second uses mapped memory if there is any
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def store(nodes: list[LocalNode], tmp_path: Path) -> Iterator[Store]:
 
 
 def kept(nodes: list[LocalNode]) -> list[str]:
-    """Every kept copy, by its key."""
+    """Return the key of every kept copy."""
     found = []
     for node in nodes:
         if node.server is not None:
@@ -57,7 +57,7 @@ def keys_of(store: Store, name: str) -> list[str]:
 
 
 def retire_only(store: Store, registry: Registry, grace: float) -> int:
-    """The part of a sweep before it asks nodes; the program is stopped behind it."""
+    """Do the part of a sweep before it asks nodes, as a program that is stopped then."""
     _retire(registry, _versions(registry).unheld)
     return 0
 
@@ -66,10 +66,10 @@ def answering(store: Store) -> Callable[[], bool]:
     return lambda: all(status.stats is not None for status in store.nodes())
 
 
-def test_a_name_has_all_its_copies_kept_though_a_node_dies_while_it_is_published(
+def test_all_copies_of_a_name_are_kept_although_a_node_dies_during_the_publish(
     nodes: list[LocalNode], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.put_many({f"{number}": b"" for number in range(9)})  # all nodes have been met
+    store.put_many({f"{number}": b"" for number in range(9)})  # so that the store has connected to all nodes
     announce = Sending._announce
 
     def dies(sending: Sending, keys: list[str]) -> None:
@@ -83,7 +83,7 @@ def test_a_name_has_all_its_copies_kept_though_a_node_dies_while_it_is_published
     assert read(store, "n") == b"".join(VALUE)
 
 
-def test_names_live_through_the_replacement_of_every_node_with_repairs_between(
+def test_names_survive_the_replacement_of_every_node_with_repairs_in_between(
     nodes: list[LocalNode], store: Store
 ) -> None:
     store.publish("n", VALUE)
@@ -97,14 +97,14 @@ def test_names_live_through_the_replacement_of_every_node_with_repairs_between(
         assert (repaired.endangered, repaired.mended) == (lost, lost)
         assert kept(nodes) == before
     listed = [entry for node in nodes if node.server is not None for entry in walked(node.server, 0, b"", b"", 1000)]
-    assert {(entry[5], entry[6]) for entry in listed} == {(2, True)}  # so many copies are asked for, and all are kept
-    for number in range(30):  # more than the nodes have
+    assert {(entry[5], entry[6]) for entry in listed} == {(2, True)}  # two copies are wanted, and each is kept
+    for number in range(30):  # more than the memory of the nodes
         store.put(f"filler {number}", os.urandom(MIB))
     assert kept(nodes) == before
     assert read(store, "n") == b"".join(VALUE)
 
 
-def test_a_copy_that_its_node_was_not_told_to_keep_is_kept_after_a_repair(nodes: list[LocalNode], store: Store) -> None:
+def test_a_repair_makes_a_restarted_node_keep_its_copy(nodes: list[LocalNode], store: Store) -> None:
     store.put("k", b"value", ttl=1000)
     cluster = store._open()
     first, second, third = cluster.order(b"k", cluster.deadline())
@@ -120,7 +120,7 @@ def test_a_copy_that_its_node_was_not_told_to_keep_is_kept_after_a_repair(nodes:
     assert store.repair().endangered == 0
 
 
-def test_a_copy_of_a_kept_object_is_kept_however_long_it_takes_until_the_deadline(
+def test_a_repair_has_a_copy_kept_although_each_request_takes_long(
     nodes: list[LocalNode], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.publish("n", b"value")
@@ -142,7 +142,7 @@ def test_a_copy_of_a_kept_object_is_kept_however_long_it_takes_until_the_deadlin
     assert kept(nodes) == before
 
 
-def test_nodes_let_go_of_what_a_stopped_sweep_has_left_while_another_node_is_away(
+def test_nodes_release_the_objects_of_a_stopped_sweep_while_another_node_is_away(
     nodes: list[LocalNode], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Names(store, tmp_path / "registry", hold=0.0) as names:
@@ -165,10 +165,10 @@ def test_nodes_let_go_of_what_a_stopped_sweep_has_left_while_another_node_is_awa
 
 
 @pytest.mark.parametrize("who", ["repair is stopped", "sweep is stopped"])
-def test_a_repair_and_a_sweep_at_the_same_time_leave_no_copy_kept_that_no_name_holds(
+def test_a_repair_during_a_sweep_leaves_no_kept_copy_without_a_name(
     nodes: list[LocalNode], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
-    """One of the two stops at each of its calls to the nodes, and the other does all of its work there."""
+    """One of the two pauses at each of its calls of the nodes, and the other does all of its work then."""
     with store_over(nodes, 2) as other, Names(other, tmp_path / "registry", hold=0.0) as names:
         stopped, work, others_work = (
             (store._open(), store.repair, names.sweep)
@@ -188,7 +188,7 @@ def test_a_repair_and_a_sweep_at_the_same_time_leave_no_copy_kept_that_no_name_h
             steps, at = 0, at + 1
             assert at < 30
             names.publish("n", b"%d" % at * 1000)
-            next(node for node in nodes if kept([node])).replace()  # repair copies what it had
+            next(node for node in nodes if kept([node])).replace()  # a repair copies its objects
             eventually(answering(store))
             eventually(answering(other))
             with monkeypatch.context() as patch:
@@ -199,12 +199,12 @@ def test_a_repair_and_a_sweep_at_the_same_time_leave_no_copy_kept_that_no_name_h
                 work()
             names.sweep()
             assert kept(nodes) == [], f"at call {at}"
-            for key in list(store.keys()):  # the next repair shall find nothing that this one left to expire
+            for key in list(store.keys()):  # so that the next repair does not find objects that are about to expire
                 store.drop(key)
         assert at > 2
 
 
-def test_a_read_makes_a_missing_copy_again_and_it_is_kept(nodes: list[LocalNode], store: Store) -> None:
+def test_a_read_restores_a_missing_copy_as_a_kept_one(nodes: list[LocalNode], store: Store) -> None:
     store.publish("n", VALUE)
     keys = set(kept(nodes))
     for node in nodes:
@@ -214,7 +214,7 @@ def test_a_read_makes_a_missing_copy_again_and_it_is_kept(nodes: list[LocalNode]
         eventually(lambda: all(kept(nodes).count(key) >= 2 for key in keys))
 
 
-def test_a_name_says_so_when_all_copies_are_gone(nodes: list[LocalNode], store: Store) -> None:
+def test_opening_a_name_without_copies_raises_an_error(nodes: list[LocalNode], store: Store) -> None:
     store.publish("n", VALUE)
     lost = keys_of(store, "n")[1]
     assert store.drop(lost)
@@ -225,7 +225,7 @@ def test_a_name_says_so_when_all_copies_are_gone(nodes: list[LocalNode], store: 
     assert read(store, "n") == b"".join(VALUE)
 
 
-def test_what_one_of_the_nodes_may_not_keep_is_not_published(
+def test_a_value_that_one_node_may_not_keep_is_not_published(
     nodes: list[LocalNode], store: Store, tmp_path: Path
 ) -> None:
     with Names(store, tmp_path / "registry", hold=0.0) as names:
@@ -238,7 +238,7 @@ def test_what_one_of_the_nodes_may_not_keep_is_not_published(
         assert kept(nodes) == before
 
 
-def test_a_touch_of_many_tells_how_many_copies_it_has_reached(nodes: list[LocalNode], store: Store) -> None:
+def test_a_touch_of_many_objects_counts_the_copies_that_it_reached(nodes: list[LocalNode], store: Store) -> None:
     store.put_many({f"{number}": b"value" for number in range(2000)}, ttl=100)
     touched = store.touch_many([*(f"{number}" for number in range(2000)), "missing"], 200.0)
     assert list(touched.copies) == [2] * 2000 + [0]

@@ -1,4 +1,4 @@
-"""Names through a store: the same calls, with a registry that is opened when the first name is used."""
+"""Names through a store, which opens the registry when a program first uses a name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def registry(tmp_path: Path) -> Path:
 def test_a_store_publishes_opens_watches_lists_and_unpublishes(nodes: list[LocalNode], registry: Path) -> None:
     with store_over(nodes, 2, registry=registry) as ours, store_over(nodes, 2, registry=registry) as theirs:
         ours.put("k", b"v")
-        assert not registry.exists()  # nobody has used a name
+        assert not registry.exists()  # no program has used a name yet
         with theirs.watch("n") as watch:
             assert watch.next(0.0) is None
             first = ours.publish("n", b"one")
@@ -60,7 +60,7 @@ def test_a_store_publishes_opens_watches_lists_and_unpublishes(nodes: list[Local
         assert not [entry.key for entry in left.range("writer/", "sweeper").entries]
 
 
-def test_the_registry_may_be_named_by_the_environment_or_handed_over(
+def test_the_environment_names_the_registry_or_the_caller_passes_one(
     nodes: list[LocalNode], registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FARPOOL_REGISTRY", str(tmp_path / "elsewhere"))
@@ -69,7 +69,7 @@ def test_the_registry_may_be_named_by_the_environment_or_handed_over(
             store.publish("n", b"")
             assert other.list_names() == []
             other.publish("m", b"")
-        assert [entry.key for entry in ours.range("name/").entries] == ["name/n"]  # it is not closed with the store
+        assert [entry.key for entry in ours.range("name/").entries] == ["name/n"]  # the store did not close it
     assert (tmp_path / "elsewhere").exists()
     with (
         store_over(nodes, registry="etcd://") as store,  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_the_registry_may_be_named_by_the_environment_or_handed_over(
         store.publish("n", b"")
 
 
-def test_a_store_that_was_used_for_names_can_be_forgotten_by_a_fork(nodes: list[LocalNode], registry: Path) -> None:
+def test_a_forked_child_cannot_use_a_store_with_names(nodes: list[LocalNode], registry: Path) -> None:
     with store_over(nodes, registry=registry) as store:
         store.publish("n", b"value")
 
@@ -98,7 +98,7 @@ def over(nodes: list[LocalNode], registry: Path) -> AsyncStore:
     return store
 
 
-def test_the_same_with_asyncio(nodes: list[LocalNode], registry: Path) -> None:
+def test_an_async_store_publishes_opens_watches_lists_and_unpublishes(nodes: list[LocalNode], registry: Path) -> None:
     async def program() -> None:
         async with over(nodes, registry) as store:
             seen: list[int] = []
@@ -138,7 +138,7 @@ def test_the_same_with_asyncio(nodes: list[LocalNode], registry: Path) -> None:
     asyncio.run(program())
 
 
-def test_an_open_that_is_cancelled_holds_nothing(nodes: list[LocalNode], registry: Path) -> None:
+def test_a_cancelled_open_holds_nothing(nodes: list[LocalNode], registry: Path) -> None:
     async def program() -> None:
         async with over(nodes, registry) as store:
             await store.publish("n", b"one")

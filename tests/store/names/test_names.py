@@ -1,4 +1,4 @@
-"""Names: what is published is read, watched, held and let go, over each kind of registry."""
+"""Names over each kind of registry: publish, read, watch, hold and release."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from farpool.errors import (
     NameMovedError,
     RegistryAwayError,
 )
+from tests.forking import in_forked_child
 from tests.store.names.conftest import MakeNames
 from tests.store.names.memory_store import MemoryStore
 
 LONG = 60.0
 WAITS = pytest.mark.parametrize("place", ["sqlite", pytest.param("etcd", marks=pytest.mark.slow)], indirect=True)
-"""For tests that wait until a lease or a time has passed."""
+"""Marks tests that wait until a lease has ended or a time has passed."""
 
 
 def read(names: Names, name: str, version: int | None = None) -> bytes:
@@ -46,7 +47,7 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-def test_what_was_published_is_read_listed_and_taken_away(make: MakeNames) -> None:
+def test_a_published_value_is_read_listed_and_unpublished(make: MakeNames) -> None:
     ours, theirs = make(writer="me"), make()
     assert theirs.info("a/b") is None
     first = ours.publish("a/b", b"one")
@@ -87,11 +88,11 @@ def test_a_publish_that_expects_another_version_changes_nothing(names: Names, st
             names.unpublish("n", expect=wrong)
     sent = store.sent
     assert names.publish("n", b"2", expect=1).version == 2
-    assert store.sent == sent + 2  # nothing of the refused ones
+    assert store.sent == sent + 2  # and no object of the refused publishes
     assert read(names, "n") == b"2"
 
 
-def test_a_second_writer_is_told_who_holds_the_name_and_until_when(make: MakeNames) -> None:
+def test_the_error_for_a_second_writer_names_the_first_one_and_its_end(make: MakeNames) -> None:
     first, second = make(writer="first@host"), make(writer="second@host")
     with first.writer("n") as writer:
         for call in (
@@ -108,7 +109,7 @@ def test_a_second_writer_is_told_who_holds_the_name_and_until_when(make: MakeNam
     assert second.publish("n", b"2").version == 4
 
 
-def test_threads_of_one_program_are_different_writers(names: Names) -> None:
+def test_threads_of_one_program_write_a_name_one_at_a_time(names: Names) -> None:
     at_work: list[int] = []
     times: list[int] = []
 
@@ -130,14 +131,14 @@ def test_threads_of_one_program_are_different_writers(names: Names) -> None:
 
 
 @WAITS
-def test_a_writer_that_dies_is_followed_by_another_and_what_it_has_sent_goes(
+def test_another_writer_follows_a_dead_one_and_its_objects_are_released(
     make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead, living = make(lease=2.0, hold=0.0), make(hold=0.0)
     living.publish("n", b"before")
 
     def dies(*_: object) -> None:
-        dead._session._ended.set()  # nobody keeps its lease alive any more
+        dead._session._ended.set()  # it no longer renews its lease
         raise KeyboardInterrupt
 
     for of, died_at in ((Sending, "_announce"), (Sending, "_send"), (Writer, "_move")):
@@ -176,7 +177,7 @@ def _publishes(names: Names, name: str, value: bytes) -> bool:
     return True
 
 
-def test_names_hold_their_objects_and_nothing_else_is_held(make: MakeNames, store: MemoryStore) -> None:
+def test_names_hold_their_objects_and_no_others(make: MakeNames, store: MemoryStore) -> None:
     names = make(hold=0.0)
     store.put_content(b"of nobody")
     names.publish("n", b"one")
@@ -185,7 +186,7 @@ def test_names_hold_their_objects_and_nothing_else_is_held(make: MakeNames, stor
     assert read(names, "n") == b"one"
     names.publish("n", b"two")
     store.pass_time(10)
-    assert read(names, "m") == b"one"  # let go by the one, held by the other
+    assert read(names, "m") == b"one"  # released by one name, held by the other
     names.publish("m", b"two")
     store.pass_time(10)
     assert {data for data, _ in store.objects.values() if not data.startswith(b"FPNAME")} == {b"two"}
@@ -198,7 +199,7 @@ def test_names_hold_their_objects_and_nothing_else_is_held(make: MakeNames, stor
 
 
 @WAITS
-def test_the_version_before_stays_for_its_time(make: MakeNames, store: MemoryStore) -> None:
+def test_the_previous_version_stays_for_its_hold_time(make: MakeNames, store: MemoryStore) -> None:
     names = make(hold=3.0)
     names.publish("n", b"one")
     names.publish("n", b"two")
@@ -207,14 +208,14 @@ def test_the_version_before_stays_for_its_time(make: MakeNames, store: MemorySto
     store.evict()
     if time.monotonic() - began < 2:
         assert read(names, "n", 1) == b"one"
-    eventually(lambda: bool(names.sweep()), "the version before is held for ever")
+    eventually(lambda: bool(names.sweep()), "the previous version is still held")
     assert time.monotonic() - began >= 2.5
     with pytest.raises(NameMissingError, match="not held in version 1 any more"):
         names.open("n", 1)
     assert read(names, "n") == b"two"
 
 
-def test_a_version_that_somebody_reads_stays(make: MakeNames, store: MemoryStore) -> None:
+def test_a_version_stays_while_a_program_reads_it(make: MakeNames, store: MemoryStore) -> None:
     writer, reader = make(hold=0.0), make()
     writer.publish("n", [b"one", b"two"])
     opened, again = reader.open("n"), reader.open("n")
@@ -236,7 +237,7 @@ def test_a_version_that_somebody_reads_stays(make: MakeNames, store: MemoryStore
         again.read()
 
 
-def test_a_release_that_arrives_twice_leaves_the_next_reader_what_it_reads(
+def test_a_release_that_arrives_twice_does_not_end_the_hold_of_the_next_reader(
     make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, reader = make(hold=0.0), make()
@@ -284,7 +285,7 @@ def test_a_hold_that_arrives_twice_is_released(
 
 
 @WAITS
-def test_a_reader_that_dies_holds_nothing(make: MakeNames) -> None:
+def test_a_dead_reader_holds_nothing(make: MakeNames) -> None:
     writer, reader = make(hold=0.0), make(lease=2.0)
     writer.publish("n", b"one")
     reader.open("n")
@@ -293,7 +294,28 @@ def test_a_reader_that_dies_holds_nothing(make: MakeNames) -> None:
     eventually(lambda: bool(writer.sweep()), "the dead reader holds the version")
 
 
-def test_what_a_finalizer_defers_is_done_by_another_thread_and_at_the_next_open(make: MakeNames) -> None:
+def test_a_forked_child_that_closes_an_opened_name_ends_no_hold_of_its_parent(
+    make: MakeNames, store: MemoryStore
+) -> None:
+    writer, reader = make(hold=0.0), make()
+    writer.publish("n", b"one")
+    opened = reader.open("n")
+
+    def child() -> None:
+        opened.close()
+        with reader.open("n") as again:
+            assert again.held
+        reader.close()
+
+    in_forked_child(child, LONG)
+    writer.publish("n", b"two")
+    store.evict()
+    assert opened.read() == b"one"
+    opened.close()
+    assert writer.sweep() == 2
+
+
+def test_a_deferred_call_is_made_by_another_thread_or_the_next_open(make: MakeNames) -> None:
     names = make(lease=1.0)
     names.publish("n", b"value")
     did: list[int] = []
@@ -304,7 +326,7 @@ def test_what_a_finalizer_defers_is_done_by_another_thread_and_at_the_next_open(
     with names.open("n") as opened:
         for call in (fails, lambda: did.append(threading.get_ident())):
             opened.defer(call)
-        eventually(lambda: len(did) == 1, "nobody did it")
+        eventually(lambda: len(did) == 1, "no thread called it")
     assert did != [threading.get_ident()]
     slow = make(lease=3600.0)
     held = slow.open("n")
@@ -314,7 +336,7 @@ def test_what_a_finalizer_defers_is_done_by_another_thread_and_at_the_next_open(
     assert not slow._registry.range("hold/").entries
 
 
-def test_a_name_whose_objects_are_gone_says_so(names: Names, store: MemoryStore) -> None:
+def test_reading_a_name_whose_objects_are_gone_raises_an_error(names: Names, store: MemoryStore) -> None:
     names.publish("n", b"value")
     with names.open("n") as opened:
         piece = opened.manifest.pieces[0]
@@ -330,7 +352,7 @@ def test_a_name_whose_objects_are_gone_says_so(names: Names, store: MemoryStore)
     assert read(names, "n") == b"value"
 
 
-def test_objects_that_are_evicted_while_they_are_published_are_sent_again(
+def test_objects_that_nodes_evict_during_a_publish_are_sent_again(
     names: Names, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announce = Sending._announce
@@ -357,17 +379,17 @@ def test_objects_that_are_evicted_while_they_are_published_are_sent_again(
     assert store.kept == before
 
 
-def test_small_tensors_travel_together(names: Names, store: MemoryStore) -> None:
+def test_small_tensors_are_sent_together(names: Names, store: MemoryStore) -> None:
     tensors = {f"{i}": numpy.full(3, i) for i in range(1000)}
     for _ in range(2):
         before = store.requests
         names.publish("t", tensors)
-        # Touch and put of all objects, the touch that keeps them, and what the sweep lets go.
+        # Touch and put of all objects, the touch that keeps them, and one release of the sweep.
         assert store.requests - before <= 4
     assert len(store.kept) == 1001
 
 
-def test_what_was_let_go_while_a_node_was_away_is_let_go_again(make: MakeNames, store: MemoryStore) -> None:
+def test_a_node_that_was_away_releases_its_copies_at_a_later_sweep(make: MakeNames, store: MemoryStore) -> None:
     names = make(hold=0.0)
     names.publish("n", [b"one", b"uno"])
     copies = {key: store.objects[key] for key in store.kept}
@@ -393,10 +415,10 @@ def test_what_was_let_go_while_a_node_was_away_is_let_go_again(make: MakeNames, 
     assert names._registry.range("released/").entries == ()
 
 
-def test_a_sweep_that_was_stopped_is_made_up_for_though_a_node_is_away(
+def test_the_next_sweep_finishes_a_stopped_one_although_a_node_is_away(
     make: MakeNames, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes that can be reached let go at the next sweep, and again only when other nodes are away or none is."""
+    """Reachable nodes release objects at the next sweep, and again only if other nodes are away, or none is."""
     names = make(hold=0.0)
     names.publish("n", [b"one", b"uno"])
     store.away = "first"
@@ -427,7 +449,7 @@ def test_a_sweep_that_was_stopped_is_made_up_for_though_a_node_is_away(
     assert store.requests == before
 
 
-def test_tensors_are_objects_each_shared_by_content_and_copied_a_few_at_a_time(
+def test_each_tensor_is_an_object_that_is_shared_by_content_and_copied_late(
     names: Names, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BATCH_BYTES", 36_000)
@@ -499,7 +521,7 @@ def test_large_values_are_cut_into_pieces(names: Names, store: MemoryStore, monk
     names.unpublish("n")
 
 
-def test_a_watch_tells_newer_versions(make: MakeNames) -> None:
+def test_a_watch_reports_newer_versions(make: MakeNames) -> None:
     writer, reader = make(), make()
     writer.publish("nn", b"another name")
     with reader.watch("n") as watch:
@@ -527,14 +549,14 @@ def test_a_watch_tells_newer_versions(make: MakeNames) -> None:
         assert watch.next(0.0) is None
 
 
-def test_the_history_goes_back_a_hundred_versions(names: Names) -> None:
+def test_the_history_has_the_last_hundred_versions(names: Names) -> None:
     with names.writer("n") as writer:
         for i in range(103):
             writer.publish(b"%d" % (i % 2))
     assert [info.version for info in names.history("n")] == list(range(4, 104))
 
 
-def test_bad_input_says_what_was_expected(names: Names) -> None:
+def test_errors_for_bad_input_name_the_expected_input(names: Names) -> None:
     for call, kind, said in (
         (lambda: names.publish("", b""), ConfigError, "expected 1 to 200 bytes"),
         (lambda: names.open("x" * 201), ConfigError, "expected 1 to 200 bytes"),
@@ -556,7 +578,7 @@ def test_bad_input_says_what_was_expected(names: Names) -> None:
             Names(MemoryStore(), names._registry, **setting)  # type: ignore[arg-type]
 
 
-def test_readers_never_lose_what_they_read_while_writers_publish_and_sweep(make: MakeNames, store: MemoryStore) -> None:
+def test_readers_keep_their_objects_while_writers_publish_and_sweep(make: MakeNames, store: MemoryStore) -> None:
     values = [bytes([i]) * 50 for i in range(4)]  # few, so that versions and names share objects all the time
     failures: list[BaseException] = []
     ended = threading.Event()
@@ -578,7 +600,7 @@ def test_readers_never_lose_what_they_read_while_writers_publish_and_sweep(make:
     def look(names: Names, chance: random.Random) -> None:
         try:
             with names.open(chance.choice("ab")) as opened:
-                store.pass_time(2)  # what was let go is gone at once
+                store.pass_time(2)  # released objects expire at once
                 assert len(opened.read()) == 150
         except NameMissingError:
             pass
@@ -598,7 +620,7 @@ def test_readers_never_lose_what_they_read_while_writers_publish_and_sweep(make:
         thread.join(60)
     assert not failures, failures
     names = make(hold=0.0)
-    eventually(lambda: names.sweep() == 0, "there is something to let go for ever")
+    eventually(lambda: names.sweep() == 0, "each sweep releases something again")
     live = set()
     for info in names.list_names():
         with names.open(info.name) as opened:

@@ -1,4 +1,4 @@
-"""Several processes publish under one name, one of them is killed: the versions are one line, each with one winner."""
+"""Several processes publish under one name, and one is killed: each version has one publisher and one predecessor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.store.names.folder_store import FolderStore
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_version_has_one_publisher_and_follows_the_one_it_expected(place: str, tmp_path: Path) -> None:
+def test_each_version_has_one_publisher_and_follows_the_expected_version(place: str, tmp_path: Path) -> None:
     objects = tmp_path / "objects"
     objects.mkdir()
     started = [
@@ -65,7 +65,7 @@ def test_every_version_has_one_publisher_and_follows_the_one_it_expected(place: 
         assert sorted(history) == list(range(1, len(history) + 1))
         for version, (_, mark) in made.items():
             assert history[version].writer == mark.partition("/")[0]
-        unknown = set(history) - set(made)  # the victim may have died before it could tell
+        unknown = set(history) - set(made)  # the victim may have died before it printed its last publish
         assert len(unknown) <= 1
         assert all(history[version].writer == "p0" for version in unknown)
         last = max(history)

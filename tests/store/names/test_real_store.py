@@ -1,4 +1,4 @@
-"""Names over real nodes: what a name holds is not evicted, survives a node, and goes when nobody holds it."""
+"""Names over real nodes: objects of a name are not evicted, survive a node, and are released with the last hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(names: Names, name: str) -> bytes:
         return opened.read()
 
 
-def test_what_a_name_holds_survives_churn_and_a_node(nodes: list[RunningNode], tmp_path: Path) -> None:
+def test_the_objects_of_a_name_survive_churn_and_the_loss_of_a_node(nodes: list[RunningNode], tmp_path: Path) -> None:
     value = os.urandom(3 << 20)
     with (
         Store(*(node.address for node in nodes), replicas=2, timeout=30.0) as store,
@@ -42,9 +42,9 @@ def test_what_a_name_holds_survives_churn_and_a_node(nodes: list[RunningNode], t
         with names.open("n") as opened:
             key = opened.manifest.pieces[0].key
         capacity = max(int((status.stats or {})["capacity"]) for status in store.nodes())
-        for i in range(capacity * 3 // (4 << 20) + 1):  # three times what a node holds
+        for i in range(capacity * 3 // (4 << 20) + 1):  # three times the memory of a node
             store.put(f"churn/{i}", os.urandom(4 << 20), ttl=1000)
-        assert store.get("churn/0") is None  # others were evicted
+        assert store.get("churn/0") is None  # other objects were evicted
         assert read(names, "n") == value
         assert names.publish("m", value).objects == 2
         names.unpublish("n")
@@ -82,7 +82,7 @@ with farpool.Store(*nodes, replicas=2, timeout=30.0, registry=registry) as store
 
 
 @pytest.mark.slow
-def test_a_name_lives_while_its_nodes_die_one_after_the_other_with_repairs_between(tmp_path: Path) -> None:
+def test_a_name_survives_while_its_nodes_die_one_after_the_other_with_repairs_in_between(tmp_path: Path) -> None:
     registry, values = tmp_path / "registry", [os.urandom(3000), os.urandom(200_000)]
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(running_node("64MiB")) for _ in range(3)]
@@ -98,13 +98,13 @@ def test_a_name_lives_while_its_nodes_die_one_after_the_other_with_repairs_betwe
         repair = [sys.executable, "-m", "farpool", "store", "repair", "--replicas", "2", "--timeout", "30"]
         subprocess.run([*repair, *(f"--node={address}" for address in addresses)], check=True, timeout=100)
         assert store.publish("model", values[1], expect=1).version == 2
-        nodes[1].kill()  # what is left of both versions lies on the third
+        nodes[1].kill()  # the remaining copies of both versions are on the third node
         assert reader.stdout.readline() == f"1 {values[0].hex()}\n"
         assert reader.stdout.readline() == f"2 {values[1].hex()}\n"
         assert reader.wait(60) == 0
 
 
-def test_a_node_refuses_to_keep_or_let_go_of_what_others_have_kept_or_let_go_since(nodes: list[RunningNode]) -> None:
+def test_a_node_refuses_to_keep_or_release_a_copy_whose_mark_has_changed(nodes: list[RunningNode]) -> None:
     with Store(*(node.address for node in nodes), replicas=2, timeout=30.0) as store:
         store.put("k", b"value", ttl=1000)
         first = store.touch_many(["k", "missing"], 1.0)
@@ -113,7 +113,7 @@ def test_a_node_refuses_to_keep_or_let_go_of_what_others_have_kept_or_let_go_sin
         assert store.touch_many(["k"], None, keep=True, seen=seen).copies == [2]
         late = store.touch_many(["k"], 1.0, keep=False, seen=seen)
         assert (late.copies, late.refused) == ([0], [0])
-        kept = store.touch_many(["k"], None, keep=True, seen=seen)  # what is kept may be kept again
+        kept = store.touch_many(["k"], None, keep=True, seen=seen)  # a kept copy may be kept again
         assert kept.copies == [2]
         info = store.stat("k")
         assert info is not None
@@ -141,7 +141,7 @@ with farpool.Store(node, timeout=30.0) as store, farpool.Names(store, registry, 
 """
 
 
-def test_no_name_waits_for_publishers_of_others_that_were_killed(tmp_path: Path) -> None:
+def test_no_name_waits_for_killed_publishers_of_other_names(tmp_path: Path) -> None:
     chance, registry = random.Random(5), tmp_path / "registry"
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(running_node("64MiB"))
@@ -158,7 +158,7 @@ def test_no_name_waits_for_publishers_of_others_that_were_killed(tmp_path: Path)
 
 @needs_etcd
 @pytest.mark.slow
-def test_publishers_that_are_stopped_past_their_lease_and_go_on_lose_no_object_of_a_name(tmp_path: Path) -> None:
+def test_publishers_stopped_for_longer_than_their_lease_lose_no_object_of_a_name(tmp_path: Path) -> None:
     chance = random.Random(7)
     contents = [[b"%d" % (turn % 3) * 20000, b"%d" % (turn % 2) * 10000] for turn in range(6)]
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Names while their registry is away, or members of it are: reading what is known goes on, publishing says so."""
+"""Names while their registry or members of it are away: known names can be read, and publishing raises an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def published(names: Names, value: bytes) -> None:
 
 @needs_etcd
 @pytest.mark.slow
-def test_publishing_goes_on_while_a_member_is_killed_and_another_stopped_in_turn() -> None:
+def test_publishing_goes_on_while_members_are_killed_and_stopped_in_turn() -> None:
     with running_cluster(3) as cluster, _names(cluster, LONG) as names:
         for turn, member in enumerate(cluster.members * 2):
             published(names, b"before %d" % turn)
@@ -90,7 +90,7 @@ def test_a_locked_file_does_not_stop_readers(tmp_path: Path) -> None:
             names.publish("n", b"other")
         locker.execute("COMMIT")
         locker.close()
-        time.sleep(2.1)  # until the registry is asked again
+        time.sleep(2.1)  # names ask the registry again after this time
         published(names, b"third")
         assert [info.version for info in names.history("n")] == [1, 2]
         with pytest.raises(NameMissingError):

@@ -1,7 +1,7 @@
-"""Programs that are killed, or stopped past their lease, at each step of a publish or a sweep: deterministic.
+"""Programs that are killed, or stopped for longer than their lease, at each step of a publish or a sweep.
 
-Each call of the registry and of the store is a step. A program that is killed does nothing from there on. One that is
-stopped goes on after others have taken its lease away, published, unpublished and swept.
+Each call of the registry and of the store is a step, so the tests are deterministic. A killed program does nothing
+more. A stopped program goes on after its lease has ended and other programs have published, unpublished and swept.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def publishes(world: World, others: Callable[[World], None]) -> None:
 
 
 def sweeps(world: World, others: Callable[[World], None]) -> None:
-    """Our program sweeps what others have left; `others` happen at one of its steps."""
+    """Our program sweeps versions of other programs; `others` happen at one of its steps."""
     world.theirs.publish("n", CONTENTS[0])
     world.theirs.publish("m", CONTENTS[1])
     with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +180,7 @@ def swept_and_published(world: World) -> None:
     ids=lambda one: one.__name__,
 )
 @pytest.mark.parametrize("work", [publishes, sweeps], ids=lambda one: one.__name__)
-def test_a_program_that_is_stopped_or_killed_at_any_step_changes_nothing_later(
+def test_a_program_that_was_stopped_or_killed_at_any_step_changes_nothing_later(
     tmp_path: Path, work: Callable[..., None], others: Callable[[World], None]
 ) -> None:
     for at in range(1, MOST_STEPS):
@@ -209,7 +209,7 @@ def test_no_publish_waits_for_a_program_that_died_while_it_swept(tmp_path: Path)
     assert at > 6
 
 
-def test_a_reader_that_opens_an_older_version_keeps_it_from_a_sweep_at_any_step(tmp_path: Path) -> None:
+def test_opening_an_older_version_protects_it_from_a_sweep_at_any_step(tmp_path: Path) -> None:
     opens = 0
     for at in range(1, MOST_STEPS):
         world = World(tmp_path / f"{at}.sqlite")
@@ -234,7 +234,7 @@ def test_a_reader_that_opens_an_older_version_keeps_it_from_a_sweep_at_any_step(
     assert 1 < opens < at
 
 
-def test_a_keep_that_arrives_after_its_writer_has_given_up_keeps_nothing(tmp_path: Path) -> None:
+def test_a_late_keep_of_a_writer_that_has_given_up_keeps_nothing(tmp_path: Path) -> None:
     world = World(tmp_path / "registry")
     late: list[Any] = []
     touch_many = world.store.touch_many
@@ -257,7 +257,7 @@ def test_a_keep_that_arrives_after_its_writer_has_given_up_keeps_nothing(tmp_pat
         world.verify()
 
 
-def test_a_sweep_of_an_earlier_release_is_waited_for_and_named(tmp_path: Path) -> None:
+def test_a_publish_waits_for_a_sweep_of_an_earlier_release_and_names_it(tmp_path: Path) -> None:
     from farpool.cluster.names.records import SWEEPER, Holder, encode
     from farpool.cluster.registry import Condition, Put
     from farpool.errors import NameHeldError
