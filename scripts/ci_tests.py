@@ -36,6 +36,7 @@ NEVER = (
     "tests/node/test_node_races.py",
     "tests/process/test_faults.py",
     "tests/registry/",
+    "tests/roles/",
     "tests/store/",
     "tests/tiers/test_nvme.py",
 )

@@ -130,11 +130,11 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_sessions_over_a_file_behave_as_the_model() -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=12, stateful_step_count=25, deadline=None))
 
 
 def test_sessions_over_etcd_behave_as_the_model(single: Cluster) -> None:
     class OnEtcd(Machine):
         cluster = single
 
-    run_state_machine_as_test(OnEtcd, settings=settings(max_examples=15, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(OnEtcd, settings=settings(max_examples=8, stateful_step_count=25, deadline=None))

@@ -184,11 +184,12 @@ def test_closing_a_session_frees_its_roles_at_once(make: MakeSession, registry: 
             call()
 
 
-def test_a_session_that_never_needed_a_lease_has_none(make: MakeSession) -> None:
-    session = make(ttl=1.0)
+def test_a_session_that_never_needed_a_lease_asks_for_none(make: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make()
+    counts = calls(session, monkeypatch)
     session.renew()
     session.close()
-    assert not session.has(session.registry.grant(10.0))
+    assert counts == {}
 
 
 def test_the_thread_of_a_session_renews_its_lease_and_calls_back(place: str, make: MakeSession) -> None:

@@ -42,7 +42,7 @@ class PutOutcome(StrEnum):
     STORED
         Each copy is the value that was put.
     PRESENT
-        The key had a value already, which has stayed; its bytes may differ from those of the put.
+        The key had a value already, which has stayed; its bytes may differ from the bytes of the put.
     """
 
     STORED = "stored"

@@ -1,6 +1,6 @@
 """The registry in an etcd cluster (version 3.4 or newer), for many hosts.
 
-This module adds three promises to those of etcd. First, it makes a transaction only once, even if it sends the
+This module adds three promises to etcd's own. First, it makes a transaction only once, even if it sends the
 transaction again because a reply was lost. A mark of 16 bytes precedes each value and begins with random bytes of the
 write. If a repeated transaction finds its conditions broken, the marks of older revisions show whether an earlier
 attempt of the same write broke them.

@@ -146,7 +146,7 @@ class Gateway:
                     self.failed(endpoint, str(failure), silent=failure.silent)
                 except msgspec.MsgspecError as error:
                     uncertain = True
-                    self.failed(endpoint, f"its reply is not that of an etcd: {error}")
+                    self.failed(endpoint, f"no etcd sends such a reply: {error}")
                 else:
                     self.well(endpoint)
                     return answer, uncertain
@@ -224,8 +224,8 @@ class Gateway:
             if self._closed:
                 raise RegistryError(f"the registry {self.address} was closed; open it again", registry=self.address)
             now = time.monotonic()
-            # Endpoints that did not fail come first, in their order; then those that failed, the last to fail first;
-            # then those that were silent.
+            # First come endpoints that did not fail, in their order; then failed ones, the last to fail first; then
+            # silent ones.
             return sorted(
                 self._endpoints,
                 key=lambda one: (one.since is not None, now < one.rests_until, -(one.since or 0.0)),

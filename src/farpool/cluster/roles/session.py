@@ -135,10 +135,6 @@ class Session:
                 self._thread.start()
             return self._lease
 
-    def has(self, lease: int) -> bool:
-        """Return True if `lease` is the present lease of this session, as far as the session knows."""
-        return self._lease == lease
-
     def under_lease(self, act: Callable[[int], _Result], timeout: float | None = None) -> _Result:
         """Call `act` with the number of the lease; call it again with a new lease if it finds that this one has ended.
 
