@@ -379,20 +379,20 @@ NoRoomError
             "block",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);
-                return self->residency().blocks[block];
+                return self->residency()[block];
             },
             nb::arg("block"), "Return the present state of one block.")
         .def(
             "class_of",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);
-                return self.class_name(self->residency().blocks[block].cls);
+                return self.class_name(self->residency()[block].cls);
             },
             nb::arg("block"), nb::sig("def class_of(self, block: int) -> str"))
         .def(
-            "blocks", [](BoundPager& self) { return self->residency().blocks.used(); }, "Blocks in use, in order.")
+            "blocks", [](BoundPager& self) { return self->residency().blocks().used(); }, "Blocks in use, in order.")
         .def(
-            "resident", [](BoundPager& self) { return self->residency().arena.owners(); },
+            "resident", [](BoundPager& self) { return self->residency().arena().owners(); },
             "Blocks that own a range of the arena, in order of place.")
         .def(
             "place_of",
@@ -411,9 +411,8 @@ NoRoomError
         .def(
             "transfer",
             [](BoundPager& self, TransferId id) -> nb::object {
-                const auto& transfers = self->residency().transfers;
-                const auto found = transfers.find(id);
-                return found == transfers.end() ? nb::none() : to_python(*found->second);
+                const std::shared_ptr<const Transfer> found = self->residency().transfers().find(id);
+                return found == nullptr ? nb::none() : to_python(*found);
             },
             nb::arg("id"), nb::sig("def transfer(self, id: int) -> typing.Any"),
             "The transfer with this id, if it is under way.")
@@ -421,7 +420,7 @@ NoRoomError
             "transfers",
             [](BoundPager& self) {
                 nb::list transfers;
-                for (const auto& [id, transfer] : self->residency().transfers) {
+                for (const auto& [id, transfer] : self->residency().transfers().under_way()) {
                     transfers.append(to_python(*transfer));
                 }
                 return transfers;
@@ -437,16 +436,17 @@ NoRoomError
             nb::arg("block"),
             "Make a resident block leave although nobody needs its room, even a pinned one; False where no tier takes it.")
         .def_prop_ro(
-            "under_way", [](BoundPager& self) { return self->residency().transfers.size(); }, "Number of transfers under way.")
+            "under_way", [](BoundPager& self) { return self->residency().transfers().under_way().size(); },
+            "Number of transfers under way.")
         .def_prop_ro(
-            "capacity", [](BoundPager& self) { return self->residency().arena.capacity(); }, "Bytes of the arena.")
+            "capacity", [](BoundPager& self) { return self->residency().arena().capacity(); }, "Bytes of the arena.")
         .def_prop_ro(
-            "used", [](BoundPager& self) { return self->residency().arena.used(); }, "Bytes of the arena that blocks own.")
+            "used", [](BoundPager& self) { return self->residency().arena().used(); }, "Bytes of the arena that blocks own.")
         .def(
-            "rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
+            "rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena().rounded(nbytes); },
             nb::arg("nbytes"), "Arena bytes that a block of `nbytes` bytes takes.")
         .def_prop_ro(
-            "ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; },
+            "ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes(); },
             "Bytes prefetched, or on their way, that have not been accessed yet.")
         .def_prop_ro(
             "tape_bytes", [](BoundPager& self) { return self->tape().held_bytes(); }, "Bytes of memory that the tape holds.")
@@ -457,7 +457,7 @@ NoRoomError
             "divergences", [](BoundPager& self) { return self->tape().divergences(); },
             "Number of times that the program did something else than the tape foretold.")
         .def_prop_ro(
-            "rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); },
+            "rows_by_frequency", [](BoundPager& self) { return self->residency().rows_by_frequency(); },
             "True where rows of tables are kept by how often they are used, False where by how recently.")
         .def_prop_ro(
             "row_counts",
@@ -470,7 +470,7 @@ NoRoomError
             },
             nb::sig("def row_counts(self) -> dict[int, tuple[int, int]]"),
             "Accesses to blocks of each table whose rows are picked by data, and hits, by the table's first block.")
-        .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });
+        .def_prop_ro("counters", [](BoundPager& self) { return self->counters(); });
 
     nb::class_<SimulatedProgram>(m, "SimulatedProgram", R"(A pager under a program on simulated hardware, to measure the pager.
 

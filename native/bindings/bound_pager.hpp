@@ -55,7 +55,7 @@ public:
         Py_VISIT(Py_TYPE(self));
         if (nb::inst_ready(self)) {
             BoundPager& bound = *nb::inst_ptr<BoundPager>(self);
-            for (const auto& space : bound->residency().backing.spaces()) {
+            for (const auto& space : bound->residency().spaces()) {
                 if (space != nullptr) {
                     Py_VISIT(static_cast<const PythonSpace&>(*space).object().ptr());
                 }

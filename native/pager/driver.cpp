@@ -103,11 +103,10 @@ bool Driver::note_ends() {
         }
     }
     for (Result& result : results) {
-        const auto found = pager_->residency().transfers.find(result.id);
-        if (found == pager_->residency().transfers.end() || result.cancelled) {
+        const std::shared_ptr<const Transfer> transfer = pager_->residency().transfers().find(result.id);
+        if (transfer == nullptr || result.cancelled) {
             continue;
         }
-        const std::shared_ptr<const Transfer> transfer = found->second;
         if (result.error) {
             const std::int32_t tier = transfer->pieces.empty() ? -1 : transfer->pieces.front().tier;
             pager_->failed(result.id, std::make_shared<const TransferFailure>(
@@ -138,12 +137,12 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
     link.nbytes += nbytes;
     link.seconds += end - start;
     if (listening_) {
-        ended_.push_back({transfer, start, end, pager_->residency().arena.used()});
+        ended_.push_back({transfer, start, end, pager_->residency().arena().used()});
     }
 }
 
 std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
-    if (!pager_->residency().transfers.empty()) {
+    if (!pager_->residency().transfers().empty()) {
         note_ends();
     }
     const bool others = !pager_->waiting().empty();
@@ -166,7 +165,7 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
 
 void Driver::count_grant() {
     ++granted_;
-    peak_ = std::max(peak_, pager_->residency().arena.used());
+    peak_ = std::max(peak_, pager_->residency().arena().used());
 }
 
 void Driver::wait(double seconds, Pause& pause) {
@@ -218,7 +217,7 @@ Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, dou
 
 std::pair<BlockId, std::int32_t> Driver::awaited(const Access& access) const {
     std::pair<BlockId, std::int32_t> found{-1, -1};
-    for (const auto& [id, transfer] : pager_->residency().transfers) {
+    for (const auto& [id, transfer] : pager_->residency().transfers().under_way()) {
         if (transfer->pieces.empty()) {
             continue;
         }
@@ -243,7 +242,7 @@ void Driver::release(Access& access) {
     const bool others = waiting_ > 0 || !pager_->waiting().empty();
     pager_->release(access, true);
     --granted_;
-    if (!pager_->residency().transfers.empty()) {
+    if (!pager_->residency().transfers().empty()) {
         note_ends();
     }
     start();

@@ -25,7 +25,7 @@ constexpr std::int64_t worth = 4;    // a window must promise this many times wh
 std::int64_t LookAhead::note_access(const Run& run, std::int64_t key, std::int64_t nbytes) {
     if (key >= never) {
         if (!tape_.followed()) {
-            strides_.record(residency_.blocks[run.first].name, run.count);
+            strides_.record(residency_[run.first].name, run.count);
         }
         return key;
     }
@@ -33,23 +33,23 @@ std::int64_t LookAhead::note_access(const Run& run, std::int64_t key, std::int64
         return key;
     }
     if (const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now()); turn != 0) {
-        const double room = static_cast<double>(largest_ + residency_.ahead_bytes);
-        residency_.gate.charge_room(room * static_cast<double>(nbytes) / static_cast<double>(turn));
+        const double room = static_cast<double>(largest_ + residency_.ahead_bytes());
+        gate_.charge_room(room * static_cast<double>(nbytes) / static_cast<double>(turn));
     }
     return key_for(key, tape_.pointer(), nbytes);
 }
 
 void LookAhead::note_miss(const Run& run, double busy) {
     if (tape_.foretold() || (!tape_.followed() && strides_.foretold())) {
-        if (const double rate = residency_.rate.seconds_per_byte(); rate != 0.0) {
+        if (const double rate = residency_.seconds_per_byte(); rate != 0.0) {
             const auto nbytes = static_cast<double>(residency_.run_bytes(run));
-            residency_.gate.note_foretold(std::min(nbytes, busy / rate), largest_);
+            gate_.note_foretold(std::min(nbytes, busy / rate), largest_);
         }
     }
 }
 
 bool LookAhead::kept(BlockId block) const {
-    const Block& b = residency_.blocks[block];
+    const Block& b = residency_[block];
     return tape_.followed() && b.state == State::resident && b.next_use < never;
 }
 
@@ -72,8 +72,9 @@ void LookAhead::note_pinned(std::int64_t nbytes) {
 }
 
 void LookAhead::set_largest(std::int64_t nbytes) {
-    largest_ = residency_.ahead_at_least = nbytes;
-    retention_.set_room(std::max(std::int64_t{0}, residency_.arena.capacity() - anchored_ - 2 * nbytes - meanwhile_));
+    largest_ = nbytes;
+    residency_.set_ahead_bytes_min(nbytes);
+    retention_.set_room(std::max(std::int64_t{0}, residency_.arena().capacity() - anchored_ - 2 * nbytes - meanwhile_));
 }
 
 void LookAhead::forget_anchors() {
@@ -95,7 +96,7 @@ void LookAhead::survey() {
         sizes.push_back(tape_.nbytes(position));
     }
     std::ranges::sort(sizes, std::greater<>());
-    const std::int64_t capacity = residency_.arena.capacity();
+    const std::int64_t capacity = residency_.arena().capacity();
     std::int64_t anchor = never;
     std::int64_t anchored = 0;
     std::int64_t sum = 0;
@@ -121,7 +122,7 @@ void LookAhead::survey() {
             }
         }
     }
-    meanwhile_ = std::max(std::int64_t{0}, std::min(carried_meanwhile(), residency_.arena.capacity() / most) - largest_);
+    meanwhile_ = std::max(std::int64_t{0}, std::min(carried_meanwhile(), residency_.arena().capacity() / most) - largest_);
     set_largest(largest_);
 }
 
@@ -131,7 +132,7 @@ void LookAhead::survey() {
 // of keys and values, which are copied first) would leave the link idle then, unless there was room at the beginning. Where
 // each operation computes for as long as its own bytes take, this is no more than the room for the next one.
 std::int64_t LookAhead::carried_meanwhile() const {
-    const double rate = residency_.rate.seconds_per_byte();
+    const double rate = residency_.seconds_per_byte();
     const double computing = tape_.seconds(tape_.pointer(), tape_.now());
     if (rate == 0.0 || computing <= 0.0) {
         return 0;
@@ -151,7 +152,7 @@ std::int64_t LookAhead::carried_meanwhile() const {
         }
         sum += seconds;
     }
-    const std::int64_t missing = tape_.volume(tape_.pointer(), tape_.now()) - residency_.arena.capacity();
+    const std::int64_t missing = tape_.volume(tape_.pointer(), tape_.now()) - residency_.arena().capacity();
     const double carried = static_cast<double>(missing) * rate - (computing - sum);
     return static_cast<std::int64_t>(longest / sum * std::clamp(carried, 0.0, sum) / rate);
 }
@@ -161,7 +162,7 @@ std::int64_t LookAhead::key_for(std::int64_t use, std::int64_t start, std::int64
     if (nbytes >= anchor_) {
         return start + 1;  // as if it were used at once: the last to leave
     }
-    if (!residency_.gate.ample()) {
+    if (!gate_.ample()) {
         return use;
     }
     std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now());
@@ -176,24 +177,24 @@ std::int64_t LookAhead::key_for(std::int64_t use, std::int64_t start, std::int64
 
 void LookAhead::set_window() {
     window_ = 0;
-    const double rate = residency_.rate.seconds_per_byte();
-    if (!fetch_ || rate == 0.0 || !residency_.gate.open()) {
+    const double rate = residency_.seconds_per_byte();
+    if (!fetch_ || rate == 0.0 || !gate_.open()) {
         return;
     }
     const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now()) - anchored_;
     std::int64_t gain = std::max(std::int64_t{0}, turn - retention_.room());
     if (turn > 0) {  // of what is kept, as much changes as is not in both choices by chance
         const double others = static_cast<double>(gain) / static_cast<double>(turn);
-        residency_.gate.set_refill(static_cast<std::int64_t>(static_cast<double>(retention_.room()) * others));
+        gate_.set_refill(static_cast<std::int64_t>(static_cast<double>(retention_.room()) * others));
     }
-    if (!residency_.gate.ample()) {
+    if (!gate_.ample()) {
         const double computing = tape_.seconds(tape_.pointer(), tape_.now()) / rate;
         if (computing < static_cast<double>(gain)) {
             gain = static_cast<std::int64_t>(computing);
         }
     }
     if (gain > worth * largest_) {
-        window_ = std::min(residency_.arena.capacity(), gain / 2);
+        window_ = std::min(residency_.arena().capacity(), gain / 2);
     }
 }
 
@@ -201,7 +202,7 @@ void LookAhead::set_window() {
 
 bool LookAhead::due(bool freed) const {
     return (blocked_ && freed) || (!blocked_ && tape_.now() - cursor_ >= batch) || cursor_ <= tape_.pointer() ||
-           jumps_ != tape_.jumps() || residency_.lost != never || !tape_.followed();
+           jumps_ != tape_.jumps() || residency_.soonest_evicted() != never || !tape_.followed();
 }
 
 void LookAhead::advance(const BlockSet& keep) {
@@ -218,11 +219,11 @@ void LookAhead::advance(const BlockSet& keep) {
         jumps_ = tape_.jumps();
         restart();
     }
-    const std::int64_t lost = std::exchange(residency_.lost, never);
+    const std::int64_t evicted = residency_.take_soonest_evicted();
     if (cursor_ <= tape_.pointer()) {
         restart();
-    } else if (lost < cursor_) {
-        go_back(std::max(lost, tape_.pointer() + 1));
+    } else if (evicted < cursor_) {
+        go_back(std::max(evicted, tape_.pointer() + 1));
     }
     pass_by();
     if (tape_.now() - surveyed_ >= tape_.now() - tape_.pointer()) {
@@ -240,8 +241,6 @@ void LookAhead::advance(const BlockSet& keep) {
 }
 
 void LookAhead::resized() {
-    residency_.gate.set_capacity(residency_.arena.capacity());
-    residency_.rows.set_room(residency_.arena.capacity());
     forget_anchors();
     set_largest(largest_);
     restart();
@@ -289,8 +288,8 @@ void LookAhead::give_up() {
 
 void LookAhead::expect_no_more(const Run& run) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        if (residency_.blocks[block].prefetched) {
-            residency_.set_next_use(block, unknown_use(residency_.blocks[block].last_use));
+        if (residency_[block].prefetched) {
+            residency_.set_next_use(block, unknown_use(residency_[block].last_use));
         }
     }
 }
@@ -298,8 +297,8 @@ void LookAhead::expect_no_more(const Run& run) {
 void LookAhead::rekey() {
     const auto upcoming = tape_.upcoming();
     set_window();
-    for (const BlockId block : residency_.arena.owners()) {
-        const Block& b = residency_.blocks[block];
+    for (const BlockId block : residency_.arena().owners()) {
+        const Block& b = residency_[block];
         const auto use = upcoming.find(b.name);
         if (use == upcoming.end()) {
             if (b.next_use < never) {  // else it is known how long it is worth keeping
@@ -318,7 +317,7 @@ void LookAhead::rekey() {
 
 // Prepares for the access at `position`; false if there is no room for it yet.
 bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
-    BlockTable& blocks = residency_.blocks;
+    const BlockTable& blocks = residency_.blocks();
     const Tape::Token token = tape_.token(position);
     if (token.name < 0) {
         return true;
@@ -337,7 +336,7 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
     bool all_absent = true;
     bool shunned = false;
     for (BlockId block = first; block < run.stop(); ++block) {
-        if (block + 1 < run.stop() && blocks[block].size % residency_.arena.alignment() != 0) {
+        if (block + 1 < run.stop() && blocks[block].size % residency_.arena().alignment() != 0) {
             return true;  // several storages bear them: only the last block of one may be of any size
         }
         const bool absent = blocks[block].state == State::absent;
@@ -349,10 +348,10 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
         return true;
     }
     const std::int64_t nbytes = residency_.run_bytes(run);
-    if (residency_.ahead_bytes + nbytes > window_ || !residency_.gate.covers(residency_.ahead_bytes + nbytes)) {
+    if (residency_.ahead_bytes() + nbytes > window_ || !gate_.covers(residency_.ahead_bytes() + nbytes)) {
         return false;
     }
-    const std::tuple situation{position, residency_.arena.version(), residency_.evictable.victim(), residency_.ahead_bytes};
+    const std::tuple situation{position, residency_.arena().version(), residency_.victim(), residency_.ahead_bytes()};
     if (in_vain_ == situation) {
         return false;
     }
@@ -371,9 +370,9 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
 
 // Evicts what may leave for `position` until `nbytes` bytes are free; false if that does not suffice.
 bool LookAhead::clear(std::int64_t nbytes, std::int64_t position, const BlockSet& keep) {
-    while (residency_.arena.free() < nbytes) {
-        const BlockId victim = residency_.evictable.victim();
-        if (victim < 0 || contains(keep, victim) || !residency_.may_leave_for(position) || !residency_.try_evict(victim)) {
+    while (residency_.arena().free() < nbytes) {
+        const BlockId victim = residency_.victim();
+        if (victim < 0 || contains(keep, victim) || !residency_.may_evict_for(position) || !residency_.try_evict(victim)) {
             return false;
         }
     }
@@ -384,10 +383,10 @@ void LookAhead::follow_strides(const BlockSet& keep) {
     if (!fetch_) {
         return;
     }
-    BlockTable& blocks = residency_.blocks;
+    const BlockTable& blocks = residency_.blocks();
     for (const std::int64_t name : strides_.coming(strides_ahead)) {
         const BlockId block = blocks.named(name);
-        if (block < 0 || !residency_.backing.has(block)) {
+        if (block < 0 || !residency_.has_copy(block)) {
             return;
         }
         if (blocks[block].state != State::absent || blocks[block].shunned) {
@@ -395,14 +394,14 @@ void LookAhead::follow_strides(const BlockSet& keep) {
         }
         const Run run{block, 1, Mode::read, -1};
         const std::int64_t nbytes = residency_.run_bytes(run);
-        if (!residency_.gate.covers(residency_.ahead_bytes + nbytes)) {
+        if (!gate_.covers(residency_.ahead_bytes() + nbytes)) {
             return;
         }
         // Its key is that of a block used just now: without a known future the least recent one leaves first.
         if (!residency_.bring(run, keep, unknown_use(tape_.now()))) {
             return;
         }
-        residency_.gate.charge_room(static_cast<double>(nbytes) / stride_rent);
+        gate_.charge_room(static_cast<double>(nbytes) / stride_rent);
     }
 }
 

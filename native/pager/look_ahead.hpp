@@ -28,9 +28,9 @@ namespace farpool::pager {
 
 class LookAhead {
 public:
-    // `fetch`: true to fetch ahead. Without, the tape still decides what leaves.
-    LookAhead(Tape& tape, Residency& residency, bool fetch)
-        : tape_(tape), residency_(residency), fetch_(fetch), retention_(residency.arena.capacity()) {}
+    // `fetch`: true to fetch ahead. Without, the tape still decides which blocks are evicted.
+    LookAhead(Tape& tape, Residency& residency, PrefetchGate& gate, bool fetch)
+        : tape_(tape), residency_(residency), gate_(gate), fetch_(fetch), retention_(residency.arena().capacity()) {}
 
     // Notes a new access to a run of `nbytes` bytes, to whose blocks the tape gave `key`; returns the key to use.
     std::int64_t note_access(const Run& run, std::int64_t key, std::int64_t nbytes);
@@ -73,6 +73,7 @@ private:
 
     Tape& tape_;
     Residency& residency_;
+    PrefetchGate& gate_;
     bool fetch_;
     Retention retention_;
     Strides strides_;

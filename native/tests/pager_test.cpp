@@ -82,7 +82,7 @@ TEST("operands larger than the arena are refused, and nothing has changed") {
     World world(4096);
     const BlockId large = world.create(8192);
     CHECK_THROWS(Refused, world.request(large, Mode::read));
-    CHECK_EQUAL(world.pager.residency().counters.accesses, 0);
+    CHECK_EQUAL(world.pager.counters().accesses, 0);
     CHECK(world.pager.waiting().empty());
 }
 
@@ -107,7 +107,7 @@ TEST("a prefetched block that is written back does not count as ready any more")
     }
     Residency& residency = world.pager.residency();
     const auto ready = [&] {
-        return std::ranges::find_if(blocks, [&](BlockId b) { return residency.blocks[b].prefetched && residency.at_rest(b); });
+        return std::ranges::find_if(blocks, [&](BlockId b) { return residency[b].prefetched && residency.at_rest(b); });
     };
     for (int turn = 0; turn < 20 && ready() == blocks.end(); ++turn) {
         for (const BlockId block : blocks) {
@@ -119,10 +119,10 @@ TEST("a prefetched block that is written back does not count as ready any more")
     }
     CHECK(ready() != blocks.end());
     const BlockId block = *ready();
-    const std::int64_t before = residency.ahead_bytes;
-    residency.blocks[block].dirty = true;  // as when its copy below had to give way to another block
+    const std::int64_t before = residency.ahead_bytes();
+    residency.soil(block);  // as when its copy below had to give way to another block
     CHECK(residency.try_evict(block));
-    CHECK_EQUAL(residency.ahead_bytes, before - 2048);
+    CHECK_EQUAL(residency.ahead_bytes(), before - 2048);
     world.end_all();
 }
 
@@ -166,7 +166,7 @@ TEST("bookkeeping of a tier that fails loses neither a place in the line nor a b
         CHECK(world.pager.waiting().empty());
     }
     for (const BlockId block : blocks) {
-        CHECK(world.pager.residency().evictable.contains(block));
+        CHECK(world.pager.residency()[block].heap_slot >= 0);
     }
     world.space->full_then_broken = false;
     world.touch(other, Mode::overwrite);
@@ -186,13 +186,13 @@ TEST("blocks that are demoted leave ahead of their turn, and come back when they
     world.pager.release(*access, true);
     CHECK(world.pager.demote(block, 1));
     world.end_all();
-    CHECK(world.pager.residency().blocks[block].state == State::absent);
+    CHECK(world.pager.residency()[block].state == State::absent);
     CHECK_EQUAL(world.space->used(), 1024);
     CHECK(world.pager.demote(block, 1));    // is there already
     CHECK(!world.pager.demote(beyond, 1));  // no room below
-    CHECK(world.pager.residency().blocks[beyond].state == State::resident);
+    CHECK(world.pager.residency()[beyond].state == State::resident);
     world.touch(block, Mode::read);
-    CHECK(world.pager.residency().blocks[block].state == State::resident);
+    CHECK(world.pager.residency()[block].state == State::resident);
 }
 
 TEST("random programs keep the map, the tier's extents and the pins in order") {
@@ -252,8 +252,9 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
                 world.open.erase(ready);
                 if (!transfer->pieces.empty() && random() % 20 == 0) {
                     pager.failed(transfer->id, told_to);
-                    std::erase_if(world.open,
-                                  [&](const auto& entry) { return !pager.residency().transfers.contains(entry.first); });
+                    std::erase_if(world.open, [&](const auto& entry) {
+                        return pager.residency().transfers().find(entry.first) == nullptr;
+                    });
                 } else {
                     pager.completed(transfer->id, world.now, world.now + 1e-7);
                 }
@@ -264,22 +265,22 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
             const Residency& residency = pager.residency();
             std::int64_t end = 0;
             std::set<BlockId> owners;
-            residency.arena.each_owner([&](BlockId block, std::int64_t place, std::int64_t nbytes) {
+            residency.arena().each_owner([&](BlockId block, std::int64_t place, std::int64_t nbytes) {
                 CHECK(place >= end);
-                CHECK_EQUAL(residency.blocks[block].place, place);
+                CHECK_EQUAL(residency[block].place, place);
                 owners.insert(block);
                 end = place + nbytes;
                 return true;
             });
-            CHECK(end <= residency.arena.capacity());
+            CHECK(end <= residency.arena().capacity());
             std::int64_t below = 0;
-            for (const BlockId block : residency.blocks.used()) {
-                const Block& b = residency.blocks[block];
+            for (const BlockId block : residency.blocks().used()) {
+                const Block& b = residency[block];
                 const bool here = b.state == State::resident || b.state == State::fetching;
                 CHECK_EQUAL(owners.contains(block), here);
                 CHECK(b.pins >= 0);
                 CHECK(!(b.heap_slot >= 0 && (b.pins > 0 || b.state != State::resident || b.stuck)));
-                below += b.tier >= 0 ? residency.arena.rounded(b.size) : 0;
+                below += b.tier >= 0 ? residency.arena().rounded(b.size) : 0;
             }
             CHECK_EQUAL(below, world.space->used());
             for (const auto& access : granted) {
@@ -310,8 +311,8 @@ TEST("rows that come in the place of rows make no others move") {
         world.pager.release(*access, true);
         world.end_all();
     }
-    CHECK(world.pager.residency().counters.evictions > 500);
-    CHECK_EQUAL(world.pager.residency().counters.moves, std::int64_t{0});
+    CHECK(world.pager.counters().evictions > 500);
+    CHECK_EQUAL(world.pager.counters().moves, std::int64_t{0});
 }
 
 int main() { return farpool::testing::run(); }
