@@ -27,7 +27,7 @@ std::unique_lock<std::mutex> Driver::lock(Pause& pause) {
 
 void Driver::start(bool waits) {
     commands_.clear();
-    batch_.clear();  // what an error has left
+    batch_.clear();  // entries that an error has left
     pager_->take_commands(commands_);
     std::size_t count = 0;
     for (const Command& command : commands_) {
@@ -35,10 +35,10 @@ void Driver::start(bool waits) {
         count += transfer != nullptr ? (*transfer)->pieces.size() : 0;
     }
     pieces_.clear();
-    pieces_.reserve(count);  // the batch points into it
+    pieces_.reserve(count);  // the batch points into this vector
     for (const Command& command : commands_) {
         if (const auto* move = std::get_if<Move>(&command)) {
-            submit(false);  // what comes before it need not wait for it
+            submit(false);  // entries before it need not wait for it
             std::memmove(reinterpret_cast<void*>(arena_ + static_cast<std::uintptr_t>(move->target)),
                          reinterpret_cast<const void*>(arena_ + static_cast<std::uintptr_t>(move->source)),
                          static_cast<std::size_t>(move->nbytes));
@@ -150,7 +150,7 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
     try {
         // The caller goes on to wait for an access that is neither granted nor refused.
         start(!access->granted && std::holds_alternative<std::monostate>(access->refusal));
-    } catch (...) {  // nobody is left to wait for it
+    } catch (...) {  // the caller gets no access to wait for
         pager_->abandon(access);
         throw;
     }
@@ -184,7 +184,7 @@ void Driver::wait(double seconds, Pause& pause) {
 
 Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause) {
     for (;;) {
-        if (closed_) {  // also where it was granted since: nobody counted that, so the arena may be gone
+        if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
         if (access.granted) {
@@ -198,7 +198,7 @@ Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, dou
         if (remaining <= 0) {
             return Wait::timed_out;
         }
-        // Whatever ends after this was read ends the wait below, also if another thread notes it first.
+        // A transfer that ends after this line ends the wait below, also if another thread notes it first.
         const QueueCore::Seen seen = queue_->seen();
         if (note_ends()) {
             continue;
@@ -238,7 +238,7 @@ void Driver::release(Access& access) {
         nudge();
         return;
     }
-    // Looked up first: this call may grant waiting accesses, which are not in line any more then.
+    // Read before the release, which may grant waiting accesses and so take them out of the line.
     const bool others = waiting_ > 0 || !pager_->waiting().empty();
     pager_->release(access, true);
     --granted_;

@@ -9,14 +9,14 @@ namespace farpool::pager {
 namespace {
 
 constexpr int strides_ahead = 8;
-// Divisor of the bytes fetched along a stride to charge for their room: off the tape the true cost is not known.
+// Divisor of the bytes fetched along a stride to charge for their room: without a tape the true cost is not known.
 constexpr double stride_rent = 4;
-constexpr std::int64_t batch = 16;   // the end of the known future is looked at when so many accesses have been added to it
-constexpr std::int64_t age = 256;    // accesses after which the largest one is taken to be a quarter smaller
-constexpr std::int64_t notable = 8;  // one operation is much larger than others if it is by this fraction of the arena
-constexpr double much = 4;           // stretches without access matter if such long ones are this fraction of the computing
-constexpr std::int64_t most = 8;     // room for what comes in during them is at most this fraction of the arena
-constexpr std::int64_t worth = 4;    // a window must promise this many times what one operation pins: so much room it takes
+constexpr std::int64_t accesses_per_check = 16;   // the end of the known future is checked after this many new accesses
+constexpr std::int64_t accesses_per_aging = 256;  // after this many the largest operation counts as a quarter smaller
+constexpr std::int64_t large_divisor = 8;         // an operation is large if it exceeds the others by this part of the arena
+constexpr double stretches_divisor = 4;       // the longest stretches without an access: together this part of the computing
+constexpr std::int64_t arriving_divisor = 8;  // room for bytes that arrive in such a stretch: at most this part of the arena
+constexpr std::int64_t min_window_per_pinned = 4;  // prefetch only if the window is at least 4 times what one operation pins
 
 }  // namespace
 
@@ -74,21 +74,21 @@ void LookAhead::note_pinned(std::int64_t nbytes) {
 void LookAhead::set_largest(std::int64_t nbytes) {
     largest_ = nbytes;
     residency_.set_ahead_bytes_min(nbytes);
-    retention_.set_room(std::max(std::int64_t{0}, residency_.arena().capacity() - anchored_ - 2 * nbytes - meanwhile_));
+    retention_.set_room(std::max(std::int64_t{0}, residency_.arena().capacity() - anchored_ - 2 * nbytes - arriving_));
 }
 
 void LookAhead::forget_anchors() {
     anchor_ = never;
     anchored_ = 0;
-    meanwhile_ = 0;
+    arriving_ = 0;
     surveyed_ = 0;
 }
 
-// Looks over one turn of the loop for accesses so large that they are better kept.
+// Searches one turn of the loop for accesses so large that their blocks are better kept.
 //
-// Room for the operation that runs and for the next one has to be left free of blocks that are kept. Where one operation is
-// much larger than the others (the head of a language model), that would be most of the arena, all the time. If its blocks
-// are kept, the room for the largest of the others is enough.
+// Kept blocks must leave room for the operation that runs and for the next one. If one operation is much larger than the others
+// (the head of a language model), that room would be most of the arena, all the time. If its blocks are kept instead, room for
+// the largest of the other operations is enough.
 void LookAhead::survey() {
     surveyed_ = tape_.now();
     std::vector<std::int64_t> sizes;
@@ -106,7 +106,7 @@ void LookAhead::survey() {
         if (sum + 2 * rest > capacity) {
             break;
         }
-        if (rest < sizes[index] && sizes.front() - rest > capacity / notable) {
+        if (rest < sizes[index] && sizes.front() - rest > capacity / large_divisor) {
             anchor = sizes[index];
             anchored = sum;
             break;
@@ -122,16 +122,18 @@ void LookAhead::survey() {
             }
         }
     }
-    meanwhile_ = std::max(std::int64_t{0}, std::min(carried_meanwhile(), residency_.arena().capacity() / most) - largest_);
+    arriving_ =
+        std::max(std::int64_t{0}, std::min(arriving_bytes(), residency_.arena().capacity() / arriving_divisor) - largest_);
     set_largest(largest_);
 }
 
-// Bytes that the link has to carry in one of the longest stretches of a turn without an access, as it cannot in the others.
+// Bytes that have to arrive during one of the longest stretches of a turn without an access, because the link cannot carry them
+// in the rest of the turn.
 //
-// Blocks come free at accesses only. A program that makes many small ones and then computes for long (attention over blocks
-// of keys and values, which are copied first) would leave the link idle then, unless there was room at the beginning. Where
-// each operation computes for as long as its own bytes take, this is no more than the room for the next one.
-std::int64_t LookAhead::carried_meanwhile() const {
+// Room comes free at accesses only. A program that makes many small accesses and then computes for a long time (attention over
+// blocks of keys and values, which are copied first) would leave the link idle during that time, unless there was room at its
+// beginning. If each operation computes for as long as its own bytes take, this is no more than the room for the next one.
+std::int64_t LookAhead::arriving_bytes() const {
     const double rate = residency_.seconds_per_byte();
     const double computing = tape_.seconds(tape_.pointer(), tape_.now());
     if (rate == 0.0 || computing <= 0.0) {
@@ -143,9 +145,9 @@ std::int64_t LookAhead::carried_meanwhile() const {
     }
     std::ranges::sort(stretches, std::greater<>());
     double longest = 0.0;
-    double sum = 0.0;  // of the long ones
+    double sum = 0.0;  // of the long stretches
     for (const double seconds : stretches) {
-        if (sum < computing / much) {
+        if (sum < computing / stretches_divisor) {
             longest = seconds;
         } else if (seconds < longest / 2) {
             break;
@@ -160,14 +162,14 @@ std::int64_t LookAhead::carried_meanwhile() const {
 // The key of blocks accessed at `start` of the known future (or the present) whose next use is at `use`.
 std::int64_t LookAhead::key_for(std::int64_t use, std::int64_t start, std::int64_t nbytes) {
     if (nbytes >= anchor_) {
-        return start + 1;  // as if it were used at once: the last to leave
+        return start + 1;  // as if it were used next: evicted last
     }
     if (!gate_.ample()) {
         return use;
     }
     std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now());
     std::int64_t distance = tape_.volume(start, use);
-    if (anchored_ != 0 && turn > anchored_) {  // distances without them, on average
+    if (anchored_ != 0 && turn > anchored_) {  // average distance without the anchored bytes
         distance = static_cast<std::int64_t>(static_cast<double>(distance) * static_cast<double>(turn - anchored_) /
                                              static_cast<double>(turn));
         turn -= anchored_;
@@ -183,7 +185,7 @@ void LookAhead::set_window() {
     }
     const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now()) - anchored_;
     std::int64_t gain = std::max(std::int64_t{0}, turn - retention_.room());
-    if (turn > 0) {  // of what is kept, as much changes as is not in both choices by chance
+    if (turn > 0) {  // another choice of kept blocks changes this share of the room, on average
         const double others = static_cast<double>(gain) / static_cast<double>(turn);
         gate_.set_refill(static_cast<std::int64_t>(static_cast<double>(retention_.room()) * others));
     }
@@ -193,7 +195,7 @@ void LookAhead::set_window() {
             gain = static_cast<std::int64_t>(computing);
         }
     }
-    if (gain > worth * largest_) {
+    if (gain > min_window_per_pinned * largest_) {
         window_ = std::min(residency_.arena().capacity(), gain / 2);
     }
 }
@@ -201,7 +203,7 @@ void LookAhead::set_window() {
 // ---- looking ahead ----
 
 bool LookAhead::due(bool freed) const {
-    return (blocked_ && freed) || (!blocked_ && tape_.now() - cursor_ >= batch) || cursor_ <= tape_.pointer() ||
+    return (blocked_ && freed) || (!blocked_ && tape_.now() - cursor_ >= accesses_per_check) || cursor_ <= tape_.pointer() ||
            jumps_ != tape_.jumps() || residency_.soonest_evicted() != never || !tape_.followed();
 }
 
@@ -229,7 +231,7 @@ void LookAhead::advance(const BlockSet& keep) {
     if (tape_.now() - surveyed_ >= tape_.now() - tape_.pointer()) {
         survey();
     }
-    if (tape_.now() - aged_ > age) {
+    if (tape_.now() - aged_ > accesses_per_aging) {
         aged_ = tape_.now();
         set_largest(largest_ - largest_ / 4);
     }
@@ -257,7 +259,7 @@ void LookAhead::restart() {
     birth_bytes_ = 0;
 }
 
-// Moves the cursor back to `position`, as a block that it had passed as resident has left.
+// Moves the cursor back to `position`, because a block that was resident when the cursor passed it has been evicted.
 void LookAhead::go_back(std::int64_t position) {
     cursor_ = position;
     while (!births_.empty() && births_.back().first >= position) {
@@ -266,7 +268,7 @@ void LookAhead::go_back(std::int64_t position) {
     }
 }
 
-// Drops the expected creations that the pointer has passed, and lets runs that were fetched but not accessed leave.
+// Drops the expected creations that the pointer has passed, and makes prefetched runs evictable that were not accessed.
 void LookAhead::pass_by() {
     while (!births_.empty() && births_.front().first <= tape_.pointer()) {
         birth_bytes_ -= births_.front().second;
@@ -278,7 +280,7 @@ void LookAhead::pass_by() {
     }
 }
 
-// Resets the keys of fetched blocks after the program has left the tape: their next uses are unknown now.
+// Resets the keys of prefetched blocks after the program has left the tape, because their next uses are unknown now.
 void LookAhead::give_up() {
     for (const auto& [position, run] : fetched_) {
         expect_no_more(run);
@@ -301,10 +303,10 @@ void LookAhead::rekey() {
         const Block& b = residency_[block];
         const auto use = upcoming.find(b.name);
         if (use == upcoming.end()) {
-            if (b.next_use < never) {  // else it is known how long it is worth keeping
+            if (b.next_use < never) {  // otherwise the key says how long the block is worth keeping
                 residency_.set_next_use(block, unknown_use(b.last_use));
             }
-        } else if (window_ != 0 && b.next_use < never) {  // the jump changes when it is used, not whether it is kept
+        } else if (window_ != 0 && b.next_use < never) {  // the jump changes the time of the next use; a kept block stays kept
             residency_.set_next_use(block, b.next_use < spare ? use->second : use->second + spare);
         } else if (window_ != 0) {
             residency_.set_next_use(block, key_for(use->second, tape_.pointer(), b.size));
@@ -329,7 +331,7 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
         return true;
     }
     if (blocks.named(token.name + token.count - 1) != first + token.count - 1) {
-        return true;  // another storage bears these names by now
+        return true;  // another storage has these names now
     }
     const Run run{first, token.count, Mode::read, -1};
     bool any_absent = false;
@@ -337,7 +339,7 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
     bool shunned = false;
     for (BlockId block = first; block < run.stop(); ++block) {
         if (block + 1 < run.stop() && blocks[block].size % residency_.arena().alignment() != 0) {
-            return true;  // several storages bear them: only the last block of one may be of any size
+            return true;  // several storages have them: only the last block of a storage may have any size
         }
         const bool absent = blocks[block].state == State::absent;
         any_absent = any_absent || absent;
@@ -352,23 +354,23 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
         return false;
     }
     const std::tuple situation{position, residency_.arena().version(), residency_.victim(), residency_.ahead_bytes()};
-    if (in_vain_ == situation) {
+    if (failed_step_ == situation) {
         return false;
     }
     if (birth_bytes_ != 0 && !clear(nbytes + birth_bytes_, position, keep)) {
-        in_vain_ = situation;
+        failed_step_ = situation;
         return false;
     }
     if (residency_.bring(run, keep, position)) {
         fetched_.emplace_back(position, run);
         return true;
     }
-    in_vain_ = situation;
-    // A run that is there in part and cannot be filled in has to be gathered when it is accessed: leave it.
+    failed_step_ = situation;
+    // A run of which a part is resident and that cannot be filled in is gathered when it is accessed.
     return !all_absent;
 }
 
-// Evicts what may leave for `position` until `nbytes` bytes are free; false if that does not suffice.
+// Evicts blocks that are needed later than `position` until `nbytes` bytes are free; false if that does not suffice.
 bool LookAhead::clear(std::int64_t nbytes, std::int64_t position, const BlockSet& keep) {
     while (residency_.arena().free() < nbytes) {
         const BlockId victim = residency_.victim();
@@ -397,7 +399,7 @@ void LookAhead::follow_strides(const BlockSet& keep) {
         if (!gate_.covers(residency_.ahead_bytes() + nbytes)) {
             return;
         }
-        // Its key is that of a block used just now: without a known future the least recent one leaves first.
+        // It gets the key of a block used just now: without a known future the least recently used block is evicted first.
         if (!residency_.bring(run, keep, unknown_use(tape_.now()))) {
             return;
         }

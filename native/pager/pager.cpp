@@ -155,7 +155,7 @@ double Pager::busy_until(double now) {
     return busy;
 }
 
-// True if each run can be granted as it lies; the access then has their places.
+// True if each run can be granted at its present place; the access then has the places.
 bool Pager::lies_ready(Access& access) const {
     std::vector<std::int64_t> places;
     places.reserve(access.runs.size());
