@@ -1,4 +1,4 @@
-// The pager itself: what it refuses, what it undoes, and random programs from several threads' accesses at once.
+// The pager itself: refusals, undone transfers, and random programs with concurrent accesses of several threads.
 #include "pager/pager.hpp"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ private:
     ExtentAllocator extents_;
 };
 
-// A pager over one tier, with transfers that end when they are told to.
+// A pager over one tier, whose transfers the test ends.
 struct World {
     explicit World(std::int64_t capacity, std::int64_t below = 1 << 20)
         : space(std::make_shared<SimulatedSpace>(below)), pager(capacity, {space}, 1, 64, 1 << 12, true, false) {}
@@ -86,7 +86,7 @@ TEST("operands larger than the arena are refused, and nothing has changed") {
     CHECK(world.pager.waiting().empty());
 }
 
-TEST("calls that make no sense are refused by name") {
+TEST("invalid calls are refused with the name of the call") {
     World world(4096);
     const BlockId block = world.create(512);
     CHECK_THROWS(PortFailure, world.request(block + 1, Mode::read));
@@ -98,7 +98,7 @@ TEST("calls that make no sense are refused by name") {
     CHECK_THROWS(PortFailure, world.pager.release(*access, true));
 }
 
-TEST("a prefetched block that is written back does not count as ready any more") {
+TEST("a prefetched block that is written back does not count as prefetched any more") {
     World world(8 * 2048);
     std::vector<BlockId> blocks;
     for (int index = 0; index < 16; ++index) {
@@ -120,13 +120,13 @@ TEST("a prefetched block that is written back does not count as ready any more")
     CHECK(ready() != blocks.end());
     const BlockId block = *ready();
     const std::int64_t before = residency.ahead_bytes();
-    residency.soil(block);  // as when its copy below had to give way to another block
+    residency.soil(block);  // as if its copy below had been dropped for another block
     CHECK(residency.try_evict(block));
     CHECK_EQUAL(residency.ahead_bytes(), before - 2048);
     world.end_all();
 }
 
-TEST("an error goes to the access that waits, and the next one tries again") {
+TEST("the access that waits gets the error, and the next access tries again") {
     World world(4096);
     const BlockId first = world.create(4096);
     const BlockId second = world.create(4096);
@@ -150,7 +150,7 @@ TEST("an error goes to the access that waits, and the next one tries again") {
     world.touch(first, Mode::read);
 }
 
-TEST("bookkeeping of a tier that fails loses neither a place in the line nor a block to evict") {
+TEST("a tier whose bookkeeping fails loses neither a place in the line nor a victim") {
     World world(4096);
     std::vector<BlockId> blocks;
     for (int index = 0; index < 4; ++index) {
@@ -175,7 +175,7 @@ TEST("bookkeeping of a tier that fails loses neither a place in the line nor a b
     }
 }
 
-TEST("blocks that are demoted leave ahead of their turn, and come back when they are asked for") {
+TEST("demoted blocks are evicted before their turn, and an access fetches them again") {
     World world(4096, 1024);
     const BlockId block = world.create(1024);
     const BlockId beyond = world.create(1024);
@@ -188,7 +188,7 @@ TEST("blocks that are demoted leave ahead of their turn, and come back when they
     world.end_all();
     CHECK(world.pager.residency()[block].state == State::absent);
     CHECK_EQUAL(world.space->used(), 1024);
-    CHECK(world.pager.demote(block, 1));    // is there already
+    CHECK(world.pager.demote(block, 1));    // is evicted already
     CHECK(!world.pager.demote(beyond, 1));  // no room below
     CHECK(world.pager.residency()[beyond].state == State::resident);
     world.touch(block, Mode::read);
@@ -292,7 +292,7 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
     }
 }
 
-TEST("rows that come in the place of rows make no others move") {
+TEST("rows that replace rows move no other blocks") {
     World world(16 << 10);
     const BlockId table = world.pager.create(std::vector<std::int64_t>(100, 1024), 0);
     std::mt19937 random(0);
