@@ -78,7 +78,7 @@ private:
 };
 
 nb::object to_python(const farpool::pager::Transfer& transfer);
-// The Python exception for a refusal; None where there is no refusal.
+// The Python exception for a refusal; None if there is no refusal.
 nb::object to_python(const farpool::pager::Refusal& refusal);
 [[noreturn]] void raise_refusal(const farpool::pager::Refusal& refusal);
 
