@@ -1,10 +1,10 @@
-// Operations on paged tensors, as far as they need no Python: the hot path of every step.
+// Operations on paged tensors that need no Python: the hot path of every step.
 //
-// torch hands each operation that has a paged argument to `Calls::dispatch`. Most have theirs in different storages of one
-// pool: their operands are pinned, real tensors over the arena (made before, if they lie where they lay) stand
-// for them while the operator runs, and they are let go. Views only pair a geometry that was worked out before with a new
-// tensor object. Whatever is not like that is handled in Python, by `farpool.tensors.dispatch`, which also tells this file
-// which operators it may run.
+// torch passes each operation that has a paged argument to `Calls::dispatch`. The operands of most operations are in different
+// storages of one pool: they are pinned, real tensors over the arena (cached ones, if the operands have not moved) replace them
+// while the operator runs, and they are unpinned. Views only pair a geometry that was computed before with a new tensor object.
+// All other operations are handled in Python, by `farpool.tensors.dispatch`, which also registers the operators that this file
+// may run.
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -24,10 +24,10 @@ namespace {
 
 class Calls {
 public:
-    // Kinds of operators that may be run here, by what they do.
+    // Kinds of operators that may run here.
     enum class Kind : int {
         compute = 0,            // runs on real tensors
-        view = 1,               // a view of its first argument; the others, which are no tensors, say which part
+        view = 1,               // a view of its first argument; the other arguments, which are no tensors, give the part
         alias = 2,              // another tensor over the same bytes
         composed = 3,           // made of other operators, which are dispatched in its place
         composed_of_views = 4,  // as `composed`, and torch itself marks the result as a view
@@ -43,8 +43,8 @@ public:
     }
 
     // Registers an operator to be run here, of which `call` is the callable inside. `writes`: bits of the positions of
-    // arguments that it changes. `retried`: Python code knows what to do where the operands do not fit together. `ruled`:
-    // Python code is asked first. `strided`: it is asked where an argument is a tensor of another layout.
+    // arguments that it changes. `retried`: Python code handles operands that do not fit together. `ruled`:
+    // Python code is asked first. `strided`: it is asked if an argument is a tensor of another layout.
     void learn(nb::object operation, nb::object call, nb::object name, Kind kind, std::uint64_t writes, bool retried,
                bool ruled, bool strided) {
         PyObject* key = operation.ptr();
@@ -65,7 +65,7 @@ public:
         return call(dispatch_, {func.ptr(), types.ptr(), args.ptr(), kwargs.ptr()});
     }
 
-    // Runs an operator on real tensors; NotImplemented where that takes Python.
+    // Runs an operator on real tensors; NotImplemented if Python has to do it.
     nb::object compute_or_leave(nb::handle func, nb::handle args, nb::handle kwargs) const {
         const auto found = known_.find(func.ptr());
         if (found != known_.end() && found->second.kind == Kind::compute && !suspended_) {
@@ -134,7 +134,7 @@ private:
         }
     };
 
-    // Null where it is not done here.
+    // Null if Python has to do it.
     nb::object run_known(const Known& known, nb::handle func, nb::handle args, nb::handle kwargs) const {
         switch (known.kind) {
             case Kind::compute:
@@ -204,7 +204,7 @@ private:
         return std::ranges::adjacent_find(storages) == storages.end();
     }
 
-    // Null where it is not done here.
+    // Null if Python has to do it.
     nb::object compute(const Known& known, nb::handle func, nb::handle args, nb::handle kwargs) const {
         std::optional<Operands> operands = find(known, args, kwargs);
         if (!operands) {
@@ -220,7 +220,7 @@ private:
         if (pinned == nullptr) {
             return {};
         }
-        if (pinned->paused()) {  // meanwhile another thread may have moved a tensor into the pool or out of it
+        if (pinned->paused()) {  // another thread may have moved a tensor into the pool or out of it during the wait
             if (const std::optional<Operands> still = find(known, args, kwargs); !still || !operands->same_as(*still)) {
                 pinned->release();
                 return {};
@@ -277,8 +277,8 @@ private:
         return seen_by_program(std::move(result), operands);
     }
 
-    // True if an argument may have lazy values, or a kernel may make a tensor that has. Where all are real numbers in memory,
-    // as in most calls, torch's dispatcher is left as it is: that saves eight calls.
+    // True if an argument may have lazy values, or a kernel may make a tensor that has. If all are real numbers in memory,
+    // as in most calls, torch's dispatcher keeps its state, which saves eight calls.
     bool may_be_lazy(const Operands& operands, nb::handle args, nb::handle kwargs) const {
         const auto lazy = [&](PyObject* value) {
             const std::span<PyObject*> items = tensors_in(value);
@@ -385,8 +385,8 @@ private:
         const Torch::Included lazy_and_rules(torch_, torch_.composing_keys());
         std::optional<Torch::Included> marked;
         if (known.kind == Kind::composed && torch_.infers()) {
-            // A plain tensor's views are marked as views here, too, and require a gradient where it does. What multiplies
-            // matrices looks at that and picks another kernel, with other bits.
+            // Views of a plain tensor are marked as views here too, and require a gradient if it does: the code that multiplies
+            // matrices checks this and would otherwise choose another kernel, with other bits.
             marked.emplace(torch_, torch_.view_keys());
         }
         PyObject* result =
@@ -427,14 +427,14 @@ void bind_calls(nb::module_& m) {
     nb::enum_<Calls::Kind>(calls, "Kind", "Kind of an operator, by which it is run.", nb::is_arithmetic())
         .value("COMPUTE", Calls::Kind::compute, "Runs on real tensors.")
         .value("VIEW", Calls::Kind::view,
-               "Views a part of its first argument, which the other arguments say; none of these is a tensor.")
+               "Views a part of its first argument, which the other arguments give; none of these is a tensor.")
         .value("ALIAS", Calls::Kind::alias, "Another tensor over the same bytes.")
         .value("COMPOSED", Calls::Kind::composed, "Composed of other operators, which are dispatched in its place.")
         .value("COMPOSED_OF_VIEWS", Calls::Kind::composed_of_views,
-               "Composed of other operators, and torch itself marks what it returns as a view.");
+               "Composed of other operators, and torch itself marks the result as a view.");
     calls.def(nb::init<>())
         .def("bind", &Calls::bind, nb::arg("torch"), nb::arg("paged"), nb::arg("footprint"), nb::arg("hooks"),
-             "Make known the types of tensors and footprints, and the functions that do the rest.")
+             "Set the types of tensors and footprints, and the Python functions for all other cases.")
         .def("learn", &Calls::learn, nb::arg("operation"), nb::arg("call"), nb::arg("name"), nb::arg("kind"), nb::kw_only(),
              nb::arg("writes") = 0, nb::arg("retried") = false, nb::arg("ruled") = false, nb::arg("strided") = false,
              nb::sig("def learn(self, operation: object, call: object, name: str, kind: farpool._native.Calls.Kind, *, writes: "
@@ -448,11 +448,11 @@ call : callable
 writes : int
     Bits of the positions of arguments that it changes.
 retried : bool
-    Leave it to Python where its operands do not fit into the fast tier together.
+    Leave it to Python if its operands do not fit into the fast tier together.
 ruled : bool
     Leave it to Python, which may ask for it by `compute`.
 strided : bool
-    Leave it to Python where an argument is a tensor of another layout.)")
+    Leave it to Python if an argument is a tensor of another layout.)")
         .def("dispatch", &Calls::dispatch, nb::arg("func"), nb::arg("types"), nb::arg("args") = nb::tuple(),
              nb::arg("kwargs").none() = nb::none(),
              nb::sig("def dispatch(self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = "
@@ -461,28 +461,28 @@ strided : bool
         .def("compute", &Calls::compute_or_leave, nb::arg("func"), nb::arg("args"), nb::arg("kwargs"),
              nb::sig("def compute(self, func: typing.Any, args: collections.abc.Sequence[typing.Any], kwargs: dict[str, "
                      "typing.Any]) -> typing.Any"),
-             "Run an operation on real tensors; NotImplemented where that takes Python.")
+             "Run an operation on real tensors; NotImplemented if Python has to do it.")
         .def("copy_rows", &Calls::copy_rows, nb::arg("table"), nb::arg("op"), nb::arg("indices"), nb::arg("count"),
              nb::arg("memory"), nb::arg("groups"), nb::arg("write"),
              nb::sig("def copy_rows(self, table: Footprint, op: str, indices: int, count: int, memory: int, groups: int, "
                      "write: bool) -> bool"),
-             R"(Copy rows of a table, whose elements lie side by side, to or from plain memory, block by block.
+             R"(Copy rows of a table, whose elements are contiguous, to or from plain memory, block by block.
 
 Parameters
 ----------
 indices : int
-    Address of `count` row numbers of 64 bits; distinct where rows are written.
+    Address of `count` row numbers of 64 bits; distinct if rows are written.
 memory : int
-    Address of as many rows.
+    Address of the same number of rows.
 groups : int
-    Blocks of at most one of so many parts of the budget are acquired together.
+    Acquire blocks of at most one part in this many of the budget together.
 write : bool
     Copy into the table.
 
 Returns
 -------
 bool
-    False, with nothing done, where it takes Python: a number out of range, rows with gaps, debug mode, a device.)")
+    False, with nothing done, if Python has to do it: a number out of range, rows with gaps, debug mode, a device.)")
         .def("page_gradient", &Calls::page_gradient, nb::arg("leaf"), nb::arg("op"), nb::arg("copy"),
              nb::sig("def page_gradient(self, leaf: torch.Tensor, op: str, copy: collections.abc.Callable[[typing.Any, "
                      "torch.Tensor, str], object]) -> bool"),
@@ -496,7 +496,7 @@ copy : callable
 Returns
 -------
 bool
-    False where it takes Python; then nothing was done.)")
+    False if Python has to do it; then nothing was done.)")
         .def("stretches", &Calls::stretches, nb::arg("lists"), nb::arg("count"), nb::arg("share"), nb::arg("pinned"),
              nb::sig("def stretches(self, lists: list[collections.abc.Sequence[typing.Any]], count: int, share: int, pinned: "
                      "int) -> list[slice]"),

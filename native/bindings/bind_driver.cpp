@@ -94,7 +94,7 @@ void bind_driver(nb::module_& m) {
         nb::arg("uses"), nb::kw_only(), nb::arg("rows") = false,
         nb::sig("def runs_of(uses: collections.abc.Iterable[Use], *, rows: bool = False) -> tuple[list[Run], list[tuple[int, "
                 "int]]]"),
-        R"(Runs of blocks that cover the uses, and for each use its run and where it begins in that run, in bytes.
+        R"(Runs of blocks that cover the uses, and for each use its run and its offset in that run, in bytes.
 
 Uses that share blocks share a run, so that aliases stay aliases. An empty use has run -1.
 
@@ -114,10 +114,10 @@ rows : bool
         .def_rw("note", &Grant::note, "Free for a note of the grant's owner; None at first.")
         .def_ro("offsets", &Grant::offsets, nb::sig("def offsets(self) -> tuple[int, ...]"),
                 "Offset of each use's first byte, in bytes from the arena's start.")
-        .def_ro("waited", &Grant::waited, "Seconds that the call waited for the operands; 0 where they were there.")
+        .def_ro("waited", &Grant::waited, "Seconds that the call waited for the operands; 0 if they were resident.")
         .def_prop_ro(
             "access", [](const Grant& self) { return self.access; }, nb::sig("def access(self) -> PagerAccess | None"),
-            "The pager's access behind the grant; None where all uses are empty.");
+            "The pager's access behind the grant; None if all uses are empty.");
 
     nb::class_<BoundDriver>(
         m, "Driver",

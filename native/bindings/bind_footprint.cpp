@@ -83,7 +83,7 @@ void bind_footprint(nb::module_& m) {
             },
             nb::arg("place"), nb::arg("requires_grad"),
             nb::sig("def kept_real(self, place: int, requires_grad: bool) -> torch.Tensor | None"),
-            "Return the real tensor that was kept, if it lies at `place` in the arena.")
+            "Return the real tensor that was kept, if it is at `place` in the arena.")
         .def("keep_real", &Footprint::keep_real, nb::arg("place"), nb::arg("requires_grad"), nb::arg("real"),
              nb::sig("def keep_real(self, place: int, requires_grad: bool, real: torch.Tensor) -> None"),
              "Keep a real tensor, to be used again.")

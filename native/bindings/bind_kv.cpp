@@ -52,7 +52,7 @@ private:
     EVP_MD_CTX* context_;
 };
 
-// The hash of each page and all tokens before it; nothing where a token is no whole number of 64 bits, or hashing fails.
+// The hash of each page and all tokens before it; empty if a token is no whole number of 64 bits, or hashing fails.
 std::optional<std::vector<Digest>> chain_of(PyObject* const* tokens, std::size_t pages, std::size_t page,
                                             const nb::bytes& prior) {
     static Sha256 sha256;  // guarded by the interpreter lock, which is held all the time
@@ -96,7 +96,7 @@ std::optional<std::vector<Digest>> chain_of(PyObject* const* tokens, std::size_t
 
 #endif
 
-// The keys of all whole pages of tokens, one group after the other; None where Python has to make them.
+// The keys of all whole pages of tokens, one group after the other; None if Python has to make them.
 nb::object token_keys(const nb::object& tokens, std::size_t page, const nb::bytes& scope, std::uint32_t groups,
                       std::uint32_t shard, const nb::bytes& prior) {
 #ifdef FARPOOL_OPENSSL
@@ -132,5 +132,5 @@ void bind_kv(nb::module_& m) {
 
 `prior` is hashed before the first block's tokens.
 
-None where Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.)");
+None if Python has to do it: tokens that are no list or tuple of whole numbers of 64 bits, or a build without OpenSSL.)");
 }

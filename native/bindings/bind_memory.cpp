@@ -86,7 +86,8 @@ void bind_memory(nb::module_& m) {
             },
             nb::arg("offset"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>(),
             "Give the pages that lie wholly inside the range back to the operating system; they read as zero afterwards.")
-        .def("release", &Memory::release, "Unmap the memory. The caller makes sure that nobody uses it any more. Idempotent.");
+        .def("release", &Memory::release,
+             "Unmap the memory. The caller makes sure that it is not in use any more. Idempotent.");
 
     m.def(
         "crc32c",
@@ -97,7 +98,7 @@ void bind_memory(nb::module_& m) {
             return value;
         },
         nb::arg("data"), nb::arg("value") = 0,
-        R"(CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions where there are some; without the interpreter
+        R"(CRC32C (Castagnoli) of a contiguous buffer, by hardware instructions if there are some; without the interpreter
 lock.)");
     m.def(
         "crc32c_many", crc32c_many, nb::arg("data"), nb::sig("def crc32c_many(data: list[typing.Any]) -> list[int]"),

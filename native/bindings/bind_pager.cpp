@@ -17,8 +17,8 @@ struct Names {
     nb::object transfer, move, piece, too_large, no_room, transfer_failed;
 
     static const Names& get() {
-        // No initialiser of a static: an import may let go of the interpreter lock, and a thread that then waited for the
-        // initialiser with the lock in hand would wait for ever. Two threads may both import; one of them wins.
+        // No initialiser of a static: an import may release the interpreter lock, and a thread that then waited for the
+        // initialiser while it holds the lock would never wake up. Two threads may both import; one of them wins.
         static const Names* names = nullptr;
         if (names == nullptr) {
             auto made = std::make_unique<Names>();
@@ -201,11 +201,11 @@ Such an access says nothing about the rows of the next pass, so the tape only no
         .def_ro("moves", &Counters::moves)
         .def_ro("moved_bytes", &Counters::moved_bytes);
 
-    nb::class_<Block>(m, "Block", "One row of a pager's table of blocks, as it was when it was asked for.")
+    nb::class_<Block>(m, "Block", "A copy of one row of a pager's table of blocks.")
         .def_ro("size", &Block::size)
         .def_ro("place", &Block::place, "Offset in the arena; -1 unless fetching, resident or writing back.")
         .def_ro("copy", &Block::copy, "Offset of the copy in its tier, valid while the block is not dirty.")
-        .def_ro("next_use", &Block::next_use, "Key for eviction: the farther, the sooner it goes.")
+        .def_ro("next_use", &Block::next_use, "Key for eviction: the block with the highest key is evicted first.")
         .def_ro("last_use", &Block::last_use, "Position on the tape of the latest access.")
         .def_prop_ro("pins", [](const Block& self) { return self.pins; })
         .def_ro("name", &Block::name, "Name of the block on the tape: its ordinal of birth among the blocks that live.")
@@ -281,7 +281,7 @@ late : bool
             [](BoundPager& self, BlockId block, std::int32_t tier, std::int64_t offset, std::int64_t place,
                std::int64_t nbytes) { self->adopt(block, {tier, offset, place, nbytes}); },
             nb::arg("block"), nb::arg("source"), nb::arg("offset"), nb::arg("place"), nb::arg("nbytes"),
-            "Note that part of this absent block's clean copy lies in a source; `place` is relative to the block.")
+            "Note that a source has a part of this absent block's clean copy; `place` is relative to the block.")
         .def(
             "can_adopt", [](BoundPager& self, BlockId block) { return self->can_adopt(block); }, nb::arg("block"),
             "Return True if the block is absent and its content, if any, is a source's.")
@@ -300,13 +300,13 @@ late : bool
             },
             nb::arg("runs"), nb::arg("now") = 0.0,
             nb::sig("def request(self, runs: collections.abc.Iterable[Run], now: float = 0.0) -> PagerAccess"),
-            R"(Ask for runs, which must not overlap. They are granted at once or later.
+            R"(Request runs, which must not overlap. They are granted at once or later.
 
 Parameters
 ----------
 now : float
-    Seconds on a clock that does not go back. What lies between a grant and the next request is taken for the
-    program's own computing, unless times come late; without it nothing is fetched ahead, since that would gain
+    Seconds on a clock that does not go back. Unless times are reported late, the time between a grant and the next
+    request counts as the program's computing; without computing nothing is prefetched, because that would gain
     nothing.
 
 Raises
@@ -332,10 +332,10 @@ ordinal : int
 Raises
 ------
 ValueError
-    There was no such access, it ends before it begins, or times do not come late.)")
+    There was no such access, it ends before it begins, or times are not reported late.)")
         .def(
             "abandon", [](BoundPager& self, const std::shared_ptr<Access>& access) { self->abandon(access); },
-            nb::arg("access"), "Give up waiting, or what was granted meanwhile. What is under way goes on.")
+            nb::arg("access"), "Withdraw a waiting access, or release it if it has been granted. Transfers under way continue.")
         .def(
             "take_commands",
             [](BoundPager& self) {
@@ -346,10 +346,10 @@ ValueError
                 return commands;
             },
             nb::sig("def take_commands(self) -> list[typing.Any]"),
-            "Return the commands to start now, in this order; a move is to be made before what follows it is started.")
+            "Return the commands to start now, in this order; a move must be made before the next command is started.")
         .def(
             "take_raised", [](BoundPager& self) { return self->take_raised(); },
-            "Return the ids of transfers, started before, for which an access waits by now.")
+            "Return the ids of transfers started as prefetches for which an access waits now.")
         .def(
             "completed",
             [](BoundPager& self, TransferId transfer, double start, double end) { self->completed(transfer, start, end); },
@@ -358,41 +358,41 @@ ValueError
         .def(
             "failed", [](BoundPager& self, TransferId transfer, nb::handle error) { self->failed(transfer, hold(error)); },
             nb::arg("transfer"), nb::arg("error"), nb::sig("def failed(self, transfer: int, error: BaseException) -> None"),
-            "Report that a transfer has failed. What was ordered after it is undone, and must not be reported.")
+            "Report that a transfer has failed. Transfers ordered after it are undone; do not report their ends.")
         .def(
             "proceed", [](BoundPager& self, double now) { self->proceed(now); }, nb::arg("now") = 0.0,
-            "Grant what can be granted now, after completions were reported.")
+            "Grant the accesses that can be granted now, after completions were reported.")
         .def(
             "resize", [](BoundPager& self, std::int64_t capacity) { return refusing([&] { return self->resize(capacity); }); },
             nb::arg("capacity"),
-            R"(Change the arena's bytes. False while something still lies beyond; then call again after completions.
+            R"(Change the arena's bytes. False while blocks still occupy bytes beyond; then call again after completions.
 
 Raises
 ------
 NoRoomError
-    No lower tier takes what has to leave; the capacity is as it was. Or the error with which a tier refused it.)")
+    No lower tier takes a block that has to be evicted; the capacity is as it was. Or the error of the tier that refused it.)")
         .def(
             "demote", [](BoundPager& self, BlockId first, std::int32_t count) { return self->demote(first, count); },
             nb::arg("first"), nb::arg("count"),
-            "Take consecutive blocks out of the arena ahead of their turn; False if some stay: in use, or no tier has room.")
+            "Evict consecutive blocks before their turn; False if some stay, because they are in use or no tier has room.")
         .def(
             "block",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);
-                return self->residency().blocks[block];
+                return self->residency()[block];
             },
             nb::arg("block"), "Return the present state of one block.")
         .def(
             "class_of",
             [](BoundPager& self, BlockId block) {
                 self->require_blocks(block, 1);
-                return self.class_name(self->residency().blocks[block].cls);
+                return self.class_name(self->residency()[block].cls);
             },
             nb::arg("block"), nb::sig("def class_of(self, block: int) -> str"))
         .def(
-            "blocks", [](BoundPager& self) { return self->residency().blocks.used(); }, "Blocks in use, in order.")
+            "blocks", [](BoundPager& self) { return self->residency().blocks().used(); }, "Blocks in use, in order.")
         .def(
-            "resident", [](BoundPager& self) { return self->residency().arena.owners(); },
+            "resident", [](BoundPager& self) { return self->residency().arena().owners(); },
             "Blocks that own a range of the arena, in order of place.")
         .def(
             "place_of",
@@ -411,9 +411,8 @@ NoRoomError
         .def(
             "transfer",
             [](BoundPager& self, TransferId id) -> nb::object {
-                const auto& transfers = self->residency().transfers;
-                const auto found = transfers.find(id);
-                return found == transfers.end() ? nb::none() : to_python(*found->second);
+                const std::shared_ptr<const Transfer> found = self->residency().transfers().find(id);
+                return found == nullptr ? nb::none() : to_python(*found);
             },
             nb::arg("id"), nb::sig("def transfer(self, id: int) -> typing.Any"),
             "The transfer with this id, if it is under way.")
@@ -421,7 +420,7 @@ NoRoomError
             "transfers",
             [](BoundPager& self) {
                 nb::list transfers;
-                for (const auto& [id, transfer] : self->residency().transfers) {
+                for (const auto& [id, transfer] : self->residency().transfers().under_way()) {
                     transfers.append(to_python(*transfer));
                 }
                 return transfers;
@@ -435,18 +434,19 @@ NoRoomError
                 return self->residency().try_evict(block);
             },
             nb::arg("block"),
-            "Make a resident block leave although nobody needs its room, even a pinned one; False where no tier takes it.")
+            "Evict a resident block although its room is not needed, even a pinned one; False if no tier takes it.")
         .def_prop_ro(
-            "under_way", [](BoundPager& self) { return self->residency().transfers.size(); }, "Number of transfers under way.")
+            "under_way", [](BoundPager& self) { return self->residency().transfers().under_way().size(); },
+            "Number of transfers under way.")
         .def_prop_ro(
-            "capacity", [](BoundPager& self) { return self->residency().arena.capacity(); }, "Bytes of the arena.")
+            "capacity", [](BoundPager& self) { return self->residency().arena().capacity(); }, "Bytes of the arena.")
         .def_prop_ro(
-            "used", [](BoundPager& self) { return self->residency().arena.used(); }, "Bytes of the arena that blocks own.")
+            "used", [](BoundPager& self) { return self->residency().arena().used(); }, "Bytes of the arena that blocks own.")
         .def(
-            "rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena.rounded(nbytes); },
+            "rounded", [](BoundPager& self, std::int64_t nbytes) { return self->residency().arena().rounded(nbytes); },
             nb::arg("nbytes"), "Arena bytes that a block of `nbytes` bytes takes.")
         .def_prop_ro(
-            "ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes; },
+            "ahead_bytes", [](BoundPager& self) { return self->residency().ahead_bytes(); },
             "Bytes prefetched, or on their way, that have not been accessed yet.")
         .def_prop_ro(
             "tape_bytes", [](BoundPager& self) { return self->tape().held_bytes(); }, "Bytes of memory that the tape holds.")
@@ -455,10 +455,10 @@ NoRoomError
             "Bytes of memory that the pager holds to know its blocks, in addition to the tape.")
         .def_prop_ro(
             "divergences", [](BoundPager& self) { return self->tape().divergences(); },
-            "Number of times that the program did something else than the tape foretold.")
+            "Number of times that the program did something else than the tape predicted.")
         .def_prop_ro(
-            "rows_by_frequency", [](BoundPager& self) { return self->residency().rows.by_frequency(); },
-            "True where rows of tables are kept by how often they are used, False where by how recently.")
+            "rows_by_frequency", [](BoundPager& self) { return self->residency().rows_by_frequency(); },
+            "True if rows of tables are kept by how often they are used, False if by how recently.")
         .def_prop_ro(
             "row_counts",
             [](BoundPager& self) {
@@ -470,7 +470,7 @@ NoRoomError
             },
             nb::sig("def row_counts(self) -> dict[int, tuple[int, int]]"),
             "Accesses to blocks of each table whose rows are picked by data, and hits, by the table's first block.")
-        .def_prop_ro("counters", [](BoundPager& self) { return self->residency().counters; });
+        .def_prop_ro("counters", [](BoundPager& self) { return self->counters(); });
 
     nb::class_<SimulatedProgram>(m, "SimulatedProgram", R"(A pager under a program on simulated hardware, to measure the pager.
 
@@ -484,6 +484,6 @@ history : int
         .def(nb::init<std::int64_t, std::int64_t>(), nb::arg("blocks"), nb::arg("history"))
         .def("fill", &SimulatedProgram::fill, "Write each block.")
         .def("loop", &SimulatedProgram::loop, nb::arg("accesses"),
-             "Read so many blocks one after the other, from where it stopped the last time, and over and over.")
-        .def("shuffled", &SimulatedProgram::shuffled, nb::arg("accesses"), "Read so many blocks picked at random.");
+             "Read this many blocks one after the other in a loop, from the place where the last call stopped.")
+        .def("shuffled", &SimulatedProgram::shuffled, nb::arg("accesses"), "Read this many blocks picked at random.");
 }

@@ -76,7 +76,7 @@ room, then `insert`. Deterministic. ValueError for a slot that is not in, or is 
                 new (self) Named{std::move(name), std::move(policy)};
             },
             nb::arg("name"), nb::arg("capacity"),
-            "Make the policy with this name, one of `policy_names` or ``node``, that of nodes, for a cache of that capacity.")
+            "Make the policy with this name, one of `policy_names` or ``node``, for a cache of this capacity.")
         .def(
             "touch", [](Named& self, Slot slot, std::int64_t next_use) { self.policy->touch(slot, next_use); }, nb::arg("slot"),
             nb::arg("next_use") = never,
@@ -87,7 +87,7 @@ room, then `insert`. Deterministic. ValueError for a slot that is not in, or is 
                 self.policy->insert(slot, {key, size, next_use, cost});
             },
             nb::arg("slot"), nb::arg("key"), nb::arg("size") = 1, nb::arg("next_use") = never, nb::arg("cost") = 1.0,
-            "Note that the object has come in; `cost` is that of fetching it, for ``gdsf`` and ``node``.")
+            "Note that the object was inserted; `cost` of fetching it, for ``gdsf`` and ``node``.")
         .def(
             "victim",
             [](Named& self, std::uint64_t key, std::uint64_t size, const nb::set& held) {
@@ -134,7 +134,7 @@ anything else.)")
         .def("footprint", &Trace::footprint, Released(), "Bytes of all different objects.");
 
     nb::class_<Simulation>(m, "CacheSimulation",
-                           "A cache under a policy, given the requests of a trace. Its counts are those of all runs so far.")
+                           "A cache under a policy that serves the requests of a trace. It counts all runs so far.")
         .def(
             "__init__",
             [](Simulation* self, const std::string& policy, std::uint64_t capacity) {
@@ -143,7 +143,7 @@ anything else.)")
             },
             nb::arg("policy"), nb::arg("capacity"))
         .def("run", &Simulation::run, nb::arg("trace"), nb::arg("first"), nb::arg("last"), Released(),
-             "Give it the requests from `first` to before `last`, without the interpreter lock.")
+             "Serve the requests from `first` to before `last`, without the interpreter lock.")
         .def_prop_ro("requests", [](const Simulation& self) { return self.counts().requests; })
         .def_prop_ro("misses", [](const Simulation& self) { return self.counts().misses; })
         .def_prop_ro("bytes", [](const Simulation& self) { return self.counts().bytes; })
@@ -159,10 +159,10 @@ anything else.)")
             return nb::tuple(found);
         },
         nb::sig("def online_policy_names() -> tuple[str, ...]"),
-        "Return the names of the policies among which `PrefixEviction` chooses, the first one first in use.");
+        "Return the names of the policies among which `PrefixEviction` chooses; it begins with the first.");
     nb::class_<TenantCounts>(
         m, "TenantCounts",
-        "Use of a cache by one tenant: blocks that are in, hits with the costs that they saved, and what came and left.")
+        "Use of a cache by one tenant: its blocks, hits with the costs that they saved, insertions and evictions.")
         .def_ro("blocks", &TenantCounts::blocks)
         .def_ro("nbytes", &TenantCounts::nbytes)
         .def_ro("hits", &TenantCounts::hits)

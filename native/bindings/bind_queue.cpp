@@ -55,7 +55,7 @@ public:
     ~Queue() {
         std::erase(live_queues, this);
         if (!core_->ours()) {
-            // The threads of the parent process are not here and its locks may be held for ever.
+            // The parent process's threads do not exist here, and its locks may never be released.
             new std::shared_ptr<QueueCore>(std::move(core_));
             return;
         }
@@ -89,7 +89,7 @@ public:
                                        .priority = priority,
                                        .keepalive = port.ptr()};
         core_->submit({&submission, 1});
-        // The lock is held since the submission, so nobody can have given back this reference before it is taken.
+        // The lock is held since the submission, so no thread can have released this reference before it is taken.
         port.inc_ref();
     }
 

@@ -55,7 +55,7 @@ nb::list Slices::views() const {
 
 namespace {
 
-// Slices of `size` rows that follow each other, None for those of which not all rows exist; `start` may be negative.
+// Slices of `size` rows that follow each other, None for a slice of which a row does not exist; `start` may be negative.
 nb::list blocks(const std::shared_ptr<Rows>& self, std::int64_t start, std::int64_t count, std::int64_t size) {
     const auto rows = static_cast<std::int64_t>(self->rows());
     nb::list found;
@@ -132,7 +132,7 @@ Keeps the buffers. ValueError if there are not as many sizes as buffers, or none
             "blocks", blocks, nb::arg("start"), nb::arg("count"), nb::arg("size"),
             nb::sig("def blocks(self, start: int, count: int, size: int) -> list[Slices | None]"),
             R"(Take `count` slices of `size` rows each that follow each other from row `start` on, which may be negative; None for
-those of which not all rows exist.)");
+a slice of which a row does not exist.)");
     nb::class_<Slices>(m, "Slices", "The same rows of several buffers, one buffer after the other, as one payload.")
         .def_prop_ro("nbytes", &Slices::nbytes)
         .def_prop_ro("readonly", &Slices::readonly)

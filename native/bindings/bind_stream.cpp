@@ -86,16 +86,16 @@ void bind_stream(nb::module_& m) {
     nb::class_<Stream>(
         m, "Stream", R"(A connected, non-blocking socket, plain or with TLS. Owns the descriptor. Used by one thread at a time.
 
-Raises OSError: PermissionError where one side does not accept the other's certificate, EPROTO where what came is not TLS as
-it should be. What takes a stream over leaves an object without a descriptor.)")
+Raises OSError: PermissionError if one side does not accept the other's certificate, EPROTO if the received bytes are not valid
+TLS. After another object has taken the stream over, this one has no descriptor.)")
         .def(nb::init<int>(), nb::arg("fd"))
         .def("fileno", &Stream::fd, "Return the descriptor; -1 once it was closed or taken over.")
         .def("handshake", handshake,
              "Continue the TLS handshake; returns 0 once it is complete, else the event to wait for, POLLIN or POLLOUT.")
         .def("receive", receive_some, nb::arg("nbytes"), nb::sig("def receive(self, nbytes: int) -> bytes | None"),
-             "Receive at most `nbytes` bytes: empty at the end of the stream, None where nothing is there now.")
+             "Receive at most `nbytes` bytes: empty at the end of the stream, None if no bytes are available now.")
         .def("send", send_some, nb::arg("data"), nb::arg("begin") = 0,
-             R"(Send bytes from `begin` on; returns how many were sent, 0 where none can be now: then the same has to be tried
+             R"(Send bytes from `begin` on; returns how many were sent. 0 if none can be sent now: then send the same bytes
 again.)")
         .def_prop_ro("receiving_sends", &Stream::receiving_sends, "True if a `receive` without result waits for room to send.")
         .def_prop_ro(
@@ -108,18 +108,17 @@ again.)")
                 return nb::make_tuple(is_tls && self.tls()->kernel_sends(), is_tls && self.tls()->kernel_receives());
             },
             nb::sig("def in_kernel(self) -> tuple[bool, bool]"),
-            "Two flags: True if the kernel encrypts what is sent, and True if it decrypts what is received.")
-        // Ends what waits for the stream, here and at the other side.
+            "Two flags: True if the kernel encrypts sent bytes, and True if it decrypts received bytes.")
+        // Wakes threads that wait for the stream, on both sides.
         .def(
             "shut_down", [](const Stream& self, bool writing) { shutdown(self.fd(), writing ? SHUT_WR : SHUT_RDWR); },
             nb::kw_only(), nb::arg("writing") = false,
-            "Shut down both directions, or only this side's sending, for whoever waits at either end.")
+            "Shut down both directions, or only this side's sending; threads that wait at either end wake up.")
         .def("close", &Stream::close);
 
-    nb::class_<TlsContext>(
-        m, "TlsContext", R"(A certificate with its private key, and the authorities whose certificates are believed; all in PEM.
+    nb::class_<TlsContext>(m, "TlsContext", R"(A certificate with its private key, and the trusted authorities; all in PEM.
 
-ValueError says what is wrong with them.)")
+Raises ValueError with the reason if they cannot be used.)")
         .def(
             "__init__",
             [](TlsContext* self, const nb::bytes& certificate, const nb::bytes& key, const nb::bytes& authority) {

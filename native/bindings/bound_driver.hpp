@@ -35,10 +35,10 @@ struct BoundUse {
 
 // Operands in the arena, pinned until they are released.
 struct Granted {
-    std::shared_ptr<farpool::pager::Access> access;  // null where all uses are empty
+    std::shared_ptr<farpool::pager::Access> access;  // null if all uses are empty
     std::vector<farpool::pager::Placed> places;
     double waited;  // seconds
-    bool paused;    // true if other threads may have run Python code meanwhile
+    bool paused;    // true if other threads may have run Python code during the wait
 
     // Offset of a use's first byte in the arena.
     std::int64_t offset(std::size_t use) const {
@@ -126,7 +126,7 @@ public:
         }
     }
 
-    // Brings operands into the arena and pins them. Empty where Python code has to act first (`attention`, loose storages) or
+    // Brings operands into the arena and pins them. Empty if Python code has to act first (`attention`, loose storages) or
     // the driver is closed.
     std::optional<Granted> acquire(std::span<const farpool::pager::Use> uses, nb::handle op, bool rows, bool careful) {
         if (!careful && (attention_.load() || std::ranges::any_of(uses, [](const auto& use) { return use.storage->loose; }))) {
@@ -175,7 +175,7 @@ private:
         farpool::pager::Wait outcome;
         try {
             outcome = driver_.await(held, *access, start + timeout_, pause_);
-        } catch (...) {  // of a tier's bookkeeping: nobody is left to wait
+        } catch (...) {  // an error of a tier's bookkeeping: this thread waits no longer
             driver_.abandon(access);
             throw;
         }
@@ -183,7 +183,7 @@ private:
             raise_refusal(access->refusal);
         }
         if (outcome == farpool::pager::Wait::interrupted) {
-            const nb::python_error interrupt;  // takes the error away: what leaves now may run Python code
+            const nb::python_error interrupt;  // takes the error out of the interpreter: `abandon` may run Python code
             driver_.abandon(access);
             held.unlock();
             throw interrupt;

@@ -55,7 +55,7 @@ public:
         Py_VISIT(Py_TYPE(self));
         if (nb::inst_ready(self)) {
             BoundPager& bound = *nb::inst_ptr<BoundPager>(self);
-            for (const auto& space : bound->residency().backing.spaces()) {
+            for (const auto& space : bound->residency().spaces()) {
                 if (space != nullptr) {
                     Py_VISIT(static_cast<const PythonSpace&>(*space).object().ptr());
                 }
@@ -78,7 +78,7 @@ private:
 };
 
 nb::object to_python(const farpool::pager::Transfer& transfer);
-// The Python exception for a refusal; None where there is no refusal.
+// The Python exception for a refusal; None if there is no refusal.
 nb::object to_python(const farpool::pager::Refusal& refusal);
 [[noreturn]] void raise_refusal(const farpool::pager::Refusal& refusal);
 

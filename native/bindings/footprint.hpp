@@ -37,7 +37,7 @@ struct Footprint {
     nb::object storage;
     nb::object pool;
     nb::object driver;
-    BoundDriver* native;  // null where the driver is a Python object
+    BoundDriver* native;  // null if the driver is a Python object
     std::shared_ptr<const farpool::pager::Layout> layout;
     nb::object arena;  // farpool's ArenaViews
     nb::object device;
@@ -49,7 +49,7 @@ struct Footprint {
     std::int64_t offset;  // in elements, from the storage's start
     bool conj;
     bool neg;
-    bool lazy;               // true where values may be conjugated or negated lazily: conj, neg, or a complex dtype
+    bool lazy;               // true if values may be conjugated or negated lazily: conj, neg, or a complex dtype
     std::int64_t start = 0;  // bytes of the storage that the elements touch
     std::int64_t stop = 0;
     nb::object reader = nb::none();
@@ -80,7 +80,7 @@ struct Footprint {
             forget_real();
         }
     }
-    // Bytes of a row along the first dimension; 0 where its elements do not lie side by side.
+    // Bytes of a row along the first dimension; 0 if its elements are not contiguous.
     std::int64_t row_bytes() const {
         std::int64_t elements = 1;
         for (std::size_t dim = size.size(); dim-- > 1;) {

@@ -9,7 +9,7 @@
 class Gradients {
 public:
     // Replaces the plain gradient of a leaf by a paged copy. `copy(paged, gradient, name)` copies one that spans blocks. False,
-    // and does nothing, where it takes Python, or where the gradient is to stay plain.
+    // with no change, if Python has to do it or the gradient must stay plain.
     bool page(const Torch& torch, const Pinning& pinning, nb::handle leaf, const nb::object& name,
               const nb::object& copy) const;
 

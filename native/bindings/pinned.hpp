@@ -59,7 +59,7 @@ public:
     }
 
     // Brings bytes of storages of one pool, of which `any` is a footprint, into the arena. `bound_uses`: the same uses as
-    // objects. Nothing where they do not fit together and (`retried`) Python code knows what to do then.
+    // objects. Null if they do not fit together and (`retried`) Python code handles that.
     template <typename BoundUses>
     std::unique_ptr<Pinned> pin(Footprint& any, std::span<const farpool::pager::Use> uses, BoundUses bound_uses,
                                 const nb::object& name, bool rows, bool retried) const {
@@ -74,7 +74,7 @@ public:
             return std::make_unique<Pinned>(any, any.pool.attr("acquire")(bound_uses(), name, nb::arg("rows") = rows));
         } catch (nb::python_error& error) {
             nb::object refusal = nb::borrow(error.value());
-            if (error.matches(refusals_)) {  // of the pager; the pool knows what it means
+            if (error.matches(refusals_)) {  // a refusal by the pager: the pool makes the error for the user
                 refusal = any.pool.attr("refusal")(refusal, bound_uses(), name);
             }
             if (retried && nb::isinstance(refusal, budget_error_)) {

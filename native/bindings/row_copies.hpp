@@ -6,9 +6,8 @@
 
 #include "bindings/pinned.hpp"
 
-// Copies rows of a table, whose elements lie side by side, to plain memory or (`write`) from there: the row at
-// `indices[i]` and row i of `memory`. What is touched of a block is acquired at once, and blocks of at most one of
-// `groups` parts of the budget together. Where rows are written each is named once. False, and nothing is done, where
-// it takes Python.
+// Copies rows of a table, whose elements are contiguous, to plain memory or (`write`) from there: the row at `indices[i]` and
+// row i of `memory`. All rows of a block are acquired at once, and blocks of at most one of `groups` parts of the budget
+// together. If rows are written, each index occurs once. False, and nothing is done, if Python has to do it.
 bool copy_rows(const Pinning& pinning, nb::handle table, nb::object name, std::uintptr_t indices, std::size_t count,
                std::uintptr_t memory, std::int64_t groups, bool write);

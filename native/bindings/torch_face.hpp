@@ -54,7 +54,7 @@ public:
 
     bool no_modes() const { return PyLong_AsLong(call(modes_, {}).ptr()) == 0; }
 
-    // Null where another thread has just taken the tensor out of its pool.
+    // Null if another thread has just taken the tensor out of its pool.
     nb::object footprint_of(PyObject* tensor) const {
         PyObject* footprint = PyObject_GetAttr(tensor, footprint_name_.ptr());
         if (footprint == nullptr) {
@@ -96,7 +96,7 @@ public:
         const Footprint& it = *nb::inst_ptr<Footprint>(footprint);
         std::optional<Recording> recording;
         if (infers()) {
-            // As an inference tensor it could be no view of a tensor that was made outside, and would stay one for ever.
+            // An inference tensor can be no view of a tensor made outside inference mode, and it never stops being one.
             recording.emplace(*this);
         }
         const nb::object offset = nb::steal(PyLong_FromLongLong(it.offset));
@@ -126,8 +126,8 @@ public:
         return tensor;
     }
 
-    // The real tensor over the arena that stands for a paged one whose first byte lies at `place`; the cached one if it lies
-    // there.
+    // The real tensor over the arena that stands for a paged one whose first byte is at `place`; the cached one if it has that
+    // place.
     nb::object real_of(nb::handle tensor, const nb::object& footprint, std::int64_t place) const {
         const nb::object requires_grad = nb::steal(
             Py_TYPE(requires_grad_.ptr())

@@ -1,6 +1,6 @@
 // The crc32 instruction takes three cycles but one can start each cycle, so three streams run side by side. Their results
 // are joined by advancing a register over a known number of zero bytes, which is linear over GF(2) and so a table lookup
-// a byte. Where the processor can fold (crc32c_folding.cpp), only what is short or left over comes here.
+// a byte. If the processor can fold (crc32c_folding.cpp), this code only computes short buffers and remainders.
 #include "core/crc32c.hpp"
 
 #include <algorithm>
@@ -151,7 +151,7 @@ FARPOOL_CRC_TARGET std::uint32_t advance_hardware(std::uint32_t crc, const unsig
 
 #endif
 
-// Bytes copied at once: few enough to be in the cache still when they are summed.
+// Bytes copied at once: few enough to be still in the cache when their checksum is computed.
 constexpr std::size_t copy_chunk = 16384;
 
 const Folding* fastest_folding() noexcept {
@@ -196,7 +196,7 @@ std::uint32_t copy_crc32c_by(const Folding* folding, void* to, const void* from,
     while (done < nbytes) {
         const std::size_t chunk = std::min(nbytes - done, copy_chunk);
         std::memcpy(target + done, source + done, chunk);
-        // Keeps the compiler from summing what `from` has instead of what `to` has.
+        // Keeps the compiler from computing the checksum of `from` instead of `to`.
         asm volatile("" : : "r"(target) : "memory");
         value = crc32c_by(folding, target + done, chunk, value);
         done += chunk;

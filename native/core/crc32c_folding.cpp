@@ -1,11 +1,11 @@
-// The method is that of Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction"
+// The method is described in Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction"
 // (Intel, 2009). A message is a polynomial over GF(2), and only its remainder modulo P matters. So 128 bits that stand n
-// bits before others may be multiplied by x^n mod P and added to those. Four accumulators run side by side, since a
-// multiplication takes several cycles but one can start each cycle. The one that is left at the end has the remainder of
-// the whole message, and the crc32 instruction takes it.
+// bits before others may be multiplied by x^n mod P and added to the others. Four accumulators run side by side, because a
+// multiplication takes several cycles but one can start each cycle. At the end, one accumulator has the remainder of the whole
+// message, and the crc32 instruction reduces it.
 //
 // Vectors of 128 bits are left out: a turn of four is slower than the three streams of crc32c.cpp (on an AMD EPYC 6 to 9
-// against 10 to 15 GB/s; vectors of 256 bits make 12 to 19 there, and twice as much as the streams where they copy, too).
+// against 10 to 15 GB/s; vectors of 256 bits make 12 to 19 there, and twice as much as the streams if they also copy).
 #include "core/crc32c_folding.hpp"
 
 #if defined(__x86_64__)
@@ -35,7 +35,7 @@ constexpr std::uint64_t power_of_x(std::size_t exponent) {
 }
 
 // Factors by which the halves of 128 bits are multiplied to move them back by `nbytes`. Bits are reflected: the lower half
-// stands 64 bits before the upper one. The product of two 64-bit operands has 127 bits and so lies one bit too far ahead in
+// stands 64 bits before the upper one. The product of two 64-bit operands has 127 bits, so it is one bit too far ahead in
 // 128: hence the exponents are one less.
 template <std::size_t nbytes>
 constexpr std::uint64_t lower_power = power_of_x(8 * nbytes + 64 - 1) << 32;
@@ -63,7 +63,7 @@ FARPOOL_NARROW_TARGET inline __m256i fold_onto(__m256i ahead, __m256i behind) {
     return _mm256_xor_si256(product, behind);
 }
 
-// Both `take_` functions: another process may change `from`, so the compiler must keep what was loaded and not load it again.
+// Both `take_` functions: another process may change `from`, so the compiler must keep the loaded bytes and not load them again.
 template <bool copies>
 FARPOOL_WIDE_TARGET inline __m512i take_wide(unsigned char* to, const unsigned char* from, std::size_t offset) {
     __m512i vector = _mm512_loadu_si512(from + offset);

@@ -43,7 +43,7 @@ struct Work {
 }  // namespace
 
 std::uint32_t joined_crc32c(std::uint32_t first, std::uint32_t second, std::size_t second_nbytes) noexcept {
-    // Each zero byte behind the first buffer multiplies its checksum by x to the power of 8.
+    // Each zero byte after the first buffer multiplies its checksum by x to the power of 8.
     std::uint32_t power = std::uint32_t{1} << 23;
     for (std::size_t left = second_nbytes; left != 0; left >>= 1) {
         first = (left & 1) != 0 ? product(power, first) : first;

@@ -13,8 +13,8 @@ struct Summed {
     std::uint32_t crc = 0;
 };
 
-// Computes the CRC32C of each buffer. If there is much to do, a second thread of the process helps, even with a single large
-// buffer.
+// Computes the CRC32C of each buffer. If they are large together, a second thread of the process helps, even with a single
+// large buffer.
 void crc32c_many(std::span<Summed> buffers);
 
 // CRC32C of two buffers that follow each other, from the checksum of each and the size of the second.

@@ -29,7 +29,7 @@ struct PortError {
     ErrorKind kind = ErrorKind::tier;
     std::string message;
     std::string tier;
-    int code = 0;  // errno, 0 where there is none
+    int code = 0;  // errno, 0 if there is none
     std::shared_ptr<PyObject> exception;
 };
 

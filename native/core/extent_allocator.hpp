@@ -15,11 +15,11 @@ class ExtentAllocator {
 public:
     ExtentAllocator(std::int64_t capacity, std::int64_t alignment);
 
-    // Takes a range by best fit and returns its offset, -1 where none fits. `tag`: the caller's, kept with the range.
+    // Takes a range by best fit and returns its offset, -1 if none fits. `tag`: a number of the caller, kept with the range.
     std::int64_t alloc(std::int64_t nbytes, std::int64_t tag = 0);
     std::int64_t alloc_lowest(std::int64_t nbytes);
     bool alloc_at(std::int64_t offset, std::int64_t nbytes, std::int64_t tag = 0);
-    // Offset that `alloc` would return, -1 where it would fail; takes nothing.
+    // Offset that `alloc` would return, -1 if it would fail; takes nothing.
     std::int64_t find(std::int64_t nbytes) const;
     // True if `alloc_at` would succeed.
     bool fits(std::int64_t offset, std::int64_t nbytes) const;
@@ -31,7 +31,7 @@ public:
     std::int64_t used() const noexcept { return used_; }
     std::int64_t largest_hole() const { return space_.largest_hole() / alignment_ * alignment_; }
     std::vector<std::pair<std::int64_t, std::int64_t>> ranges() const;
-    // Tag of the range that begins at `offset`; empty where none begins there.
+    // Tag of the range that begins at `offset`; empty if none begins there.
     std::optional<std::int64_t> tag(std::int64_t offset) const;
     std::vector<std::int64_t> tags() const;
     // Calls `visit(offset, nbytes, tag)` for each range in order of offset, until it returns false.
@@ -41,14 +41,14 @@ public:
     }
 
 private:
-    std::int64_t rounded(std::int64_t nbytes) const;  // -1 where it cannot fit anyway
+    std::int64_t rounded(std::int64_t nbytes) const;  // -1 if it cannot fit at all
     std::int64_t note(std::int64_t offset, std::int64_t nbytes, std::int64_t tag);
 
     std::int64_t capacity_;
     std::int64_t alignment_;
     std::int64_t used_ = 0;
     FreeSpace space_;
-    ExtentTable taken_;  // with sizes as rounded
+    ExtentTable taken_;  // with rounded sizes
 };
 
 }  // namespace farpool

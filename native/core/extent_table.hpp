@@ -1,5 +1,5 @@
-// A sorted table of ranges by offset, in leaves of up to 64 ranges: 24 bytes a range where a tree of nodes takes 64, and fewer
-// cache misses on the way to it. Ranges that are inserted in order of offset fill their leaves.
+// A sorted table of ranges by offset, in leaves of up to 64 ranges: 24 bytes a range instead of the 64 of a tree of nodes, and
+// fewer cache misses on the way to it. Ranges that are inserted in order of offset fill their leaves.
 #pragma once
 
 #include <algorithm>
@@ -20,12 +20,12 @@ struct TakenRange {
 
 class ExtentTable {
 public:
-    // Inserts a range; none may begin at its offset yet.
+    // Inserts a range; no other range may begin at its offset.
     void insert(const TakenRange& range) {
         auto at = leaf_of(range.offset);
         if (at == leaves_.end()) {
             at = leaves_.try_emplace(range.offset).first;
-        } else if (range.offset < at->first) {  // the lowest of all
+        } else if (range.offset < at->first) {  // below all others
             auto lowest = leaves_.extract(at);
             lowest.key() = range.offset;
             at = leaves_.insert(leaves_.begin(), std::move(lowest));
@@ -40,7 +40,7 @@ public:
         ++leaf.count;
         ++count_;
     }
-    // The range that begins at `offset`; null where none does.
+    // The range that begins at `offset`; null if none does.
     const TakenRange* find(std::int64_t offset) const {
         const auto at = leaf_of(offset);
         if (at == leaves_.end()) {
@@ -93,7 +93,7 @@ private:
     // Leaves by their lowest offset: each holds the ranges from its key up to the next key.
     using Leaves = std::map<std::int64_t, Leaf>;
 
-    // The leaf to which a range at `offset` belongs; the first leaf if `offset` lies below all of them.
+    // The leaf to which a range at `offset` belongs; the first leaf if `offset` is below all of them.
     template <typename Table>
     static auto leaf_of(Table& leaves, std::int64_t offset) {
         const auto above = leaves.upper_bound(offset);
@@ -102,7 +102,7 @@ private:
     Leaves::iterator leaf_of(std::int64_t offset) { return leaf_of(leaves_, offset); }
     Leaves::const_iterator leaf_of(std::int64_t offset) const { return leaf_of(leaves_, offset); }
 
-    // Makes room in a full leaf for a range at `offset`; returns the leaf where that belongs.
+    // Makes room in a full leaf for a range at `offset`; returns the leaf to which it belongs.
     Leaves::iterator split(Leaves::iterator full, std::int64_t offset) {
         Leaf& lower = full->second;
         if (offset > std::prev(lower.end())->offset) {  // ranges in order of offset fill one leaf after the other

@@ -25,7 +25,7 @@ constexpr std::size_t buffered_bytes = std::size_t{1} << 30;  // the kernel move
 
 std::size_t round_up(std::size_t value, std::size_t alignment) { return (value + alignment - 1) / alignment * alignment; }
 
-// Alignment that the file system demands of a direct transfer's memory; often less than that of the offset.
+// Alignment that the file system demands of a direct transfer's memory; often less than the alignment of the offset.
 std::size_t direct_memory_alignment([[maybe_unused]] int fd, std::size_t fallback) {
 #if defined(STATX_DIOALIGN) && defined(__NR_statx)
     struct statx status{};
@@ -52,8 +52,8 @@ struct FilePort::Job {
 
 struct FilePort::Slice {
     std::size_t at;       // within the job
-    std::size_t nbytes;   // that the caller wants
-    std::size_t request;  // nbytes, rounded up to the alignment where it goes through the bounce buffer
+    std::size_t nbytes;   // that the caller asked for
+    std::size_t request;  // nbytes, rounded up to the alignment if it goes through the bounce buffer
     std::size_t done;     // of the request
     std::byte* memory;
     bool bounced;
@@ -111,7 +111,7 @@ FilePort::FilePort(int fd, std::string name, const Options& options)
 
 FilePort::~FilePort() = default;
 
-// A disk is fast with several requests under way, and a small transfer is only one. Through the page cache it is copying.
+// A disk is fast with several requests under way, and a small transfer is only one. Through the page cache it is only a copy.
 unsigned FilePort::concurrency() const noexcept { return direct_ ? direct_transfers : 1; }
 
 std::unique_ptr<FilePort::Worker> FilePort::borrow_worker() {
@@ -146,7 +146,7 @@ FilePort::Version FilePort::version() const {
 
 void FilePort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
     transfer(false, offset, static_cast<std::byte*>(into), nbytes);
-    // Afterwards, so that a change during the read is seen too.
+    // After the read, so that a change during the read is noticed too.
     if (read_only_ && version() != opened_) {
         fail_tier(name_, "the file was changed since it was opened; the bytes read at offset " + std::to_string(offset) +
                              " cannot be trusted");
@@ -173,8 +173,8 @@ void FilePort::transfer(bool write, std::uint64_t offset, std::byte* memory, std
     auto worker = borrow_worker();
     std::exception_ptr failure;
     try {
-        // A single request is quicker without a ring, which pays where there are several. A forked child shares the ring's
-        // queues with its parent and must not touch them.
+        // A ring pays only for several requests; one is quicker without. A forked child shares the ring's queues with its
+        // parent and must not touch them.
         if (nbytes > slice_bytes && worker->ring != nullptr && getpid() == owner_) {
             run_ring(job, *worker);
         } else {
@@ -216,7 +216,7 @@ FilePort::Slice FilePort::slice_at(const Job& job, std::size_t at, std::byte* bo
 void FilePort::begin(const Job& job, Slice& slice) const {
     if (slice.bounced && job.write) {
         std::memcpy(slice.memory, job.memory + slice.at, slice.nbytes);
-        // The padding reaches the file: it must not carry what the buffer held before.
+        // The padding reaches the file, so it must not contain older bytes of the buffer.
         std::memset(slice.memory + slice.nbytes, 0, slice.request - slice.nbytes);
     }
 }
@@ -247,7 +247,7 @@ bool FilePort::advance(const Job& job, Slice& slice, ssize_t result) const {
     slice.done += static_cast<std::size_t>(result);
     const std::size_t enough = job.write ? slice.request : slice.nbytes;
     if (slice.done < enough) {
-        // The rest has to begin at an aligned offset, so a part of a sector is moved again.
+        // The rest has to begin at an aligned offset, so a part of a sector is transferred again.
         slice.done -= slice.done % alignment_;
         if (slice.done <= before) {
             fail(job, slice, 0);
@@ -284,7 +284,7 @@ void FilePort::run_ring(const Job& job, Worker& worker) const {
     const std::size_t last = slices == 0 ? 0 : (slices - 1) * slice_bytes;
     const bool ragged = (job.nbytes - last) % alignment_ != 0;
     if (unaligned || ragged) {
-        worker.bounce(0, unaligned ? slots : 1, alignment_);  // now, as it cannot move once requests are under way
+        worker.bounce(0, unaligned ? slots : 1, alignment_);  // now, because it cannot move once requests are under way
     }
     std::array<Slice, Ring::depth> under_way;
     std::array<unsigned, Ring::depth> free_slots;
@@ -300,7 +300,7 @@ void FilePort::run_ring(const Job& job, Worker& worker) const {
     std::size_t next = 0;
     std::size_t active = 0;
     std::exception_ptr failure;
-    // Whatever fails, requests that the kernel has taken use the caller's memory: never leave before they completed.
+    // Requests that the kernel has taken use the caller's memory: after any failure, wait until they have completed.
     while (active > 0 || (next < job.nbytes && !failure)) {
         while (next < job.nbytes && free_count > 0 && !failure) {
             const unsigned slot = free_slots[--free_count];
@@ -322,7 +322,7 @@ void FilePort::run_ring(const Job& job, Worker& worker) const {
                     }
                 }
             }
-            usleep(100);  // completions make room
+            usleep(100);  // until completions make room
         }
         std::uint64_t tag = 0;
         int result = 0;

@@ -35,7 +35,7 @@ private:
     struct Slice;   // one system call's part of a job
     struct Worker;  // one thread's resources for a job: a ring and bounce buffers
 
-    // Size and modification time of the file, to detect that another process has written it.
+    // Size and modification time of the file, to detect that another process has written to it.
     struct Version {
         std::int64_t nbytes;
         std::int64_t seconds;
@@ -50,7 +50,7 @@ private:
     void run_ring(const Job& job, Worker& worker) const;
     Slice slice_at(const Job& job, std::size_t at, std::byte* bounce) const;
     void begin(const Job& job, Slice& slice) const;
-    // Accounts for a system call's result. True if the slice is complete, false if the rest is to be issued. Throws on failure.
+    // Accounts for a system call's result. True if the slice is complete, false if the rest must be issued. Throws on failure.
     bool advance(const Job& job, Slice& slice, ssize_t result) const;
     [[noreturn]] void fail(const Job& job, const Slice& slice, int code) const;
     std::unique_ptr<Worker> borrow_worker();

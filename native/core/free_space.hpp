@@ -1,4 +1,4 @@
-// The free units of a space, as a set of holes. The length of a taken extent is known to its holder only.
+// The free units of a space, as a set of holes. Only the holder of a taken extent knows its length.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +13,21 @@ class FreeSpace {
 public:
     explicit FreeSpace(std::int64_t units);
 
-    // Takes units by best fit, the lowest hole among equals; returns their offset, -1 where no hole is large enough.
+    // Takes units by best fit, the lowest hole among equals; returns their offset, -1 if no hole is large enough.
     std::int64_t alloc(std::int64_t units);
     // Offset that `alloc` would return; takes nothing.
     std::int64_t find(std::int64_t units) const;
     // Takes units by first fit, from the lowest hole that is large enough.
     std::int64_t alloc_lowest(std::int64_t units);
-    // Takes exactly this range; false, and takes nothing, if any of it is taken or outside.
+    // Takes exactly this range; false, and takes nothing, if a unit of it is taken or outside the space.
     bool take(std::int64_t offset, std::int64_t units);
     // True if `take` would succeed.
     bool fits(std::int64_t offset, std::int64_t units) const;
     void free(std::int64_t offset, std::int64_t units);
     void grow(std::int64_t units);
-    // Reduces the space to `units`; false, and changes nothing, if anything beyond is taken.
+    // Reduces the space to `units`; false, and changes nothing, if a unit beyond is taken.
     bool shrink(std::int64_t units);
-    // The hole that contains `offset`; of 0 units where it is taken.
+    // The hole that contains `offset`; of 0 units if it is taken.
     Hole hole_at(std::int64_t offset) const;
     std::int64_t largest_hole() const { return tree_.largest(); }
     std::int64_t free_units() const noexcept { return free_; }

@@ -23,8 +23,8 @@ bool has_second_core() noexcept {
 
 }  // namespace
 
-// The other thread, one for a process. It asks for nothing of the process, so it may be asleep when the process ends; for that
-// it must never be destroyed.
+// The other thread, one for a process. It holds no resource of the process, so it may be asleep when the process ends; for this
+// reason it must never be destroyed.
 class HelperThread {
 public:
     // The process's thread, null if there is none yet. A forked child starts one of its own.
@@ -42,7 +42,7 @@ public:
             return nullptr;
         }
         made->start();
-        return nullptr;  // from the next work on
+        return nullptr;  // the new thread takes the next work
     }
 
     bool offer(Helped* work) noexcept {
@@ -69,7 +69,7 @@ private:
             pthread_setname_np(thread.native_handle(), "farpool-helper");
             thread.detach();
             runs_ = true;
-        } catch (const std::system_error&) {  // no more threads may be started
+        } catch (const std::system_error&) {  // the system allows no more threads
         }
     }
 
@@ -78,7 +78,7 @@ private:
             const std::uint32_t rung = bell_.load();
             if (Helped* work = offered_.exchange(nullptr)) {
                 work->work_(work->self_);
-                work->left_.store(true, std::memory_order_release);  // from here on it may be gone
+                work->left_.store(true, std::memory_order_release);  // from this line on the caller may destroy the work
             } else {
                 bell_.wait(rung);
             }

@@ -1,4 +1,4 @@
-// Work that a second thread of the process may take a hand in while its caller goes on with it.
+// Work that a second thread of the process may help with while its caller continues it.
 #pragma once
 
 #include <atomic>
@@ -8,10 +8,11 @@ namespace farpool {
 
 class HelperThread;
 
-// One piece of work. The process has one thread for all of them, which takes one at a time; whoever finds it busy works alone.
+// One piece of work. The process has one thread for all of them, which takes one at a time; a caller that finds it busy works
+// alone.
 class Helped {
 public:
-    // Bytes to be summed up or copied below which waking a thread costs about as much as it saves.
+    // Below this many bytes to checksum or copy, waking a thread costs about as much as it saves.
     static constexpr std::size_t worth_it = std::size_t{256} << 10;
 
     // `work` is called on the other thread with `self`, if it is called at all.
@@ -22,7 +23,7 @@ public:
 
     // Offers the work, once; false if the other thread is busy, or if there is none.
     bool offer() noexcept;
-    // Withdraws the offer, or waits until the other thread has left the work: tell it to leave before this.
+    // Withdraws the offer, or waits until the other thread has left the work: ask it to leave before this call.
     void end() noexcept;
 
 private:

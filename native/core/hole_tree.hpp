@@ -1,7 +1,7 @@
 // A search tree of holes by offset, in which each subtree knows its largest hole, so that first fit is logarithmic.
 //
-// A treap whose priorities are a hash of the offset: its shape depends on the set of holes alone, not on the order in
-// which they came, so that every run is alike.
+// A treap whose priorities are a hash of the offset: its shape depends on the set of holes alone, not on the order of
+// insertion, so that all runs are alike.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ class HoleTree {
 public:
     void insert(Hole hole);
     void erase(std::int64_t offset);
-    // Lowest hole of at least `nbytes`; nbytes 0 in the result where there is none.
+    // Lowest hole of at least `nbytes`; nbytes 0 in the result if there is none.
     Hole first_fit(std::int64_t nbytes) const;
-    // The nearest hole that begins at or below `offset`; nbytes 0 in the result where there is none.
+    // The nearest hole that begins at or below `offset`; nbytes 0 in the result if there is none.
     Hole at_or_below(std::int64_t offset) const;
     std::int64_t largest() const { return root_ == none ? 0 : nodes_[index(root_)].largest; }
 

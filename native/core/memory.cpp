@@ -51,7 +51,7 @@ Memory::~Memory() { release(); }
 void Memory::touch(std::size_t offset, std::size_t nbytes) {
     if (offset > nbytes_ || nbytes > nbytes_ - offset) {
         fail_value("Memory.touch: the range [" + std::to_string(offset) + ", " + std::to_string(offset + nbytes) +
-                   ") lies outside of the memory of " + std::to_string(nbytes_) + " bytes");
+                   ") is outside of the memory of " + std::to_string(nbytes_) + " bytes");
     }
     if (data_ == nullptr || nbytes == 0) {
         return;
@@ -64,21 +64,21 @@ void Memory::touch(std::size_t offset, std::size_t nbytes) {
     }
 #endif
     for (std::size_t at = first; at < end; at += page_size()) {
-        __atomic_fetch_or(reinterpret_cast<unsigned char*>(data_ + at), 0, __ATOMIC_RELAXED);  // keeps what is there
+        __atomic_fetch_or(reinterpret_cast<unsigned char*>(data_ + at), 0, __ATOMIC_RELAXED);  // keeps the byte
     }
 }
 
 void Memory::discard(std::size_t offset, std::size_t nbytes) {
     if (offset > nbytes_ || nbytes > nbytes_ - offset) {
         fail_value("Memory.discard: the range [" + std::to_string(offset) + ", " + std::to_string(offset + nbytes) +
-                   ") lies outside of the memory of " + std::to_string(nbytes_) + " bytes");
+                   ") is outside of the memory of " + std::to_string(nbytes_) + " bytes");
     }
     if (data_ == nullptr) {
         return;
     }
     const std::size_t page = page_size();
     const std::size_t first = (offset + page - 1) / page * page;
-    // The last page may be only partly ours by length, but nobody else uses the rest of it.
+    // The last page is only partly ours by length, but no other object uses the rest of it.
     const std::size_t end = offset + nbytes == nbytes_ ? mapped_ : (offset + nbytes) / page * page;
     if (first < end) {
         madvise(data_ + first, end - first, MADV_DONTNEED);

@@ -16,11 +16,11 @@ namespace farpool {
 
 namespace {
 
-constexpr std::size_t small_copy = 64 << 10;  // bytes that are copied in less time than a thread takes to wake up
+constexpr std::size_t small_copy = 64 << 10;  // copying this many bytes takes less time than waking a thread
 constexpr std::size_t most_at_once = 16;      // small copies: a few tens of microseconds
 
 std::chrono::steady_clock::time_point deadline_after(double seconds) {
-    // A century stands for "for ever": larger values would overflow the clock.
+    // A century stands for "no limit": larger values would overflow the clock.
     const double bounded = std::clamp(seconds, 0.0, 100.0 * 365 * 86400);
     return std::chrono::steady_clock::now() +
            std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(bounded));
@@ -37,7 +37,7 @@ struct QueueCore::Entry {
     std::size_t waiting_for;
     std::int64_t priority;
     std::uint64_t order;
-    bool small;  // a copy in memory that is made sooner than handed over
+    bool small;  // a copy in memory that takes less time than handing it to another thread
     bool ready;
     bool running;
     Keepalive keepalive;
@@ -56,8 +56,8 @@ struct QueueCore::Worker {
     bool ended = false;
 };
 
-// The entries and threads of one port and direction. Threads, at most as many as the port has use for, are started when an
-// entry would have to wait for one.
+// The entries and threads of one port and direction. A thread is started when an entry would have to wait for one, up to the
+// port's concurrency.
 struct QueueCore::Lane {
     struct Next {
         std::int64_t priority;
@@ -65,7 +65,7 @@ struct QueueCore::Lane {
         Entry* entry;
         // True if this entry comes after the other, as std heap functions expect.
         bool operator<(const Next& other) const { return std::tie(priority, other.order) < std::tie(other.priority, order); }
-        // True unless the entry has got another priority since or has ended. Entries are reused, but never with the same order.
+        // False if the entry has ended or has another priority now. Entries are reused, but never with the same order.
         bool holds() const { return entry->ready && entry->order == order && entry->priority == priority; }
     };
 
@@ -73,14 +73,14 @@ struct QueueCore::Lane {
         ready.push_back({entry.priority, entry.order, &entry});
         std::push_heap(ready.begin(), ready.end());
     }
-    // The entry that is next; null if there is none.
+    // The next entry; null if there is none.
     Entry* next() {
         while (!ready.empty() && !ready.front().holds()) {
             drop_front();
         }
         return ready.empty() ? nullptr : ready.front().entry;
     }
-    void take(Entry& entry) {  // the next one
+    void take(Entry& entry) {  // the entry of `next`
         entry.ready = false;
         entry.running = true;
         --waiting;
@@ -97,15 +97,16 @@ struct QueueCore::Lane {
     std::size_t waiting = 0;  // entries that are ready
     std::condition_variable wake;
     std::vector<std::unique_ptr<Worker>> workers;
-    std::size_t idle = 0;  // workers that will look for an entry
+    std::size_t idle = 0;  // workers that will check for an entry
 };
 
 QueueCore::QueueCore() : owner_(getpid()) {}
 
-// Runs after all threads: each holds a reference to the queue, and they were joined or end by themselves.
+// Runs after all threads: each of them holds a reference to the queue.
 QueueCore::~QueueCore() {
     if (!results_.empty()) {
-        // Only a thread that was left behind gets here. The interpreter may be gone, so references cannot be given back.
+        // Only a thread that outlived the queue's owner gets here. The interpreter may have ended, so references cannot be
+        // released.
         new std::vector<Result>(std::move(results_));
     }
     for (auto& [key, lane] : lanes_) {
@@ -176,7 +177,7 @@ QueueCore::Lane& QueueCore::lane_of(Port* port, Direction direction) {
 QueueCore::Entry& QueueCore::new_entry() {
     if (spare_.empty()) {
         made_.push_back(std::make_unique<Entry>());
-        spare_.reserve(made_.capacity());  // so that giving one back never fails
+        spare_.reserve(made_.capacity());  // so that returning an entry never fails
         spare_.push_back(made_.back().get());
     }
     Entry& entry = *spare_.back();
@@ -250,11 +251,11 @@ void QueueCore::wake_workers(Lane& lane) {
             start_worker(lane);
         }
     } catch (const std::exception&) {
-        // If no thread can be started, the existing ones carry on.
+        // If no thread can be started, the existing ones do the work.
     }
 }
 
-// Wakes workers of all lanes. `but_small`: not for the small copies, which the caller makes.
+// Wakes workers of all lanes. `but_small`: except for small copies, which the caller makes.
 void QueueCore::wake_all_workers(bool but_small) {
     for (const auto& [key, lane] : lanes_) {
         if (lane->waiting > 0 && !(but_small && lane->next()->small)) {
@@ -263,7 +264,7 @@ void QueueCore::wake_all_workers(bool but_small) {
     }
 }
 
-// Completes an entry; waking workers is left to the caller.
+// Completes an entry; the caller wakes workers.
 void QueueCore::complete(Outcome ended) {
     outcomes_.push_back(std::move(ended));  // a stack: chains of barriers and cancellations may be long
     bool failed = false;
@@ -272,7 +273,7 @@ void QueueCore::complete(Outcome ended) {
         outcomes_.pop_back();
         const auto found = entries_.find(outcome.id);
         if (found == entries_.end()) {
-            continue;  // cancelled already, through another of those it waited for
+            continue;  // cancelled before, because another entry that it waited for had failed
         }
         Entry& entry = *found->second;
         entries_.erase(found);
@@ -282,7 +283,7 @@ void QueueCore::complete(Outcome ended) {
             unpolled_failures_.insert(outcome.id);
             failed = true;
         }
-        // In reverse, so that the stack takes them in order of submission.
+        // In reverse, so that the stack returns them in order of submission.
         for (auto dependent = entry.dependents.rbegin(); dependent != entry.dependents.rend(); ++dependent) {
             const auto waiting = entries_.find(*dependent);
             if (waiting == entries_.end()) {
@@ -303,7 +304,7 @@ void QueueCore::complete(Outcome ended) {
         results_.push_back(
             {outcome.id, std::move(outcome.error), outcome.cancelled, outcome.start, outcome.end, entry.keepalive});
     }
-    seen_.nudges += failed ? 1 : 0;  // whoever waits for more results need not wait for them any longer
+    seen_.nudges += failed ? 1 : 0;  // a thread that waits for more results must check again
     if (failed || (!targets_.empty() && seen_.results >= *targets_.begin())) {
         finished_.notify_all();
     }
@@ -324,7 +325,7 @@ void QueueCore::work(Lane& lane, Worker& worker) {
     finished_.notify_all();
 }
 
-// Carries out the next entry of a lane, which has one, or the next few small copies, with the lock given up meanwhile.
+// Runs the next entry of a lane, which has one, or the next few small copies. The lock is released while they run.
 void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
     std::array<Entry*, most_at_once> taken;
     std::array<Outcome, most_at_once> outcomes;
@@ -337,7 +338,7 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
             break;
         }
     }
-    wake_workers(lane);  // for those that are left
+    wake_workers(lane);  // for the remaining entries
     lock.unlock();
     double time = monotonic_seconds();
     for (std::size_t index = 0; index < count; ++index) {
@@ -361,7 +362,7 @@ void QueueCore::run_next(std::unique_lock<std::mutex>& lock, Lane& lane) {
     for (std::size_t index = 0; index < count; ++index) {
         complete(std::move(outcomes[index]));
     }
-    wake_all_workers(false);  // for those that waited for these
+    wake_all_workers(false);  // for entries that waited for these
 }
 
 // Makes small copies that are ready, a few of the most urgent lane; false if there are none.
@@ -390,7 +391,7 @@ void QueueCore::reprioritize(std::int64_t id, std::int64_t priority) {
     const auto set = [](Entry& entry, std::int64_t value) {
         entry.priority = value;
         if (entry.ready) {
-            entry.lane->push(entry);  // what is there with the other priority does not hold any more
+            entry.lane->push(entry);  // the heap's item with the old priority is invalid now
         }
     };
     const auto found = entries_.find(id);
@@ -406,7 +407,7 @@ void QueueCore::reprioritize(std::int64_t id, std::int64_t priority) {
     while (!to_raise.empty()) {
         const auto other = entries_.find(to_raise.back());
         to_raise.pop_back();
-        // Nothing above an entry that is high enough needs raising on its behalf twice.
+        // If an entry has the priority already, so have the entries that it waits for.
         if (other == entries_.end() || other->second->running || other->second->priority >= priority) {
             continue;
         }
@@ -421,10 +422,10 @@ std::vector<Result> QueueCore::poll() {
     return std::exchange(results_, {});
 }
 
-// Waits until `ready`, which is looked at when there have been `results` results in all, and when somebody nudges or closes.
+// Waits until `ready`, which is checked when there have been `results` results in all, and at each nudge and close.
 template <typename Ready>
 void QueueCore::wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t results, double seconds, Ready ready) {
-    const auto target = targets_.insert(results);  // to be woken for each result would cost more than a small transfer
+    const auto target = targets_.insert(results);  // waking up for each result would cost more than a small transfer
     finished_.wait_until(lock, deadline_after(seconds), [&] { return ready() || closing_; });
     targets_.erase(target);
 }
@@ -447,7 +448,7 @@ void QueueCore::wait_past(const Seen& seen, std::uint64_t results, double second
     const double deadline = monotonic_seconds() + seconds;
     while (!ready() && !closing_ && monotonic_seconds() < deadline && help(lock)) {
     }
-    wake_all_workers(false);  // for what was left to this thread and is not needed for its end
+    wake_all_workers(false);  // for copies that were left to this thread and that it does not wait for
     wait_for(lock, target, deadline - monotonic_seconds(), ready);
 }
 
@@ -488,7 +489,7 @@ bool QueueCore::close(double seconds) {
         std::erase_if(entries_, [](const auto& item) { return !item.second->running; });
         finished_.notify_all();
     }
-    std::vector<Worker*> workers;  // no more of them are made from now on
+    std::vector<Worker*> workers;  // no more workers are started from now on
     for (const auto& [key, lane] : lanes_) {
         for (const auto& worker : lane->workers) {
             workers.push_back(worker.get());
@@ -502,7 +503,7 @@ bool QueueCore::close(double seconds) {
         if (worker->ended && worker->thread.joinable()) {
             std::thread thread = std::move(worker->thread);
             lock.unlock();
-            thread.join();  // it has left its loop and only returns
+            thread.join();  // it has left its loop and is about to return
             lock.lock();
         }
     }

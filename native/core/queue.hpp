@@ -1,9 +1,9 @@
 // The ordered queue of transfers and the threads that run them, as many for each port and direction as `Port::concurrency`.
-// Knows nothing of Python but opaque references.
+// It knows nothing of Python except opaque references.
 //
 // Waking a thread costs more than copying a few kilobytes, and so does a contended lock. So entries are submitted many at once,
 // small copies in memory (`Port::copies`) are taken and ended a few at once, and a waiting thread makes such copies itself
-// instead of sleeping. All other ports are called on the queue's own threads only, one entry at a time.
+// instead of sleeping. Only the queue's own threads call other ports, one entry at a time.
 #pragma once
 
 #include <sys/types.h>
@@ -34,7 +34,7 @@ struct Piece {
     std::size_t nbytes;
 };
 
-// A reference that the submitter holds for as long as the entry lives; given back with the result.
+// A reference that the submitter holds until it receives the entry's result.
 using Keepalive = PyObject*;
 
 // One transfer to queue. With a null `port` or without pieces it is a barrier.
@@ -64,9 +64,9 @@ public:
     QueueCore(const QueueCore&) = delete;
     QueueCore& operator=(const QueueCore&) = delete;
 
-    // Submits a batch in order, and takes the keepalive out of each submission. On failure, those that still have theirs were
-    // not submitted. `waits`: the caller goes on to `wait_past` or to another submission, and small copies may stay unstarted
-    // until then. Otherwise they are started, including those left by earlier calls.
+    // Submits a batch in order, and takes the keepalive out of each submission. On failure, the submissions that still have a
+    // keepalive were not submitted. `waits`: the caller goes on to `wait_past` or to another submission, and small copies may
+    // stay unstarted until then. Otherwise they are started, including copies left unstarted by earlier calls.
     void submit(std::span<Submission> batch, bool waits = false);
     void reprioritize(std::int64_t id, std::int64_t priority);
     std::vector<Result> poll();
@@ -79,13 +79,14 @@ public:
         std::uint64_t nudges;
     };
     Seen seen() const;
-    // Waits until `results` more results or a nudge have come since `seen`, at most `seconds`. Makes small copies meanwhile.
+    // Waits until `results` more results or a nudge have come since `seen`, at most `seconds`. Makes small copies while
+    // waiting.
     void wait_past(const Seen& seen, std::uint64_t results, double seconds);
     void nudge();
     std::size_t pending() const;
     bool close(double seconds);
     // True in the process that made the queue. In a child forked from it the queue must not be touched: its threads do not
-    // exist there and its locks may be held for ever.
+    // exist there and its locks may never be released.
     bool ours() const noexcept;
 
 private:
@@ -110,19 +111,19 @@ private:
 
     pid_t owner_;
     mutable std::mutex mutex_;
-    std::condition_variable finished_;  // signals a result count waited for, a nudge, or a thread's end
+    std::condition_variable finished_;  // signals an awaited count of results, a nudge, or a thread's end
     std::unordered_map<std::int64_t, Entry*> entries_;
-    // All entries ever allocated; those not in use are in `spare_` and keep the memory of their parts.
+    // All entries ever allocated; unused entries are in `spare_` and keep the memory of their parts.
     std::vector<std::unique_ptr<Entry>> made_;
     std::vector<Entry*> spare_;
     std::vector<Outcome> outcomes_;  // scratch memory of `complete`
     std::map<std::pair<Port*, Direction>, std::unique_ptr<Lane>> lanes_;
     std::vector<Result> results_;
     Seen seen_{0, 0};
-    std::multiset<std::uint64_t> targets_;                // counts of results that somebody waits for
+    std::multiset<std::uint64_t> targets_;                // counts of results that threads wait for
     std::unordered_set<std::int64_t> unpolled_failures_;  // failed entries whose results have not been polled yet
     std::uint64_t submitted_ = 0;
-    std::size_t helping_ = 0;  // threads, not the queue's own, that make a copy
+    std::size_t helping_ = 0;  // waiting threads, not the queue's own, that make a copy
     bool closing_ = false;
 };
 

@@ -1,4 +1,4 @@
-// The pause of a spinning thread between two looks at a value that changes soon.
+// The pause of a spinning thread between two checks of a value that changes soon.
 #pragma once
 
 #include <sched.h>
@@ -9,7 +9,8 @@
 
 namespace farpool {
 
-// Pauses once in a spin loop. `attempt` counts the looks from 1; every eighth yields the core, which the other thread may need.
+// Pauses once in a spin loop. `attempt` counts the checks from 1; every eighth yields the core, which the other thread may
+// need.
 inline void relax(unsigned attempt) noexcept {
     constexpr unsigned spins_per_yield = 8;
     if (attempt % spins_per_yield == 0) {

@@ -1,4 +1,4 @@
-// One io_uring, driven through the bare system calls.
+// One io_uring, used through the system calls.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ class Ring {
 public:
     static constexpr unsigned depth = 16;
 
-    // Opens a ring; null where the kernel has no io_uring or forbids this process to use it.
+    // Opens a ring; null if the kernel has no io_uring or forbids this process to use it.
     static std::unique_ptr<Ring> open();
     ~Ring();
     Ring(const Ring&) = delete;
@@ -19,12 +19,12 @@ public:
 
     // Queues one request. The caller keeps at most `depth` of them under way.
     void push(bool write, int fd, void* address, unsigned nbytes, std::uint64_t offset, std::uint64_t tag);
-    // Hands queued requests to the kernel and waits for at least one completion. 0, or an errno of the call itself:
-    // requests that the kernel has taken are then still under way.
+    // Passes queued requests to the kernel and waits for at least one completion. 0, or an errno of the call itself: requests
+    // that the kernel has taken are then still under way.
     int enter();
-    // Takes the next completion; false where there is none yet. `result` is a number of bytes, or a negative errno.
+    // Takes the next completion; false if there is none yet. `result` is a number of bytes, or a negative errno.
     bool pop(std::uint64_t& tag, int& result);
-    // Takes back the requests that the kernel has not taken, and returns how many.
+    // Withdraws the requests that the kernel has not taken, and returns their number.
     unsigned withdraw();
 
 private:

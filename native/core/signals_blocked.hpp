@@ -7,8 +7,9 @@
 
 namespace farpool {
 
-// Blocks signals in the calling thread while it lives, and for good in threads started meanwhile. Signals of a thread's own
-// faults stay unblocked: blocked, they end the process even where a handler (a node's, for truncated files) would mend it.
+// Blocks signals in the calling thread until this object is destroyed, and in threads started before that for all their time.
+// Signals of a thread's own faults stay unblocked: if they were blocked, they would end the process even if a handler (a
+// node's, for truncated files) can deal with the fault.
 class SignalsBlocked {
 public:
     SignalsBlocked() noexcept {

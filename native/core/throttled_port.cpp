@@ -7,7 +7,7 @@ namespace farpool {
 
 namespace {
 
-constexpr std::chrono::hours year{365 * 24};  // stands for "for ever": later times could overflow the clock
+constexpr std::chrono::hours year{365 * 24};  // stands for "no limit": later times could overflow the clock
 
 std::chrono::nanoseconds nanoseconds(double seconds) {
     const double longest = std::chrono::duration<double>(year).count();
@@ -39,8 +39,8 @@ void ThrottledPort::lift() {
 ThrottledPort::Slot ThrottledPort::take_slot(Link& link, double rate, std::size_t nbytes) {
     const std::lock_guard lock(mutex_);
     const Clock::time_point now = Clock::now();
-    // A thread wakes up a little late. What follows at once is dated back by that much, or many small transfers would
-    // be slower than the rate; what follows after a pause is not.
+    // A thread wakes up a little late. A transfer that follows at once is dated back by that much, or many small transfers
+    // would be slower than the rate; a transfer after a pause is not.
     const Clock::duration credit = now - link.ended <= link.late ? link.late : Clock::duration::zero();
     link.late = Clock::duration::zero();
     const Clock::time_point start = std::max(link.free, now - credit);
@@ -50,14 +50,14 @@ ThrottledPort::Slot ThrottledPort::take_slot(Link& link, double rate, std::size_
 
 void ThrottledPort::hold(Link& link, const Slot& slot) {
     std::unique_lock lock(mutex_);
-    // Until a point in time, not for a duration: what the copy itself took is not slept again.
+    // Until a point in time, not for a duration, because the copy itself took a part of the time.
     const bool held = Clock::now() < slot.end && !lifted_;
     if (held) {
         lifting_.wait_until(lock, slot.end, [&] { return lifted_; });
     }
     link.ended = Clock::now();
     const Clock::duration late = std::max(Clock::duration::zero(), link.ended - slot.end);
-    // Without a wait, only the rest of an earlier lateness is made good, not a slow copy.
+    // Without a wait, only the rest of an earlier delay is made up, not a slow copy.
     link.late = held ? late : std::min(late, slot.credit);
 }
 

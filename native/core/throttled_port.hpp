@@ -19,21 +19,21 @@ public:
     void read(std::uint64_t offset, void* into, std::size_t nbytes) override;
     void write(std::uint64_t offset, const void* from, std::size_t nbytes) override;
     unsigned concurrency() const noexcept override { return inner_.concurrency(); }
-    // Ends the throttling for good; transfers that are being delayed end at once.
+    // Ends the throttling permanently; delayed transfers end at once.
     void lift();
 
 private:
     using Clock = std::chrono::steady_clock;
 
     struct Link {
-        Clock::time_point free{};   // when it has carried what it was given
-        Clock::time_point ended{};  // when the last transfer ended,
-        Clock::duration late{};     // and how much too late, for want of a prompt wake-up
+        Clock::time_point free{};   // when it has carried all reserved transfers
+        Clock::time_point ended{};  // when the last transfer ended
+        Clock::duration late{};     // by how much it ended too late, because its thread woke up late
     };
 
     struct Slot {
         Clock::time_point end;   // of the transfer
-        Clock::duration credit;  // by which its beginning was dated back
+        Clock::duration credit;  // its beginning was dated back by this
     };
 
     Slot take_slot(Link& link, double rate, std::size_t nbytes);

@@ -42,7 +42,7 @@ void VerifiedPort::read(std::uint64_t offset, void* into, std::size_t nbytes) {
 
 void VerifiedPort::write(std::uint64_t offset, const void* from, std::size_t nbytes) {
     const std::uint32_t crc = crc32c(from, nbytes);
-    forget(offset);  // so that a failed write leaves nothing to verify against
+    forget(offset);  // so that a failed write leaves no checksum
     inner_.write(offset, from, nbytes);
     const std::lock_guard lock(mutex_);
     sums_.insert_or_assign(offset, Sum{nbytes, crc});

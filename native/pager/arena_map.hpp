@@ -1,8 +1,8 @@
 // The map of the arena: the owner of each range, the transfers that still read from a range, and how to open a gap.
 //
-// A dirty victim's range is free for its successor as soon as the write-back is queued: the successor's transfer is ordered
-// after it, so the link never waits for the program to come back. Until the write has completed the range is a hazard: a
-// transfer into it must wait, and nothing may be moved there.
+// The range of a dirty victim is free for its successor as soon as the write-back is queued: the successor's transfer is
+// ordered after it, so the link does not wait for the program. Until the write has completed the range is a hazard: a transfer
+// into it must wait, and no block may be moved there.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace farpool::pager {
 
-// A plan to open a hole: the blocks to slide, each with its new place, in order.
+// A plan to open a hole: the blocks to move, each with its new place, in order.
 using Slides = std::vector<std::pair<BlockId, std::int64_t>>;
 
 class ArenaMap {
@@ -62,8 +62,8 @@ public:
     // Blocks with bytes at or beyond `capacity`.
     std::vector<BlockId> owners_beyond(std::int64_t capacity) const;
 
-    // The cheapest way to open a hole of `nbytes` by sliding neighbours towards the start, at most `most` bytes of them.
-    // Looks at each stretch of the arena without an immovable range, and in it at each window whose holes add up.
+    // The cheapest way to open a hole of `nbytes` by moving neighbours towards the start, at most `most` bytes of them.
+    // Considers each stretch of the arena without an immovable range, and in it each window whose holes add up to enough.
     template <typename Movable>
     std::optional<Slides> gap(std::int64_t nbytes, std::int64_t most, Movable movable) const {
         std::vector<Range> movables;
@@ -80,7 +80,7 @@ public:
     }
     // Applies one step of a plan from gap() to the map; returns the copy to make.
     Move slide(BlockId block, std::int64_t place, std::int64_t target, std::int64_t nbytes, std::int64_t last_use);
-    // Changes the capacity; false (and nothing changed) while something lies, or is still read, beyond it.
+    // Changes the capacity; false (and nothing changed) while a range beyond it has an owner or is still read.
     bool resize(std::int64_t capacity);
 
 private:

@@ -56,7 +56,7 @@ bool Backing::reserve(BlockId block) {
     return false;
 }
 
-// Makes room in a full tier by dropping the copy of one block that is resident anyway: a stale one, else a clean one.
+// Makes room in a full tier by dropping the copy of one resident block: a stale copy, else a clean one.
 bool Backing::make_way(std::int32_t tier, std::int64_t nbytes) {
     BlockId found = -1;
     arena_.each_owner([&](BlockId block, std::int64_t, std::int64_t) {

@@ -10,7 +10,7 @@ namespace farpool::pager {
 namespace {
 
 constexpr std::int64_t first_capacity = 1024;
-constexpr std::int64_t growth = 8;  // a full table grows by this fraction: what is not in use yet takes memory too
+constexpr std::int64_t growth = 8;  // a full table grows by one part in this many, because unused entries take memory too
 
 }  // namespace
 
@@ -24,7 +24,7 @@ BlockId BlockTable::create(std::span<const std::int64_t> sizes, int cls) {
     if (first < 0) {
         const auto capacity = static_cast<std::int64_t>(blocks_.size());
         const std::int64_t enlarged = capacity + std::max(capacity / growth, count);
-        blocks_.reserve(static_cast<std::size_t>(enlarged));  // exactly: doubling would hold memory that nobody uses
+        blocks_.reserve(static_cast<std::size_t>(enlarged));  // exactly: doubling would hold memory that is never used
         blocks_.resize(static_cast<std::size_t>(enlarged));
         numbers_.grow(enlarged);
         first = numbers_.alloc_lowest(count);

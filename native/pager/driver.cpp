@@ -27,7 +27,7 @@ std::unique_lock<std::mutex> Driver::lock(Pause& pause) {
 
 void Driver::start(bool waits) {
     commands_.clear();
-    batch_.clear();  // what an error has left
+    batch_.clear();  // entries that an error has left
     pager_->take_commands(commands_);
     std::size_t count = 0;
     for (const Command& command : commands_) {
@@ -35,10 +35,10 @@ void Driver::start(bool waits) {
         count += transfer != nullptr ? (*transfer)->pieces.size() : 0;
     }
     pieces_.clear();
-    pieces_.reserve(count);  // the batch points into it
+    pieces_.reserve(count);  // the batch points into this vector
     for (const Command& command : commands_) {
         if (const auto* move = std::get_if<Move>(&command)) {
-            submit(false);  // what comes before it need not wait for it
+            submit(false);  // entries before it need not wait for it
             std::memmove(reinterpret_cast<void*>(arena_ + static_cast<std::uintptr_t>(move->target)),
                          reinterpret_cast<const void*>(arena_ + static_cast<std::uintptr_t>(move->source)),
                          static_cast<std::size_t>(move->nbytes));
@@ -103,11 +103,10 @@ bool Driver::note_ends() {
         }
     }
     for (Result& result : results) {
-        const auto found = pager_->residency().transfers.find(result.id);
-        if (found == pager_->residency().transfers.end() || result.cancelled) {
+        const std::shared_ptr<const Transfer> transfer = pager_->residency().transfers().find(result.id);
+        if (transfer == nullptr || result.cancelled) {
             continue;
         }
-        const std::shared_ptr<const Transfer> transfer = found->second;
         if (result.error) {
             const std::int32_t tier = transfer->pieces.empty() ? -1 : transfer->pieces.front().tier;
             pager_->failed(result.id, std::make_shared<const TransferFailure>(
@@ -138,12 +137,12 @@ void Driver::account(const std::shared_ptr<const Transfer>& transfer, double sta
     link.nbytes += nbytes;
     link.seconds += end - start;
     if (listening_) {
-        ended_.push_back({transfer, start, end, pager_->residency().arena.used()});
+        ended_.push_back({transfer, start, end, pager_->residency().arena().used()});
     }
 }
 
 std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
-    if (!pager_->residency().transfers.empty()) {
+    if (!pager_->residency().transfers().empty()) {
         note_ends();
     }
     const bool others = !pager_->waiting().empty();
@@ -151,7 +150,7 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
     try {
         // The caller goes on to wait for an access that is neither granted nor refused.
         start(!access->granted && std::holds_alternative<std::monostate>(access->refusal));
-    } catch (...) {  // nobody is left to wait for it
+    } catch (...) {  // the caller gets no access to wait for
         pager_->abandon(access);
         throw;
     }
@@ -166,7 +165,7 @@ std::shared_ptr<Access> Driver::request(std::vector<Run> runs) {
 
 void Driver::count_grant() {
     ++granted_;
-    peak_ = std::max(peak_, pager_->residency().arena.used());
+    peak_ = std::max(peak_, pager_->residency().arena().used());
 }
 
 void Driver::wait(double seconds, Pause& pause) {
@@ -185,7 +184,7 @@ void Driver::wait(double seconds, Pause& pause) {
 
 Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause) {
     for (;;) {
-        if (closed_) {  // also where it was granted since: nobody counted that, so the arena may be gone
+        if (closed_) {  // also if the access was granted since then: that was not counted, so the arena may have been freed
             return Wait::closed;
         }
         if (access.granted) {
@@ -199,7 +198,7 @@ Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, dou
         if (remaining <= 0) {
             return Wait::timed_out;
         }
-        // Whatever ends after this was read ends the wait below, also if another thread notes it first.
+        // A transfer that ends after this line ends the wait below, also if another thread notes it first.
         const QueueCore::Seen seen = queue_->seen();
         if (note_ends()) {
             continue;
@@ -218,7 +217,7 @@ Wait Driver::await(std::unique_lock<std::mutex>& held, const Access& access, dou
 
 std::pair<BlockId, std::int32_t> Driver::awaited(const Access& access) const {
     std::pair<BlockId, std::int32_t> found{-1, -1};
-    for (const auto& [id, transfer] : pager_->residency().transfers) {
+    for (const auto& [id, transfer] : pager_->residency().transfers().under_way()) {
         if (transfer->pieces.empty()) {
             continue;
         }
@@ -239,11 +238,11 @@ void Driver::release(Access& access) {
         nudge();
         return;
     }
-    // Looked up first: this call may grant waiting accesses, which are not in line any more then.
+    // Read before the release, which may grant waiting accesses and so take them out of the line.
     const bool others = waiting_ > 0 || !pager_->waiting().empty();
     pager_->release(access, true);
     --granted_;
-    if (!pager_->residency().transfers.empty()) {
+    if (!pager_->residency().transfers().empty()) {
         note_ends();
     }
     start();

@@ -1,11 +1,11 @@
 // The driver: a pager, the queue that runs its transfers, and one lock around them, without an interpreter.
 //
-// A thread asks for byte ranges and is given their places, at once or when transfers have ended. Whichever thread holds the
-// lock tells the pager what has ended; the queue's threads only leave their results. So a wait is one wait, for whatever
-// comes first: the end of a transfer, a release by another thread, a change made from outside (`nudge`).
+// A thread asks for byte ranges and receives their places, at once or when transfers have ended. The thread that holds the lock
+// reports ended transfers to the pager; the queue's threads only leave their results. So a thread waits in one place for the
+// end of a transfer, a release by another thread and a change made from outside (`nudge`).
 //
-// Where threads meet: the lock is never awaited by a thread that holds an interpreter's lock (the caller's `Pause` lets go of
-// it first), so a thread may call into the interpreter while it holds this one.
+// A thread that holds an interpreter's lock never waits for the driver's lock (the caller's `Pause` releases the interpreter
+// first), so a thread may call into the interpreter while it holds the driver's lock.
 #pragma once
 
 #include <cstdint>
@@ -38,13 +38,13 @@ struct LinkTotal {
     double seconds = 0.0;
 };
 
-// Releases what a thread holds beside the driver's lock, such as an interpreter's lock, while it blocks.
+// Releases an interpreter's lock, if the thread holds one, while the thread blocks.
 class Pause {
 public:
     virtual ~Pause() = default;
     // Runs `block`, which may take long, without the interpreter lock.
     virtual void run(const std::function<void()>& block) { block(); }
-    // True if a signal has come and the thread is to give up waiting.
+    // True if a signal has arrived and the thread must stop waiting.
     virtual bool interrupted() { return false; }
 };
 
@@ -70,15 +70,15 @@ public:
     void add_port(Port* port, PyObject* owner = nullptr) { ports_.emplace_back(port, owner); }
     // Submits the pager's commands to the queue. `waits`: the caller goes on to `await` or `abandon`.
     void start(bool waits = false);
-    // Reports ended transfers to the pager and starts what follows; false if none has ended.
+    // Reports ended transfers to the pager and starts the next commands; false if none has ended.
     bool note_ends();
-    // Asks for the ranges of one operation and starts what they need. Throws Refused where they do not fit together.
+    // Requests the ranges of one operation and starts their transfers. Throws Refused if they do not fit together.
     std::shared_ptr<Access> request(std::vector<Run> runs);
-    // Waits with the lock released until something has changed, at most `seconds`; throws nothing.
+    // Waits with the lock released until a transfer has ended or `nudge` was called, at most `seconds`; throws nothing.
     void wait(double seconds, Pause& pause);
     // Waits with the lock released until an access is granted or refused, at most until `deadline` on the monotonic clock.
     Wait await(std::unique_lock<std::mutex>& held, const Access& access, double deadline, Pause& pause);
-    // The block that an access waits for, and the tier at the other end; -1 where it waits for other threads.
+    // The block that an access waits for, and the tier at the other end; -1 if it waits for other threads.
     std::pair<BlockId, std::int32_t> awaited(const Access& access) const;
     void release(Access& access);
     void abandon(const std::shared_ptr<Access>& access);
@@ -87,7 +87,7 @@ public:
 
     // ---- from anywhere ----
 
-    // Makes waiting threads look again.
+    // Wakes waiting threads, so that they check again.
     void nudge() { queue_->nudge(); }
 
     // Closes the driver in the child of a fork, where the thread that may have held the lock does not exist.
@@ -121,10 +121,10 @@ private:
     std::vector<Command> commands_;
     std::vector<farpool::Piece> pieces_;
     std::vector<Submission> batch_;
-    bool left_ = false;  // small copies were left unstarted for a thread that was about to wait
+    bool left_ = false;  // small copies were not started, because a thread that is about to wait makes them
     std::int64_t peak_ = 0;
     std::int64_t granted_ = 0;  // accesses that have not been released
-    int waiting_ = 0;           // threads that wait for other things than their own access
+    int waiting_ = 0;           // threads in `wait`, not in `await`
     bool listening_ = false;
     bool closed_ = false;
 };

@@ -12,7 +12,7 @@ class FarthestUse {
 public:
     explicit FarthestUse(BlockTable& blocks) : blocks_(blocks) {}
 
-    // Inserts the block with its present `next_use`, or moves it to where that belongs.
+    // Inserts the block with its present `next_use`, or moves it to its new slot.
     void insert(BlockId block);
     void remove(BlockId block);
     bool contains(BlockId block) const { return blocks_[block].heap_slot >= 0; }

@@ -1,4 +1,4 @@
-// Bytes that containers have allocated, which may be more than they use.
+// Bytes that containers have allocated, which may be more than the bytes in use.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
-// The last uses of arena ranges by owners that have left them.
+// The last uses of arena ranges by owners that no longer have them.
 //
-// A device runs behind the program that feeds it: when a range is given to another block, operations that used the range
-// before may still be under way there, also where no bytes move (a clean block that leaves, a freed storage). So a range
-// that changes hands carries the ordinal of its last use. Whoever writes into it waits for the accesses up to that one; on
-// the host there is nothing to wait for.
+// A device runs behind the program that feeds it. When a range is given to another block, operations that used the range before
+// may still be running there, also if no bytes move (a clean block that is evicted, a freed storage). So a range that is given
+// to a new owner carries the ordinal of its last use, and a writer waits for the accesses up to that one. On the host there is
+// nothing to wait for.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ public:
             ranges_.insert_or_assign(low, Range{high, ordinal});
         }
     }
-    // Forgets and returns the highest ordinal of these bytes, which get a new owner; -1 where nobody has used them.
+    // Forgets and returns the highest ordinal of these bytes, which get a new owner; -1 if no access has used them.
     std::int64_t claim(std::int64_t low, std::int64_t high) {
         std::int64_t ordinal = -1;
         auto at = ranges_.lower_bound(low);

@@ -9,14 +9,14 @@ namespace farpool::pager {
 namespace {
 
 constexpr int strides_ahead = 8;
-// Divisor of the bytes fetched along a stride to charge for their room: off the tape the true cost is not known.
+// Divisor of the bytes fetched along a stride to charge for their room: without a tape the true cost is not known.
 constexpr double stride_rent = 4;
-constexpr std::int64_t batch = 16;   // the end of the known future is looked at when so many accesses have been added to it
-constexpr std::int64_t age = 256;    // accesses after which the largest one is taken to be a quarter smaller
-constexpr std::int64_t notable = 8;  // one operation is much larger than others if it is by this fraction of the arena
-constexpr double much = 4;           // stretches without access matter if such long ones are this fraction of the computing
-constexpr std::int64_t most = 8;     // room for what comes in during them is at most this fraction of the arena
-constexpr std::int64_t worth = 4;    // a window must promise this many times what one operation pins: so much room it takes
+constexpr std::int64_t accesses_per_check = 16;   // the end of the known future is checked after this many new accesses
+constexpr std::int64_t accesses_per_aging = 256;  // after this many the largest operation counts as a quarter smaller
+constexpr std::int64_t large_divisor = 8;         // an operation is large if it exceeds the others by this part of the arena
+constexpr double stretches_divisor = 4;       // the longest stretches without an access: together this part of the computing
+constexpr std::int64_t arriving_divisor = 8;  // room for bytes that arrive in such a stretch: at most this part of the arena
+constexpr std::int64_t min_window_per_pinned = 4;  // prefetch only if the window is at least 4 times what one operation pins
 
 }  // namespace
 
@@ -25,7 +25,7 @@ constexpr std::int64_t worth = 4;    // a window must promise this many times wh
 std::int64_t LookAhead::note_access(const Run& run, std::int64_t key, std::int64_t nbytes) {
     if (key >= never) {
         if (!tape_.followed()) {
-            strides_.record(residency_.blocks[run.first].name, run.count);
+            strides_.record(residency_[run.first].name, run.count);
         }
         return key;
     }
@@ -33,23 +33,23 @@ std::int64_t LookAhead::note_access(const Run& run, std::int64_t key, std::int64
         return key;
     }
     if (const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now()); turn != 0) {
-        const double room = static_cast<double>(largest_ + residency_.ahead_bytes);
-        residency_.gate.charge_room(room * static_cast<double>(nbytes) / static_cast<double>(turn));
+        const double room = static_cast<double>(largest_ + residency_.ahead_bytes());
+        gate_.charge_room(room * static_cast<double>(nbytes) / static_cast<double>(turn));
     }
     return key_for(key, tape_.pointer(), nbytes);
 }
 
 void LookAhead::note_miss(const Run& run, double busy) {
     if (tape_.foretold() || (!tape_.followed() && strides_.foretold())) {
-        if (const double rate = residency_.rate.seconds_per_byte(); rate != 0.0) {
+        if (const double rate = residency_.seconds_per_byte(); rate != 0.0) {
             const auto nbytes = static_cast<double>(residency_.run_bytes(run));
-            residency_.gate.note_foretold(std::min(nbytes, busy / rate), largest_);
+            gate_.note_foretold(std::min(nbytes, busy / rate), largest_);
         }
     }
 }
 
 bool LookAhead::kept(BlockId block) const {
-    const Block& b = residency_.blocks[block];
+    const Block& b = residency_[block];
     return tape_.followed() && b.state == State::resident && b.next_use < never;
 }
 
@@ -72,22 +72,23 @@ void LookAhead::note_pinned(std::int64_t nbytes) {
 }
 
 void LookAhead::set_largest(std::int64_t nbytes) {
-    largest_ = residency_.ahead_at_least = nbytes;
-    retention_.set_room(std::max(std::int64_t{0}, residency_.arena.capacity() - anchored_ - 2 * nbytes - meanwhile_));
+    largest_ = nbytes;
+    residency_.set_ahead_bytes_min(nbytes);
+    retention_.set_room(std::max(std::int64_t{0}, residency_.arena().capacity() - anchored_ - 2 * nbytes - arriving_));
 }
 
 void LookAhead::forget_anchors() {
     anchor_ = never;
     anchored_ = 0;
-    meanwhile_ = 0;
+    arriving_ = 0;
     surveyed_ = 0;
 }
 
-// Looks over one turn of the loop for accesses so large that they are better kept.
+// Searches one turn of the loop for accesses so large that their blocks are better kept.
 //
-// Room for the operation that runs and for the next one has to be left free of blocks that are kept. Where one operation is
-// much larger than the others (the head of a language model), that would be most of the arena, all the time. If its blocks
-// are kept, the room for the largest of the others is enough.
+// Kept blocks must leave room for the operation that runs and for the next one. If one operation is much larger than the others
+// (the head of a language model), that room would be most of the arena, all the time. If its blocks are kept instead, room for
+// the largest of the other operations is enough.
 void LookAhead::survey() {
     surveyed_ = tape_.now();
     std::vector<std::int64_t> sizes;
@@ -95,7 +96,7 @@ void LookAhead::survey() {
         sizes.push_back(tape_.nbytes(position));
     }
     std::ranges::sort(sizes, std::greater<>());
-    const std::int64_t capacity = residency_.arena.capacity();
+    const std::int64_t capacity = residency_.arena().capacity();
     std::int64_t anchor = never;
     std::int64_t anchored = 0;
     std::int64_t sum = 0;
@@ -105,7 +106,7 @@ void LookAhead::survey() {
         if (sum + 2 * rest > capacity) {
             break;
         }
-        if (rest < sizes[index] && sizes.front() - rest > capacity / notable) {
+        if (rest < sizes[index] && sizes.front() - rest > capacity / large_divisor) {
             anchor = sizes[index];
             anchored = sum;
             break;
@@ -121,17 +122,19 @@ void LookAhead::survey() {
             }
         }
     }
-    meanwhile_ = std::max(std::int64_t{0}, std::min(carried_meanwhile(), residency_.arena.capacity() / most) - largest_);
+    arriving_ =
+        std::max(std::int64_t{0}, std::min(arriving_bytes(), residency_.arena().capacity() / arriving_divisor) - largest_);
     set_largest(largest_);
 }
 
-// Bytes that the link has to carry in one of the longest stretches of a turn without an access, as it cannot in the others.
+// Bytes that have to arrive during one of the longest stretches of a turn without an access, because the link cannot carry them
+// in the rest of the turn.
 //
-// Blocks come free at accesses only. A program that makes many small ones and then computes for long (attention over blocks
-// of keys and values, which are copied first) would leave the link idle then, unless there was room at the beginning. Where
-// each operation computes for as long as its own bytes take, this is no more than the room for the next one.
-std::int64_t LookAhead::carried_meanwhile() const {
-    const double rate = residency_.rate.seconds_per_byte();
+// Room comes free at accesses only. A program that makes many small accesses and then computes for a long time (attention over
+// blocks of keys and values, which are copied first) would leave the link idle during that time, unless there was room at its
+// beginning. If each operation computes for as long as its own bytes take, this is no more than the room for the next one.
+std::int64_t LookAhead::arriving_bytes() const {
+    const double rate = residency_.seconds_per_byte();
     const double computing = tape_.seconds(tape_.pointer(), tape_.now());
     if (rate == 0.0 || computing <= 0.0) {
         return 0;
@@ -142,16 +145,16 @@ std::int64_t LookAhead::carried_meanwhile() const {
     }
     std::ranges::sort(stretches, std::greater<>());
     double longest = 0.0;
-    double sum = 0.0;  // of the long ones
+    double sum = 0.0;  // of the long stretches
     for (const double seconds : stretches) {
-        if (sum < computing / much) {
+        if (sum < computing / stretches_divisor) {
             longest = seconds;
         } else if (seconds < longest / 2) {
             break;
         }
         sum += seconds;
     }
-    const std::int64_t missing = tape_.volume(tape_.pointer(), tape_.now()) - residency_.arena.capacity();
+    const std::int64_t missing = tape_.volume(tape_.pointer(), tape_.now()) - residency_.arena().capacity();
     const double carried = static_cast<double>(missing) * rate - (computing - sum);
     return static_cast<std::int64_t>(longest / sum * std::clamp(carried, 0.0, sum) / rate);
 }
@@ -159,14 +162,14 @@ std::int64_t LookAhead::carried_meanwhile() const {
 // The key of blocks accessed at `start` of the known future (or the present) whose next use is at `use`.
 std::int64_t LookAhead::key_for(std::int64_t use, std::int64_t start, std::int64_t nbytes) {
     if (nbytes >= anchor_) {
-        return start + 1;  // as if it were used at once: the last to leave
+        return start + 1;  // as if it were used next: evicted last
     }
-    if (!residency_.gate.ample()) {
+    if (!gate_.ample()) {
         return use;
     }
     std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now());
     std::int64_t distance = tape_.volume(start, use);
-    if (anchored_ != 0 && turn > anchored_) {  // distances without them, on average
+    if (anchored_ != 0 && turn > anchored_) {  // average distance without the anchored bytes
         distance = static_cast<std::int64_t>(static_cast<double>(distance) * static_cast<double>(turn - anchored_) /
                                              static_cast<double>(turn));
         turn -= anchored_;
@@ -176,32 +179,32 @@ std::int64_t LookAhead::key_for(std::int64_t use, std::int64_t start, std::int64
 
 void LookAhead::set_window() {
     window_ = 0;
-    const double rate = residency_.rate.seconds_per_byte();
-    if (!fetch_ || rate == 0.0 || !residency_.gate.open()) {
+    const double rate = residency_.seconds_per_byte();
+    if (!fetch_ || rate == 0.0 || !gate_.open()) {
         return;
     }
     const std::int64_t turn = tape_.volume(tape_.pointer(), tape_.now()) - anchored_;
     std::int64_t gain = std::max(std::int64_t{0}, turn - retention_.room());
-    if (turn > 0) {  // of what is kept, as much changes as is not in both choices by chance
+    if (turn > 0) {  // another choice of kept blocks changes this share of the room, on average
         const double others = static_cast<double>(gain) / static_cast<double>(turn);
-        residency_.gate.set_refill(static_cast<std::int64_t>(static_cast<double>(retention_.room()) * others));
+        gate_.set_refill(static_cast<std::int64_t>(static_cast<double>(retention_.room()) * others));
     }
-    if (!residency_.gate.ample()) {
+    if (!gate_.ample()) {
         const double computing = tape_.seconds(tape_.pointer(), tape_.now()) / rate;
         if (computing < static_cast<double>(gain)) {
             gain = static_cast<std::int64_t>(computing);
         }
     }
-    if (gain > worth * largest_) {
-        window_ = std::min(residency_.arena.capacity(), gain / 2);
+    if (gain > min_window_per_pinned * largest_) {
+        window_ = std::min(residency_.arena().capacity(), gain / 2);
     }
 }
 
 // ---- looking ahead ----
 
 bool LookAhead::due(bool freed) const {
-    return (blocked_ && freed) || (!blocked_ && tape_.now() - cursor_ >= batch) || cursor_ <= tape_.pointer() ||
-           jumps_ != tape_.jumps() || residency_.lost != never || !tape_.followed();
+    return (blocked_ && freed) || (!blocked_ && tape_.now() - cursor_ >= accesses_per_check) || cursor_ <= tape_.pointer() ||
+           jumps_ != tape_.jumps() || residency_.soonest_evicted() != never || !tape_.followed();
 }
 
 void LookAhead::advance(const BlockSet& keep) {
@@ -218,17 +221,17 @@ void LookAhead::advance(const BlockSet& keep) {
         jumps_ = tape_.jumps();
         restart();
     }
-    const std::int64_t lost = std::exchange(residency_.lost, never);
+    const std::int64_t evicted = residency_.take_soonest_evicted();
     if (cursor_ <= tape_.pointer()) {
         restart();
-    } else if (lost < cursor_) {
-        go_back(std::max(lost, tape_.pointer() + 1));
+    } else if (evicted < cursor_) {
+        go_back(std::max(evicted, tape_.pointer() + 1));
     }
     pass_by();
     if (tape_.now() - surveyed_ >= tape_.now() - tape_.pointer()) {
         survey();
     }
-    if (tape_.now() - aged_ > age) {
+    if (tape_.now() - aged_ > accesses_per_aging) {
         aged_ = tape_.now();
         set_largest(largest_ - largest_ / 4);
     }
@@ -240,8 +243,6 @@ void LookAhead::advance(const BlockSet& keep) {
 }
 
 void LookAhead::resized() {
-    residency_.gate.set_capacity(residency_.arena.capacity());
-    residency_.rows.set_room(residency_.arena.capacity());
     forget_anchors();
     set_largest(largest_);
     restart();
@@ -258,7 +259,7 @@ void LookAhead::restart() {
     birth_bytes_ = 0;
 }
 
-// Moves the cursor back to `position`, as a block that it had passed as resident has left.
+// Moves the cursor back to `position`, because a block that was resident when the cursor passed it has been evicted.
 void LookAhead::go_back(std::int64_t position) {
     cursor_ = position;
     while (!births_.empty() && births_.back().first >= position) {
@@ -267,7 +268,7 @@ void LookAhead::go_back(std::int64_t position) {
     }
 }
 
-// Drops the expected creations that the pointer has passed, and lets runs that were fetched but not accessed leave.
+// Drops the expected creations that the pointer has passed, and makes prefetched runs evictable that were not accessed.
 void LookAhead::pass_by() {
     while (!births_.empty() && births_.front().first <= tape_.pointer()) {
         birth_bytes_ -= births_.front().second;
@@ -279,7 +280,7 @@ void LookAhead::pass_by() {
     }
 }
 
-// Resets the keys of fetched blocks after the program has left the tape: their next uses are unknown now.
+// Resets the keys of prefetched blocks after the program has left the tape, because their next uses are unknown now.
 void LookAhead::give_up() {
     for (const auto& [position, run] : fetched_) {
         expect_no_more(run);
@@ -289,8 +290,8 @@ void LookAhead::give_up() {
 
 void LookAhead::expect_no_more(const Run& run) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        if (residency_.blocks[block].prefetched) {
-            residency_.set_next_use(block, unknown_use(residency_.blocks[block].last_use));
+        if (residency_[block].prefetched) {
+            residency_.set_next_use(block, unknown_use(residency_[block].last_use));
         }
     }
 }
@@ -298,14 +299,14 @@ void LookAhead::expect_no_more(const Run& run) {
 void LookAhead::rekey() {
     const auto upcoming = tape_.upcoming();
     set_window();
-    for (const BlockId block : residency_.arena.owners()) {
-        const Block& b = residency_.blocks[block];
+    for (const BlockId block : residency_.arena().owners()) {
+        const Block& b = residency_[block];
         const auto use = upcoming.find(b.name);
         if (use == upcoming.end()) {
-            if (b.next_use < never) {  // else it is known how long it is worth keeping
+            if (b.next_use < never) {  // otherwise the key says how long the block is worth keeping
                 residency_.set_next_use(block, unknown_use(b.last_use));
             }
-        } else if (window_ != 0 && b.next_use < never) {  // the jump changes when it is used, not whether it is kept
+        } else if (window_ != 0 && b.next_use < never) {  // the jump changes the time of the next use; a kept block stays kept
             residency_.set_next_use(block, b.next_use < spare ? use->second : use->second + spare);
         } else if (window_ != 0) {
             residency_.set_next_use(block, key_for(use->second, tape_.pointer(), b.size));
@@ -318,7 +319,7 @@ void LookAhead::rekey() {
 
 // Prepares for the access at `position`; false if there is no room for it yet.
 bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
-    BlockTable& blocks = residency_.blocks;
+    const BlockTable& blocks = residency_.blocks();
     const Tape::Token token = tape_.token(position);
     if (token.name < 0) {
         return true;
@@ -330,15 +331,15 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
         return true;
     }
     if (blocks.named(token.name + token.count - 1) != first + token.count - 1) {
-        return true;  // another storage bears these names by now
+        return true;  // another storage has these names now
     }
     const Run run{first, token.count, Mode::read, -1};
     bool any_absent = false;
     bool all_absent = true;
     bool shunned = false;
     for (BlockId block = first; block < run.stop(); ++block) {
-        if (block + 1 < run.stop() && blocks[block].size % residency_.arena.alignment() != 0) {
-            return true;  // several storages bear them: only the last block of one may be of any size
+        if (block + 1 < run.stop() && blocks[block].size % residency_.arena().alignment() != 0) {
+            return true;  // several storages have them: only the last block of a storage may have any size
         }
         const bool absent = blocks[block].state == State::absent;
         any_absent = any_absent || absent;
@@ -349,31 +350,31 @@ bool LookAhead::step(std::int64_t position, const BlockSet& keep) {
         return true;
     }
     const std::int64_t nbytes = residency_.run_bytes(run);
-    if (residency_.ahead_bytes + nbytes > window_ || !residency_.gate.covers(residency_.ahead_bytes + nbytes)) {
+    if (residency_.ahead_bytes() + nbytes > window_ || !gate_.covers(residency_.ahead_bytes() + nbytes)) {
         return false;
     }
-    const std::tuple situation{position, residency_.arena.version(), residency_.evictable.victim(), residency_.ahead_bytes};
-    if (in_vain_ == situation) {
+    const std::tuple situation{position, residency_.arena().version(), residency_.victim(), residency_.ahead_bytes()};
+    if (failed_step_ == situation) {
         return false;
     }
     if (birth_bytes_ != 0 && !clear(nbytes + birth_bytes_, position, keep)) {
-        in_vain_ = situation;
+        failed_step_ = situation;
         return false;
     }
     if (residency_.bring(run, keep, position)) {
         fetched_.emplace_back(position, run);
         return true;
     }
-    in_vain_ = situation;
-    // A run that is there in part and cannot be filled in has to be gathered when it is accessed: leave it.
+    failed_step_ = situation;
+    // A run of which a part is resident and that cannot be filled in is gathered when it is accessed.
     return !all_absent;
 }
 
-// Evicts what may leave for `position` until `nbytes` bytes are free; false if that does not suffice.
+// Evicts blocks that are needed later than `position` until `nbytes` bytes are free; false if that does not suffice.
 bool LookAhead::clear(std::int64_t nbytes, std::int64_t position, const BlockSet& keep) {
-    while (residency_.arena.free() < nbytes) {
-        const BlockId victim = residency_.evictable.victim();
-        if (victim < 0 || contains(keep, victim) || !residency_.may_leave_for(position) || !residency_.try_evict(victim)) {
+    while (residency_.arena().free() < nbytes) {
+        const BlockId victim = residency_.victim();
+        if (victim < 0 || contains(keep, victim) || !residency_.may_evict_for(position) || !residency_.try_evict(victim)) {
             return false;
         }
     }
@@ -384,10 +385,10 @@ void LookAhead::follow_strides(const BlockSet& keep) {
     if (!fetch_) {
         return;
     }
-    BlockTable& blocks = residency_.blocks;
+    const BlockTable& blocks = residency_.blocks();
     for (const std::int64_t name : strides_.coming(strides_ahead)) {
         const BlockId block = blocks.named(name);
-        if (block < 0 || !residency_.backing.has(block)) {
+        if (block < 0 || !residency_.has_copy(block)) {
             return;
         }
         if (blocks[block].state != State::absent || blocks[block].shunned) {
@@ -395,14 +396,14 @@ void LookAhead::follow_strides(const BlockSet& keep) {
         }
         const Run run{block, 1, Mode::read, -1};
         const std::int64_t nbytes = residency_.run_bytes(run);
-        if (!residency_.gate.covers(residency_.ahead_bytes + nbytes)) {
+        if (!gate_.covers(residency_.ahead_bytes() + nbytes)) {
             return;
         }
-        // Its key is that of a block used just now: without a known future the least recent one leaves first.
+        // It gets the key of a block used just now: without a known future the least recently used block is evicted first.
         if (!residency_.bring(run, keep, unknown_use(tape_.now()))) {
             return;
         }
-        residency_.gate.charge_room(static_cast<double>(nbytes) / stride_rent);
+        gate_.charge_room(static_cast<double>(nbytes) / stride_rent);
     }
 }
 

@@ -18,7 +18,7 @@ inline constexpr std::int64_t nowhere = -1;
 enum class Mode : std::int8_t {
     read = 0,
     write = 1,      // reads and changes the bytes, or changes only some
-    overwrite = 2,  // writes each byte without looking at the old ones, which therefore need not be fetched
+    overwrite = 2,  // writes each byte without reading the old ones, which therefore need not be fetched
 };
 
 // Consecutive blocks of one storage, wanted contiguous in the arena.
@@ -26,8 +26,8 @@ struct Run {
     BlockId first = 0;
     std::int32_t count = 0;
     Mode mode = Mode::read;
-    // First block of the table if the run is a row picked by data, else -1. Such an access says nothing about the rows of the
-    // next pass, so the tape only notes the table.
+    // First block of the table if the run is a row picked by data, else -1. Such an access does not predict the rows of the
+    // next pass, so the tape only records the table.
     BlockId table = -1;
 
     BlockId stop() const noexcept { return first + count; }
@@ -46,15 +46,15 @@ struct Piece {
 
 // A transfer of bytes between the arena and a tier. Without pieces it only waits for `after`: a barrier.
 //
-// `last_use`, here and below: accesses with this ordinal or a lower one may have used the bytes, and on a device, which runs
-// behind the program, may use them still; -1 where none has.
+// `last_use`, here and below: accesses up to this ordinal may have used the bytes and, on a device, which runs behind the
+// program, may still be using them; -1 if none has.
 struct Transfer {
     TransferId id;
     Kind kind;
     BlockId block;
-    bool demand;  // somebody waits for it now
+    bool demand;  // an access waits for it now
     std::vector<Piece> pieces;
-    std::vector<TransferId> after;  // these must have completed first: the arena bytes are theirs until then
+    std::vector<TransferId> after;  // transfers that must have completed first, because they still use the arena bytes
     std::int64_t last_use;          // of its bytes in the arena, by this block or the one before
 };
 
@@ -68,11 +68,10 @@ struct Move {
 
 using Command = std::variant<std::shared_ptr<const Transfer>, Move>;
 
-// Reason why a transfer failed, for the accesses whose operands it was to bring or whose room it was to make. The pager only
-// passes it on.
+// Reason why a transfer failed, for the accesses that needed the bytes or the room. The pager only passes it on.
 struct TransferFailure {
     PortError error;
-    std::int32_t tier;  // -1 where it is not told
+    std::int32_t tier;  // -1 if it is not known
     BlockId block;
 };
 using Failure = std::shared_ptr<const TransferFailure>;
@@ -82,7 +81,7 @@ struct TooLarge {
     std::int64_t needed;
 };
 
-// Refusal: no lower tier takes a block that has to leave.
+// Refusal: no lower tier takes a block that has to be evicted.
 struct NoRoom {
     BlockId block;
     std::int64_t nbytes;
@@ -91,7 +90,7 @@ struct NoRoom {
 // Reason why an access is not granted; empty while there is none.
 using Refusal = std::variant<std::monostate, TooLarge, NoRoom, Failure>;
 
-// A lower tier's bookkeeping, as far as the pager needs it. Reservation is quick and does no I/O.
+// The part of a lower tier's bookkeeping that the pager needs. Reservation is quick and does no I/O.
 class Space {
 public:
     virtual ~Space() = default;

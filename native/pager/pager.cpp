@@ -11,8 +11,9 @@ namespace farpool::pager {
 
 namespace {
 
-// Attempts to bring an access's runs: a scattered run without room beside its parts first evicts them and returns at the next.
-constexpr int attempts = 3;
+// Attempts to bring an access's runs: a scattered run that does not fit next to its own parts evicts these in one attempt and
+// is fetched in the next one.
+constexpr int attempts_max = 3;
 
 BlockSet blocks_of(const std::vector<Run>& runs) {
     BlockSet blocks;
@@ -31,8 +32,9 @@ Pager::Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, 
              std::int64_t history, bool prefetch, bool late)
     : classes_(classes),
       tape_(history),
-      residency_(capacity, std::move(spaces), alignment, late),
-      look_ahead_(tape_, residency_, prefetch),
+      gate_(capacity),
+      residency_(capacity, std::move(spaces), alignment, gate_, late),
+      look_ahead_(tape_, residency_, gate_, prefetch),
       late_(late) {
     if (history < 1 || classes < 1) {
         fail_value("Pager: at least one access to remember and one class of blocks are needed, got " + std::to_string(history) +
@@ -49,40 +51,37 @@ BlockId Pager::create(std::span<const std::int64_t> sizes, int cls) {
     }
     for (const std::int64_t& size : sizes) {
         const bool last = &size == &sizes.back();
-        if (size < 1 || (!last && size % residency_.arena.alignment() != 0)) {
+        if (size < 1 || (!last && size % residency_.arena().alignment() != 0)) {
             fail_value("Pager.create: a block has at least one byte, and all but the last a multiple of " +
-                       std::to_string(residency_.arena.alignment()) + "; got " + std::to_string(size));
+                       std::to_string(residency_.arena().alignment()) + "; got " + std::to_string(size));
         }
     }
-    return residency_.blocks.create(sizes, cls);
+    return residency_.create(sizes, cls);
 }
 
 void Pager::adopt(BlockId block, const Piece& piece) {
     require_blocks(block, 1);
-    residency_.backing.adopt(block, piece);
+    residency_.adopt(block, piece);
 }
 
 bool Pager::can_adopt(BlockId block) const {
     require_blocks(block, 1);
-    return residency_.blocks[block].state == State::absent && residency_.blocks[block].tier < 0;
+    return residency_[block].state == State::absent && residency_[block].tier < 0;
 }
 
 void Pager::retire(BlockId first, std::int32_t count) {
     require_blocks(first, count);
-    residency_.blocks.retire(first, count);
+    residency_.retire(first, count);
 }
 
 bool Pager::forget(BlockId first, std::int32_t count) {
     require_blocks(first, count);
     for (BlockId block = first; block < first + count; ++block) {
-        if (residency_.blocks[block].pins != 0 || residency_.blocks[block].moving || wants(block)) {
+        if (residency_[block].pins != 0 || residency_[block].moving || wants(block)) {
             return false;
         }
     }
-    for (BlockId block = first; block < first + count; ++block) {
-        residency_.forget(block);
-    }
-    residency_.blocks.forget(first, count);
+    residency_.forget(first, count);
     row_counts_.erase(first);
     counted_table_ = -1;
     return true;
@@ -109,7 +108,7 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
             needed += residency_.run_bytes(run);
             beside_kept += look_ahead_.beside_kept(run);
         }
-        if (needed > residency_.arena.capacity()) {
+        if (needed > residency_.arena().capacity()) {
             throw Refused{TooLarge{needed}};
         }
     }
@@ -134,7 +133,7 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
     waiting_.push_back(access);
     try {
         serve();
-    } catch (...) {  // a tier's bookkeeping failed: nobody is left to wait for this access, or to give it up
+    } catch (...) {  // a tier's bookkeeping failed: the caller gets no access to wait for or to abandon
         if (access->granted) {
             release(*access, false);
         } else {
@@ -145,7 +144,7 @@ std::shared_ptr<Access> Pager::request(std::vector<Run> runs, double now) {
     return access;
 }
 
-// Seconds since the latest grant, in which the program computed and transfers could run.
+// Seconds since the latest grant: the program computed while transfers could run.
 double Pager::busy_until(double now) {
     double busy = 0.0;
     if (!late_ && waiting_.empty() && now > granted_at_) {
@@ -156,7 +155,7 @@ double Pager::busy_until(double now) {
     return busy;
 }
 
-// True if each run can be granted as it lies; the access then has their places.
+// True if each run can be granted at its present place; the access then has the places.
 bool Pager::lies_ready(Access& access) const {
     std::vector<std::int64_t> places;
     places.reserve(access.runs.size());
@@ -172,91 +171,85 @@ bool Pager::lies_ready(Access& access) const {
     return true;
 }
 
-// Seconds that the program computes before an access that had to be waited for. Where times come late these are not known
-// yet; it is what it was one turn of the loop ago.
+// Seconds that the program computes before an access that has to wait. If times are reported late they are not known yet, so
+// use the seconds of one turn of the loop ago.
 double Pager::busy_before(double busy) const {
     return late_ && tape_.pointer() > 0 ? tape_.seconds(tape_.pointer() - 1, tape_.pointer()) : busy;
 }
 
-// Grants an access, and claims the ranges that it writes into from their earlier owners.
+// Claims the ranges that a granted access writes into from their earlier owners.
 void Pager::claim(Access& access) {
     for (const Run& run : access.runs) {
-        for (BlockId block = run.first; run.mode != Mode::read && block < run.stop(); ++block) {
-            const Block& b = residency_.blocks[block];
-            access.last_use = std::max(access.last_use, residency_.arena.claim(b.place, b.size));
+        if (run.mode != Mode::read) {
+            access.last_use = std::max(access.last_use, residency_.claim(run));
         }
     }
 }
 
-// Notes and pins runs that lie ready.
+// Notes and pins the runs of an access that is granted at once.
 void Pager::pin_at_once(Access& access, double busy) {
     std::int64_t beside_kept = 0;
     for (const Run& run : access.runs) {
         const std::int64_t nbytes = residency_.run_bytes(run);
         beside_kept += look_ahead_.beside_kept(run);
-        const std::int64_t key = look_ahead_.note_access(
-            run, tape_.record(residency_.blocks[run.first].name, run.count, nbytes, false, busy), nbytes);
+        const std::int64_t key =
+            look_ahead_.note_access(run, tape_.record(residency_[run.first].name, run.count, nbytes, false, busy), nbytes);
         busy = 0.0;
         access.ordinal = access.ordinal < 0 ? tape_.now() : access.ordinal;
-        for (BlockId block = run.first; block < run.stop(); ++block) {
-            residency_.blocks[block].last_use = tape_.now();
-            residency_.blocks[block].next_use = key;
-            residency_.use(block);
-        }
+        residency_.accessed_and_pinned(run, tape_.now(), key);
         residency_.pin(run);
     }
     claim(access);
-    residency_.counters.accesses += static_cast<std::int64_t>(access.runs.size());
-    residency_.counters.hits += static_cast<std::int64_t>(access.runs.size());
+    access_counts_.accesses += static_cast<std::int64_t>(access.runs.size());
+    access_counts_.hits += static_cast<std::int64_t>(access.runs.size());
     look_ahead_.note_pinned(beside_kept);
 }
 
-// Counts the access, puts it on the tape, sets its blocks' next use. `busy`: seconds of computing before the request that the
-// run is part of; the tape has them with its first run.
+// Counts the access to a run, records it on the tape and sets the next use of its blocks. `busy`: seconds of computing before
+// the request that the run is part of; the tape records them with the request's first run.
 void Pager::note(const Run& run, double busy, bool first) {
-    Residency& residency = residency_;
-    const std::int64_t nbytes = residency.run_bytes(run);
+    const std::int64_t nbytes = residency_.run_bytes(run);
     std::int64_t key = 0;
     bool created = false;
     if (run.table >= 0) {
-        key = tape_.record_table(residency.blocks[run.table].name, first ? busy : 0.0);
+        key = tape_.record_table(residency_[run.table].name, first ? busy : 0.0);
     } else {
-        const Block& head = residency.blocks[run.first];
-        created = head.state == State::absent && !residency.backing.has(run.first);
+        const Block& head = residency_[run.first];
+        created = head.state == State::absent && !residency_.has_copy(run.first);
         key = look_ahead_.note_access(run, tape_.record(head.name, run.count, nbytes, created, first ? busy : 0.0), nbytes);
     }
-    ++residency.counters.accesses;
-    const bool in_place = residency.place_of(run) != nowhere;
-    if (run.table >= 0) {
-        ++residency.counters.row_accesses;
-        residency.counters.row_hits += in_place ? 1 : 0;
-        count_row(run.table, in_place);
-    }
-    if (in_place) {
-        ++residency.counters.hits;
-    } else {
-        bool late = true;
-        for (BlockId block = run.first; late && block < run.stop(); ++block) {
-            const State state = residency.blocks[block].state;
-            late = state == State::resident || state == State::fetching;
-        }
-        residency.counters.late += late ? 1 : 0;
-        if (!late && run.table < 0 && !created) {
-            look_ahead_.note_miss(run, busy_before(busy));
-        }
+    if (count(run) == Found::missing && run.table < 0 && !created) {
+        look_ahead_.note_miss(run, busy_before(busy));
     }
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        residency.blocks[block].last_use = tape_.now();
-        // That a row was looked up says nothing about when the whole table is used, where that is known (tied embeddings).
-        if (run.table < 0) {
-            residency.set_next_use(block, key);
-        } else if (!look_ahead_.kept(block)) {
-            Block& b = residency.blocks[block];
-            b.uses += b.uses < std::numeric_limits<std::uint8_t>::max() ? 1 : 0;
-            residency.set_next_use(block, key_until(residency.rows.access(block, b.size, b.uses, tape_.now())));
+        // If it is known when the whole table is used next (tied embeddings), a lookup of one row does not change that.
+        std::int64_t next_use = run.table < 0 ? key : residency_[block].next_use;
+        if (run.table >= 0 && !look_ahead_.kept(block)) {
+            next_use = key_until(residency_.picked_row(block, tape_.now()));
         }
-        residency.use(block);
+        residency_.accessed(block, tape_.now(), next_use);
     }
+}
+
+// Counts the access to a run by the state of its blocks.
+Pager::Found Pager::count(const Run& run) {
+    Found found = Found::in_place;
+    if (residency_.place_of(run) == nowhere) {
+        found = Found::late;
+        for (BlockId block = run.first; found == Found::late && block < run.stop(); ++block) {
+            const State state = residency_[block].state;
+            found = state == State::resident || state == State::fetching ? Found::late : Found::missing;
+        }
+    }
+    ++access_counts_.accesses;
+    access_counts_.hits += found == Found::in_place ? 1 : 0;
+    access_counts_.late += found == Found::late ? 1 : 0;
+    if (run.table >= 0) {
+        ++access_counts_.row_accesses;
+        access_counts_.row_hits += found == Found::in_place ? 1 : 0;
+        count_row(run.table, found == Found::in_place);
+    }
+    return found;
 }
 
 void Pager::count_row(BlockId table, bool in_place) {
@@ -308,7 +301,7 @@ void Pager::abandon(const std::shared_ptr<Access>& access) {
     waiting_.erase(found);
     for (const BlockId block : access->blocks) {
         if (!wants(block)) {
-            residency_.faults.erase(block);
+            residency_.take_fault(block);  // no access is left to take it
         }
     }
     serve();
@@ -330,7 +323,7 @@ BlockSet Pager::wanted() const {
     return blocks;
 }
 
-// Grants what can be granted, in line; then looks ahead.
+// Grants the accesses in line that can be granted; then looks ahead.
 void Pager::serve() {
     if (serve_line()) {
         granted_at_ = now_;
@@ -340,7 +333,7 @@ void Pager::serve() {
     }
 }
 
-// Grants what can be granted, and refuses what cannot ever be; true if any was granted.
+// Grants the accesses in line that can be granted, and refuses those that never can be; true if any was granted.
 bool Pager::serve_line() {
     bool blocked = false;
     bool served = false;
@@ -362,20 +355,16 @@ bool Pager::serve_line() {
     return served;
 }
 
-// Does what can be done now for the head of the line; true if that was all it needed.
+// Does all that is possible now for the head of the line; true if it can be granted.
 bool Pager::make_ready(Access& access) {
-    if (!residency_.faults.empty()) {
-        for (const BlockId block : access.blocks) {
-            if (const auto fault = residency_.faults.find(block); fault != residency_.faults.end()) {
-                if (std::holds_alternative<std::monostate>(access.refusal)) {
-                    access.refusal = fault->second;
-                }
-                residency_.faults.erase(fault);
-            }
+    for (const BlockId block : access.blocks) {
+        Failure fault = residency_.take_fault(block);
+        if (fault != nullptr && std::holds_alternative<std::monostate>(access.refusal)) {
+            access.refusal = std::move(fault);
         }
-        if (!std::holds_alternative<std::monostate>(access.refusal)) {
-            return false;
-        }
+    }
+    if (!std::holds_alternative<std::monostate>(access.refusal)) {
+        return false;
     }
     const auto refuse = [&](Refusal why) {
         Failure failure = residency_.unstick();
@@ -390,12 +379,12 @@ bool Pager::make_ready(Access& access) {
             residency_.bring_rows(rows, access.blocks);
         }
         access.under_way = false;
-        for (int attempt = 0; attempt < attempts; ++attempt) {
+        for (int attempt = 0; attempt < attempts_max; ++attempt) {
             all = true;
             for (const Run& run : access.runs) {
                 all = residency_.bring(run, access.blocks) && all;
             }
-            if (all || !residency_.transfers.empty()) {
+            if (all || !residency_.transfers().empty()) {
                 break;
             }
         }
@@ -403,7 +392,7 @@ bool Pager::make_ready(Access& access) {
         return refuse(no_room);
     }
     access.under_way = all;
-    if (!all && residency_.transfers.empty() && !residency_.any_pinned()) {
+    if (!all && residency_.transfers().empty() && !residency_.any_pinned()) {
         std::int64_t needed = 0;
         for (const Run& run : access.runs) {
             needed += residency_.run_bytes(run);
@@ -418,7 +407,7 @@ std::uint64_t Pager::results_until_ready(const Access& access) const {
         return 1;
     }
     const auto coming =
-        std::ranges::count_if(access.blocks, [&](BlockId block) { return residency_.blocks[block].state == State::fetching; });
+        std::ranges::count_if(access.blocks, [&](BlockId block) { return residency_[block].state == State::fetching; });
     return static_cast<std::uint64_t>(std::max<std::ptrdiff_t>(1, coming));
 }
 
@@ -432,9 +421,8 @@ void Pager::completed(TransferId transfer, double start, double end) {
 }
 
 void Pager::failed(TransferId transfer, const Failure& error) {
-    const auto found = residency_.transfers.find(transfer);
-    if (found != residency_.transfers.end()) {
-        residency_.failed(transfer, error, wants(found->second->block));
+    if (const auto found = residency_.transfers().find(transfer)) {
+        residency_.failed(transfer, error, wants(found->block));
     }
     look_ahead_.retreat();
 }
@@ -447,18 +435,19 @@ void Pager::proceed(double now) {
 // ---- the budget ----
 
 bool Pager::resize(std::int64_t capacity) {
-    resizing_ = !residency_.arena.resize(capacity);
+    resizing_ = !residency_.resize(capacity);
     if (resizing_) {
-        for (const BlockId block : residency_.arena.owners_beyond(capacity)) {
+        for (const BlockId block : residency_.arena().owners_beyond(capacity)) {
             if (residency_.at_rest(block) && !residency_.try_evict(block)) {
                 // Tiers that refused the block are tried again at the next attempt.
                 Failure failure = residency_.unstick();
-                throw Refused{failure ? Refusal{std::move(failure)} : Refusal{NoRoom{block, residency_.blocks[block].size}}};
+                throw Refused{failure ? Refusal{std::move(failure)} : Refusal{NoRoom{block, residency_[block].size}}};
             }
         }
-        resizing_ = !residency_.arena.resize(capacity);
+        resizing_ = !residency_.resize(capacity);
     }
     if (!resizing_) {
+        gate_.set_capacity(capacity);
         look_ahead_.resized();
     }
     return !resizing_;
@@ -468,7 +457,7 @@ bool Pager::demote(BlockId first, std::int32_t count) {
     require_blocks(first, count);
     bool all = true;
     for (BlockId block = first; block < first + count; ++block) {
-        const State state = residency_.blocks[block].state;
+        const State state = residency_[block].state;
         if (state == State::absent || state == State::writing_back) {
             continue;
         }

@@ -1,11 +1,11 @@
 // The pager: decides which block is where, and when it moves. Deterministic and without I/O: no clock, no file, no thread.
 //
-// It is told what is accessed and what has completed, and answers with the transfers to start, in order. The same calls give
-// the same transfers, always; so a run can be replayed from its seed, and a planner can use the pager itself.
+// It receives accesses and completions, and answers with the transfers to start, in order. The same calls always give the same
+// transfers, so a run can be replayed from its seed, and a planner can use the pager itself.
 //
-// An access is granted when each of its runs lies contiguous in the arena, whole and pinned, all at once. One that cannot be
-// granted as it is asked for stands in line, and only the head of the line may make room: so two threads never take each
-// other's operands away in turn, and each operation that fits alone gets its turn.
+// An access is granted when all its runs are whole, contiguous in the arena and pinned at the same time. An access that cannot
+// be granted at once waits in line, and only the head of the line may make room. So two threads never evict each other's
+// operands in turn, and every operation that fits alone is granted.
 //
 // The caller passes what `take_commands` returns to an executor, in order, and reports each transfer's end with `completed`
 // or `failed`, then calls `proceed`. It holds one lock around the pager.
@@ -31,18 +31,30 @@ struct Access {
     std::vector<std::int64_t> places;  // arena offset of each run; valid while granted
     Refusal refusal;                   // why it will not be granted; nothing is pinned then
     std::int64_t ordinal = -1;         // grows from one request to the next; rows of one table may share it
-    std::int64_t last_use = -1;        // of ranges that it writes into and that others had before it; see `Transfer`
+    std::int64_t last_use = -1;        // latest use by earlier owners of the ranges that it writes into; see `Transfer`
     bool granted = false;
-    bool under_way = false;  // all that it waits for is being transferred
-    BlockSet blocks;         // of all runs; empty where the access was granted at once
+    bool under_way = false;  // all blocks that it waits for are being transferred
+    BlockSet blocks;         // of all runs; empty if the access was granted at once
 };
 
-// Thrown where a call cannot be carried out; the call has changed nothing.
+// Thrown if a call cannot be carried out; the call has changed nothing.
 struct Refused {
     Refusal why;
 };
 
-// Counts of accesses to blocks of one table whose rows are picked by data, and of those that found their block in place.
+// Counts of accesses.
+struct AccessCounts {
+    std::int64_t accesses = 0;      // runs accessed
+    std::int64_t hits = 0;          // runs found whole and in place
+    std::int64_t row_accesses = 0;  // accesses to blocks of tables whose rows are picked by data
+    std::int64_t row_hits = 0;
+    std::int64_t late = 0;  // runs whose transfer was under way when they were accessed
+};
+
+// All counts of a pager's work.
+struct Counters : AccessCounts, MoveCounts {};
+
+// Counts of accesses to blocks of one table whose rows are picked by data; a hit found its block in place.
 struct RowCounts {
     std::int64_t accesses = 0;
     std::int64_t hits = 0;
@@ -50,23 +62,22 @@ struct RowCounts {
 
 class Pager {
 public:
-    // capacity: bytes of the arena. `spaces`: the lower tiers from fast to slow; a null one stands for a read-only source,
-    // which blocks only come from. `classes`: how many classes of blocks there are. `alignment`: of blocks in the arena, in
-    // bytes; each block of a storage but the last must be a multiple of it. `history`: accesses that the tape remembers.
-    // `prefetch`: true to fetch along the tape ahead of the accesses. `late`: the program computes on a device, and `ran`
-    // reports later when it did.
+    // `capacity`: bytes of the arena. `spaces`: the lower tiers from fast to slow; a null one stands for a read-only source.
+    // `classes`: number of classes of blocks. `alignment`: of blocks in the arena, in bytes; each block of a storage but the
+    // last must be a multiple of it. `history`: accesses that the tape remembers. `prefetch`: true to fetch along the tape
+    // ahead of the accesses. `late`: the program computes on a device, and `ran` reports its times later.
     Pager(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, int classes, std::int64_t alignment,
           std::int64_t history, bool prefetch, bool late);
 
     // ---- blocks ----
 
     // Adds a read-only source; returns its index among the tiers.
-    std::int32_t add_source() { return residency_.backing.add_source(); }
+    std::int32_t add_source() { return residency_.add_source(); }
     // Creates consecutive blocks of these sizes in bytes. They have no content until they are written.
     BlockId create(std::span<const std::int64_t> sizes, int cls);
-    // Notes that a part of an absent block's clean copy lies in a source; `piece.place` is relative to the block.
+    // Notes that a source has a part of an absent block's clean copy; `piece.place` is relative to the block.
     void adopt(BlockId block, const Piece& piece);
-    // True if the block is absent and its content, if any, lies in sources.
+    // True if the block is absent and no tier has a copy of it.
     bool can_adopt(BlockId block) const;
     // Retires the blocks of one `create`, which the program has dropped. Call `forget` afterwards until it returns true.
     void retire(BlockId first, std::int32_t count);
@@ -75,27 +86,27 @@ public:
 
     // ---- accesses ----
 
-    // Asks for runs, which must not overlap. They are granted at once or later. `now`: seconds on a clock that does not go
-    // back. What lies between a grant and the next request is taken for the program's own computing, unless times come
-    // late; without it nothing is fetched ahead, since that would gain nothing. Throws Refused (TooLarge) where they do not
-    // fit into the arena together.
+    // Requests runs, which must not overlap. They are granted at once or later. `now`: seconds on a clock that does not go
+    // back. Unless times are reported late, the time between a grant and the next request counts as the program's computing;
+    // without computing nothing is fetched ahead, because that would gain nothing. Throws Refused (TooLarge) if the runs do
+    // not fit into the arena together.
     std::shared_ptr<Access> request(std::vector<Run> runs, double now);
     // Unpins the operands of an operation that has ended. Without `go_on` no other access is served and nothing is moved.
     void release(Access& access, bool go_on);
     // Notes that the device computed from `start` to `end` for the access with this ordinal. Call in the order of the ends.
     void ran(std::int64_t ordinal, double start, double end);
-    // Withdraws a waiting access, or releases one that was granted meanwhile. Transfers under way go on.
+    // Withdraws a waiting access, or releases it if it has been granted. Transfers under way continue.
     void abandon(const std::shared_ptr<Access>& access);
 
     // ---- transfers ----
 
     // Commands to start now, in this order. A move must be made before any transfer that follows it is started.
-    std::vector<Command> take_commands() { return std::exchange(residency_.commands, {}); }
-    // take_commands() into an empty vector, whose memory the pager uses from now on.
-    void take_commands(std::vector<Command>& commands) { residency_.commands.swap(commands); }
-    // Transfers started before as prefetches for which an access waits by now.
-    std::vector<TransferId> take_raised() { return std::exchange(residency_.raised, {}); }
-    // Least number of transfers that have to end before this access can be granted; 1 where that is not known.
+    std::vector<Command> take_commands() { return residency_.take_commands(); }
+    // The same into an empty vector, whose memory the pager uses for the next commands.
+    void take_commands(std::vector<Command>& commands) { residency_.take_commands(commands); }
+    // Transfers started as prefetches for which an access waits now.
+    std::vector<TransferId> take_raised() { return residency_.take_raised(); }
+    // Least number of transfers that have to end before this access can be granted; 1 if that is not known.
     std::uint64_t results_until_ready(const Access& access) const;
     // Reports a transfer that has succeeded; it was on its link from `start` to `end`, on the clock of `request`.
     void completed(TransferId transfer, double start, double end);
@@ -106,12 +117,12 @@ public:
 
     // ---- the budget ----
 
-    // Changes the arena's bytes. False while something still lies beyond; then call again after completions. Throws Refused
-    // where no lower tier takes what has to leave; the capacity is as it was.
+    // Changes the arena's bytes. False while blocks still occupy bytes beyond; then call again after completions. Throws
+    // Refused if no lower tier takes a block that has to be evicted; the capacity is as it was.
     bool resize(std::int64_t capacity);
 
-    // Takes consecutive blocks out of the arena ahead of their turn; false if some stay, as they are in use or no tier takes
-    // them. Those that leave are back when they are next asked for.
+    // Evicts consecutive blocks before their turn; false if some stay, because they are in use or no tier takes them. The next
+    // access to a block fetches it again.
     bool demote(BlockId first, std::int32_t count);
 
     // ---- looking ----
@@ -121,18 +132,23 @@ public:
     const Tape& tape() const noexcept { return tape_; }
     // Bytes of memory that the pager holds to know its blocks, in addition to the tape.
     std::int64_t held_bytes() const { return residency_.held_bytes() + look_ahead_.held_bytes() + held(row_counts_); }
+    Counters counters() const { return {access_counts_, residency_.counts()}; }
     // Counts of accesses to rows, by the first block of each table that exists.
     const std::unordered_map<BlockId, RowCounts>& row_counts() const noexcept { return row_counts_; }
     const std::vector<std::shared_ptr<Access>>& waiting() const noexcept { return waiting_; }
     // Throws PortFailure (a ValueError in Python) unless these are blocks in use.
-    void require_blocks(BlockId first, std::int32_t count) const { residency_.blocks.require_used(first, count); }
+    void require_blocks(BlockId first, std::int32_t count) const { residency_.blocks().require_used(first, count); }
 
 private:
+    // How an access found the blocks of a run: resident and contiguous, on their way, or not.
+    enum class Found : std::uint8_t { in_place, late, missing };
+
     double busy_until(double now);
     double busy_before(double busy) const;
     void claim(Access& access);
     void pin_at_once(Access& access, double busy);
     void note(const Run& run, double busy, bool first);
+    Found count(const Run& run);
     void count_row(BlockId table, bool in_place);
     bool make_ready(Access& access);
     bool lies_ready(Access& access) const;
@@ -143,16 +159,18 @@ private:
 
     int classes_;
     Tape tape_;
+    PrefetchGate gate_;
     Residency residency_;
     LookAhead look_ahead_;
     std::vector<std::shared_ptr<Access>> waiting_;  // in the order of asking
+    AccessCounts access_counts_;
     std::unordered_map<BlockId, RowCounts> row_counts_;
-    BlockId counted_table_ = -1;  // table of `counted_`, the counts used last, as rows of a table mostly come together
+    BlockId counted_table_ = -1;  // table of `counted_`: accesses to rows of one table mostly follow each other
     RowCounts* counted_ = nullptr;
     double now_ = 0.0;
     double granted_at_ = 0.0;  // when an access was last granted: since then the program computes
-    bool late_;                // times of computing are told by `ran`
-    bool resizing_ = false;    // the arena is to become smaller: nothing is fetched ahead until it is
+    bool late_;                // `ran` reports the times of computing
+    bool resizing_ = false;    // a smaller capacity waits for blocks to be evicted: until then nothing is fetched ahead
 };
 
 }  // namespace farpool::pager

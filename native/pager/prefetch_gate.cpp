@@ -6,9 +6,10 @@ namespace farpool::pager {
 
 namespace {
 
-constexpr double evidence = 4;  // of what could have been gained, this fraction is taken for gained
-constexpr int stake = 2;        // the balance must cover what lies ready this many times
-// Cost of a block fetched in vain, in transfers of it. With less, programs that branch lose more than they gain.
+constexpr double evidence = 4;  // divides the predicted bytes: only this part counts as gained
+constexpr int stake = 2;        // the balance must cover the prefetched bytes this many times
+// Cost of a block that was prefetched and not accessed, in transfers of it. With less, programs that branch lose more than
+// they gain.
 constexpr double loss = 8;
 constexpr int most_patience = 64;
 constexpr std::size_t remembered = 4096;  // ends of busy times

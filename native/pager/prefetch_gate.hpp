@@ -1,14 +1,14 @@
-// The prefetch gate: fetching ahead has to pay for itself.
+// The prefetch gate: prefetching has to pay for itself.
 //
-// A fetch gains the time in which, meanwhile, the program computes or other blocks are written back; fetched on demand it
-// would be waited for. Against that stands the room that lies ready, which others have to do without: in each turn of a loop
-// as many bytes more are fetched. And a block that leaves without having been accessed costs several times its transfer: the
-// link was busy with it, and what it pushed out, and what left early because the future looked otherwise, comes back.
+// A prefetch gains time during which the program computes or other blocks are written back; on demand, the program would wait
+// for that time. Prefetched bytes cost room that other blocks cannot use: each turn of a loop fetches that many bytes more. A
+// block that is evicted before its access costs several times its transfer: it kept the link busy, the blocks evicted for it
+// have to be fetched again, and so do blocks that were evicted early because the prediction was wrong.
 //
-// While the balance is positive, fetching ahead goes on. When it is used up, the pool fetches on demand until there is
-// evidence: fetches that were foretold, and waited for although the program had computed before them. Each time that the
-// evidence was misleading, twice as much is asked for. So a program that becomes predictable is found out, and one that never
-// does pays next to nothing.
+// While the balance is positive, prefetching goes on. When it is used up, the pool fetches on demand until there is evidence
+// again: fetches that were predicted and that the program waited for although it had computed before them. Each time the
+// evidence misleads, the gate asks for twice as much. So it discovers a program that becomes predictable, and a program that
+// never does pays next to nothing.
 #pragma once
 
 #include <cstdint>
@@ -18,28 +18,28 @@
 
 namespace farpool::pager {
 
-// The account that decides whether to fetch ahead, in bytes: time gained times the link's rate.
+// The account that decides whether to prefetch, in bytes: time gained times the rate of the link.
 class PrefetchGate {
 public:
     // `capacity`: bytes of the arena.
     explicit PrefetchGate(std::int64_t capacity) : capacity_(capacity), refill_(capacity) {}
 
     void set_capacity(std::int64_t capacity) { capacity_ = refill_ = capacity; }
-    // Sets the bytes that are fetched once more when the arena is filled anew.
+    // Sets the bytes that are fetched again when the arena is filled with other blocks.
     void set_refill(std::int64_t nbytes) { refill_ = nbytes; }
-    // Notes bytes that could have been fetched ahead; `enough`: bytes that may be at stake when it is tried.
+    // Notes bytes that a prefetch could have brought; `enough`: bytes that prefetching may risk when it is tried.
     void note_foretold(double nbytes, std::int64_t enough);
-    // Notes an ended fetch, and the shares of its time in which the program computed and in which others were written back.
+    // Notes an ended fetch, and the shares of its time in which the program computed and in which blocks were written back.
     void note_fetch(double nbytes, double computing, double writing, bool ahead);
-    // Charge for arena space taken by prefetched bytes.
+    // Charges for arena space that prefetched bytes occupy.
     void charge_room(double nbytes);
-    // Charge for bytes that were fetched ahead in vain.
+    // Charges for prefetched bytes that were evicted before an access.
     void charge_waste(double nbytes);
-    // True if fetching ahead is worth it.
+    // True if prefetching pays.
     bool open() const noexcept { return open_; }
-    // True if fetching ahead has gained so much that the arena may be filled anew for its sake.
+    // True if prefetching has gained so much that the arena may be filled with other blocks for its sake.
     bool ample() const noexcept { return ample_; }
-    // True if the balance allows `nbytes` to be at stake.
+    // True if the balance allows prefetching to risk `nbytes`.
     bool covers(std::int64_t nbytes) const;
 
 private:
@@ -49,15 +49,15 @@ private:
     std::int64_t refill_;
     double balance_ = 0.0;
     int patience_ = 1;
-    double usual_ = 0.0;  // share of a fetch on demand beside which others are written back: what fetching ahead does not gain
+    double usual_ = 0.0;  // share of a demand fetch during which blocks are written back: prefetching does not gain that
     bool open_ = false;
     bool ample_ = false;
 };
 
-// The recent intervals in which something was busy.
+// The recent intervals in which the program or a link was busy.
 class BusyTimes {
 public:
-    // Notes a busy interval from `start` to `end`; returns the seconds of it that had not been noted before.
+    // Notes a busy interval from `start` to `end`; returns the seconds that no earlier interval covers.
     double note(double start, double end);
     // Busy seconds between two times.
     double between(double start, double end) const { return until(end) - until(start); }
@@ -67,7 +67,7 @@ public:
 private:
     double until(double time) const;
 
-    // Beginnings and ends of the intervals in turn, and the busy seconds up to each.
+    // Alternately the beginnings and the ends of the intervals, and the busy seconds up to each.
     std::vector<double> times_{0.0};
     std::vector<double> totals_{0.0};
 };
@@ -75,9 +75,9 @@ private:
 // Seconds per byte of a link, over the latest transfers, which may overlap.
 class LinkRate {
 public:
-    // Notes a transfer; each counts a tenth less than the one after it.
+    // Notes a transfer; it counts a tenth less than the next one.
     void note(std::int64_t nbytes, double start, double end);
-    // Recent rate of the link; 0 before anything was moved.
+    // Recent rate of the link; 0 before the first transfer.
     double seconds_per_byte() const { return bytes_ != 0.0 ? seconds_ / bytes_ : 0.0; }
     // Bytes of memory that the latest transfers hold.
     std::int64_t held_bytes() const { return busy_.held_bytes(); }

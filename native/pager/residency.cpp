@@ -1,6 +1,7 @@
 #include "pager/residency.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -8,35 +9,31 @@ namespace farpool::pager {
 
 bool contains(const BlockSet& set, BlockId block) { return std::ranges::binary_search(set, block); }
 
-namespace {
-
-constexpr std::size_t most_unjudged = 1024;
-
-}  // namespace
-
-Residency::Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment, bool late)
-    : arena(capacity, alignment),
-      backing(blocks, arena, std::move(spaces), [this](BlockId block) { return may_lose_copy(block); }),
-      evictable(blocks),
-      gate(capacity),
-      rows(capacity),
-      late_(late) {}
+Residency::Residency(std::int64_t capacity, std::vector<std::shared_ptr<Space>> spaces, std::int64_t alignment,
+                     PrefetchGate& gate, bool late)
+    : arena_(capacity, alignment),
+      backing_(blocks_, arena_, std::move(spaces), [this](BlockId block) { return may_lose_copy(block); }),
+      evictable_(blocks_),
+      rows_(capacity),
+      transfers_(blocks_),
+      times_(gate, late),
+      gate_(gate) {}
 
 // ---- looking ----
 
 std::int64_t Residency::run_bytes(const Run& run) const {
     std::int64_t nbytes = 0;
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        nbytes += arena.rounded(blocks[block].size);
+        nbytes += arena_.rounded(blocks_[block].size);
     }
     return nbytes;
 }
 
 std::int64_t Residency::place_of(const Run& run) const {
-    const std::int64_t start = blocks[run.first].place;
+    const std::int64_t start = blocks_[run.first].place;
     std::int64_t place = start;
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        const Block& b = blocks[block];
+        const Block& b = blocks_[block];
         if (b.state != State::resident || b.place != place || (b.hollow && run.mode != Mode::overwrite)) {
             return nowhere;
         }
@@ -46,8 +43,8 @@ std::int64_t Residency::place_of(const Run& run) const {
 }
 
 bool Residency::settled(const Run& run) const {
-    for (BlockId block = run.first; !transfers.empty() && block < run.stop(); ++block) {
-        if (blocks[block].moving) {
+    for (BlockId block = run.first; !transfers_.empty() && block < run.stop(); ++block) {
+        if (blocks_[block].moving) {
             return false;
         }
     }
@@ -56,31 +53,56 @@ bool Residency::settled(const Run& run) const {
 
 bool Residency::any_pinned() const {
     bool pinned = false;
-    arena.each_owner([&](BlockId block, std::int64_t, std::int64_t) {
-        pinned = blocks[block].pins != 0;
+    arena_.each_owner([&](BlockId block, std::int64_t, std::int64_t) {
+        pinned = blocks_[block].pins != 0;
         return !pinned;
     });
     return pinned;
 }
 
 bool Residency::at_rest(BlockId block) const {
-    const Block& b = blocks[block];
+    const Block& b = blocks_[block];
     return b.state == State::resident && b.pins == 0 && !b.moving;
 }
 
 bool Residency::may_lose_copy(BlockId block) const {
-    const Block& b = blocks[block];
+    const Block& b = blocks_[block];
     return b.state == State::resident && !b.moving && !b.hollow;
 }
 
-// ---- pins and keys ----
+// ---- blocks ----
+
+void Residency::forget(BlockId first, std::int32_t count) {
+    for (BlockId block = first; block < first + count; ++block) {
+        forget(block);
+    }
+    blocks_.forget(first, count);
+}
+
+void Residency::forget(BlockId block) {
+    Block& b = blocks_[block];
+    if (b.state == State::resident) {
+        drop(block);
+    }
+    backing_.drop(block);
+    backing_.unbar(block);
+    forget_prefetch(block);
+    if (b.stuck) {
+        b.stuck = false;
+        std::erase_if(stuck_, [&](const auto& entry) { return entry.first == block; });
+    }
+    faults_.erase(block);
+    b.shunned = false;
+}
+
+// ---- accesses ----
 
 void Residency::pin(const Run& run) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        if (blocks[block].pins++ == 0) {
-            evictable.remove(block);
+        if (blocks_[block].pins++ == 0) {
+            evictable_.remove(block);
         }
-        if (run.mode != Mode::read || !backing.has(block)) {
+        if (run.mode != Mode::read || !backing_.has(block)) {
             soil(block);
         }
     }
@@ -88,164 +110,182 @@ void Residency::pin(const Run& run) {
 
 void Residency::unpin(const Run& run) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        if (--blocks[block].pins == 0) {
+        if (--blocks_[block].pins == 0) {
             enter(block);
         }
     }
 }
 
-void Residency::soil(BlockId block) {
-    blocks[block].dirty = true;
-    backing.drop_sources(block);
-    clear_hollow(block);
+std::int64_t Residency::claim(const Run& run) {
+    std::int64_t last_use = -1;
+    for (BlockId block = run.first; block < run.stop(); ++block) {
+        last_use = std::max(last_use, arena_.claim(blocks_[block].place, blocks_[block].size));
+    }
+    return last_use;
 }
 
+void Residency::soil(BlockId block) {
+    blocks_[block].dirty = true;
+    blocks_[block].hollow = false;
+    backing_.drop_sources(block);
+}
+
+// Makes an unpinned resident block a candidate for eviction.
 void Residency::enter(BlockId block) {
-    if (!blocks[block].stuck) {
-        evictable.insert(block);
+    if (!blocks_[block].stuck) {
+        evictable_.insert(block);
     }
 }
 
 void Residency::set_next_use(BlockId block, std::int64_t key) {
-    blocks[block].next_use = key;
-    if (evictable.contains(block)) {
-        evictable.insert(block);
+    blocks_[block].next_use = key;
+    if (evictable_.contains(block)) {
+        evictable_.insert(block);
     }
 }
 
-void Residency::use(BlockId block) {
-    blocks[block].shunned = false;
-    if (forget_prefetch(block)) {
-        ++counters.prefetches_used;
+void Residency::accessed(BlockId block, std::int64_t position, std::int64_t next_use) {
+    blocks_[block].last_use = position;
+    set_next_use(block, next_use);
+    used(block);
+}
+
+void Residency::accessed_and_pinned(const Run& run, std::int64_t position, std::int64_t next_use) {
+    for (BlockId block = run.first; block < run.stop(); ++block) {
+        blocks_[block].last_use = position;
+        blocks_[block].next_use = next_use;
+        used(block);
     }
+}
+
+std::int64_t Residency::picked_row(BlockId block, std::int64_t position) {
+    Block& b = blocks_[block];
+    b.uses += b.uses < std::numeric_limits<std::uint8_t>::max() ? 1 : 0;
+    return rows_.access(block, b.size, b.uses, position);
+}
+
+void Residency::used(BlockId block) {
+    blocks_[block].shunned = false;
+    if (forget_prefetch(block)) {
+        ++counts_.prefetches_used;
+    }
+}
+
+Failure Residency::take_fault(BlockId block) {
+    const auto found = faults_.find(block);
+    if (found == faults_.end()) {
+        return nullptr;
+    }
+    Failure fault = std::move(found->second);
+    faults_.erase(found);
+    return fault;
 }
 
 void Residency::count_waste(BlockId block) {
-    ++counters.prefetches_wasted;
-    gate.charge_waste(static_cast<double>(blocks[block].size));
+    ++counts_.prefetches_wasted;
+    gate_.charge_waste(static_cast<double>(blocks_[block].size));
 }
 
 // Clears a block's mark as prefetched; true if it was set.
 bool Residency::forget_prefetch(BlockId block) {
-    if (!blocks[block].prefetched) {
+    if (!blocks_[block].prefetched) {
         return false;
     }
-    blocks[block].prefetched = false;
-    ahead_bytes -= blocks[block].size;
+    blocks_[block].prefetched = false;
+    ahead_bytes_ -= blocks_[block].size;
     return true;
 }
 
-void Residency::clear_hollow(BlockId block) {
-    if (blocks[block].hollow) {
-        blocks[block].hollow = false;
-        --hollow_blocks;
-    }
-}
+// ---- placing and evicting ----
 
-// ---- coming and leaving ----
-
-// Fills a block that has its place. Where there is nothing to fetch, only its range has to become free.
+// Fills a block that has its place. If there is nothing to fetch, only its range has to become free.
 void Residency::fill(BlockId block, Mode mode, std::optional<std::int64_t> use) {
-    Block& b = blocks[block];
-    faults.erase(block);
+    Block& b = blocks_[block];
+    faults_.erase(block);
     std::vector<Piece> pieces;
-    if (backing.has(block)) {
+    if (backing_.has(block)) {
         if (mode != Mode::overwrite) {
-            pieces = backing.pieces(block, b.place);
-        } else if (!b.hollow) {
+            pieces = backing_.pieces(block, b.place);
+        } else {
             b.hollow = true;
-            ++hollow_blocks;
         }
     }
     if (!pieces.empty() && !use) {
-        ++counters.demand_fetches;
+        ++counts_.demand_fetches;
     } else if (!pieces.empty()) {
-        ++counters.prefetches;
+        ++counts_.prefetches;
         b.prefetched = true;
-        ahead_bytes += b.size;
+        ahead_bytes_ += b.size;
     }
     if (use) {
         b.next_use = *use;
     }
-    std::vector<TransferId> after = arena.hazards_of(b.place, b.size);
+    std::vector<TransferId> after = arena_.hazards_of(b.place, b.size);
     if (!pieces.empty() || !after.empty()) {
         b.state = State::fetching;
-        const std::int64_t last_use = pieces.empty() ? -1 : arena.claim(b.place, b.size);
-        start(Kind::fetch, block, std::move(pieces), std::move(after), !use, last_use);
+        const std::int64_t last_use = pieces.empty() ? -1 : arena_.claim(b.place, b.size);
+        transfers_.start(Kind::fetch, block, std::move(pieces), std::move(after), !use, last_use);
     } else {
         b.state = State::resident;
         enter(block);
     }
 }
 
-TransferId Residency::start(Kind kind, BlockId block, std::vector<Piece> pieces, std::vector<TransferId> after, bool demand,
-                            std::int64_t last_use) {
-    auto transfer = std::make_shared<const Transfer>(
-        Transfer{++number_, kind, block, demand, std::move(pieces), std::move(after), last_use});
-    transfers.emplace_hint(transfers.end(), number_, transfer);
-    moving_[block] = number_;
-    blocks[block].moving = true;
-    commands.emplace_back(std::move(transfer));
-    return number_;
-}
-
-// Raises the priority of the transfer under way on a block, as an access waits for it.
+// Hurries the transfer under way on a block because an access, not a prefetch, waits for it.
 void Residency::raise_for(BlockId block, std::optional<std::int64_t> use) {
-    if (use || !blocks[block].moving) {
-        return;
-    }
-    const TransferId number = moving_.at(block);
-    if (!transfers.at(number)->demand) {
-        raised.push_back(number);
+    if (!use) {
+        transfers_.raise(block);
     }
 }
 
+// Evicts a block as `try_evict` does. Throws NoRoom if no lower tier takes it.
 void Residency::evict(BlockId block) {
     if (!try_evict(block)) {
-        throw NoRoom{block, blocks[block].size};
+        throw NoRoom{block, blocks_[block].size};
     }
 }
 
 bool Residency::try_evict(BlockId block) {
-    Block& b = blocks[block];
-    lost = std::min(lost, coming_use(b.next_use));
+    Block& b = blocks_[block];
+    soonest_evicted_ = std::min(soonest_evicted_, coming_use(b.next_use));
     if (b.next_use >= never) {
-        rows.left(worth_of(b.next_use));
+        rows_.left(worth_of(b.next_use));
     }
-    if (b.moving) {  // rescued before, and its write-back still runs: let it leave after all
-        write_out(block, moving_.at(block));
+    if (b.moving) {  // it was rescued and its write-back still runs: let that finish the eviction
+        write_out(block, transfers_.number_of(block));
         return true;
     }
     if (!b.dirty) {
-        leave(block);
-        ++counters.evictions;
+        drop(block);
+        ++counts_.evictions;
         return true;
     }
-    if (!backing.reserve(block)) {
+    if (!backing_.reserve(block)) {
         return false;
     }
-    const TransferId number = start(Kind::write_back, block, {backing.extent(block, b.place)}, {}, false, b.last_use);
-    ++counters.write_backs;
+    const TransferId number =
+        transfers_.start(Kind::write_back, block, {backing_.extent(block, b.place)}, {}, false, b.last_use);
+    ++counts_.write_backs;
     write_out(block, number);
     return true;
 }
 
-// Frees the range of a block that is being written back for others, whose transfers wait for the write.
+// Frees the range of a block that is being written back. Transfers into the range wait for the write.
 void Residency::write_out(BlockId block, TransferId number) {
-    Block& b = blocks[block];
-    evictable.remove(block);
+    Block& b = blocks_[block];
+    evictable_.remove(block);
     if (forget_prefetch(block)) {
         count_waste(block);
     }
     b.state = State::writing_back;
-    arena.drop(b.place, b.size, b.last_use);
-    arena.add_hazard(number, b.place, b.size);
+    arena_.drop(b.place, b.size, b.last_use);
+    arena_.add_hazard(number, b.place, b.size);
 }
 
-// Keeps a block that is being written back, if its range has not been promised to another.
+// Keeps a block that is being written back, if its range was not given to another block.
 bool Residency::rescue(BlockId block) {
-    Block& b = blocks[block];
-    if (!arena.take(block, b.place, b.size)) {
+    Block& b = blocks_[block];
+    if (!arena_.take(block, b.place, b.size)) {
         return false;
     }
     b.state = State::resident;
@@ -254,138 +294,84 @@ bool Residency::rescue(BlockId block) {
 }
 
 // Takes a resident block out of the arena. `claimed`: ordinal of a last use that it had claimed and has not waited for.
-void Residency::leave(BlockId block, std::int64_t claimed) {
-    Block& b = blocks[block];
-    evictable.remove(block);
-    clear_hollow(block);
+void Residency::drop(BlockId block, std::int64_t claimed) {
+    Block& b = blocks_[block];
+    evictable_.remove(block);
+    b.hollow = false;
     if (forget_prefetch(block)) {
         count_waste(block);
     }
-    arena.drop(b.place, b.size, std::max(b.last_use, claimed));
+    arena_.drop(b.place, b.size, std::max(b.last_use, claimed));
     b.place = nowhere;
     b.state = State::absent;
     b.uses = 0;
 }
 
-void Residency::forget(BlockId block) {
-    Block& b = blocks[block];
-    if (b.state == State::resident) {
-        leave(block);
-    }
-    backing.drop(block);
-    backing.unbar(block);
-    forget_prefetch(block);
-    if (b.stuck) {
-        b.stuck = false;
-        std::erase_if(stuck_, [&](const auto& entry) { return entry.first == block; });
-    }
-    faults.erase(block);
-    b.shunned = false;
-}
-
-// ---- completions ----
-
-// Takes a transfer from those under way; null where its block was given up, as a transfer that it waited for had failed.
-std::shared_ptr<const Transfer> Residency::finish(TransferId number) {
-    const auto found = transfers.find(number);
-    if (found == transfers.end()) {
-        return nullptr;
-    }
-    std::shared_ptr<const Transfer> transfer = std::move(found->second);
-    transfers.erase(found);
-    moving_.erase(transfer->block);
-    blocks[transfer->block].moving = false;
-    return transfer;
-}
+// ---- transfers ----
 
 void Residency::completed(TransferId number, double start, double end) {
-    const std::shared_ptr<const Transfer> transfer = finish(number);
-    if (transfer == nullptr) {
+    const std::shared_ptr<const Transfer> transfer = transfers_.finish(number);
+    if (transfer == nullptr) {  // it was undone, because a transfer that it waited for had failed
         return;
     }
     const BlockId block = transfer->block;
-    Block& b = blocks[block];
+    Block& b = blocks_[block];
     if (transfer->kind == Kind::fetch) {
         b.state = State::resident;
         enter(block);
         if (!transfer->pieces.empty()) {
-            rate.note(b.size, start, end);
-            const Fetched fetched{b.size, start, end, !transfer->demand};
-            if (!late_) {
-                judge(fetched);
-            } else if (unjudged_.push_back(fetched); unjudged_.size() > most_unjudged) {
-                judge(unjudged_.front());
-                unjudged_.pop_front();
-            }
+            times_.fetched(b.size, start, end, !transfer->demand);
         }
         return;
     }
-    writing.note(start, end);
-    backing.unbar(block);
+    times_.wrote(start, end);
+    backing_.unbar(block);
     b.dirty = false;
-    arena.remove_hazard(number);
+    arena_.remove_hazard(number);
     if (b.state == State::writing_back) {
         b.state = State::absent;
         b.place = nowhere;
         b.uses = 0;
-        ++counters.evictions;
-    }
-}
-
-void Residency::computed(double start, double end) {
-    computing_.note(start, end);
-    while (!unjudged_.empty() && unjudged_.front().end <= end) {
-        judge(unjudged_.front());
-        unjudged_.pop_front();
-    }
-}
-
-// Tells the gate what a fetch gained: the time in which the program computed or other blocks were written back meanwhile.
-void Residency::judge(const Fetched& fetch) {
-    const double seconds = fetch.end - fetch.start;
-    if (seconds > 0) {
-        gate.note_fetch(static_cast<double>(fetch.nbytes), computing_.between(fetch.start, fetch.end) / seconds,
-                        writing.between(fetch.start, fetch.end) / seconds, fetch.ahead);
+        ++counts_.evictions;
     }
 }
 
 void Residency::failed(TransferId number, const Failure& error, bool waited_for) {
-    const std::shared_ptr<const Transfer> transfer = finish(number);
+    const std::shared_ptr<const Transfer> transfer = transfers_.finish(number);
     if (transfer == nullptr) {
         return;
     }
-    const BlockId block = transfer->block;
-    Block& b = blocks[block];
-    if (transfer->kind == Kind::fetch) {
-        b.state = State::resident;
-        forget_prefetch(block);
-        leave(block, transfer->last_use);
-        if (waited_for) {
-            faults[block] = error;
-        } else {
-            b.shunned = true;
-        }
+    if (transfer->kind == Kind::write_back) {
+        write_back_failed(*transfer, error);
         return;
     }
-    std::vector<std::shared_ptr<const Transfer>> dependents;
-    for (const auto& [id, other] : transfers) {
-        if (std::ranges::find(other->after, number) != other->after.end()) {
-            dependents.push_back(other);
-        }
+    const BlockId block = transfer->block;
+    blocks_[block].state = State::resident;
+    forget_prefetch(block);
+    drop(block, transfer->last_use);
+    if (waited_for) {
+        faults_[block] = error;
+    } else {
+        blocks_[block].shunned = true;
     }
-    for (const auto& other : dependents) {
-        give_up(*other);
+}
+
+void Residency::write_back_failed(const Transfer& transfer, const Failure& error) {
+    for (const auto& other : transfers_.ordered_after(transfer.id)) {
+        undo(*other);
     }
-    arena.remove_hazard(number);
+    arena_.remove_hazard(transfer.id);
+    const BlockId block = transfer.block;
+    Block& b = blocks_[block];
     if (b.state == State::writing_back) {
-        if (!arena.take(block, b.place, b.size)) {
+        if (!arena_.take(block, b.place, b.size)) {
             throw std::logic_error("Pager: the range of block " + std::to_string(block) +
                                    " was given away before its write-back had completed");
         }
         b.state = State::resident;
     }
-    if (!backing.bar(block)) {
-        evictable.remove(block);
+    if (!backing_.bar(block)) {
+        evictable_.remove(block);
         b.stuck = true;
         stuck_.emplace_back(block, error);
     } else if (b.pins == 0) {
@@ -393,28 +379,22 @@ void Residency::failed(TransferId number, const Failure& error, bool waited_for)
     }
 }
 
-// Undoes a fetch that was ordered after a write-back which has failed.
-void Residency::give_up(const Transfer& transfer) {
-    const BlockId block = transfer.block;
-    // If it has not been taken yet it must not start at all: its range is the victim's again.
-    std::erase_if(commands, [&](const Command& command) {
-        const auto* other = std::get_if<std::shared_ptr<const Transfer>>(&command);
-        return other != nullptr && (*other)->id == transfer.id;
-    });
-    finish(transfer.id);
-    blocks[block].state = State::resident;
-    forget_prefetch(block);
-    leave(block, transfer.last_use);
+// Undoes a fetch that was ordered after a write-back which has failed: its range belongs to the victim again.
+void Residency::undo(const Transfer& transfer) {
+    transfers_.cancel(transfer.id);
+    blocks_[transfer.block].state = State::resident;
+    forget_prefetch(transfer.block);
+    drop(transfer.block, transfer.last_use);
 }
 
 Failure Residency::unstick() {
     const std::vector<std::pair<BlockId, Failure>> stuck = std::exchange(stuck_, {});
     for (const auto& [block, error] : stuck) {
-        blocks[block].stuck = false;
+        blocks_[block].stuck = false;
     }
     for (const auto& [block, error] : stuck) {
-        backing.unbar(block);
-        if (blocks[block].state == State::resident && blocks[block].pins == 0) {
+        backing_.unbar(block);
+        if (blocks_[block].state == State::resident && blocks_[block].pins == 0) {
             enter(block);
         }
     }
@@ -429,12 +409,12 @@ bool Residency::bring(const Run& run, const BlockSet& keep, std::optional<std::i
     std::int64_t ahead = 0;
     bool scattered = false;
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        const Block& b = blocks[block];
+        const Block& b = blocks_[block];
         if (b.hollow && run.mode != Mode::overwrite) {
             if (b.moving || b.pins != 0) {
                 return false;
             }
-            leave(block);
+            drop(block);
         }
         if (b.state == State::writing_back && !rescue(block)) {
             raise_for(block, use);
@@ -450,7 +430,7 @@ bool Residency::bring(const Run& run, const BlockSet& keep, std::optional<std::i
         ahead += b.size;
     }
     if (!missing.empty() && missing.size() == static_cast<std::size_t>(run.count)) {
-        base = place_anew(run, keep, use);
+        base = new_place(run, keep, use);
         if (base < 0) {
             return false;
         }
@@ -473,7 +453,7 @@ void Residency::bring_rows(std::span<const Run> runs, const BlockSet& keep) {
     for (const Run& run : runs) {
         bool absent = true;
         for (BlockId block = run.first; absent && block < run.stop(); ++block) {
-            absent = blocks[block].state == State::absent;
+            absent = blocks_[block].state == State::absent;
         }
         if (absent) {
             missing.push_back(run);
@@ -485,12 +465,12 @@ void Residency::bring_rows(std::span<const Run> runs, const BlockSet& keep) {
     }
     std::int64_t base = make_room(nbytes, keep, {}, false);
     if (base < 0) {
-        // Rows are as large as those that left for them, so their holes fit. To slide what lies between these together would
-        // copy several times the bytes that are fetched.
+        // Rows are as large as the rows that were evicted for them, so their holes fit. To move the blocks between the holes
+        // together would copy several times the bytes that are fetched.
         std::vector<Run> rest;
         nbytes = 0;
         for (const Run& run : missing) {
-            const std::int64_t place = arena.find(run_bytes(run));
+            const std::int64_t place = arena_.find(run_bytes(run));
             if (place >= 0) {
                 place_and_fill(run, place);
             } else {
@@ -514,12 +494,12 @@ void Residency::place_and_fill(const Run& run, std::int64_t base) {
     }
 }
 
-std::int64_t Residency::place_anew(const Run& run, const BlockSet& keep, std::optional<std::int64_t> use) {
+std::int64_t Residency::new_place(const Run& run, const BlockSet& keep, std::optional<std::int64_t> use) {
     const std::int64_t nbytes = run_bytes(run);
-    if (run.count == 1 && run.first > 0 && blocks[run.first - 1].place != nowhere) {
-        // Beside its predecessor, so that a storage written block by block is contiguous when it is wanted whole.
-        const std::int64_t place = blocks[run.first - 1].place + blocks[run.first - 1].size;
-        if (place % arena.alignment() == 0 && arena.fits(place, nbytes)) {
+    if (run.count == 1 && run.first > 0 && blocks_[run.first - 1].place != nowhere) {
+        // Next to its predecessor, so that a storage written block by block is contiguous when it is wanted whole.
+        const std::int64_t place = blocks_[run.first - 1].place + blocks_[run.first - 1].size;
+        if (place % arena_.alignment() == 0 && arena_.fits(place, nbytes)) {
             return place;
         }
     }
@@ -529,8 +509,8 @@ std::int64_t Residency::place_anew(const Run& run, const BlockSet& keep, std::op
 // Gives the range that begins at `base` to these blocks; the caller knows that it is free.
 void Residency::settle_at(const Run& run, std::int64_t base) {
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        Block& b = blocks[block];
-        if (!arena.take(block, base, b.size)) {
+        Block& b = blocks_[block];
+        if (!arena_.take(block, base, b.size)) {
             throw std::logic_error("Pager: arena range " + std::to_string(base) + "+" + std::to_string(b.size) +
                                    " is taken, it was meant for block " + std::to_string(block));
         }
@@ -539,17 +519,17 @@ void Residency::settle_at(const Run& run, std::int64_t base) {
     }
 }
 
-// Puts the missing blocks between their neighbours, if those places are free.
+// Puts the missing blocks between their neighbours, if these places are free.
 bool Residency::fill_in(const Run& run, std::int64_t base) {
     std::vector<BlockId> taken;
     std::int64_t place = base;
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        Block& b = blocks[block];
+        Block& b = blocks_[block];
         if (b.state == State::absent) {
-            if (place < 0 || !arena.take(block, place, b.size)) {
+            if (place < 0 || !arena_.take(block, place, b.size)) {
                 for (const BlockId other : taken) {
-                    arena.drop(blocks[other].place, blocks[other].size, -1);
-                    blocks[other].place = nowhere;
+                    arena_.drop(blocks_[other].place, blocks_[other].size, -1);
+                    blocks_[other].place = nowhere;
                 }
                 return false;
             }
@@ -561,14 +541,14 @@ bool Residency::fill_in(const Run& run, std::int64_t base) {
     return true;
 }
 
-// Gathers a scattered run at a new place, with holes for what is missing; false if that has to wait.
+// Gathers a scattered run at a new place, with holes for the missing blocks; false if that has to wait.
 bool Residency::relocate(const Run& run, const BlockSet& keep) {
     std::vector<BlockId> present;
     bool movable = true;
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        if (blocks[block].state != State::absent) {
+        if (blocks_[block].state != State::absent) {
             present.push_back(block);
-            movable = movable && !blocks[block].moving && blocks[block].pins == 0;
+            movable = movable && !blocks_[block].moving && blocks_[block].pins == 0;
         }
     }
     if (!movable) {
@@ -580,23 +560,21 @@ bool Residency::relocate(const Run& run, const BlockSet& keep) {
     const std::int64_t nbytes = run_bytes(run);
     std::int64_t base = make_room(nbytes, keep, {});
     if (base < 0) {
-        if (transfers.empty() && !arena.has_hazards()) {
-            for (const BlockId block : present) {  // not even room for the run beside its own parts: they leave and come back
+        if (transfers_.empty() && !arena_.has_hazards()) {
+            // The run does not fit next to its own parts: evict these, and fetch all of it at the next attempt.
+            for (const BlockId block : present) {
                 evict(block);
             }
         }
         return false;
     }
-    if (!arena.hazards_of(base, nbytes).empty()) {
-        return false;  // a move is made at once, and a write-back still reads there
+    if (!arena_.hazards_of(base, nbytes).empty()) {
+        return false;  // a move is made at once, but a write-back still reads these bytes
     }
     for (BlockId block = run.first; block < run.stop(); ++block) {
-        Block& b = blocks[block];
+        Block& b = blocks_[block];
         if (b.state != State::absent) {
-            ++counters.moves;
-            counters.moved_bytes += b.size;
-            commands.emplace_back(arena.slide(block, b.place, base, b.size, b.last_use));
-            b.place = base;
+            move(block, base);
         } else {
             settle_at({block, 1, run.mode}, base);
         }
@@ -605,10 +583,11 @@ bool Residency::relocate(const Run& run, const BlockSet& keep) {
     return true;
 }
 
-// Offset of a hole of `nbytes` bytes, made if need be; -1 if that has to wait. Throws NoRoom where only blocks that no lower
-// tier takes are left to evict. Without `in_one` nothing is moved: -1 also where so many bytes are free, but not side by side.
+// Offset of a hole of `nbytes` bytes, made if necessary; -1 if that has to wait. Throws NoRoom if the only blocks left to
+// evict are refused by all lower tiers. Without `in_one` nothing is moved: the result is also -1 if enough bytes are free but
+// not next to each other.
 std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std::optional<std::int64_t> use, bool in_one) {
-    // Blocks out of the order of eviction for as long as this goes on; a tier's bookkeeping may throw in the middle of it.
+    // Blocks taken out of the order of eviction until this call ends, also if a tier's bookkeeping throws.
     struct Spared {
         explicit Spared(Residency& owner) : residency(owner) {}
         ~Spared() {
@@ -618,7 +597,7 @@ std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std
         }
         void add(BlockId block) {
             blocks.push_back(block);
-            residency.evictable.remove(block);
+            residency.evictable_.remove(block);
         }
         Residency& residency;
         std::vector<BlockId> blocks;
@@ -626,69 +605,82 @@ std::int64_t Residency::make_room(std::int64_t nbytes, const BlockSet& keep, std
     std::int64_t enough = nbytes;
     std::optional<NoRoom> refused;
     for (;;) {
-        const std::int64_t place = arena.find(nbytes);
+        const std::int64_t place = arena_.find(nbytes);
         if (place >= 0) {
             return place;
         }
-        if (arena.free() >= enough) {
+        if (arena_.free() >= enough) {
             if (!in_one) {
                 return -1;
             }
-            if (slide_together(nbytes, use ? nbytes : arena.capacity())) {
+            if (slide_together(nbytes, use ? nbytes : arena_.capacity())) {
                 continue;
             }
-            if (arena.has_hazards()) {
-                return -1;  // enough is on its way out
+            if (arena_.has_hazards()) {
+                return -1;  // write-backs under way will free enough
             }
-            enough = arena.free() + nbytes / 8;  // in vain: look again when it pays
+            enough = arena_.free() + nbytes / 8;  // the search failed: evict some more before the next one
         }
-        const BlockId victim = evictable.victim();
+        const BlockId victim = evictable_.victim();
         if (victim < 0) {
-            if (refused && !use && transfers.empty() && !any_pinned()) {
+            if (refused && !use && transfers_.empty() && !any_pinned()) {
                 throw *refused;
             }
             return -1;
         }
-        if (use && !may_leave_for(*use)) {
+        if (use && !may_evict_for(*use)) {
             return -1;
         }
         if (contains(keep, victim)) {
             spared.add(victim);
         } else if (!try_evict(victim)) {
-            refused = refused.value_or(NoRoom{victim, blocks[victim].size});
+            refused = refused.value_or(NoRoom{victim, blocks_[victim].size});
             spared.add(victim);
         }
     }
 }
 
-bool Residency::may_leave_for(std::int64_t use) const {
-    const std::int64_t key = evictable.victim_next_use();
-    return coming_use(key) > use && (key >= spare || ahead_bytes < ahead_at_least);
+bool Residency::may_evict_for(std::int64_t use) const {
+    const std::int64_t key = evictable_.victim_next_use();
+    return coming_use(key) > use && (key >= spare || ahead_bytes_ < ahead_bytes_min_);
+}
+
+// Moves a resident block inside the arena.
+void Residency::move(BlockId block, std::int64_t target) {
+    Block& b = blocks_[block];
+    transfers_.copy(arena_.slide(block, b.place, target, b.size, b.last_use));
+    b.place = target;
+    ++counts_.moves;
+    counts_.moved_bytes += b.size;
 }
 
 // Opens a hole by moving resident blocks, at most `most` bytes of them.
 bool Residency::slide_together(std::int64_t nbytes, std::int64_t most) {
-    const std::tuple attempt{arena.version(), nbytes, most};
-    if (in_vain_ == attempt) {
+    const std::tuple search{arena_.version(), nbytes, most};
+    if (failed_search_ == search) {
         return false;
     }
-    const std::optional<Slides> slides = arena.gap(nbytes, most, [this](BlockId block) { return at_rest(block); });
+    const std::optional<Slides> slides = arena_.gap(nbytes, most, [this](BlockId block) { return at_rest(block); });
     if (!slides) {
-        // A block may have come to rest since, but looking again is worth it only when the map has changed.
-        in_vain_.reset();
-        if (most < arena.capacity()) {
-            in_vain_ = attempt;
+        // A transfer may end without a change of the map, but another search is worth its time only after a change.
+        failed_search_.reset();
+        if (most < arena_.capacity()) {
+            failed_search_ = search;
         }
         return false;
     }
     for (const auto& [block, target] : *slides) {
-        const Move move = arena.slide(block, blocks[block].place, target, blocks[block].size, blocks[block].last_use);
-        blocks[block].place = target;
-        ++counters.moves;
-        counters.moved_bytes += move.nbytes;
-        commands.emplace_back(move);
+        move(block, target);
     }
     return !slides->empty();
+}
+
+bool Residency::resize(std::int64_t capacity) {
+    if (!arena_.resize(capacity)) {
+        return false;
+    }
+    rows_.set_room(capacity);
+    return true;
 }
 
 }  // namespace farpool::pager

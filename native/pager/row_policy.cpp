@@ -8,11 +8,11 @@ namespace farpool::pager {
 
 namespace {
 
-constexpr std::int64_t sampled = 256;   // blocks that the shadows have room for, about
+constexpr std::int64_t sampled = 256;   // approximate number of blocks that a shadow has room for
 constexpr int period = 1024;            // sampled accesses between two judgements
-constexpr double clearly = 1.0 / 16.0;  // fewer bytes missed, to change over
-constexpr double forgotten = 0.5;       // of what was missed, at each judgement
-constexpr std::int64_t most_uses = 16;  // that count: what was popular has to leave in the end
+constexpr double clearly = 1.0 / 16.0;  // the other policy must miss this share fewer bytes to be chosen
+constexpr double forgotten = 0.5;       // share of the missed bytes that is dropped at each judgement
+constexpr std::int64_t most_uses = 16;  // uses that count: rows that were popular must be evicted in the end
 
 bool in_sample(BlockId block, std::int64_t one_of) {
     const auto hash = static_cast<std::uint64_t>(block) * 0x9E3779B97F4A7C15u;

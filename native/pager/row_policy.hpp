@@ -1,13 +1,13 @@
 // Eviction of rows of tables, whose next uses no tape knows: by recency or by frequency.
 //
-// Blocks of unknown next use leave in the order of a time until which they are worth keeping. By recency that is the time of
-// their latest access. By frequency it lies further off, the more often they were used since they came: a block that was used
-// n times is kept as if its latest access lay n times as far above the floor, which is the time that the latest victim was
-// worth keeping until. So the floor rises as blocks leave, and what was popular long ago goes, too (the idea of dynamic aging:
-// M. Arlitt et al., "Evaluating content management techniques for Web proxy caches", 2000).
+// Blocks of unknown next use are evicted in the order of a time until which they are worth keeping. By recency this is the time
+// of their latest access. By frequency it is later, the more often they were used since they were fetched: a block that was
+// used n times is kept as if its latest access were n times as far above the floor. The floor is the time until which the
+// latest victim was worth keeping, so it rises as blocks are evicted, and rows that were popular long ago are evicted too (the
+// idea of dynamic aging: M. Arlitt et al., "Evaluating content management techniques for Web proxy caches", 2000).
 //
 // Which of the two is better is measured: each has a shadow cache, which knows sizes and no bytes, for a spatial sample of the
-// blocks (those whose numbers have a certain hash). The pool follows the one that misses clearly fewer bytes.
+// blocks (the blocks whose numbers have a certain hash). The pool follows the one that misses clearly fewer bytes.
 #pragma once
 
 #include <algorithm>
@@ -23,14 +23,14 @@ namespace farpool::pager {
 
 class RowPolicy {
 public:
-    // `room`: bytes that rows may have: the whole arena, as other use is not known in advance.
+    // `room`: bytes that rows may occupy: the whole arena, because other uses are not known in advance.
     explicit RowPolicy(std::int64_t room);
 
     void set_room(std::int64_t room);
-    // Notes the `uses`-th access to a block of `nbytes` bytes since it came, with the tape at `position`. Returns the time
-    // until which it is worth keeping.
+    // Notes the `uses`-th access to a block of `nbytes` bytes since it was fetched, with the tape at `position`. Returns the
+    // time until which it is worth keeping.
     std::int64_t access(BlockId block, std::int64_t nbytes, std::int64_t uses, std::int64_t position);
-    // Notes that a block has left that was worth keeping until `worth`.
+    // Notes that a block was evicted that was worth keeping until `worth`.
     void left(std::int64_t worth) { floor_ = std::max(floor_, worth); }
     bool by_frequency() const noexcept { return by_frequency_; }
     // Bytes of memory that the samples hold.
@@ -57,7 +57,7 @@ private:
         std::int64_t room_ = 0;
         std::int64_t used_ = 0;
         std::int64_t floor_ = 0;
-        double missed_ = 0.0;  // bytes, lately
+        double missed_ = 0.0;  // bytes that were missed recently
         std::unordered_map<BlockId, Row> rows_;
         std::set<std::pair<std::int64_t, BlockId>> order_;
     };
@@ -66,7 +66,7 @@ private:
     void judge();
 
     std::int64_t room_;
-    std::int64_t one_of_ = 0;  // the sample has one of so many blocks; 0 before the first access
+    std::int64_t one_of_ = 0;  // the sample has one block of this many; 0 before the first access
     std::int64_t now_ = 0;
     std::int64_t floor_ = 0;
     bool by_frequency_ = false;

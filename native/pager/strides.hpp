@@ -1,9 +1,9 @@
-// Strides: predicts the next accesses off the tape, by majority vote over the latest steps from access to access.
+// Strides: predicts the next accesses without a tape, by majority vote over the latest steps from access to access.
 //
-// A program that walks through its blocks at a steady pace, with a few accesses elsewhere in between, has one step that
-// occurs in more than half of the latest accesses. The vote is over the shortest stretch of the latest steps that has a
-// majority, so that a new pace is found soon and an old one is not lost through a few strays (the idea is that of Leap: Al
-// Maruf and Chowdhury, "Effectively Prefetching Remote Memory with Leap", USENIX ATC 2020).
+// A program that walks through its blocks at a steady pace, with a few other accesses in between, has one step that occurs in
+// more than half of the latest accesses. The vote is over the shortest stretch of the latest steps that has a majority, so that
+// a new pace is found soon and an old one survives a few other accesses (the idea comes from Leap: Al Maruf and Chowdhury,
+// "Effectively Prefetching Remote Memory with Leap", USENIX ATC 2020).
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,9 @@ class Strides {
 public:
     // Notes an access to `count` blocks from `name` on.
     void record(std::int64_t name, std::int32_t count);
-    // Names of the next `count` blocks, if the pace stays; empty without one.
+    // Names of the next `count` blocks at the same pace; empty if there is no pace.
     std::vector<std::int64_t> coming(int count) const;
-    // True if the latest access was the one expected.
+    // True if the latest access was expected.
     bool foretold() const noexcept { return foretold_; }
 
 private:
@@ -31,7 +31,7 @@ private:
     public:
         explicit Stretch(std::size_t length) : length_(length) {}
         void add(std::int64_t step);
-        std::int64_t majority() const noexcept { return majority_; }  // 0 while there is none
+        std::int64_t majority() const noexcept { return majority_; }  // 0 if there is none
 
     private:
         std::size_t count(std::int64_t step) const { return static_cast<std::size_t>(std::ranges::count(steps_, step)); }

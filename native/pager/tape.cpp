@@ -39,7 +39,7 @@ std::int64_t Tape::record(std::int32_t name, std::int32_t count, std::int64_t nb
     append((std::int64_t{name} << name_shift) | (std::int64_t{count} << 1) | (created ? 1 : 0), nbytes, busy);
     const auto slot = static_cast<std::size_t>(name);
     if (slot >= last_.size()) {
-        last_.reserve(slot + 1 + slot / growth);  // exactly: doubling would hold memory that nobody uses
+        last_.reserve(slot + 1 + slot / growth);  // exactly: doubling would hold memory that is never used
         last_.resize(last_.capacity(), -1);
     }
     const std::int64_t before = last_[slot];
@@ -127,7 +127,7 @@ void Tape::enlarge_index() {
     }
 }
 
-// Moves the pointer to this token if it lies a little ahead; false if the context has to be searched.
+// Moves the pointer to this token if it is a few accesses ahead; false if the context has to be searched.
 bool Tape::skip_to(std::int64_t token) {
     if (pointer_ <= now_ - length_ + skip) {
         lose();

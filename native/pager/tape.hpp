@@ -1,16 +1,18 @@
-// The tape: the recorded sequence of accesses, and where the program stands on it.
+// The tape: the recorded sequence of accesses, and the place of the program in it.
 //
-// The tape is simply the history. A program that loops does again what followed the last time it stood in the same context,
-// so a pointer trails the present by one turn of the loop: at each access it moves on by one, and what lies between it and
-// the present is the future. The context is the last few accesses. When the program does something else than the pointer
-// foretells, the pointer looks for the context in the history and goes on from there. Nothing has to know what a step is:
+// The tape is the history. A program that loops repeats the accesses that followed the last time it was in the same context, so
+// a pointer follows the present at a distance of one turn of the loop. At each access it moves on by one; the accesses between
+// the pointer and the present are the known future. The context is the last few accesses. When the program does something else
+// than the pointer predicts, the pointer searches the history for the context and goes on from there. No caller has to say what
+// a step is:
 //
-// - an inner loop (micro-batches) inside an outer one (optimizer steps): at the end of the inner loop the pointer jumps
-//   once, to the end of the inner loop of the turn before, and from then on trails by a whole outer turn;
+// - an inner loop (micro-batches) inside an outer one (optimizer steps): at the end of the inner loop the pointer jumps once,
+// to
+//   the end of the inner loop of the turn before. From then on the distance is a whole outer turn;
 // - training and evaluation, or prefill and decode: each is found again by its own context;
 // - accesses picked by data (rows of a table) are a single wildcard, so they do not break the context.
 //
-// Positions count accesses from the beginning and only grow. The history is a ring; what fell out of it is forgotten.
+// Positions count accesses from the beginning and only grow. The history is a ring; the oldest accesses are overwritten.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +23,13 @@
 
 namespace farpool::pager {
 
-// Added to the key of a next use: the block is not kept until then (see retention.hpp).
+// Added to the key of a next use if the block need not be kept until that use (see retention.hpp).
 inline constexpr std::int64_t spare = std::int64_t{1} << 60;
-// Key of a next use beyond the known future. The time since the last use is added, so that the least recent goes first.
+// Key of a next use beyond the known future. The time since the last use is added, so that the least recently used block is
+// evicted first.
 inline constexpr std::int64_t never = std::int64_t{1} << 61;
 
-// The position of the next use in a key; keys from `never` on are returned as they are.
+// The position of the next use in a key; keys of `never` or more are returned unchanged.
 constexpr std::int64_t coming_use(std::int64_t key) { return key >= never ? key : key & (spare - 1); }
 // A position as a time, with room before the next position for accesses to rows of one table, which share a position.
 constexpr std::int64_t moment(std::int64_t position) { return position << 16; }
@@ -41,26 +44,26 @@ public:
     struct Token {
         std::int64_t name;  // of the first block; -1 for a wildcard
         std::int32_t count;
-        bool created;  // the blocks had no content: the program had made them just then
+        bool created;  // the program had just made the blocks, so that they had no content
     };
 
     // `length`: accesses to remember; a loop longer than this is not predicted.
     explicit Tape(std::int64_t length);
 
-    // Appends an access to `count` blocks from `name` on, of `nbytes` bytes, before which the program computed for `busy`
-    // seconds. Returns the key of these blocks: their next use, or beyond `never`.
+    // Appends an access to `count` blocks from `name` on, of `nbytes` bytes; the program computed for `busy` seconds before it.
+    // Returns the key of these blocks: their next use, or `never` and more if it is not known.
     std::int64_t record(std::int32_t name, std::int32_t count, std::int64_t nbytes, bool created, double busy);
     // Appends an access to rows of a table, picked by data; consecutive ones count as one.
     std::int64_t record_table(std::int32_t name, double busy);
 
-    // Adds seconds that the program computed after the access at `position`, where they become known later.
+    // Adds seconds that the program computed after the access at `position`, if they become known later.
     void add_time(std::int64_t position, double seconds);
 
-    // Position of the latest access; -1 before there was one.
+    // Position of the latest access; -1 before the first one.
     std::int64_t now() const noexcept { return now_; }
-    // Position of the pointer: its successor is expected next; -1 off the tape.
+    // Position of the pointer: the access after it is expected next; -1 if the history has no such context.
     std::int64_t pointer() const noexcept { return pointer_; }
-    // True if the latest access was the one expected.
+    // True if the latest access was expected.
     bool foretold() const noexcept { return foretold_; }
     std::int64_t divergences() const noexcept { return divergences_; }
     // Number of times that the pointer jumped or got lost; keys from before a jump are invalid.
@@ -88,9 +91,9 @@ private:
     struct Entry {
         std::int64_t token;
         std::int64_t nbytes;
-        std::int64_t volume;  // bytes of all accesses up to here
-        double clock;         // seconds that the program has computed up to here
-        std::int64_t next;    // position of the next access to the same first block; 0 while there is none yet
+        std::int64_t volume;  // bytes of all accesses up to this one
+        double clock;         // seconds that the program had computed up to this access
+        std::int64_t next;    // position of the next access to the same first block; 0 before it takes place
     };
 
     const Entry& at(std::int64_t position) const { return entries_[static_cast<std::size_t>(position % length_)]; }
@@ -104,8 +107,8 @@ private:
 
     std::int64_t length_;
     std::vector<Entry> entries_;
-    std::vector<std::int64_t> last_;   // by name: position of the latest access that began with this block
-    std::vector<std::int64_t> index_;  // by hash of a context: the latest position where one with that hash ended
+    std::vector<std::int64_t> last_;   // by name: position of the latest access whose first block this was
+    std::vector<std::int64_t> index_;  // by hash of a context: the latest position at which a context with that hash ended
     std::int64_t now_ = -1;
     std::int64_t pointer_ = -1;
     std::int64_t confirmed_ = 0;
@@ -113,7 +116,7 @@ private:
     bool foretold_ = false;
     std::int64_t divergences_ = 0;
     std::int64_t jumps_ = 0;
-    double unclaimed_ = 0.0;  // seconds that the program computed after the latest access, as far as they are known
+    double unclaimed_ = 0.0;  // seconds known so far that the program computed after the latest access
 };
 
 }  // namespace farpool::pager

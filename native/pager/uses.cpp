@@ -15,7 +15,7 @@ bool same(const Run& left, const Run& right) {
     return left.first == right.first && left.count == right.count && left.mode == right.mode;
 }
 
-// Joins a few uses whose runs are either the same or disjoint; false where runs overlap in another way.
+// Joins a few uses whose runs are either the same or disjoint; false if runs overlap in another way.
 bool join_few(std::span<const Use> uses, Runs& joined) {
     for (const Use& use : uses) {
         if (use.empty()) {
@@ -57,7 +57,7 @@ Runs join_many(std::span<const Use> uses, bool rows) {
     std::vector<std::size_t> order(runs.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
     std::ranges::stable_sort(order, {}, [&](std::size_t index) { return std::pair{runs[index].first, runs[index].count}; });
-    std::vector<std::size_t> kept;  // of equal ones the first
+    std::vector<std::size_t> kept;  // the first of equal uses
     bool overlapping = false;
     for (std::size_t at = 0; at < order.size(); ++at) {
         const Run& run = runs[order[at]];
@@ -72,7 +72,7 @@ Runs join_many(std::span<const Use> uses, bool rows) {
     }
     Runs joined;
     if (!overlapping) {
-        std::ranges::sort(kept);  // as they came
+        std::ranges::sort(kept);  // in their original order
     }
     for (const std::size_t index : kept) {
         const Run& run = runs[index];
@@ -108,7 +108,7 @@ Span cover(const Use& use, BlockId table) {
     const bool whole = layout.offset == 0 && use.start == low * step && use.stop == std::min((high + 1) * step, layout.nbytes);
     Mode mode = use.mode;
     if (mode == Mode::overwrite && !(whole && (layout.count > 1 || !layout.shared))) {
-        mode = Mode::write;  // bytes beside it in its blocks are to be kept
+        mode = Mode::write;  // other bytes of its blocks must be kept
     }
     return {{layout.first + static_cast<BlockId>(low), static_cast<std::int32_t>(high - low + 1), mode, table},
             layout.offset + use.start - low * step};

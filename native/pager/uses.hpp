@@ -10,7 +10,7 @@
 
 namespace farpool::pager {
 
-// Place of a storage in its blocks. It changes, as small storages are packed anew when they are first used.
+// Place of a storage in its blocks. It changes, because small storages are packed again when they are first used.
 struct Layout {
     BlockId first = -1;
     std::int32_t count = 0;
@@ -21,7 +21,7 @@ struct Layout {
     bool loose = false;            // true if it is still to be packed with storages used next to it
 };
 
-// Bytes [start, stop) of a storage, and whether they are read or written.
+// Bytes [start, stop) of a storage, and if they are read or written.
 struct Use {
     std::shared_ptr<const Layout> storage;
     std::int64_t start;

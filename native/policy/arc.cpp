@@ -4,7 +4,7 @@
 
 namespace farpool::policy {
 
-// The first call for a key that is a ghost adapts p and takes the ghost away; the answer stays until the object has come in.
+// The first call for a key that is a ghost adapts p and removes the ghost; the answer stays until the object is inserted.
 Arc::Ghost Arc::returns(std::uint64_t key) {
     if (returning_ == key) {
         return returning_from_;
@@ -52,7 +52,7 @@ Slot Arc::on_victim(const Item& incoming, const Held& held) {
     const Ghost from = returns(incoming.key);
     bool forget = false;
     if (from == Ghost::none) {
-        // The paper's case IV: as much is remembered of t1 as makes one capacity with it, and of both as makes two.
+        // The paper's case IV: t1 and its ghosts together hold at most one capacity, all queues and ghosts at most two.
         if (t1_nbytes_ + b1_.nbytes() + incoming.size > capacity_) {
             forget = b1_.empty();
             if (!forget) {

@@ -1,9 +1,9 @@
-// ARC (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003): one queue of objects used once,
-// one of objects used more often, both in order of use, and the ghosts of objects evicted from either. A ghost that comes
-// back moves the target size of the first queue towards the list in which it would still be.
+// ARC (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003): one queue of objects used once, one
+// of objects used more often, both in order of use, and the ghosts of objects evicted from either. When an object returns whose
+// ghost is remembered, the target size of the first queue moves towards the queue that would still hold the object.
 //
-// Names are those of the paper: t1, t2 the queues, b1, b2 their ghosts, p the target size of t1. p is a fraction, as the
-// steps by which it moves are; sizes are sums of bytes.
+// Names follow the paper: t1, t2 the queues, b1, b2 their ghosts, p the target size of t1. p is a fraction because the steps by
+// which it moves are fractions; sizes are sums of bytes.
 #pragma once
 
 #include <optional>
@@ -22,7 +22,7 @@ private:
         std::uint64_t key;
         std::uint64_t size;
         bool in_t2;
-        bool forgotten;  // evicted, it leaves no ghost
+        bool forgotten;  // leaves no ghost when it is evicted
     };
     enum class Ghost { none, of_t1, of_t2 };
 

@@ -1,6 +1,6 @@
-// Belady's MIN ("A study of replacement algorithms for a virtual-storage computer", 1966): the object used farthest in the
-// future goes first. Offline: the caller must know all next uses. Optimal where all objects have one size; otherwise a
-// reference to compare with.
+// Belady's MIN ("A study of replacement algorithms for a virtual-storage computer", 1966): evicts the object used farthest in
+// the future. Offline: the caller must know all next uses. Optimal if all objects have one size; otherwise a reference to
+// compare with.
 #pragma once
 
 #include "policy/slot_heap.hpp"

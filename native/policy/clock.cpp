@@ -8,7 +8,8 @@ void Clock::on_insert(Slot slot, const Item&) {
 }
 
 Slot Clock::on_victim(const Item&, const Held& held) {
-    // Two turns: the first may only clear marks. Others may set new ones meanwhile, so a third turn takes what it finds.
+    // Two turns: the first may only clear marks. Other processes may set new marks during both, so a third turn takes the first
+    // object that it may evict.
     const std::size_t turn = queue_.size();
     for (std::size_t step = 0; step < 3 * turn; ++step) {
         const Slot slot = queue_.oldest();

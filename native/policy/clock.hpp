@@ -1,5 +1,5 @@
-// CLOCK (Corbató, "A paging experiment with the Multics system", 1968): a queue in order of insertion, in which an object used
-// since it was last looked at gets a second chance. A hit is one byte written, so it can come from outside (marks.hpp).
+// CLOCK (Corbató, "A paging experiment with the Multics system", 1968): a queue in order of insertion. An object that was used
+// since the hand last passed it gets a second chance. A hit writes one byte, so other processes can report it (marks.hpp).
 #pragma once
 
 #include "policy/marks.hpp"

@@ -1,5 +1,5 @@
-// A count-min sketch (Cormode and Muthukrishnan, 2005) of the recent uses of keys: four counters a key, the least of which is
-// the estimate. Counters stop at 255, and all are halved once in a while, so that old uses are forgotten.
+// A count-min sketch (Cormode and Muthukrishnan, 2005) of the recent uses of keys: four counters a key, the smallest of which
+// is the estimate. Counters stop at 255, and all are halved from time to time, so that old uses are forgotten.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ public:
         if (least == most) {
             return;
         }
-        // Only counters that hold the least are raised: the others are too high already.
+        // Raise only the counters with the smallest value: the others are too high already.
         for (unsigned row = 0; row < rows; ++row) {
             std::uint8_t& counter = counters_[place(key, row)];
             counter = counter == least ? static_cast<std::uint8_t>(least + 1) : counter;
@@ -51,8 +51,8 @@ private:
     static constexpr std::uint8_t most = 255;
     static constexpr std::size_t most_counters = std::size_t{1} << 28;
 
-    // Index of a key's counter in a row. The low bits choose, so that a table of twice the size has each counter where it was,
-    // and once more behind.
+    // Index of a key's counter in a row. The low bits choose it, so that a table of twice the size holds each counter at its
+    // old index and again one old size further.
     std::size_t place(std::uint64_t key, unsigned row) const {
         const std::uint64_t hash = mix64(key);
         return (hash + row * ((hash >> 32) | 1)) & (counters_.size() - 1);

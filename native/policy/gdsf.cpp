@@ -18,7 +18,8 @@ void Gdsf::on_insert(Slot slot, const Item& item) {
 }
 
 void Gdsf::on_remove(Slot slot, Leaving why) {
-    // An object that left because others were held is worth more than they are; start_ must not pass the worth of any still in.
+    // An object that was evicted because others were held is worth more than these; start_ must not exceed the worth of any
+    // object in the cache.
     if (why == Leaving::evicted && slot == order_.top()) {
         start_ = order_.rank(slot).worth;
     }

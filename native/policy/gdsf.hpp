@@ -1,6 +1,6 @@
-// GDSF (Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", 1998): the worth of
-// an object is its uses times its cost of fetching, per byte. The object of least worth goes first, and objects that come
-// in or are used later start from its worth, so that former uses count less and less.
+// GDSF (Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", 1998): the worth of an
+// object is its uses times its cost of fetching, per byte. The object of least worth is evicted, and its worth is added to
+// objects that are inserted or used later, so that earlier uses count less and less.
 #pragma once
 
 #include "policy/slot_heap.hpp"
@@ -27,7 +27,7 @@ private:
 
     SlotHeap<Rank> order_;
     std::vector<Object> objects_;
-    double start_ = 0.0;  // worth of what was evicted last
+    double start_ = 0.0;  // worth of the object evicted last
     std::uint64_t clock_ = 0;
 };
 

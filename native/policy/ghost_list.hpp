@@ -15,7 +15,7 @@ public:
     GhostList(const GhostList&) = delete;
     GhostList& operator=(const GhostList&) = delete;
 
-    // Adds a ghost as the newest; its key must not be in yet.
+    // Adds a ghost as the newest; its key must not be in the list.
     void push(std::uint64_t key, std::uint64_t size) {
         Slot number = static_cast<Slot>(ghosts_.size());
         if (unused_.empty()) {
@@ -29,7 +29,7 @@ public:
         order_.push(number);
         nbytes_ += size;
     }
-    // Removes a ghost; true if it was in.
+    // Removes a ghost; true if it was in the list.
     bool remove(std::uint64_t key) {
         const std::uint32_t number = numbers_.find(key);
         if (number == IdMap::none) {

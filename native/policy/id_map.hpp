@@ -1,5 +1,5 @@
 // A hash map from 64-bit keys to 32-bit numbers: open addressing with linear probing and without tombstones, so that it stays
-// fast however many keys have come and gone.
+// fast after any number of insertions and removals.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,14 @@ public:
             }
         }
     }
-    // Adds a key, which must not be in yet.
+    // Adds a key, which must not be in the map.
     void insert(std::uint64_t key, std::uint32_t value) {
         if (2 * ++size_ > cells_.size()) {
             grow();
         }
         place(key, value);
     }
-    // Removes a key; true if it was in.
+    // Removes a key; true if it was in the map.
     bool erase(std::uint64_t key) {
         std::size_t hole = home(key);
         while (cells_[hole].key != key || cells_[hole].value == none) {

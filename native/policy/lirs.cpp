@@ -38,7 +38,8 @@ void Lirs::forget(Slot ghost) {
     unused_.push_back(ghost);
 }
 
-// Removes entries from the bottom of S up to a LIR object: those below it cannot become LIR, as their uses lie too far apart.
+// Removes entries from the bottom of S up to a LIR object: entries below it cannot become LIR, because their uses are too far
+// apart.
 void Lirs::prune() {
     while (s_.oldest() != s_.newest() && entries_[s_.oldest()].state != State::lir) {
         const Slot bottom = s_.oldest();
@@ -50,10 +51,10 @@ void Lirs::prune() {
     }
 }
 
-// LIR objects from the bottom of S become HIR until there is so much room among the LIR ones.
+// Turns LIR objects from the bottom of S into HIR ones until the LIR part has this much room.
 void Lirs::demote_to(std::uint64_t room) {
     while (lir_nbytes_ > 0 && lir_nbytes_ + room > lir_capacity_) {
-        prune();  // a HIR object that was alone in S may lie at the bottom
+        prune();  // a HIR object that was alone in S may be at the bottom
         const Slot bottom = s_.oldest();
         leave_s(bottom);
         lir_nbytes_ -= entries_[bottom].size;
@@ -105,7 +106,7 @@ void Lirs::on_insert(Slot slot, const Item& item) {
     const Slot number = create({item.key, item.size, slot, State::hir, false});
     numbers_[slot] = number;
     enter_s(number);
-    // While there is room among the LIR objects, everything is one.
+    // While the LIR part has room, every object becomes LIR.
     if (ghost != IdMap::none || lir_nbytes_ + item.size <= lir_capacity_) {
         become_lir(number);
     } else {

@@ -1,15 +1,15 @@
-// LIRS (Jiang and Zhang, "LIRS: an efficient low inter-reference recency set replacement policy", SIGMETRICS 2002): what
-// matters is not how long ago an object was used, but how many others were used between its last two uses. Objects with the
+// LIRS (Jiang and Zhang, "LIRS: an efficient low inter-reference recency set replacement policy", SIGMETRICS 2002): objects are
+// ranked by the number of other objects used between their last two uses, not by the time of the last use. Objects with the
 // shortest such distances (LIR) fill 99 % of the capacity; all others (HIR) pass through the rest, in a queue of their own.
 //
-// Names are those of the paper: stack S, in order of use, holds the LIR objects and whatever was used since the oldest of
-// them, evicted ones too (ghosts, here); queue Q holds the HIR objects that are in. A HIR object that is used while it is
-// in S becomes LIR, and the LIR object at the bottom of S becomes HIR in its stead.
+// Names follow the paper: stack S, in order of use, holds the LIR objects and all objects used since the oldest of them was
+// used, evicted ones included (called ghosts here); queue Q holds the HIR objects in the cache. A HIR object that is used while
+// it is in S becomes LIR, and the LIR object at the bottom of S becomes HIR in its place.
 //
 // Details on which counts depend: S holds at most twice the capacity, and forgets the ghosts that were evicted first. A HIR
-// object that is used when S has forgotten it stays HIR, as in the paper; the bottom of S becomes HIR too then, and leaves
-// its place among the LIR ones to the next object that comes in, as in libCacheSim (in the paper it would stay; that
-// changes less than 0.03 % of the misses on a block trace).
+// object that is used after S has forgotten it stays HIR, as in the paper; then the bottom of S becomes HIR too and leaves its
+// place among the LIR objects to the next inserted object, as in libCacheSim (in the paper it would stay; this changes less
+// than 0.03 % of the misses on a block trace).
 #pragma once
 
 #include "policy/id_map.hpp"

@@ -1,4 +1,4 @@
-// LRU: the least recently used goes first.
+// LRU: evicts the least recently used object.
 #pragma once
 
 #include "policy/slot_list.hpp"

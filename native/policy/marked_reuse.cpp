@@ -10,22 +10,22 @@ namespace farpool::policy {
 
 namespace {
 
-// Objects that are drawn to find the one worth least: that one is then among the lowest 1/64 of all on average.
+// Objects drawn to find the one worth least: on average, it is then among the lowest 1/64 of all.
 constexpr std::size_t drawn = 64;
-// Marks that are looked at for each object that comes in.
+// Marks that are checked for each inserted object.
 constexpr std::size_t looks = 256;
-// Objects that leave together, at most.
+// Maximum number of objects that are evicted together.
 constexpr std::size_t longest_run = 256;
-// Objects that the model remembers for each that is in, if it may. Of what is forgotten the uses are, too: with the oldest
-// objects whole prefixes are forgotten, with those outside of a sample blocks out of their middle. So a sample is taken only
-// where it would remember less than `fewest`.
+// Objects that the model remembers for each object in the cache, if its limit allows it. The model forgets the uses of an
+// object with the object: if it forgets the oldest ones, it forgets whole prefixes; if it remembers only a sample, it lacks
+// blocks in the middle of prefixes. So it takes a sample only if it could remember fewer than `fewest` without one.
 constexpr std::size_t remembered = 8;
 constexpr std::size_t fewest = 2;
 constexpr std::uint32_t most_uses = 127;
 // Levels of cost for each doubling: 255 of them reach from 2^-42 to 2^42.
 constexpr double steps = 3.0;
-// Uses that are expected, within as long again as an object has not been used, of what never came back so far. In steps as
-// coarse as the ages of the model, so that what is worth the same stays so.
+// Expected uses of an object that never returned so far, during a further time as long as its age. The age is rounded as
+// coarsely as the ages of the model, so that objects of equal worth stay equal.
 constexpr double doubt = 1.0 / 1024;
 
 }  // namespace
@@ -42,7 +42,7 @@ double MarkedReuse::worth(const Object& object) const {
 
 bool MarkedReuse::in_sample(std::uint32_t key) const { return (mix64(key) & sample_mask_) == 0; }
 
-// Tells the model of a use, also the first one; returns how many there were before, as far as known.
+// Reports a use to the model, also the first one; returns the number of known uses before it.
 std::uint32_t MarkedReuse::use(const Object& object, std::uint32_t before) {
     if (in_sample(object.key)) {
         before = model_.use(object.key);
@@ -63,7 +63,7 @@ bool MarkedReuse::look(Slot slot, std::uint64_t when) {
     return used;
 }
 
-// Notices all uses, when that is due.
+// Checks all marks, if a sweep is due.
 void MarkedReuse::sweep() {
     if (++inserted_ * looks < slots_.size() * (1 + marks_.areas())) {
         return;
@@ -140,13 +140,13 @@ Slot MarkedReuse::least_worth(const Held& held) {
         consider(slots_[slots_.size() <= drawn ? number : (dice_ = mix64(dice_)) % slots_.size()]);
     }
     usual_ = all / static_cast<double>(count);
-    for (std::size_t number = 0; found == no_slot && number < slots_.size(); ++number) {  // all that were drawn are held
+    for (std::size_t number = 0; found == no_slot && number < slots_.size(); ++number) {  // all drawn objects are held
         consider(slots_[number]);
     }
     return found;
 }
 
-// Lets an object leave, with those that came in next and are worth no more.
+// Chooses an object to evict, together with the objects that were inserted next and are worth no more.
 void MarkedReuse::follow(Slot slot, const Held& held) {
     double least = worth(objects_[slot]);
     run_.push_back(slot);

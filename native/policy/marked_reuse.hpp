@@ -1,12 +1,14 @@
-// Expected reuse from marks: the policy of a node, whose readers leave nothing but a mark.
+// Expected reuse from marks: the policy of a node, whose readers report a use only by setting a mark.
 //
-// Evicted is what saves least for each unit of size and time, as learnt from the objects themselves (reuse_model.hpp), among
-// some that are drawn at random (as in "Hyperbolic caching", Blankstein et al., ATC 2017). Uses are noticed in sweeps over all
-// marks, so often that a sweep finds what few requests have used, and all of it then has one time of use.
+// The policy draws some objects at random and evicts the one that saves least for each unit of size and time (as in "Hyperbolic
+// caching", Blankstein et al., ATC 2017); it learns the savings from the objects themselves (reuse_model.hpp). Uses are noticed
+// in sweeps over all marks. The sweeps are so frequent that one sweep finds the uses of few requests, and all of these count as
+// used at the same time.
 //
-// A node is not told which block of a prefix another one needs, but blocks of a prefix come in one after the other. So with the
-// object that is chosen leave those that came in next and are worth no more, the last one first: a prefix is given up from its
-// end. While nothing is learnt those leave that cost least for each unit of size and of time since their last use.
+// A node does not know which block of a prefix depends on which other block, but the blocks of a prefix are inserted one after
+// the other. So together with the chosen object the policy evicts the objects that were inserted next and are worth no more,
+// the last one first: a prefix is evicted from its end. Before the model has learnt anything, the objects are evicted that cost
+// least for each unit of size and of time since their last use.
 #pragma once
 
 #include "policy/marks.hpp"
@@ -17,24 +19,24 @@ namespace farpool::policy {
 
 class MarkedReuse final : public Policy {
 public:
-    // Objects that are remembered, at about 80 bytes each.
+    // Objects that the model remembers, at about 80 bytes each.
     static constexpr std::size_t most_remembered = 524288;
     explicit MarkedReuse(Marks marks = {}, std::size_t remembered = most_remembered)
         : marks_(std::move(marks)), most_remembered_(remembered) {}
 
-    // True if the object was used lately or is worth more than most.
+    // True if the object was used recently or is worth more than most.
     bool would_pass(Slot slot) const { return marks_.get(slot) != 0 || worth(objects_[slot]) > usual_; }
-    // Bytes for objects and for what is remembered of them.
+    // Bytes for objects and for the uses that are remembered.
     std::uint64_t nbytes() const noexcept;
 
 private:
     struct Object {
-        std::uint32_t key = 0;         // for the model, which two objects in billions may share
-        std::uint32_t used = 0;        // time of the last use that was noticed, without its upper half
-        std::uint32_t place = 0;       // among all slots
-        std::uint8_t level = 0;        // logarithm of the cost of a unit of size; 0 where that is not known
-        std::uint8_t uses : 7 = 0;     // before the last one, as far as known; more than a few are alike
-        std::uint8_t leaving : 1 = 0;  // 1 in `run_`
+        std::uint32_t key = 0;         // for the model; two objects in billions may share one
+        std::uint32_t used = 0;        // time of the last noticed use, without its upper half
+        std::uint32_t place = 0;       // index in `slots_`
+        std::uint8_t level = 0;        // logarithm of the cost of a unit of size; 0 if it is not known
+        std::uint8_t uses : 7 = 0;     // known uses before the last one; more than a few count alike
+        std::uint8_t leaving : 1 = 0;  // 1 if it is in `run_`
     };
 
     void on_touch(Slot slot, std::int64_t) override { marks_.set(slot); }
@@ -57,15 +59,15 @@ private:
     std::size_t most_remembered_;
     ReuseModel model_;
     std::vector<Object> objects_;  // by slot
-    std::vector<Slot> slots_;      // of all that are in
+    std::vector<Slot> slots_;      // of all objects in the cache
     Links links_;
     SlotList arrivals_{links_};
-    std::vector<Slot> run_;          // what leaves next, the last one first
-    std::uint64_t sample_mask_ = 0;  // of a key's hash: the model remembers those where these bits are 0
+    std::vector<Slot> run_;          // evicted next, the last one first
+    std::uint64_t sample_mask_ = 0;  // of a key's hash: the model remembers the keys whose bits here are 0
     std::uint64_t stamp_ = 0;        // time of the last sweep
-    std::uint64_t inserted_ = 0;     // since then
+    std::uint64_t inserted_ = 0;     // since the last sweep
     std::uint64_t dice_ = 0;
-    double usual_ = 0.0;        // mean worth of what was drawn last
+    double usual_ = 0.0;        // mean worth of the objects drawn last
     std::uint64_t levels_ = 0;  // sum
     std::uint64_t valued_ = 0;  // objects with a level
 };

@@ -1,6 +1,6 @@
-// Marks of use: one byte an object, set at each use and cleared by the policy when it comes by.
+// Marks of use: one byte an object, set at each use and cleared by the policy when it checks the object.
 //
-// Marks lie in the policy, or in memory outside. There may also be areas that other processes write: a node's readers map
+// The policy or its caller owns the marks. In addition there may be areas that other processes write: the readers of a node map
 // objects and mark their uses without a message. Such a mark may be set at any moment, so all accesses are atomic; nothing else
 // depends on their order.
 #pragma once
@@ -23,14 +23,14 @@ public:
     };
 
     Marks() = default;
-    // Marks in memory outside, which has a byte for each slot that will ever be inserted. Areas may come and go.
+    // Marks in the caller's memory, which has a byte for each slot that will ever be inserted. Areas may be added and removed.
     Marks(std::uint8_t* outside, const std::vector<Area>* areas) : bytes_(outside), areas_(areas) {}
 
     bool outside() const noexcept { return areas_ != nullptr; }
     // Number of areas that other processes write.
     std::size_t areas() const noexcept { return outside() ? areas_->size() : 0; }
-    // Clears the mark of an object that comes in. Marks in areas stay: they may be another object's; if not, the new object
-    // stays a turn longer.
+    // Clears the mark of an object that is inserted. Marks in areas stay: they may belong to another object; if not, the new
+    // object stays a turn longer.
     void clear(Slot slot) {
         if (!outside() && slot >= own_.size()) {
             own_.resize(std::size_t{slot} + 1);
@@ -47,7 +47,7 @@ public:
         }
         return value;
     }
-    // Clears the mark; true if it was set. A mark set between the look and the clearing is lost, as if it had come just before.
+    // Clears the mark; true if it was set. A mark set between the check and the clearing is lost, as if it had been set before.
     bool take(Slot slot) {
         bool was_set = take(bytes_[slot]);
         for (std::size_t area = 0; outside() && area < areas_->size(); ++area) {
@@ -59,7 +59,7 @@ public:
 
 private:
     static std::atomic_ref<std::uint8_t> at(std::uint8_t& byte) { return std::atomic_ref<std::uint8_t>(byte); }
-    // Clears one byte, which is written only if it is set: else its cache line would travel between cores for nothing.
+    // Clears one byte. It is written only if it is set: otherwise its cache line would move between cores for no reason.
     static bool take(std::uint8_t& byte) {
         if (at(byte).load(std::memory_order_relaxed) == 0) {
             return false;

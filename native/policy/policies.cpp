@@ -18,7 +18,7 @@ namespace farpool::policy {
 
 namespace {
 
-// Bytes of the frequency sketch for each object: many, as simulations judge the policy and not how well it is approximated.
+// Bytes of the frequency sketch for each object: many, because simulations judge the policy and not its approximation.
 constexpr std::size_t offline_counters = 512;
 
 using Make = std::unique_ptr<Policy> (*)(std::uint64_t);

@@ -12,9 +12,9 @@ namespace farpool::policy {
 
 // Names of all policies, in the order in which tables show them.
 std::span<const std::string_view> names();
-// Name of the policy by which nodes evict, which is not among them: it is made for marks, and no other library has it.
+// Name of the policy by which nodes evict. It is not in `names`, because it is made for marks and no other library has it.
 constexpr std::string_view of_nodes = "node";
-// Makes a policy, of `names` or that of nodes. `capacity`: of the cache, in the unit of the sizes. Throws where there is no
+// Makes a policy of `names` or the policy of nodes. `capacity`: of the cache, in the unit of the sizes. Throws if there is no
 // such policy.
 std::unique_ptr<Policy> make(std::string_view name, std::uint64_t capacity);
 

@@ -1,18 +1,18 @@
 // Eviction policies, which choose the object in a cache that makes room for the next one. One interface, one file a policy.
 //
-// A policy keeps no objects. Its caller does, numbers them densely (a pager its blocks, a node the slots of its index) and
-// tells the policy what happens to them:
+// A policy keeps no objects. Its caller keeps them, numbers them densely (a pager its blocks, a node the slots of its index)
+// and reports to the policy:
 //
 // - A hit: `touch`.
-// - A miss: while there is no room, `victim` and, when that object has left, `remove`; then `insert`. The caller alone decides
-//   that room is needed, by counting bytes; a policy refuses nothing and evicts nothing by itself.
+// - A miss: while there is no room, `victim` and, after that object was evicted, `remove`; then `insert`. The caller alone
+//   decides that room is needed, by counting bytes; a policy refuses nothing and evicts nothing by itself.
 // - An object that ends for another reason (deleted, expired): `remove` with `Leaving::deleted`, at any time.
 //
-// Policies that remember what they evicted (ARC, LIRS, S3-FIFO) know it again by its key, as slots are used for other objects
-// meanwhile. What is to come in is therefore given to `victim` already: those policies choose differently for what returns.
+// Policies that remember evicted objects (ARC, LIRS, S3-FIFO) recognize them by their keys, because the slots are used for
+// other objects in between. So `victim` already receives the incoming object: these policies choose differently if it returns.
 //
-// Everything is deterministic: the same calls give the same answers. A call that contradicts what is in (a touch of an object
-// that is not, a second insert) throws and changes nothing.
+// Everything is deterministic: the same calls give the same answers. A call that contradicts the contents (a touch of an object
+// that is not in the cache, a second insert) throws and changes nothing.
 #pragma once
 
 #include <cstdint>
@@ -24,30 +24,31 @@
 
 namespace farpool::policy {
 
-// The number that the caller has given to an object. Memory is taken for all numbers up to the largest.
+// The number that the caller has given to an object. A policy takes memory for all numbers up to the largest.
 using Slot = std::uint32_t;
 constexpr Slot no_slot = 0xffffffffu;
 
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
 
 struct Item {
-    std::uint64_t key = 0;          // of the object, the same whenever it comes
-    std::uint64_t size = 1;         // in the unit of the capacity: bytes, or 1 where all objects are alike
-    std::int64_t next_use = never;  // position in time of its next use; only Belady asks
-    double cost = 1.0;              // of fetching it again; only GDSF and the nodes' policy ask
+    std::uint64_t key = 0;          // of the object, the same at each insertion
+    std::uint64_t size = 1;         // in the unit of the capacity: bytes, or 1 if all objects count alike
+    std::int64_t next_use = never;  // position in time of its next use; only Belady reads it
+    double cost = 1.0;              // of fetching it again; only GDSF and the nodes' policy read it
 };
 
 enum class Leaving {
-    evicted,  // to make room; it may be remembered
-    deleted,  // it has ended
+    evicted,  // made room for another object; it may be remembered
+    deleted,  // was deleted or has expired
 };
 
-// A predicate for objects that cannot leave now because they are pinned or in transfer. Refers to the callable it is made from.
+// A predicate for objects that must not be evicted now because they are pinned or in transfer. Refers to the callable it is
+// made from.
 class Held {
 public:
     Held() = default;
     template <typename Ask>
-    Held(const Ask& ask)  // NOLINT(google-explicit-constructor): a lambda is to pass as it is
+    Held(const Ask& ask)  // NOLINT(google-explicit-constructor): callers pass a lambda directly
         : object_(&ask), ask_([](const void* object, Slot slot) { return (*static_cast<const Ask*>(object))(slot); }) {}
     bool operator()(Slot slot) const { return ask_ != nullptr && ask_(object_, slot); }
 
@@ -68,7 +69,7 @@ public:
         require(slot, true);
         on_touch(slot, next_use);
     }
-    // Notes that the object has come in.
+    // Notes that the object was inserted.
     void insert(Slot slot, const Item& item) {
         require(slot, false);
         if (slot >= inside_.size()) {
@@ -78,7 +79,7 @@ public:
         inside_[slot] = true;
         ++size_;
     }
-    // The object to evict next for `incoming`; it stays in until it is removed. `no_slot` where nothing may leave.
+    // The object to evict next for `incoming`; it stays until it is removed. `no_slot` if all objects are held.
     Slot victim(const Item& incoming, Held held = {}) { return size_ == 0 ? no_slot : on_victim(incoming, held); }
     void remove(Slot slot, Leaving why) {
         require(slot, true);
@@ -87,7 +88,7 @@ public:
         --size_;
     }
     bool contains(Slot slot) const { return slot < inside_.size() && inside_[slot]; }
-    // Number of objects that are in.
+    // Number of objects in the cache.
     std::size_t size() const noexcept { return size_; }
 
 private:

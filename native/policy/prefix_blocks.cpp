@@ -11,7 +11,7 @@ namespace farpool::policy {
 
 namespace {
 
-// Ends that are drawn to find the one worth least: that one is then among the lowest 1/64 of all on average.
+// Ends drawn to find the one worth least: on average, it is then among the lowest 1/64 of all.
 constexpr std::size_t drawn = 64;
 
 std::unique_ptr<Policy> make_online(std::string_view name, std::uint64_t capacity) {
@@ -42,7 +42,7 @@ void PrefixBlocks::touch(Slot slot, std::uint32_t uses) {
 }
 
 Slot PrefixBlocks::insert(const NewBlock& block, std::vector<Evicted>& evicted) {
-    // With its parent held, everything that is not held can leave, one end after the other.
+    // While its parent is held, all blocks that are not held can be evicted, one end after the other.
     if (block.parent != no_slot) {
         hold(block.parent);
     }
@@ -143,7 +143,7 @@ Slot PrefixBlocks::take_slot() {
     return slot;
 }
 
-// Takes out a block without children that is not pinned.
+// Removes an unpinned block without children.
 void PrefixBlocks::leave(Slot slot, Leaving why) {
     if (policy_) {
         policy_->remove(slot, why);
@@ -200,7 +200,7 @@ void PrefixBlocks::unlink(Slot slot) {
     update_end(parent);
 }
 
-// Counts one more reason why a block cannot leave; so cannot those before it.
+// Counts one more reason not to evict a block, and so the blocks before it.
 void PrefixBlocks::hold(Slot slot) {
     for (; slot != no_slot; slot = blocks_[slot].parent) {
         if (blocks_[slot].held++ > 0) {
@@ -221,7 +221,7 @@ void PrefixBlocks::release(Slot slot) {
     }
 }
 
-// Puts a block among those that may leave, or takes it from them.
+// Adds a block to the ends that may be evicted, or removes it from them.
 void PrefixBlocks::update_end(Slot slot) {
     Block& block = blocks_[slot];
     const bool is_end = block.first_child == no_slot && block.held == 0;
@@ -251,7 +251,7 @@ Slot PrefixBlocks::victim(const Item& incoming, double worth_of_incoming) {
     return slot == no_slot ? no_slot : end_behind(slot);
 }
 
-// The end of a prefix through a block that is not held; so nothing behind it is.
+// The end of a prefix that continues a block that is not held; so no block after it is held.
 Slot PrefixBlocks::end_behind(Slot slot) {
     if (leaving_ != slot) {
         leaving_ = reached_ = slot;
@@ -262,7 +262,7 @@ Slot PrefixBlocks::end_behind(Slot slot) {
     return reached_;
 }
 
-// The end of a prefix whose beginning is gone; `no_slot` where there is none that may leave.
+// The end of a prefix whose beginning was removed; `no_slot` if none may be evicted.
 Slot PrefixBlocks::end_of_an_orphan() const {
     std::vector<Slot> behind = orphans_;
     while (!behind.empty()) {

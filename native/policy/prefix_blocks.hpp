@@ -1,10 +1,10 @@
-// A cache of blocks that form prefixes: a block is of use only while the block before it, its parent, is there. Blocks leave
-// from the ends of prefixes, never out of the middle.
+// A cache of blocks that form prefixes: a block is of use only while the block before it, its parent, is in the cache. Blocks
+// are evicted from the ends of prefixes, never from the middle.
 //
-// A policy of the library chooses any block; the ends of the prefixes that go through it leave first. Expected reuse chooses
-// among ends: the one that saves least for each byte and unit of time, among some that are drawn at random. It may also refuse
-// a block: if what would have to leave is worth more. A block whose parent was removed is an orphan; orphans and what follows
-// them leave before anything else.
+// A policy of the library chooses any block, and the ends of the prefixes that continue it are evicted first. Expected reuse
+// chooses among ends drawn at random the one that saves least for each byte and unit of time. It may also refuse a block, if
+// the blocks that it would have to evict are worth more. A block whose parent was removed is an orphan; orphans and the blocks
+// after them are evicted before all others.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,12 @@ struct NewBlock {
     Slot parent = no_slot;
     std::uint64_t size = 0;
     double cost = 0.0;       // seconds of computing it again
-    std::uint32_t uses = 0;  // before this one, as the model knows
+    std::uint32_t uses = 0;  // known uses before this one
     std::uint32_t tenant = 0;
     std::uint64_t sampled_before = 0;  // id of the nearest block before it that is in the sample for shadow caches
 };
 
-// A block that had to leave.
+// A block that was evicted.
 struct Evicted {
     std::uint64_t id;
     std::uint64_t size;
@@ -40,22 +40,22 @@ struct Evicted {
 
 class PrefixBlocks {
 public:
-    // `policy`: one of the library's names that works online, or `expected_reuse`. The model must outlive the blocks.
+    // `policy`: the name of a policy that works online, or `expected_reuse`. The model must outlive the blocks.
     PrefixBlocks(std::string_view policy, std::uint64_t capacity, const ReuseModel& model);
 
-    // The slot of a block; `no_slot` where it is not in.
+    // The slot of a block; `no_slot` if it is not in the cache.
     Slot find(std::uint64_t id) const { return slots_.find(id); }
-    // Notes a use of a block that is in, of which `uses` were known before.
+    // Notes a use of a block in the cache; `uses` uses were known before.
     void touch(Slot slot, std::uint32_t uses);
-    // Brings a block in that is not in. What has to leave is added to `evicted`. Returns its slot, `no_slot` if it was refused.
+    // Inserts a block. Blocks that it replaces are added to `evicted`. Returns its slot, `no_slot` if it was refused.
     Slot insert(const NewBlock& block, std::vector<Evicted>& evicted);
-    // Takes a block out; its children become orphans.
+    // Removes a block; its children become orphans.
     void remove(Slot slot);
     // Gives an orphan its parent again.
     void adopt(Slot orphan, Slot parent);
     void pin(Slot slot);
     void unpin(Slot slot);
-    // Goes on with another policy, which is told of all blocks in the order of their last uses.
+    // Replaces the policy; the new one receives all blocks in the order of their last uses.
     void use_policy(std::string_view name);
 
     std::uint64_t id(Slot slot) const { return blocks_[slot].id; }
@@ -88,7 +88,7 @@ private:
         Slot last_child = no_slot;
         Slot next = no_slot;  // child of the same parent
         Slot previous = no_slot;
-        std::uint32_t place = nowhere;  // among the ends
+        std::uint32_t place = nowhere;  // index in `ends_`
         bool orphan = false;
     };
 
@@ -109,16 +109,16 @@ private:
     const ReuseModel* model_;
     std::uint64_t capacity_;
     std::uint64_t used_ = 0;
-    std::uint64_t held_nbytes_ = 0;  // of blocks that are pinned or have a pinned block behind them
+    std::uint64_t held_nbytes_ = 0;  // of blocks that are pinned or have a pinned block after them
     std::string name_;
-    std::unique_ptr<Policy> policy_;  // none: by expected reuse
+    std::unique_ptr<Policy> policy_;  // null: expected reuse
     std::vector<Block> blocks_;       // by slot
     std::vector<Slot> free_;
-    std::vector<Slot> ends_;  // without children and not pinned: what may leave
+    std::vector<Slot> ends_;  // blocks without children and pins, which may be evicted
     std::vector<Slot> orphans_;
     IdMap slots_;
-    Slot leaving_ = no_slot;  // the block that the policy chose last, whose ends leave first
-    Slot reached_ = no_slot;  // block behind it at which the search for the next end begins
+    Slot leaving_ = no_slot;  // the block that the policy chose last; the ends after it are evicted first
+    Slot reached_ = no_slot;  // block after it at which the search for the next end begins
     std::uint64_t dice_ = 0;
 };
 

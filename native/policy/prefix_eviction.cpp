@@ -13,11 +13,11 @@ namespace {
 
 // Blocks in a shadow cache. Fewer make the comparison rough, more make it slow.
 constexpr std::uint64_t shadow_blocks = 2048;
-// Blocks that are remembered to learn times of reuse from, for each that fits into the cache.
+// Blocks that the model remembers for each block that fits into the cache.
 constexpr std::uint64_t remembered = 8;
-// Blocks whose mean size is taken for that of all.
+// The mean size of this many blocks counts as the mean size of all.
 constexpr std::size_t typical_blocks = 64;
-// Sampled uses after which gains are compared: longer than most prefixes, whose blocks share their fate.
+// Sampled uses after which gains are compared: more than most prefixes have blocks, because these are used together.
 constexpr std::size_t batch = 64;
 
 }  // namespace
@@ -41,7 +41,7 @@ bool PrefixEviction::insert(std::uint64_t id, std::uint64_t parent, std::uint64_
         }
         return true;
     }
-    // Not by the first block alone: caches of KV begin with a small one that describes the others.
+    // Not by the first block alone: caches of KV begin with a small block that describes the others.
     if (!started_ &&
         (blocks_.size() + 1 >= typical_blocks || size > capacity() / 2 || blocks_.used() > capacity() / 2 - size)) {
         start((blocks_.used() + size) / (blocks_.size() + 1));
@@ -144,7 +144,7 @@ TenantCounts& PrefixEviction::of_tenant(std::uint32_t tenant) {
     return tenants_[tenant];
 }
 
-// Makes what depends on how many blocks, of about this size, the cache holds.
+// Makes the model and the shadows, whose sizes depend on the number of blocks of about this size that the cache holds.
 void PrefixEviction::start(std::uint64_t size) {
     started_ = true;
     const std::uint64_t blocks = std::max<std::uint64_t>(1, capacity() / size);
@@ -156,12 +156,12 @@ void PrefixEviction::start(std::uint64_t size) {
     for (const std::string_view policy : online_policies) {
         shadows_.push_back({.blocks = PrefixBlocks(policy, std::max<std::uint64_t>(1, capacity() / sampled()), model_)});
     }
-    // What was gained two fillings of a shadow ago counts about a third.
+    // Gains from before the last two fillings of a shadow count about a third.
     const double batches = 2.0 * static_cast<double>(blocks / sampled()) / static_cast<double>(batch);
     keep_ = 1.0 - 1.0 / std::max(8.0, batches);
 }
 
-// Gives a use to the shadows.
+// Reports a use to the shadows.
 void PrefixEviction::show(const NewBlock& block) {
     if (shadows_.empty() || !in_sample(block.id)) {
         return;
@@ -187,7 +187,7 @@ void PrefixEviction::show(const NewBlock& block) {
     }
 }
 
-// Takes the gains of a batch, and changes the policy if another one is surely better.
+// Compares the gains of a batch, and changes the policy if another one is significantly better.
 void PrefixEviction::compare() {
     const auto current = std::ranges::find(shadows_, policy(), [](const Shadow& shadow) { return shadow.blocks.policy(); });
     const double gain = current->gain;

@@ -8,7 +8,7 @@ namespace farpool::policy {
 
 namespace {
 
-// Pseudo-observations by which a class with few blocks leans on all classes together.
+// Pseudo-observations that draw a class with few blocks towards all classes together.
 constexpr double prior = 4.0;
 
 }  // namespace
@@ -50,7 +50,7 @@ std::uint32_t ReuseModel::use(std::uint64_t id) {
 
 void ReuseModel::learn() {
     learnt_ = clock_;
-    Table ends = used_;  // uses again, blocks forgotten, and blocks that are this old now
+    Table ends = used_;  // repeated uses, forgotten blocks, and blocks of this age now
     for (std::size_t of = 0; of < classes; ++of) {
         for (std::size_t age = 0; age < ages; ++age) {
             ends[of][age] += forgotten_[of][age];
@@ -74,10 +74,10 @@ void ReuseModel::learn() {
     while (oldest > 0 && reached_of_all[oldest - 1] == 0.0) {
         --oldest;
     }
-    // Blocks of a prefix share their fate: all uses of a burst say no more than one.
+    // Blocks of a prefix are used together: all uses of a burst prove no more than one.
     const double uses = std::accumulate(used_of_all.begin(), used_of_all.end(), 0.0);
     const double burst = uses / static_cast<double>(std::max<std::uint64_t>(bursts_, 1));
-    std::array<double, ages> chance{};  // until it is computed, that of the class before
+    std::array<double, ages> chance{};  // until it is computed: of the class before
     for (std::size_t of = 0; of < classes; ++of) {
         for (std::size_t age = 0; age < oldest; ++age) {
             const double all = used_of_all[age] / reached_of_all[age];

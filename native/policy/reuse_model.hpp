@@ -1,15 +1,14 @@
-// How soon blocks come to be used again, learnt from those that were: the worth of keeping one, by its uses and its age.
+// How soon blocks are used again, learnt from earlier uses: the worth of keeping a block, by its uses and its age.
 //
 // The worth is the Gittins index of the block (Gittins, "Bandit processes and dynamic allocation indices", 1979): over all
-// spans of time for which it could be kept, the largest ratio of the probability of a use in the span to the time that it would
-// take up room, which ends with the use. Times of reuse are counted apart for blocks with 0, 1, 2, 3 and more earlier uses,
-// as life tables are: among blocks that have reached an age, those that are used before the next one. Blocks that are
-// remembered include those that have left the cache, so what a policy evicts does not distort what it learns. Time is counted
-// in uses.
+// spans of time for which the block could be kept, the largest ratio of the probability of a use in the span to the time for
+// which it would take up room, which ends with the use. Times of reuse are counted separately for blocks with 0, 1, 2, 3 and
+// more earlier uses, like life tables: among blocks that have reached an age, the share that is used before the next age.
+// Evicted blocks are remembered too, so the policy's evictions do not distort the model. Time is counted in uses.
 //
-// A block is taken to be used again as soon as one with a use less, unless that is surely wrong, by more than twice the
-// standard error. What few blocks did by chance is no rule, and a prefix begins with the blocks that were used most: without
-// them the rest is worthless.
+// A block is expected to be used again as soon as a block with one use less, unless that is significantly wrong, by more than
+// twice the standard error. A few chance uses are no rule, and a prefix begins with its most used blocks: without them the rest
+// is worthless.
 #pragma once
 
 #include <algorithm>
@@ -30,24 +29,24 @@ public:
     ReuseModel(const ReuseModel&) = delete;
     ReuseModel& operator=(const ReuseModel&) = delete;
 
-    // Sets how many blocks are remembered, which must not become less; the least recently used is forgotten first.
+    // Sets the number of blocks to remember, which must not decrease; the least recently used block is forgotten first.
     void remember(std::size_t most) { most_ = most; }
-    // Notes a use; returns how many uses of the block were known before.
+    // Notes a use; returns the number of known uses of the block before it.
     std::uint32_t use(std::uint64_t id);
-    // Lets time pass by one use of a block that is not to be remembered.
+    // Advances the time by one use of a block that is not remembered.
     void pass() { ++clock_; }
-    // Expected uses per unit of time that the block takes up room, if it goes on to be kept for as long as that pays.
+    // Expected uses per unit of time that the block takes up room, if it is kept for as long as that pays.
     double worth(std::uint32_t uses, std::uint64_t used) const { return worth_[class_of(uses)][age_of(clock_ - used)]; }
     // Number of uses so far, which is the time.
     std::uint64_t now() const noexcept { return clock_; }
-    // Bytes for the blocks that are remembered.
+    // Bytes for the remembered blocks.
     std::uint64_t nbytes() const noexcept { return known_.size() * (sizeof(Known) + sizeof(Link)) + numbers_.nbytes(); }
 
 private:
     static constexpr std::size_t classes = 5;
     static constexpr std::size_t ages = 160;  // four for each doubling
     using Table = std::array<std::array<double, ages>, classes>;
-    using Kind = std::pair<std::size_t, std::size_t>;  // class and age of a use again
+    using Kind = std::pair<std::size_t, std::size_t>;  // class and age of a repeated use
     static constexpr Kind none{classes, 0};            // of a first use
 
     struct Known {
@@ -78,10 +77,10 @@ private:
     std::vector<Known> known_;
     Links links_;
     SlotList order_{links_};
-    Table used_{};       // by class and age: uses again
+    Table used_{};       // by class and age: repeated uses
     Table forgotten_{};  // blocks that were at this age when they were forgotten
     Table worth_{};
-    std::uint64_t bursts_ = 0;  // uses again in a row, all in one class and of one age
+    std::uint64_t bursts_ = 0;  // series of repeated uses, all of one class and age
     Kind last_ = none;          // of the last use
 };
 

@@ -23,7 +23,7 @@ S3Fifo::S3Fifo(std::uint64_t capacity, Marks marks)
 
 void S3Fifo::on_touch(Slot slot, std::int64_t) { marks_.set(slot, std::min<std::uint8_t>(marks_.get(slot) + 1, most_uses)); }
 
-// True if the object that comes in is a ghost, which it then ceases to be, so that it does not push itself out of the ghosts.
+// True if the incoming object is a ghost. It is removed from the ghosts, so that it does not push itself out of them.
 bool S3Fifo::returns(std::uint64_t key) {
     if (returning_ != key && ghosts_.remove(key)) {
         returning_ = key;
@@ -78,7 +78,7 @@ Slot S3Fifo::victim_of_small(const Held& held) {
 }
 
 Slot S3Fifo::victim_of_main(const Held& held) {
-    // As often as a counter can be above 0, and once more; then, as others may set marks meanwhile, whatever it finds.
+    // As many turns as a counter can reach, and one more. Other processes may set marks in between, so then any object will do.
     const std::size_t turn = main_.size();
     for (std::size_t step = 0; step < (most_uses + 2) * turn; ++step) {
         const Slot slot = main_.oldest();
@@ -98,7 +98,7 @@ void S3Fifo::on_remove(Slot slot, Leaving why) {
     const Object& object = objects_[slot];
     (object.in_main ? main_ : small_).remove(slot);
     (object.in_main ? main_nbytes_ : small_nbytes_) -= object.size;
-    // An object evicted from the main queue has had its chance. One that is a ghost already was put in again by its caller.
+    // No ghost for an object evicted from the main queue, nor a second one for a ghost that its caller inserted again.
     if (why == Leaving::evicted && !object.in_main && object.size <= ghost_capacity_ && !ghosts_.contains(object.key)) {
         while (ghosts_.nbytes() + object.size > ghost_capacity_) {
             ghosts_.pop_oldest();

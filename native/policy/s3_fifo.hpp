@@ -1,11 +1,11 @@
-// S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023): new objects pass through a small
-// queue, out of which most are evicted soon; those used twice meanwhile, or that come back while they are remembered, enter
-// the main queue, which works as CLOCK does with a counter up to 3.
+// S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023): new objects pass through a small queue,
+// and most are evicted from there soon. Objects that are used twice in the queue, or that return while they are remembered,
+// enter the main queue, which works like CLOCK with a counter up to 3.
 //
-// Details on which counts depend: the small queue is a tenth of the capacity, the ghosts are as much as the main queue.
-// Until the first eviction, what finds the small queue full goes to the main one. An object starts in the main queue with
-// no uses. Where marks come from outside they say that an object was used, not how often: one use is enough to leave the
-// small queue for the main one then.
+// Details on which counts depend: the small queue is a tenth of the capacity, the ghosts are as many bytes as the main queue.
+// Until the first eviction, an object that finds the small queue full enters the main queue. An object starts in the main queue
+// with no uses. Marks of other processes show that an object was used, not how often: then one use is enough to move from the
+// small queue to the main one.
 #pragma once
 
 #include <optional>

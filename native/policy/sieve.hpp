@@ -1,6 +1,6 @@
-// SIEVE (Zhang et al., "SIEVE is simpler than LRU", NSDI 2024): a queue in order of insertion, and a hand that goes from the
-// oldest to the newest and round again, past objects used since it last came by. Unlike in CLOCK, survivors stay where they
-// are, so that new objects do not hide behind them. A hit is one byte written, so it can come from outside (marks.hpp).
+// SIEVE (Zhang et al., "SIEVE is simpler than LRU", NSDI 2024): a queue in order of insertion, and a hand that moves from the
+// oldest to the newest and again from the oldest, past objects used since it last passed. Unlike in CLOCK, survivors keep their
+// places, so that new objects do not hide behind them. A hit writes one byte, so other processes can report it (marks.hpp).
 #pragma once
 
 #include "policy/marks.hpp"

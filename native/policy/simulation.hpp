@@ -22,8 +22,8 @@ class Simulation {
 public:
     Simulation(std::unique_ptr<Policy> policy, std::uint64_t capacity) : policy_(std::move(policy)), capacity_(capacity) {}
 
-    // Runs the requests [first, last) of the trace. An object keeps the size that it came in with; one larger than the cache is
-    // a miss and stays outside.
+    // Runs the requests [first, last) of the trace. An object keeps the size of its first request; an object larger than the
+    // cache is a miss and is not inserted.
     void run(const Trace& trace, std::size_t first, std::size_t last);
     const Counts& counts() const noexcept { return counts_; }
 

@@ -1,4 +1,4 @@
-// A binary heap of slots that knows where each slot lies, so that one in the middle can be moved or taken out.
+// A binary heap of slots that knows the place of each slot, so that a slot in the middle can be moved or removed.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace farpool::policy {
 
-// A heap of slots by rank, the least at the top. `Rank` has an operator< that is a strict total order.
+// A heap of slots by rank, the lowest at the top. `Rank` has an operator< that is a strict total order.
 template <typename Rank>
 class SlotHeap {
 public:
@@ -28,7 +28,7 @@ public:
     }
     const Rank& rank(Slot slot) const { return heap_[places_[slot]].rank; }
     Slot top() const { return heap_.empty() ? no_slot : heap_.front().slot; }
-    // The slot of least rank that may leave; `no_slot` where none may.
+    // The slot of lowest rank that is not held; `no_slot` if all are held.
     Slot top_free(const Held& held) {
         std::vector<Entry> aside;
         while (!heap_.empty() && held(heap_.front().slot)) {

@@ -1,4 +1,4 @@
-// Queues of slots: doubly linked lists in one vector of links, which several lists share as long as a slot is in one at a time.
+// Queues of slots: doubly linked lists in one vector of links. Several lists share it, because a slot is in one list at a time.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ public:
     Slot newer(Slot slot) const { return (*links_)[slot].newer; }
     bool empty() const noexcept { return size_ == 0; }
     std::size_t size() const noexcept { return size_; }
-    // The oldest slot that may leave; `no_slot` where none may.
+    // The oldest slot that is not held; `no_slot` if all are held.
     Slot oldest_free(const Held& held) const {
         Slot slot = oldest_;
         while (slot != no_slot && held(slot)) {

@@ -1,12 +1,12 @@
 // W-TinyLFU (Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", 2017): new objects enter a
-// small window in order of use. The object that has to leave it is compared with the one that would leave the main part
-// next, and the one used more often, by a sketch of frequencies, stays. The main part is an LRU in two segments: a fifth of
-// it on probation, and the rest, used again there, protected.
+// small window in order of use. The object at the end of the window is compared with the next victim of the main part, and the
+// one used more often, by a sketch of frequencies, stays. The main part is an LRU in two segments: a fifth of it on probation;
+// the rest, objects used again there, is protected.
 //
-// Details on which the numbers of misses depend: the window is a hundredth of the capacity. Uses in the window are not
-// counted; an insertion, a use in the main part and a comparison at the window's end are. Counts are halved after 32 uses
-// of each object in the main part. The parts keep to their shares at once: an object that loses its place before anybody
-// needs its room is `leaving` until then, and a use in the meantime is as if it came in anew.
+// Details on which the numbers of misses depend: the window is a hundredth of the capacity. Uses in the window are not counted;
+// an insertion, a use in the main part and a comparison at the window's end are. Counts are halved after 32 uses of each object
+// in the main part. The parts keep to their shares at once: an object that loses its place before its room is needed is
+// `leaving` until then, and a use in between counts as an insertion.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@ namespace farpool::policy {
 
 class WTinyLfu final : public Policy {
 public:
-    // `counters`: bytes of the sketch for each object that is in. 16 tell frequent objects from rare ones; with 512 hardly an
-    // estimate is wrong, however many more objects come by than the cache holds.
+    // `counters`: bytes of the sketch for each object in the cache. 16 tell frequent objects from rare ones; with 512 hardly
+    // any estimate is wrong, also if a trace has many more objects than the cache holds.
     explicit WTinyLfu(std::uint64_t capacity, std::size_t counters = 16);
 
 private:
@@ -48,7 +48,7 @@ private:
     Links links_;
     std::array<SlotList, 4> queues_{SlotList(links_), SlotList(links_), SlotList(links_), SlotList(links_)};
     FrequencySketch frequency_;
-    std::uint64_t uses_ = 0;  // since the counts were halved
+    std::uint64_t uses_ = 0;  // since the counts were last halved
 };
 
 }  // namespace farpool::policy

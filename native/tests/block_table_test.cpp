@@ -13,7 +13,7 @@ std::vector<std::int64_t> sizes(int count) { return std::vector<std::int64_t>(st
 
 }  // namespace
 
-TEST("a name is free at once, a number only when the block is forgotten") {
+TEST("a dropped block's name is free at once, its number only after forget") {
     BlockTable blocks;
     const auto first = blocks.create(sizes(3), 0);
     blocks.retire(first, 3);
@@ -25,7 +25,7 @@ TEST("a name is free at once, a number only when the block is forgotten") {
     CHECK_EQUAL(blocks.create(sizes(2), 0), first);
 }
 
-TEST("the table grows, and what lies beyond it has no name") {
+TEST("the table grows, and numbers beyond it have no name") {
     BlockTable blocks;
     CHECK_EQUAL(blocks.create(sizes(1000), 0), 0);
     CHECK_EQUAL(blocks.create(sizes(1000), 0), 1000);

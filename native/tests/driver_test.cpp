@@ -28,7 +28,7 @@ private:
     ExtentAllocator extents_;
 };
 
-// A port over memory, one in so many of whose transfers fails.
+// A port over memory; one transfer of this many fails.
 class SimulatedPort : public farpool::Port {
 public:
     SimulatedPort(std::size_t nbytes, unsigned one_in, bool copies = false)
@@ -70,7 +70,7 @@ struct World {
     }
     ~World() { queue->close(patience); }
 
-    // Accesses one block; false where a transfer failed.
+    // Accesses one block; false if a transfer failed.
     bool access(BlockId block, Mode mode, const std::function<void(std::byte*)>& work) {
         Pause pause;
         auto held = driver.lock(pause);
@@ -95,7 +95,7 @@ struct World {
     Driver driver;
 };
 
-// Runs threads that write counts into blocks of their own and check that they find them again.
+// Runs threads that write counts into blocks of their own and read them again.
 void run_threads(unsigned one_in, int steps, bool copies) {
     constexpr int blocks = 24;  // of one thread more than there is room for
     constexpr std::int64_t nbytes = 1024;
@@ -150,13 +150,13 @@ TEST("threads that share an arena see their own bytes") {
     }
 }
 
-TEST("a transfer that fails refuses the access that waits, and loses nothing") {
+TEST("a failed transfer refuses the access that waits and loses no bytes") {
     for (const bool copies : {false, true}) {
         run_threads(41, 2000, copies);
     }
 }
 
-TEST("a wait ends at its deadline, by closing, and by a release of another thread") {
+TEST("a wait ends at its deadline, at close, and at a release by another thread") {
     World world(1024, 0);
     const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024, 1024}, 0);
     Pause pause;
@@ -189,7 +189,7 @@ TEST("a wait ends at its deadline, by closing, and by a release of another threa
     closer.join();
 }
 
-TEST("an access that is granted after the pool was closed is not begun") {
+TEST("an access that is granted after the pool was closed does not begin") {
     World world(1024, 0);
     const BlockId block = world.driver.pager().create(std::vector<std::int64_t>{1024, 1024}, 0);
     Pause pause;
@@ -201,7 +201,7 @@ TEST("an access that is granted after the pool was closed is not begun") {
     while (!waiting->granted) {
         world.driver.wait(patience, pause);
     }
-    CHECK_EQUAL(world.driver.granted(), 0);  // by nobody noticed, so the arena may go
+    CHECK_EQUAL(world.driver.granted(), 0);  // no caller has it, so the arena may be freed
     world.driver.close();
     CHECK(world.driver.await(held, *waiting, farpool::monotonic_seconds() + patience, pause) == Wait::closed);
 }

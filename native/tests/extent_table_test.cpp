@@ -27,7 +27,7 @@ void check_same(const ExtentTable& table, const std::map<std::int64_t, std::int6
 
 }  // namespace
 
-TEST("ranges are found where they were put, whatever the order in which they come and go") {
+TEST("ranges are found at their offsets after insertions and removals in any order") {
     for (unsigned seed = 0; seed < 20; ++seed) {
         std::mt19937 random(seed);
         ExtentTable table;
@@ -61,7 +61,7 @@ TEST("ranges are found where they were put, whatever the order in which they com
     }
 }
 
-TEST("a visit stops when it is told to") {
+TEST("a visit stops when its callback returns false") {
     ExtentTable table;
     for (std::int64_t offset = 0; offset < 1000; ++offset) {
         table.insert({offset, 1, offset});

@@ -1,4 +1,4 @@
-// The order of eviction beside a plain sort, over random changes.
+// The order of eviction compared with a plain sort, over random changes.
 #include "pager/farthest_use.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ using farpool::pager::BlockId;
 using farpool::pager::BlockTable;
 using farpool::pager::FarthestUse;
 
-TEST("the victim is the farthest, the lowest number among equals, whatever came and went") {
+TEST("the victim is the farthest block, the lowest number among equals, after random changes") {
     std::mt19937 random(7);
     BlockTable blocks;
     blocks.create(std::vector<std::int64_t>(200, 64), 0);

@@ -1,4 +1,4 @@
-// Work that the process's second thread takes a hand in: done once, and never touched after its end.
+// Work that the process's second thread helps with: done once, and never touched after its end.
 #include "core/helped.hpp"
 
 #include <sys/wait.h>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Counts up to a number, each by whoever comes first.
+// Counts up to a number; the first of the two threads takes each step.
 struct Count {
     std::vector<std::atomic<int>> seen;
     std::atomic<std::size_t> next = 0;
@@ -40,7 +40,7 @@ void count(std::size_t size) {
 
 }  // namespace
 
-TEST("each step is done once, whoever does it") {
+TEST("each step is done once, by either thread") {
     std::vector<std::thread> threads;
     for (int thread = 0; thread < 4; ++thread) {
         threads.emplace_back([] {

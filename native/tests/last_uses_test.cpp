@@ -19,13 +19,13 @@ TEST("a part of a range can be claimed") {
     CHECK_EQUAL(uses.claim(0, 200), -1);
 }
 
-TEST("a range that nobody used is not kept") {
+TEST("a range without a use is not kept") {
     LastUses uses;
     uses.leave(0, 100, -1);
     CHECK_EQUAL(uses.claim(0, 100), -1);
 }
 
-TEST("what is claimed carries the last use of its bytes") {
+TEST("a claim returns the last use of its bytes") {
     std::mt19937 random(1);
     LastUses uses;
     std::vector<std::int64_t> last(256, -1);

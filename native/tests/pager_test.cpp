@@ -1,4 +1,4 @@
-// The pager itself: what it refuses, what it undoes, and random programs from several threads' accesses at once.
+// The pager itself: refusals, undone transfers, and random programs with concurrent accesses of several threads.
 #include "pager/pager.hpp"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ private:
     ExtentAllocator extents_;
 };
 
-// A pager over one tier, with transfers that end when they are told to.
+// A pager over one tier, whose transfers the test ends.
 struct World {
     explicit World(std::int64_t capacity, std::int64_t below = 1 << 20)
         : space(std::make_shared<SimulatedSpace>(below)), pager(capacity, {space}, 1, 64, 1 << 12, true, false) {}
@@ -82,11 +82,11 @@ TEST("operands larger than the arena are refused, and nothing has changed") {
     World world(4096);
     const BlockId large = world.create(8192);
     CHECK_THROWS(Refused, world.request(large, Mode::read));
-    CHECK_EQUAL(world.pager.residency().counters.accesses, 0);
+    CHECK_EQUAL(world.pager.counters().accesses, 0);
     CHECK(world.pager.waiting().empty());
 }
 
-TEST("calls that make no sense are refused by name") {
+TEST("invalid calls are refused with the name of the call") {
     World world(4096);
     const BlockId block = world.create(512);
     CHECK_THROWS(PortFailure, world.request(block + 1, Mode::read));
@@ -98,7 +98,7 @@ TEST("calls that make no sense are refused by name") {
     CHECK_THROWS(PortFailure, world.pager.release(*access, true));
 }
 
-TEST("a prefetched block that is written back does not count as ready any more") {
+TEST("a prefetched block that is written back does not count as prefetched any more") {
     World world(8 * 2048);
     std::vector<BlockId> blocks;
     for (int index = 0; index < 16; ++index) {
@@ -107,7 +107,7 @@ TEST("a prefetched block that is written back does not count as ready any more")
     }
     Residency& residency = world.pager.residency();
     const auto ready = [&] {
-        return std::ranges::find_if(blocks, [&](BlockId b) { return residency.blocks[b].prefetched && residency.at_rest(b); });
+        return std::ranges::find_if(blocks, [&](BlockId b) { return residency[b].prefetched && residency.at_rest(b); });
     };
     for (int turn = 0; turn < 20 && ready() == blocks.end(); ++turn) {
         for (const BlockId block : blocks) {
@@ -119,14 +119,14 @@ TEST("a prefetched block that is written back does not count as ready any more")
     }
     CHECK(ready() != blocks.end());
     const BlockId block = *ready();
-    const std::int64_t before = residency.ahead_bytes;
-    residency.blocks[block].dirty = true;  // as when its copy below had to give way to another block
+    const std::int64_t before = residency.ahead_bytes();
+    residency.soil(block);  // as if its copy below had been dropped for another block
     CHECK(residency.try_evict(block));
-    CHECK_EQUAL(residency.ahead_bytes, before - 2048);
+    CHECK_EQUAL(residency.ahead_bytes(), before - 2048);
     world.end_all();
 }
 
-TEST("an error goes to the access that waits, and the next one tries again") {
+TEST("the access that waits gets the error, and the next access tries again") {
     World world(4096);
     const BlockId first = world.create(4096);
     const BlockId second = world.create(4096);
@@ -150,7 +150,7 @@ TEST("an error goes to the access that waits, and the next one tries again") {
     world.touch(first, Mode::read);
 }
 
-TEST("bookkeeping of a tier that fails loses neither a place in the line nor a block to evict") {
+TEST("a tier whose bookkeeping fails loses neither a place in the line nor a victim") {
     World world(4096);
     std::vector<BlockId> blocks;
     for (int index = 0; index < 4; ++index) {
@@ -166,7 +166,7 @@ TEST("bookkeeping of a tier that fails loses neither a place in the line nor a b
         CHECK(world.pager.waiting().empty());
     }
     for (const BlockId block : blocks) {
-        CHECK(world.pager.residency().evictable.contains(block));
+        CHECK(world.pager.residency()[block].heap_slot >= 0);
     }
     world.space->full_then_broken = false;
     world.touch(other, Mode::overwrite);
@@ -175,7 +175,7 @@ TEST("bookkeeping of a tier that fails loses neither a place in the line nor a b
     }
 }
 
-TEST("blocks that are demoted leave ahead of their turn, and come back when they are asked for") {
+TEST("demoted blocks are evicted before their turn, and an access fetches them again") {
     World world(4096, 1024);
     const BlockId block = world.create(1024);
     const BlockId beyond = world.create(1024);
@@ -186,13 +186,13 @@ TEST("blocks that are demoted leave ahead of their turn, and come back when they
     world.pager.release(*access, true);
     CHECK(world.pager.demote(block, 1));
     world.end_all();
-    CHECK(world.pager.residency().blocks[block].state == State::absent);
+    CHECK(world.pager.residency()[block].state == State::absent);
     CHECK_EQUAL(world.space->used(), 1024);
-    CHECK(world.pager.demote(block, 1));    // is there already
+    CHECK(world.pager.demote(block, 1));    // is evicted already
     CHECK(!world.pager.demote(beyond, 1));  // no room below
-    CHECK(world.pager.residency().blocks[beyond].state == State::resident);
+    CHECK(world.pager.residency()[beyond].state == State::resident);
     world.touch(block, Mode::read);
-    CHECK(world.pager.residency().blocks[block].state == State::resident);
+    CHECK(world.pager.residency()[block].state == State::resident);
 }
 
 TEST("random programs keep the map, the tier's extents and the pins in order") {
@@ -252,8 +252,9 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
                 world.open.erase(ready);
                 if (!transfer->pieces.empty() && random() % 20 == 0) {
                     pager.failed(transfer->id, told_to);
-                    std::erase_if(world.open,
-                                  [&](const auto& entry) { return !pager.residency().transfers.contains(entry.first); });
+                    std::erase_if(world.open, [&](const auto& entry) {
+                        return pager.residency().transfers().find(entry.first) == nullptr;
+                    });
                 } else {
                     pager.completed(transfer->id, world.now, world.now + 1e-7);
                 }
@@ -264,22 +265,22 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
             const Residency& residency = pager.residency();
             std::int64_t end = 0;
             std::set<BlockId> owners;
-            residency.arena.each_owner([&](BlockId block, std::int64_t place, std::int64_t nbytes) {
+            residency.arena().each_owner([&](BlockId block, std::int64_t place, std::int64_t nbytes) {
                 CHECK(place >= end);
-                CHECK_EQUAL(residency.blocks[block].place, place);
+                CHECK_EQUAL(residency[block].place, place);
                 owners.insert(block);
                 end = place + nbytes;
                 return true;
             });
-            CHECK(end <= residency.arena.capacity());
+            CHECK(end <= residency.arena().capacity());
             std::int64_t below = 0;
-            for (const BlockId block : residency.blocks.used()) {
-                const Block& b = residency.blocks[block];
+            for (const BlockId block : residency.blocks().used()) {
+                const Block& b = residency[block];
                 const bool here = b.state == State::resident || b.state == State::fetching;
                 CHECK_EQUAL(owners.contains(block), here);
                 CHECK(b.pins >= 0);
                 CHECK(!(b.heap_slot >= 0 && (b.pins > 0 || b.state != State::resident || b.stuck)));
-                below += b.tier >= 0 ? residency.arena.rounded(b.size) : 0;
+                below += b.tier >= 0 ? residency.arena().rounded(b.size) : 0;
             }
             CHECK_EQUAL(below, world.space->used());
             for (const auto& access : granted) {
@@ -291,7 +292,7 @@ TEST("random programs keep the map, the tier's extents and the pins in order") {
     }
 }
 
-TEST("rows that come in the place of rows make no others move") {
+TEST("rows that replace rows move no other blocks") {
     World world(16 << 10);
     const BlockId table = world.pager.create(std::vector<std::int64_t>(100, 1024), 0);
     std::mt19937 random(0);
@@ -310,8 +311,8 @@ TEST("rows that come in the place of rows make no others move") {
         world.pager.release(*access, true);
         world.end_all();
     }
-    CHECK(world.pager.residency().counters.evictions > 500);
-    CHECK_EQUAL(world.pager.residency().counters.moves, std::int64_t{0});
+    CHECK(world.pager.counters().evictions > 500);
+    CHECK_EQUAL(world.pager.counters().moves, std::int64_t{0});
 }
 
 int main() { return farpool::testing::run(); }

@@ -1,4 +1,4 @@
-// Policies on sequences worked out by hand, beside plain models, and under calls in any order.
+// Policies on sequences worked out by hand, compared with plain models, and in random calls.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -151,24 +151,24 @@ private:
 
 }  // namespace
 
-TEST("LRU evicts what was used least recently") {
+TEST("LRU evicts the least recently used object") {
     CHECK_EQUAL(evictions("lru", 3, "abcadeb"), "bca");
     CHECK_EQUAL(evictions("lru", 2, "aabbccdd"), "ab");
 }
 
-TEST("CLOCK gives what was used a second chance, at the end of the queue") {
-    // a is used, so it moves behind c; then b, c, a in this order, as nothing was used any more.
+TEST("CLOCK gives a used object a second chance, at the end of the queue") {
+    // a is used, so it moves behind c; then b, c, a in this order, because no other object was used.
     CHECK_EQUAL(evictions("clock", 3, "abcadefg"), "bcad");
     CHECK_EQUAL(evictions("clock", 2, "ababc"), "a");
 }
 
-TEST("SIEVE leaves what was used in its place, and the hand goes on") {
-    // d evicts b: the hand passes a and stands at c. e evicts c, f evicts d, and the hand begins anew at a.
+TEST("SIEVE leaves a used object in its place, and the hand moves on") {
+    // d evicts b: the hand passes a and stands at c. e evicts c, f evicts d, and the hand begins again at a.
     CHECK_EQUAL(evictions("sieve", 3, "abcadefg"), "bcde");
     CHECK_EQUAL(evictions("sieve", 3, "abcabcd"), "a");
 }
 
-TEST("S3-FIFO keeps what is used twice, and what comes back, from a scan") {
+TEST("S3-FIFO keeps objects that are used twice or return, despite a scan") {
     // One object in the small queue, nine in the main one; the scan evicts itself, but for what it finds room for.
     Cache cache("s3-fifo", 10);
     CHECK_EQUAL(cache.request("abbcdefghij"), "");
@@ -177,7 +177,7 @@ TEST("S3-FIFO keeps what is used twice, and what comes back, from a scan") {
     CHECK_EQUAL(cache.request("kn"), "mc");
 }
 
-TEST("ARC evicts what was used once before what was used twice, and learns from what comes back") {
+TEST("ARC evicts objects used once before objects used twice, and learns from those that return") {
     Cache cache("arc", 4);
     CHECK_EQUAL(cache.request("ababcd"), "");
     CHECK_EQUAL(cache.request("ef"), "cd");
@@ -186,8 +186,8 @@ TEST("ARC evicts what was used once before what was used twice, and learns from 
     CHECK_EQUAL(cache.request("c"), "");
 }
 
-TEST("LIRS keeps the objects of the shortest distance between uses, whatever scans by") {
-    // 99 objects are LIR, one place is left for all others, which push each other out.
+TEST("LIRS keeps the objects with the shortest distance between uses, despite a scan") {
+    // 99 objects are LIR, one place is left for all others, which evict each other.
     const std::unique_ptr<Policy> policy = make("lirs", 100);
     for (Slot slot = 0; slot < 100; ++slot) {
         policy->insert(slot, {slot});
@@ -203,7 +203,7 @@ TEST("LIRS keeps the objects of the shortest distance between uses, whatever sca
     CHECK_EQUAL(policy->victim({2000}), 0u);
 }
 
-TEST("LIRS finds its oldest LIR object also when others lie below it") {
+TEST("LIRS finds its oldest LIR object also if others are below it") {
     const std::unique_ptr<Policy> policy = make("lirs", 100);
     for (Slot slot = 0; slot < 100; ++slot) {
         policy->insert(slot, {slot});
@@ -242,7 +242,7 @@ TEST("GDSF weighs uses, cost and size") {
     CHECK_EQUAL(policy->victim({9}), 3u);
 }
 
-TEST("W-TinyLFU lets in only what was used more often than what it would replace") {
+TEST("W-TinyLFU admits an object only if it was used more often than the one that it replaces") {
     // The window holds 5 objects; the first eviction fills the main part with the 495 oldest.
     const std::unique_ptr<Policy> policy = make("w-tiny-lfu", 500);
     for (Slot slot = 0; slot < 500; ++slot) {
@@ -265,7 +265,7 @@ TEST("W-TinyLFU lets in only what was used more often than what it would replace
     CHECK_EQUAL(bring(2004), 0u);
 }
 
-TEST("Belady evicts what is used farthest in the future") {
+TEST("Belady evicts the object used farthest in the future") {
     const std::unique_ptr<Policy> policy = make("belady", 3);
     policy->insert(0, {0, 1, 10});
     policy->insert(1, {1, 1, 30});
@@ -277,7 +277,7 @@ TEST("Belady evicts what is used farthest in the future") {
     CHECK_EQUAL(policy->victim({9}), 0u);
 }
 
-TEST("LRU, CLOCK and SIEVE do what plain models do, with objects dropped at any time") {
+TEST("LRU, CLOCK and SIEVE agree with plain models, also if objects are deleted at any time") {
     for (const std::string name : {"lru", "clock", "sieve"}) {
         std::mt19937 random(11);
         Cache cache(name, 20);
@@ -300,7 +300,7 @@ TEST("LRU, CLOCK and SIEVE do what plain models do, with objects dropped at any 
     }
 }
 
-TEST("calls that contradict what is in are refused, and change nothing") {
+TEST("calls that contradict the contents are refused and change nothing") {
     for (const std::string_view name : all_names()) {
         const std::unique_ptr<Policy> policy = make(name, 100);
         CHECK_EQUAL(policy->victim({1}), no_slot);
@@ -316,7 +316,7 @@ TEST("calls that contradict what is in are refused, and change nothing") {
     CHECK_THROWS(PortFailure, make("fifo", 100));
 }
 
-TEST("no policy evicts what is held or not there, whatever comes, goes and changes its size") {
+TEST("no policy evicts an object that is held or absent, in random programs") {
     for (const std::string_view name : all_names()) {
         std::mt19937 random(5);
         const std::unique_ptr<Policy> policy = make(name, 2000);
@@ -369,7 +369,7 @@ TEST("no policy evicts what is held or not there, whatever comes, goes and chang
     }
 }
 
-TEST("marks from outside count as uses") {
+TEST("marks of other processes count as uses") {
     std::vector<std::uint8_t> memory(16);
     const std::vector<Marks::Area> nobody;
     std::vector<std::unique_ptr<Policy>> policies;
@@ -389,19 +389,19 @@ TEST("marks from outside count as uses") {
     }
 }
 
-TEST("the policy of nodes evicts what was used least recently while it has learnt nothing") {
+TEST("the nodes' policy evicts the least recently used object before it has learnt anything") {
     CHECK_EQUAL(evictions("node", 3, "abcadeb"), "bca");
     CHECK_EQUAL(evictions("node", 2, "aabbccdd"), "ab");
 }
 
-TEST("the policy of nodes keeps what costs more, for each unit of size, and forgets it in the end") {
+TEST("the nodes' policy keeps objects that cost more per unit of size, and evicts them in the end") {
     MarkedReuse policy;
     for (Slot slot = 0; slot < 60; ++slot) {
         policy.insert(slot, {slot, slot == 1 ? 64u : 1u, never, slot < 2 ? 1600.0 : 100.0});
     }
     CHECK_EQUAL(policy.victim({999}), 1u);  // as large as it is, it costs least
     int turns = 0;
-    for (Slot victim = no_slot; victim != 0; ++turns) {  // what comes anew is used once each time
+    for (Slot victim = no_slot; victim != 0; ++turns) {  // each new object is used once
         CHECK(turns < 9000);
         victim = policy.victim({999});
         policy.remove(victim, Leaving::evicted);
@@ -411,7 +411,7 @@ TEST("the policy of nodes keeps what costs more, for each unit of size, and forg
     CHECK(turns > 300);  // others stay for about 60
 }
 
-TEST("the policy of nodes gives up what came in together from its end") {
+TEST("the nodes' policy evicts objects that were inserted together from their end") {
     // Conversations of 20 blocks each, of which every other one is used again soon, and then never more.
     MarkedReuse policy;
     std::map<Slot, std::uint64_t> inside;
@@ -450,8 +450,8 @@ TEST("the policy of nodes gives up what came in together from its end") {
     CHECK(in_order > 5500);
 }
 
-// What a block that was used once, and one that was used twice, is worth 100 uses later, where of 2000 conversations of 20
-// blocks so many come back, once. A new one begins after each.
+// The worth of a block that was used once, and of a block that was used twice, 100 uses later, if this many of 2000 conversations
+// of 20 blocks return once. A new conversation begins after each.
 std::pair<double, double> worth_where_some_return(std::uint64_t returning) {
     ReuseModel model;
     model.remember(100'000);
@@ -469,16 +469,16 @@ std::pair<double, double> worth_where_some_return(std::uint64_t returning) {
     return {model.worth(0, model.now() - 100), model.worth(1, model.now() - 100)};
 }
 
-TEST("blocks that were used more often are worth no less, unless that is sure") {
-    // By the rate of the others 2 of 60 conversations would have come back again. That none did may be chance, as many as their
-    // blocks are.
+TEST("blocks that were used more often are worth no less without significant evidence") {
+    // At the rate of the others, 2 of 60 conversations would have returned again. That none did may be chance, although they have
+    // many blocks.
     const auto [once, twice] = worth_where_some_return(60);
     CHECK(once > 0.0 && twice >= once);
     const auto [often_once, often_twice] = worth_where_some_return(1000);
     CHECK(often_once > 10.0 * once && often_twice < often_once / 10.0);
 }
 
-TEST("the policy of nodes remembers a part of many objects, and counts its bytes") {
+TEST("the nodes' policy remembers a sample of many objects, and counts its bytes") {
     MarkedReuse policy;
     for (Slot slot = 0; slot < 100'000; ++slot) {
         policy.insert(slot, {slot});
@@ -491,7 +491,7 @@ TEST("the policy of nodes remembers a part of many objects, and counts its bytes
     CHECK_EQUAL(policy.size(), 99'000u);
 }
 
-TEST("marks that several have set count as one use, and slots that end alike share one of an area") {
+TEST("marks that several processes set count as one use, and slots with equal low bits share one") {
     std::vector<std::uint8_t> own(16);
     std::vector<std::uint8_t> first(8);
     std::vector<std::uint8_t> second(16);
@@ -512,7 +512,7 @@ TEST("marks that several have set count as one use, and slots that end alike sha
     CHECK(first[3] == 1 && own[11] == 0);
 }
 
-TEST("a simulation counts misses and bytes, and an object larger than the cache stays outside") {
+TEST("a simulation counts misses and bytes, and does not insert an object larger than the cache") {
     Trace trace;
     for (const std::uint64_t id : {1, 2, 1, 3, 1, 2}) {
         trace.add(id, 10 * id, never);
@@ -529,7 +529,7 @@ TEST("a simulation counts misses and bytes, and an object larger than the cache 
     CHECK_EQUAL(cache.counts().requests, 6u);
 }
 
-TEST("next uses are found, and files say where they are wrong") {
+TEST("next uses are found, and errors in a file name the line") {
     Trace trace = read_csv("time,size,object\n0,5,7\n1,6,8\r\n2,5,7\n");
     CHECK_EQUAL(trace.size(), 3u);
     CHECK_EQUAL(trace.next_uses[0], 2);

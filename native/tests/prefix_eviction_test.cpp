@@ -1,4 +1,4 @@
-// Prefixes on sequences worked out by hand, times of reuse that are learnt, and a tree under calls in any order.
+// Prefixes on sequences worked out by hand, times of reuse that are learnt, and a tree in random calls.
 #include <cmath>
 #include <map>
 #include <random>
@@ -13,7 +13,7 @@ using farpool::PortFailure;
 
 namespace {
 
-// Inserts a block of one byte that costs a second; returns the ids that left, and the block's own if it was refused.
+// Inserts a block of one byte that costs a second; returns the evicted ids, and the block's own if it was refused.
 std::vector<std::uint64_t> put(PrefixEviction& cache, std::uint64_t id, std::uint64_t parent, std::uint64_t size = 1) {
     std::vector<Evicted> evicted;
     const bool admitted = cache.insert(id, parent, size, 1.0, 0, evicted);
@@ -29,7 +29,7 @@ std::vector<std::uint64_t> put(PrefixEviction& cache, std::uint64_t id, std::uin
 
 using Ids = std::vector<std::uint64_t>;
 
-TEST("the oldest prefix leaves from its end") {
+TEST("the oldest prefix is evicted from its end") {
     PrefixEviction cache(4, "lru");
     for (const std::uint64_t id : {1, 2, 3}) {
         CHECK_EQUAL(put(cache, id, id - 1), Ids{});
@@ -40,7 +40,7 @@ TEST("the oldest prefix leaves from its end") {
     CHECK_EQUAL(cache.used(), 4u);
 }
 
-TEST("a block that is held with its predecessors makes no room, and nothing leaves in vain") {
+TEST("a held block and its predecessors make no room, and no block is evicted for nothing") {
     for (const std::string_view policy : online_policies) {
         PrefixEviction cache(3, policy);
         put(cache, 1, 0);
@@ -55,7 +55,7 @@ TEST("a block that is held with its predecessors makes no room, and nothing leav
     }
 }
 
-TEST("a use at a certain age is expected where uses came at that age") {
+TEST("a use at a certain age is expected if uses came at that age") {
     ReuseModel model;
     model.remember(10000);
     // Blocks 1 to 100 come again and again in a loop; each of the others comes once.
@@ -99,7 +99,7 @@ TEST("wrong blocks are refused with an error") {
     CHECK_EQUAL(cache.size(), 0u);
 }
 
-TEST("whatever is called, bytes fit, pinned blocks stay and no block is without its predecessor") {
+TEST("in random programs bytes fit, pinned blocks stay, and each block has its predecessor") {
     for (unsigned seed = 0; seed < 24; ++seed) {
         std::mt19937 dice(seed);
         const auto throw_die = [&](unsigned sides) { return dice() % sides; };

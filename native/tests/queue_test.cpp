@@ -1,4 +1,4 @@
-// The queue: who carries out what, in which order, and what becomes of the rest where one fails.
+// The queue: which thread runs an entry, in which order, and what happens to the others if one fails.
 #include "core/queue.hpp"
 
 #include <algorithm>
@@ -96,7 +96,7 @@ struct World {
 
 }  // namespace
 
-TEST("a thread that waits makes the small copies, the most urgent first") {
+TEST("a waiting thread makes the small copies, the most urgent first") {
     World world(true);
     world.hold_up(500);
     std::vector<std::uint64_t> expected;
@@ -113,7 +113,7 @@ TEST("a thread that waits makes the small copies, the most urgent first") {
     CHECK_EQUAL(world.finish(101).size(), std::size_t{101});
 }
 
-TEST("small copies that were left to a thread are made when it needs them no more") {
+TEST("small copies that were left to a thread are made even if it stops waiting") {
     World world(true);
     world.submit(1, 0, true);
     world.queue->nudge();
@@ -129,7 +129,7 @@ TEST("small copies that were left to a thread are made when it needs them no mor
     CHECK_EQUAL(world.finish(2).size(), std::size_t{2});
 }
 
-TEST("what takes long, and what any other port does, is left to the queue's threads") {
+TEST("long copies, and all transfers of other ports, are left to the queue's threads") {
     for (const bool copies : {false, true}) {
         World world(copies);
         for (std::int64_t id = 0; id < 10; ++id) {
@@ -140,7 +140,7 @@ TEST("what takes long, and what any other port does, is left to the queue's thre
     }
 }
 
-TEST("a copy that fails takes what was ordered after it with it, and nothing else") {
+TEST("a failed copy cancels the entries ordered after it, and no others") {
     World world(true);
     world.port.refused = 3;
     for (std::int64_t id = 0; id < 8; ++id) {
@@ -154,7 +154,7 @@ TEST("a copy that fails takes what was ordered after it with it, and nothing els
     CHECK_EQUAL(world.port.offsets.size(), std::size_t{7});
 }
 
-TEST("an entry that gets another priority is carried out once, in its new place") {
+TEST("an entry that gets another priority runs once, in its new place") {
     World world(false);
     world.hold_up(500);
     for (std::int64_t id = 1; id <= 3; ++id) {

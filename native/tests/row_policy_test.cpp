@@ -1,4 +1,4 @@
-// Rows picked by data: what stays is chosen by recency or by frequency, whichever misses fewer bytes.
+// Rows picked by data are kept by recency or by frequency, whichever misses fewer bytes.
 #include "pager/row_policy.hpp"
 
 #include "pager/tape.hpp"
@@ -59,7 +59,7 @@ TEST("blocks that are used again and again among many that are not are kept by f
     CHECK(often - 1000 > 3 * (once - 1000));
 }
 
-TEST("what was popular long ago goes, and recency is followed again") {
+TEST("rows that were popular long ago are evicted, and recency is followed again") {
     RowPolicy policy(room);
     Dice dice;
     mix(policy, dice, 20'000, 0);
@@ -68,13 +68,13 @@ TEST("what was popular long ago goes, and recency is followed again") {
     CHECK(!policy.by_frequency());
 }
 
-TEST("a pool of another size is measured anew") {
+TEST("a pool of another size is measured again") {
     RowPolicy policy(room);
     Dice dice;
     mix(policy, dice, 20'000, 0);
     policy.set_room(1'000'000);
     move_on(policy, dice, 10'000, 1);
-    CHECK(policy.by_frequency());  // nothing leaves the shadows, so nothing speaks for the other
+    CHECK(policy.by_frequency());  // no row leaves the shadows, so there is no evidence for the other policy
 }
 
 int main() { return farpool::testing::run(); }

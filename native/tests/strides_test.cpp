@@ -33,7 +33,7 @@ TEST("the majority of the latest steps is the stride") {
     CHECK_EQUAL(coming_after({1, 1, 1, 1, 1, 1, 1, 1, 7, 7, 7, 7}), walk(7));
 }
 
-TEST("without a majority nothing is foretold") {
+TEST("without a majority no access is predicted") {
     CHECK(coming_after({1, 2, 3, 4, 5, 6}).empty());
     CHECK(coming_after({5, 5}).empty());
     CHECK(coming_after({4, 1, 4, 1, 4, 1, 4, 1}).empty());

@@ -1,4 +1,4 @@
-// The tape: what comes next in loops, in nested ones, and after the program has done something else.
+// The tape: predictions in loops, in nested loops, and after the program has done something else.
 #include "pager/tape.hpp"
 
 #include "tests/testing.hpp"
@@ -8,7 +8,7 @@ using farpool::pager::Tape;
 
 namespace {
 
-// Plays the names and returns for how many of them the next use was known.
+// Plays the names and returns the number of names whose next use was known.
 int play(Tape& tape, const std::vector<int>& names) {
     int known = 0;
     for (const int name : names) {
@@ -27,7 +27,7 @@ std::vector<int> range(int first, int stop) {
 
 }  // namespace
 
-TEST("the second turn of a loop is foretold, with its distances") {
+TEST("the second turn of a loop is predicted, with its distances") {
     Tape tape(1 << 12);
     play(tape, range(0, 20));
     play(tape, range(0, 20));
@@ -38,7 +38,7 @@ TEST("the second turn of a loop is foretold, with its distances") {
     CHECK_EQUAL(tape.upcoming().at(0), tape.pointer() + 1);
 }
 
-TEST("a loop longer than the history is not foretold") {
+TEST("a loop longer than the history is not predicted") {
     Tape tape(16);
     for (int turn = 0; turn < 5; ++turn) {
         CHECK_EQUAL(play(tape, range(0, 40)), 0);
@@ -58,7 +58,7 @@ TEST("an inserted access does not lose the tape") {
     CHECK(tape.divergences() > before);
 }
 
-TEST("a history that wraps round forgets and goes on") {
+TEST("a history that wraps around forgets the oldest accesses and continues") {
     Tape tape(64);
     for (int turn = 0; turn < 50; ++turn) {
         play(tape, range(0, 20));
@@ -78,7 +78,7 @@ TEST("rows of one table in a row are one wildcard") {
     CHECK_EQUAL(tape.seconds(0, 1), 5.0);
 }
 
-TEST("times that come late count from the access that they are told for") {
+TEST("times that are reported late count from the access that they belong to") {
     Tape early(16);
     Tape late(16);
     for (int name = 0; name < 40; ++name) {

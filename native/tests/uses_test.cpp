@@ -23,7 +23,7 @@ TEST("a use is covered by the blocks that it touches") {
     CHECK_EQUAL(offset, 44);
 }
 
-TEST("overwriting is only overwriting where nothing beside it has to be kept") {
+TEST("an overwrite needs no fetch only if no other bytes of its blocks must be kept") {
     CHECK(cover({layout(0, 4, 1000), 0, 1000, Mode::overwrite}).run.mode == Mode::overwrite);
     CHECK(cover({layout(0, 4, 1000), 0, 999, Mode::overwrite}).run.mode == Mode::write);
     CHECK(cover({layout(0, 4, 1000), 256, 512, Mode::overwrite}).run.mode == Mode::overwrite);
@@ -40,7 +40,7 @@ TEST("aliases share a run, and an empty use has none") {
     CHECK_EQUAL(joined.places[2].run, 0);
 }
 
-TEST("whatever overlaps, each use lies whole in its run, runs do not overlap, and writes are known") {
+TEST("for random uses, each use is whole in its run, runs do not overlap, and writes are known") {
     std::mt19937 random(3);
     const auto below = [&](std::int64_t limit) { return static_cast<std::int64_t>(random() % static_cast<unsigned>(limit)); };
     for (int trial = 0; trial < 5000; ++trial) {

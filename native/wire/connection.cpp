@@ -21,10 +21,10 @@ namespace farpool {
 
 namespace {
 
-constexpr std::size_t chunk_nbytes = std::size_t{256} << 10;   // checksummed while it is in the cache
-constexpr std::size_t by_area_nbytes = std::size_t{64} << 10;  // payloads that are larger go through a publish area
-constexpr std::size_t tail_nbytes = std::size_t{64} << 10;     // goes out together with the checksum that follows it
-constexpr std::size_t most_parts = 64;                         // of one system call
+constexpr std::size_t chunk_nbytes = std::size_t{256} << 10;   // its checksum is computed while it is in the cache
+constexpr std::size_t by_area_nbytes = std::size_t{64} << 10;  // larger payloads go through a publish area
+constexpr std::size_t tail_nbytes = std::size_t{64} << 10;     // sent together with the checksum that follows it
+constexpr std::size_t most_parts = 64;                         // passed in one system call
 
 std::string hex(std::uint32_t value) {
     char text[11];
@@ -124,8 +124,8 @@ void Connection::hang_up() noexcept {
 
 void Connection::await_end(double deadline) {
     for (;;) {
-        const ssize_t got =
-            recv(stream_.fd(), buffer_.data(), buffer_.size(), MSG_DONTWAIT);  // of TLS, too: only its end counts
+        const ssize_t got = recv(stream_.fd(), buffer_.data(), buffer_.size(),
+                                 MSG_DONTWAIT);  // with TLS too: only the end of the stream matters
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             wait(POLLIN, deadline, "the node did not end a connection that had failed");
         } else if (got == 0 || (got < 0 && errno != EINTR)) {
@@ -144,7 +144,7 @@ bool Connection::reply_waits() const noexcept { return !unanswered_.empty() && (
 
 short Connection::receives_on() const noexcept { return stream_.receiving_sends() ? POLLOUT : POLLIN; }
 
-// Repeats `step` until it says that it is done: looks busy for a while, then sleeps.
+// Repeats `step` until it returns true: first polls for a while, then sleeps.
 template <typename Step>
 void Connection::until(Step step, short events, double deadline, const char* what) {
     double spin_until = 0;
@@ -184,7 +184,7 @@ Outgoing Connection::begin(const Request& request, PayloadSum* sum) {
         asked.begin = area_.begin();
         asked.end = asked.begin + PublishArea::taken_by(request.nbytes);
     } else if (wants_area_ && request.op == Op::put && request.nbytes > by_area_nbytes) {
-        wants_area_ = false;  // this payload does not wait for the answer
+        wants_area_ = false;  // this payload does not wait for the reply
         awaits_area_ = outgoing.asks = true;
         outgoing.asking = make_header(Op::area);
         outgoing.asking.request = ++requests_;
@@ -262,7 +262,7 @@ bool Connection::send_some(Outgoing& outgoing, std::size_t most) {
     const bool follows = outgoing.sum != nullptr;
     const std::size_t whole = head_nbytes + request.nbytes + (follows ? sizeof outgoing.crc : 0);
     while (outgoing.sent < whole && !half_open_) {
-        // The last bytes of a payload go out together with the checksum behind them.
+        // The last bytes of a payload are sent together with the checksum after them.
         const std::size_t before_tail = head_nbytes + request.nbytes - (follows ? tail_nbytes : 0);
         if (follows && outgoing.sent == before_tail) {
             outgoing.crc = outgoing.sum->finish();
@@ -309,7 +309,7 @@ std::size_t Connection::write_some(iovec* parts, std::size_t count) {
             return 0;
         }
         if ((code == EPIPE || code == ECONNRESET) && reply_waits()) {
-            half_open_ = true;  // it said why before it hung up: a payload too large, for one
+            half_open_ = true;  // it sent the reason before it closed: a payload that is too large, for example
             return 0;
         }
         if (code != EINTR) {
@@ -345,8 +345,8 @@ std::size_t Connection::read_some(iovec* parts, std::size_t count) {
     }
 }
 
-// Handles replies that no caller waits for: progress with a payload in the publish area, and the area itself. True if this
-// reply was one of them.
+// Handles replies that no caller waits for: progress with a payload in the publish area, and the area itself. True if this was
+// such a reply.
 bool Connection::keep(const Unanswered& asked) {
     const bool tells = reply_.status == static_cast<std::uint16_t>(Status::taken);
     if (tells && asked.end > asked.begin && reply_.serial <= asked.end - asked.begin && reply_.payload_nbytes == 0) {
@@ -389,7 +389,7 @@ bool Connection::receive_head_some(ReplyHead& head) {
     return false;
 }
 
-// Receives the header and meta of the next frame as far as they have come; true if both are complete.
+// Receives the bytes of the next header and meta that have arrived; true if both are complete.
 bool Connection::receive_frame_some() {
     if (!has_header_) {
         if (end_ - begin_ < sizeof reply_) {
@@ -439,7 +439,7 @@ bool Connection::receive_frame_some() {
 }
 
 bool Connection::receive_payload_some(Parts into) {
-    const bool checked = !into.empty() && payload_op_ != Op::read;  // of private memory only the writer knows the checksum
+    const bool checked = !into.empty() && payload_op_ != Op::read;  // the client that wrote private memory keeps its checksum
     std::size_t skip = have_;
     auto part = into.begin();
     while (have_ < payload_nbytes_) {
@@ -462,7 +462,7 @@ bool Connection::receive_payload_some(Parts into) {
                 crc_ = copy_crc32c(to, buffer_.data() + begin_, got, crc_);
                 begin_ += got;
             } else {
-                // As many parts at once as fit into the cache together: small ones would cost a system call each.
+                // As many parts at once as fit into the cache together, because small parts would cost a system call each.
                 std::array<iovec, most_parts> next;
                 std::size_t count = 0;
                 std::size_t inside = skip;

@@ -36,17 +36,17 @@ struct Request {
 struct ReplyHead {
     std::uint16_t status = 0;
     std::uint64_t serial = 0;
-    std::size_t nbytes = 0;  // of the payload, which has to be received or dropped before anything else
+    std::size_t nbytes = 0;  // of the payload, which must be received or dropped before the next call
     std::string meta;
 };
 
-// Polls sockets until one is ready or the deadline has passed; returns as poll does.
+// Polls sockets until one is ready or the deadline has passed; returns the result of poll.
 int poll_until(std::span<pollfd> entries, double deadline) noexcept;
 
 // Throws PortFailure if a request has more bytes of meta than a frame may have.
 void require_meta(const std::string& node, std::size_t nbytes);
 
-// A request that is being sent. The memory that it points to must not change until it has been sent.
+// A request that is being sent. The memory that it refers to must not change until it has been sent.
 struct Outgoing {
     Request request;
     FrameHeader header{};
@@ -57,7 +57,7 @@ struct Outgoing {
     bool asks = false;
     bool by_area = false;    // the payload goes through the publish area:
     std::string frames{};    // bytes to send next
-    std::size_t copied = 0;  // bytes of the payload
+    std::size_t copied = 0;  // bytes of the payload so far
 };
 
 // A client's connection to a node, for one thread at a time. Deadlines are in monotonic_seconds(). A failure leaves the
@@ -67,10 +67,10 @@ public:
     struct Settings {
         std::uint32_t tenant = 0;
         std::uint8_t credential = 0;
-        double spin = 0;                       // seconds of asking the socket over and over before a wait blocks
-        void (*interrupted)() = nullptr;       // called when a signal ended a wait; what it throws ends the exchange
-        bool area = false;                     // payloads that are put go through a publish area, once the node has given one
-        std::shared_ptr<TenantEpoch> epoch{};  // told to the node with each request, learned from each reply; null for neither
+        double spin = 0;                       // seconds for which a wait polls the socket before it blocks
+        void (*interrupted)() = nullptr;       // called when a signal ended a wait; its exception ends the exchange
+        bool area = false;                     // payloads of puts go through a publish area, once the node has provided one
+        std::shared_ptr<TenantEpoch> epoch{};  // sent with each request and learnt from each reply; null for neither
     };
 
     Connection(Stream stream, std::string node, const Settings& settings);
@@ -87,32 +87,32 @@ public:
     // Begins a request to be sent without waiting, for code that handles several connections (exchange.hpp). A payload of at
     // least PayloadSum::worth_it bytes needs its `sum`; others may have one, to share the checksum between connections.
     Outgoing begin(const Request& request, PayloadSum* sum);
-    // Sends what the socket takes, at most `most` bytes at a time; true if the whole request has been sent.
+    // Sends as many bytes as the socket takes, at most `most` bytes at a time; true if the whole request has been sent.
     bool send_some(Outgoing& outgoing, std::size_t most);
     // True if the request's payload would go through the publish area; then it needs no sum.
     bool by_area(const Request& request) const noexcept;
     // True if sending waits for the node to copy from the publish area, not for the socket.
     bool awaits_room() const noexcept { return awaits_room_; }
-    // True if the next reply's header and meta have come; then they are in `head`.
+    // True if the next reply's header and meta have arrived; then they are in `head`.
     bool receive_head_some(ReplyHead& head);
-    // True if the payload has come, or has been dropped if `into` is empty.
+    // True if the payload has arrived, or has been dropped if `into` is empty.
     bool receive_payload_some(Parts into);
     // Bytes sent and received so far.
     std::uint64_t moved() const noexcept { return moved_; }
     [[noreturn]] void fail(ErrorKind kind, const std::string& message, int code = 0);
     int fd() const noexcept { return stream_.fd(); }
-    // Events to poll for where there is nothing to receive yet.
+    // Events to poll for if no bytes can be received yet.
     short receives_on() const noexcept;
     const Settings& settings() const noexcept { return settings_; }
 
     void close() noexcept;
-    // Makes a call that waits in another thread fail. The caller ensures that `close` is not under way.
+    // Makes a call that waits in another thread fail. No other thread may be in `close` at the same time.
     void shut_down() noexcept;
     void give_up() noexcept { broken_ = true; }
-    // True if an idle connection is of no more use, because the node has hung up or sent unrequested bytes.
+    // True if an idle connection cannot be used again, because the node has closed it or sent unrequested bytes.
     bool stale() const noexcept;
-    // Tells the node that no more requests come. Once await_end() has returned, the node has done all that it will ever do with
-    // the requests sent: without it, a late one could undo what was requested over another connection.
+    // Tells the node that no more requests follow. Once await_end() has returned, the node has carried out all requests sent
+    // here. Without it, a late request could undo the effect of a request over another connection.
     void hang_up() noexcept;
     void await_end(double deadline);
 
@@ -136,10 +136,10 @@ private:
     [[noreturn]] void fail_stream(const char* what, int code);
     void require_whole();
     void wait(short events, double deadline, const char* what);
-    // Reads available bytes and returns their number; 0 where there are none yet.
+    // Reads available bytes and returns their number; 0 if there are none yet.
     std::size_t read_some(void* into, std::size_t nbytes);
     std::size_t read_some(iovec* parts, std::size_t count);
-    // Writes bytes and returns how many the socket took; 0 where it takes none now.
+    // Writes bytes and returns how many the socket took; 0 if it takes none now.
     std::size_t write_some(iovec* parts, std::size_t count);
     bool reply_waits() const noexcept;
 
@@ -154,7 +154,7 @@ private:
     bool wants_area_;
     bool awaits_area_ = false;
     bool awaits_room_ = false;
-    int passed_file_ = -1;  // descriptor that has come before the reply that it belongs to; -1 for none
+    int passed_file_ = -1;  // descriptor that arrived before its reply; -1 for none
     PublishArea area_;
     // The reply that is being received.
     FrameHeader reply_{};
@@ -164,8 +164,8 @@ private:
     std::size_t payload_nbytes_ = 0;
     std::uint32_t crc_ = 0;
     Op payload_op_ = Op::ping;
-    // Buffer of bytes that were read and not yet taken. Small replies come with one call; after a large one only the next
-    // header is read into it, as the rest would have to be copied.
+    // Bytes that were read and not yet taken. One call reads several small replies; after a large one only the next header is
+    // read into the buffer, because the rest would have to be copied.
     std::size_t begin_ = 0;
     std::size_t end_ = 0;
     std::size_t look_ahead_;

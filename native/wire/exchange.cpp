@@ -14,11 +14,11 @@ namespace farpool {
 
 namespace {
 
-// Bytes sent to one node before the next has its turn: as many as a socket of loopback takes at once.
+// Bytes sent to one node before the next node's turn: as many as a loopback socket takes at once.
 constexpr std::size_t turn_nbytes = std::size_t{512} << 10;
-constexpr std::size_t shared_nbytes = 4096;  // least size of a payload whose checksum is remembered
+constexpr std::size_t shared_nbytes = 4096;  // minimum size of a payload whose checksum is remembered
 
-// Checksums by payload: whoever sends the same bytes to two nodes gives the same pieces twice.
+// Checksums by payload: a caller that sends the same bytes to two nodes passes the same pieces twice.
 using Sums = std::map<const iovec*, PayloadSum>;
 
 // One connection and its share of the requests.
@@ -28,11 +28,11 @@ public:
 
     void add(std::size_t ask) { asks_.push_back(ask); }
     bool open() const noexcept { return received_ < asks_.size(); }
-    // True if there is something to send that the socket can take.
+    // True if a request waits and the socket can take bytes.
     bool sending() const noexcept { return outgoing_.has_value() && !connection_.awaits_room(); }
     Connection& connection() const noexcept { return connection_; }
 
-    // Sends and receives what can be without waiting.
+    // Sends and receives all bytes that it can without waiting.
     void advance(std::span<Ask> asks, Sums& sums, const Place& place, bool alone) {
         try {
             send(asks, sums, alone);
@@ -85,7 +85,7 @@ private:
         }
     }
 
-    // Receives one reply; false if it is not here yet.
+    // Receives one reply; false if it has not arrived yet.
     bool receive(std::span<Ask> asks, const Place& place) {
         const std::size_t number = asks_[received_];
         Ask& ask = asks[number];
@@ -100,7 +100,7 @@ private:
                     into_ = place(number, ask.head);
                 } catch (const PortFailure& failure) {
                     if (failure.error().kind != ErrorKind::value) {
-                        throw;  // no memory: the payload may be as long as no memory is
+                        throw;  // out of memory: the payload may be too large for it
                     }
                     ask.error = failure.error();
                 }
@@ -132,7 +132,7 @@ private:
     Parts into_{};
 };
 
-// Sleeps until a connection can go on, or the deadline; what a signal's handler throws comes out of here.
+// Sleeps until a connection can continue, or until the deadline; throws the exceptions of a signal's handler.
 void await(const std::vector<Lane>& lanes, double deadline) {
     std::vector<pollfd> entries;
     entries.reserve(lanes.size());
@@ -167,8 +167,8 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
         (lane == lanes.end() ? lanes.emplace_back(*connection) : *lane).add(number);
     }
     Sums sums;
-    // Several nodes of this host, which copy and verify, need the cores more than another thread that sums up: then this one
-    // does that while the sockets are full.
+    // If several nodes run on this host, they need the cores to copy and verify. So no second thread computes checksums; this
+    // thread does it while the sockets are full.
     const bool alone = lanes.size() == 1;
     double spin_until = 0;
     std::uint64_t before = 0;
@@ -191,7 +191,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
                 before = bytes;
                 spin_until = std::min(now + lanes.front().connection().settings().spin, deadline);
                 attempt = 1;
-                continue;  // a turn may have ended before the socket was full
+                continue;  // its turn may have ended before its socket was full
             }
             if (std::ranges::any_of(sums, [](auto& entry) { return entry.second.go_on(); })) {
                 continue;
@@ -204,7 +204,7 @@ void exchange(std::span<Ask> asks, const Place& place, double deadline) {
                 }
                 return;
             }
-            // A socket that is full is one whose node has more to do than this side: it gets the processor.
+            // A full socket means that its node has more to do than this side, so give it the processor.
             if (now < spin_until && !sending) {
                 relax(attempt);
             } else {

@@ -1,4 +1,4 @@
-// Requests to several nodes at the same time, many under way on each connection: the only way in which clients send requests.
+// Requests to several nodes at the same time, many under way on each connection. Clients send all requests this way.
 #pragma once
 
 #include <cstddef>
@@ -20,16 +20,16 @@ struct Ask {
     Connection* connection;
     Request request;
     ReplyHead head{};
-    std::optional<PortError> error{};  // where there is no reply, or its payload is damaged or has no place
+    std::optional<PortError> error{};  // if there is no reply, or its payload is damaged or has no place
 };
 
 // A callback that returns memory for a reply's payload: at least `head.nbytes` bytes, valid until exchange() ends. A failure of
 // kind `value` fails that request only, and its payload is dropped; any other breaks the connection.
 using Place = std::function<Parts(std::size_t ask, const ReplyHead& head)>;
 
-// Sends all requests, in their order on each connection, and takes all replies. A connection that fails, or has not
-// answered by the deadline, is broken afterwards, and what it has not answered fails; the others go on. Throws only what
-// `interrupted` of a connection's settings throws; connections that have not answered everything are broken then.
+// Sends all requests, in their order on each connection, and receives all replies. A connection that fails or has not answered
+// by the deadline is broken afterwards, and its unanswered requests fail; the other connections continue. Throws only the
+// exceptions of `interrupted` in a connection's settings; then connections with unanswered requests are broken.
 void exchange(std::span<Ask> asks, const Place& place, double deadline);
 
 }  // namespace farpool

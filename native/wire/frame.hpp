@@ -76,18 +76,18 @@ static_assert(sizeof(FrameHeader) == 64);
 
 // An object's attributes as its publisher gave them: at the head of meta in a put and a prepare, and returned by a get.
 struct ObjectHead {
-    std::uint64_t ttl_ms;  // left; 0 for no end
+    std::uint64_t ttl_ms;  // time to live that is left; 0 for no end
     std::uint8_t copies;
     std::uint8_t kind;
     std::uint16_t parts;
     std::uint32_t recompute_us;
     std::uint64_t name_space;
     std::uint32_t flags;
-    std::uint32_t epoch;  // of the tenant where it lies; in a put of a copy where that was read
+    std::uint32_t epoch;  // of the tenant on the node; in a put of a copy: on the node from which it was read
 };
 static_assert(sizeof(ObjectHead) == 32);
 
-// ObjectHead::flags, in replies: the object is kept, that is, never evicted.
+// ObjectHead::flags, in replies: the object is kept, so it is never evicted.
 constexpr std::uint32_t kept_object = 1;
 // ObjectHead::flags, in a put: a copy of another node's object, refused if the key was just dropped or a later epoch has begun.
 constexpr std::uint32_t copied_object = 2;
@@ -104,19 +104,18 @@ constexpr std::uint8_t wire_version = 2;
 // FrameHeader::flags of a request: the payload's checksum follows the payload and is not in the header. So the sender can
 // compute it while the payload is in the processor's cache, just after sending it.
 constexpr std::uint8_t checksum_follows = 1;
-// FrameHeader::flags of a put: the payload lies in the connection's publish area, and meta is followed by AreaParts that say
-// where.
+// FrameHeader::flags of a put: the payload is in the connection's publish area, and AreaParts with its places follow meta.
 constexpr std::uint8_t payload_in_area = 2;
 constexpr std::uint32_t largest_meta = 65536;
 constexpr std::size_t largest_key = 256;
 
-// Makes a header with magic, version and operation, and everything else zero.
+// Makes a header with magic, version and operation; all other fields are zero.
 FrameHeader make_header(Op op) noexcept;
 
 // Fills in the length of meta and the checksum.
 void seal(FrameHeader& header, const void* meta, std::uint32_t meta_nbytes) noexcept;
 
-// Text that says what is wrong with a header; null if it is good. Does not need the meta.
+// The text of the error in a header; null if it is valid. Does not need the meta.
 const char* header_fault(const FrameHeader& header) noexcept;
 
 // True if the checksum over header and meta is right.

@@ -1,4 +1,4 @@
-// The answer to a lookup of many keys (docs/wire.md): which exist, how many do so before the first gap, and their sizes.
+// The reply to a lookup of many keys (docs/wire.md): which keys exist, how many before the first missing one, and their sizes.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace farpool {
 
 class LookedUp {
 public:
-    // Bytes of an answer for `count` keys.
+    // Bytes of a reply for `count` keys.
     static constexpr std::uint64_t nbytes(std::uint64_t count) noexcept {
         return sizes_at(count) + count * sizeof(std::uint64_t);
     }
@@ -20,7 +20,7 @@ public:
         std::memcpy(meta.data(), &count, sizeof count);
     }
 
-    // Enters the size of an existing key. Call in order of the keys' numbers; keys left out are missing.
+    // Enters the size of an existing key. Call in order of the keys' numbers; keys that are not entered are missing.
     void add(std::uint32_t number, std::uint64_t nbytes) noexcept {
         leading_ += leading_ == number ? 1 : 0;
         std::memcpy(meta.data() + sizeof number, &leading_, sizeof leading_);
@@ -40,7 +40,7 @@ private:
     std::uint32_t leading_ = 0;
 };
 
-// The answer to a lookup of `count` keys as received from a node.
+// The reply to a lookup of `count` keys as received from a node.
 class LookupReply {
 public:
     LookupReply(std::string_view meta, std::uint64_t count) noexcept : meta_(meta), count_(count) {}
@@ -50,7 +50,7 @@ public:
         return meta_.size() == LookedUp::nbytes(count_) && (std::memcpy(&count, meta_.data(), sizeof count), count == count_);
     }
 
-    // Bytes of the value of the key with this number; empty where it is missing. Valid if the reply is whole().
+    // Bytes of the value of the key with this number; empty if it is missing. Valid if the reply is whole().
     std::optional<std::uint64_t> nbytes_of(std::uint64_t number) const noexcept {
         if ((static_cast<unsigned char>(meta_[LookedUp::bitmap_at + number / 8]) >> number % 8 & 1u) == 0) {
             return std::nullopt;

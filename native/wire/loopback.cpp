@@ -7,8 +7,8 @@ namespace farpool {
 
 namespace {
 
-// Size of the send buffer. The kernel grants twice as much, for its own data: together the size of a common L2 cache. Of
-// 128 KiB to 8 MiB the fastest in both directions; the buffer for receiving is best left to the kernel.
+// Size of the send buffer. The kernel grants twice as much, for its own data: together the size of a common L2 cache. It was
+// the fastest of 128 KiB to 8 MiB in both directions. The kernel chooses the receive buffer best.
 constexpr int sending_nbytes = 512 << 10;
 
 bool is_loopback(const sockaddr_storage& address) noexcept {
@@ -29,7 +29,7 @@ void bound_loopback_sending(int fd) noexcept {
     sockaddr_storage peer{};
     socklen_t length = sizeof peer;
     if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) == 0 && is_loopback(peer)) {
-        // Where it is refused, the connection works as well, only slower.
+        // If the kernel refuses it, the connection works too, only slower.
         static_cast<void>(setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &sending_nbytes, sizeof sending_nbytes));
     }
 }

@@ -23,7 +23,7 @@ namespace farpool {
 
 namespace {
 
-// Limit on the steps along a chain, which is two or three slots long: one that the node changes meanwhile may lead anywhere.
+// Limit on the steps along a chain, which has two or three slots: a chain that the node is changing may lead anywhere.
 constexpr unsigned longest_chain = 1024;
 constexpr std::int64_t looking_period_ms = 10;
 
@@ -90,7 +90,7 @@ ObjectReader::~ObjectReader() {
     }
 }
 
-// True while the node lives. Asking the system costs as much as a small read, so it is asked once in a while; no node starts
+// True while the node runs. The system call costs as much as a small read, so it is made only from time to time; no node starts
 // within that time.
 bool ObjectReader::node_lives() const noexcept {
     if (lifeline_ < 0) {
@@ -110,7 +110,7 @@ bool ObjectReader::node_lives() const noexcept {
     return !dead;
 }
 
-// True if the node does not know the tenant's epoch yet, for example because it stands still, or if its epoch word is damaged.
+// True if the node does not know the tenant's epoch yet, for example because it is stopped, or if its epoch word is damaged.
 bool ObjectReader::outdated() const noexcept {
     if (epoch_ == nullptr) {
         return false;
@@ -125,11 +125,11 @@ bool ObjectReader::outdated() const noexcept {
 
 void ObjectReader::fail_damaged(std::string_view key, const char* what) const {
     fail_checksum(node_, std::string("the ") + what + " of the object with the key of " + std::to_string(key.size()) +
-                             " bytes is damaged in the node's memory; drop the object and put it anew");
+                             " bytes is damaged in the node's memory; drop the object and put it again");
 }
 
 bool ObjectReader::stands(const IndexSlot& slot, std::uint64_t serial) const noexcept {
-    // Orders the earlier loads before that of the serial, which would otherwise be compared too early.
+    // Orders the earlier loads before the load of the serial, which would otherwise be compared too early.
     std::atomic_thread_fence(std::memory_order_acquire);
     return slot.serial.load(std::memory_order_relaxed) == serial && !retired();
 }
@@ -153,7 +153,7 @@ std::optional<std::uint64_t> ObjectReader::size_of(std::string_view key, bool vi
     try {
         const auto found = probe(key, visit);
         return found ? std::optional<std::uint64_t>(found->nbytes) : std::nullopt;
-    } catch (const PortFailure&) {  // damaged: the node forgets it when it is asked
+    } catch (const PortFailure&) {  // damaged: the node deletes it when it is asked
         return std::nullopt;
     }
 }
@@ -186,7 +186,7 @@ std::optional<ObjectReader::Found> ObjectReader::probe(std::string_view key, boo
             return std::nullopt;  // the slot is changing: no such extent exists
         }
         const bool shelved = slot.blocks.load(std::memory_order_relaxed) != 0;
-        // Copied first, as it may change between any two looks at it.
+        // Copied first, because it may change between any two reads.
         struct {
             ObjectHeader header;
             std::byte key[largest_key];
@@ -211,7 +211,8 @@ std::optional<ObjectReader::Found> ObjectReader::probe(std::string_view key, boo
             return std::nullopt;
         }
         const std::atomic_ref visited(visited_.at<unsigned char>(segment_header_nbytes)[number & visited_mask_]);
-        if (visit && visited.load(std::memory_order_relaxed) == 0) {  // else the line would travel between cores for nothing
+        if (visit &&
+            visited.load(std::memory_order_relaxed) == 0) {  // otherwise the cache line would move between cores for no reason
             visited.store(1, std::memory_order_relaxed);
         }
         return Found{
@@ -235,7 +236,7 @@ bool ObjectReader::copy(const Found& found, Parts into) const {
     if (crc != found.crc) {
         fail_checksum(node_, "the payload of " + std::to_string(found.nbytes) + " bytes of serial " +
                                  std::to_string(found.serial) +
-                                 " is damaged in the node's memory; drop the object and put it anew");
+                                 " is damaged in the node's memory; drop the object and put it again");
     }
     return true;
 }
@@ -257,7 +258,7 @@ void ObjectReader::copy_one(Wanted& wanted, double deadline) const noexcept {
             wanted.outcome = Wanted::Outcome::copied;
         }
     } catch (
-        const std::exception&) {  // damaged here: another copy may be whole, and the node forgets this one when it is asked
+        const std::exception&) {  // damaged here: another copy may be whole, and the node deletes this one when it is asked
     }
 }
 

@@ -17,8 +17,8 @@
 
 namespace farpool {
 
-// Reader of a tenant's objects in mapped segments; thread-safe. No offset or length found in a segment is used before it was
-// compared with the mapping. If an object is not found here, ask the node.
+// Reads a tenant's objects in mapped segments; thread-safe. No offset or length in a segment is used before it was compared
+// with the mapping. If an object is not found here, ask the node.
 class ObjectReader {
 public:
     struct Found {
@@ -28,34 +28,35 @@ public:
         std::size_t nbytes;
         std::uint32_t crc;
         std::uint8_t copies;
-        bool shelved;  // the payload is in the NVMe file, not where it says
+        bool shelved;  // the payload is in the NVMe file, not at `payload`
     };
 
-    // Maps the files, without owning the descriptors. Throws PortFailure where a file cannot be mapped or is not what it has to
-    // be. `lifeline`, unless less than 0, is a socket to the node: once the node has hung up, nothing is found any more. The
-    // memory of a killed node stays mapped, but another node may serve the same address by then. Nor is anything found where
-    // the node's epoch is behind `epoch`.
+    // Maps the files, without owning the descriptors. Throws PortFailure if a file cannot be mapped or is not a valid segment.
+    // `lifeline`, unless less than 0, is a socket to the node: once the node has closed it, no object is found any more,
+    // because the memory of a killed node stays mapped while another node may serve the same address. No object is found either
+    // while the node's epoch is older than `epoch`.
     ObjectReader(int index_fd, int data_fd, int visited_fd, std::string node, int lifeline = -1,
                  std::shared_ptr<TenantEpoch> epoch = nullptr);
     ~ObjectReader();
     ObjectReader(const ObjectReader&) = delete;
     ObjectReader& operator=(const ObjectReader&) = delete;
 
-    // Sets the expected number of copies. The first object put with another number is not found here, so that the node's reply
-    // tells the number.
+    // Sets the expected number of copies. The first object put with another number is not found here, so that the caller learns
+    // the number from the node's reply.
     void expect_copies(int copies) noexcept { expected_copies_.store(copies, std::memory_order_relaxed); }
 
-    // Finds an object and marks it as read; empty where it is not in memory, has expired or is changing.
+    // Finds an object and marks it as read; empty if it is not in memory, has expired or is changing.
     std::optional<Found> find(std::string_view key) const;
-    // True if objects can be found here at all: not once the node has gone, has begun anew, or is behind the tenant's epoch.
+    // True if objects can be found here at all: not after the node has ended or restarted, or while its epoch is out of date.
     bool in_service() const noexcept { return !retired() && !outdated() && node_lives(); }
-    // Size of an object in bytes, from the index. One that is not found may exist all the same: ask the node. With `visit` it
-    // is marked as read.
+    // Size of an object in bytes, from the index. An object that is not found may still exist: ask the node. With `visit` it is
+    // marked as read.
     std::optional<std::uint64_t> size_of(std::string_view key, bool visit) const;
-    // Copies an object's payload and verifies its checksum. False, with an invalid copy, if the object was removed meanwhile.
+    // Copies an object's payload and verifies its checksum. False, with an invalid copy, if the object was removed during the
+    // copy.
     bool copy(const Found& found, Parts into) const;
 
-    // An object to be copied into a place, and what became of it.
+    // An object to be copied into a place, and the result.
     struct Wanted {
         enum class Outcome { missing, copied, too_small, late };
         std::string_view key;
@@ -64,11 +65,11 @@ public:
         std::size_t nbytes = 0;  // of the object, if it was copied or the place is too small
         Outcome outcome = Outcome::missing;
     };
-    // Copies and verifies objects, with the help of a second thread where that pays. The node has to be asked for those that
-    // are missing, a damaged one among them. None is begun after the deadline. Throws nothing.
+    // Copies and verifies objects, with the help of a second thread if that pays. The caller must ask the node for missing
+    // objects; a damaged object counts as missing. No copy begins after the deadline. Throws nothing.
     void copy_all(std::span<Wanted> wanted, double deadline) const noexcept;
 
-    // Address of a range of the data file, at an offset that counts the header; throws where the range lies outside.
+    // Address of a range of the data file, at an offset that includes the header; throws if the range is outside the file.
     const std::byte* payload(std::uint64_t offset, std::uint64_t nbytes) const;
 
     const Mapping& data() const noexcept { return data_; }
@@ -77,7 +78,7 @@ private:
     void copy_one(Wanted& wanted, double deadline) const noexcept;
     bool surprises(std::uint8_t copies) const noexcept;
     bool stands(const IndexSlot& slot, std::uint64_t serial) const noexcept;
-    // Finds an object without checking the node; throws where the index is damaged.
+    // Finds an object without checking the node; throws if the index is damaged.
     std::optional<Found> probe(std::string_view key, bool visit) const;
     bool outdated() const noexcept;
     bool node_lives() const noexcept;
@@ -96,8 +97,9 @@ private:
     std::uint64_t visited_mask_;
     int lifeline_ = -1;
     std::shared_ptr<TenantEpoch> epoch_;
-    mutable std::atomic<int> expected_copies_{-1};    // less than 0: any number
-    mutable std::atomic<std::int64_t> looked_at_{0};  // when the lifeline was last looked at, ms; the largest once it was dead
+    mutable std::atomic<int> expected_copies_{-1};  // less than 0: any number
+    mutable std::atomic<std::int64_t> looked_at_{
+        0};  // time of the last check of the lifeline, ms; the maximum after it was closed
 };
 
 }  // namespace farpool

@@ -8,7 +8,7 @@ namespace farpool {
 
 namespace {
 
-// Between two of these the other thread looks whether it is still wanted, so a caller waits for one of them at most.
+// After each step the other thread checks if it must stop, so a caller waits for one step at most.
 constexpr std::size_t step_nbytes = std::size_t{64} << 10;
 
 }  // namespace
@@ -41,7 +41,7 @@ bool PayloadSum::go_on() noexcept {
     return true;
 }
 
-// Waits until the other thread no longer looks at the payload.
+// Waits until the other thread no longer reads the payload.
 void PayloadSum::part() noexcept {
     enough_.store(true, std::memory_order_relaxed);
     help_.end();

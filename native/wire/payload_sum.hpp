@@ -10,18 +10,18 @@
 
 namespace farpool {
 
-// The memory must not change or go away while one of these lives.
+// The memory must stay valid and unchanged until the object is destroyed.
 class PayloadSum {
 public:
-    // `parts` follow each other. Several pieces, and a payload that is not to be `helped`, are summed up by the caller alone.
+    // `parts` follow each other. The second thread helps only with a payload in one piece, and only if `helped`.
     PayloadSum(Parts parts, std::size_t nbytes, bool helped = true) noexcept;
     ~PayloadSum() { part(); }
     PayloadSum(const PayloadSum&) = delete;
     PayloadSum& operator=(const PayloadSum&) = delete;
 
-    // Sums up a little of a payload that no other thread has; false if there is nothing to do.
+    // Computes a little of the checksum, if no other thread works on it; false if nothing is left to do.
     bool go_on() noexcept;
-    // Computes what the other thread has not got to.
+    // Computes the rest of the checksum that the other thread has not reached.
     std::uint32_t finish() noexcept;
 
 private:
@@ -31,7 +31,7 @@ private:
     const Parts parts_;
     const std::byte* const data_;  // the payload if it is in one piece, else null
     const std::size_t nbytes_;
-    std::size_t done_ = 0;  // like crc_, written by the other thread from when it takes the payload until it has left
+    std::size_t done_ = 0;  // like crc_, written by the other thread while it works on the payload
     std::uint32_t crc_ = 0;
     std::atomic<bool> enough_ = false;
     bool is_offered_ = false;

@@ -30,7 +30,7 @@ bool PublishArea::open(int file) noexcept {
             if (segment_fault(*mapped.at<SegmentHeader>(0), nbytes, SegmentKind::area) == nullptr) {
                 memory_ = std::move(mapped);
             }
-        } catch (const std::system_error&) {  // what is put goes over the socket
+        } catch (const std::system_error&) {  // payloads go over the socket instead
         }
     }
     ::close(file);

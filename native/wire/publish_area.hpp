@@ -10,11 +10,11 @@
 
 namespace farpool {
 
-// The client's side of a publish area: a ring, parts of which are free again when the node says that it has copied them.
-// Positions count all bytes that ever went through it.
+// The client's side of a publish area: a ring, parts of which are free again when the node reports that it has copied them.
+// Positions count all bytes since the beginning.
 class PublishArea {
 public:
-    // Maps a file that the node has passed (less than 0 for none) and closes it. False where it is no publish area.
+    // Maps a file that the node has passed (less than 0 for none) and closes it. False if it is no publish area.
     bool open(int file) noexcept;
     bool is_open() const noexcept { return memory_.data() != nullptr; }
 
@@ -23,10 +23,10 @@ public:
     static std::uint64_t taken_by(std::uint64_t nbytes) noexcept {
         return (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
     }
-    // Copies the next part of a payload, from byte `done` on, and continues its checksum. Returns an empty part where there is
-    // no room.
+    // Copies the next part of a payload, from byte `done` on, and continues its checksum. Returns an empty part if there is no
+    // room.
     AreaPart fill(Parts payload, std::size_t done, std::size_t nbytes, std::uint32_t& crc) noexcept;
-    // Notes that the node has copied everything before this position.
+    // Notes that the node has copied all bytes before this position.
     void taken(std::uint64_t position) noexcept;
 
 private:

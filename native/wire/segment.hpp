@@ -84,12 +84,13 @@ struct IndexSlot {
 };
 static_assert(sizeof(IndexSlot) == 48);
 
-// Flag in IndexSlot::expiry of a kept object, which is never evicted and does not expire, as the word lies beyond all times.
+// Flag in IndexSlot::expiry of a kept object, which is never evicted and does not expire, because the word is later than all
+// times.
 constexpr std::uint64_t kept_flag = std::uint64_t{1} << 63;
 // Flag of an object without an end. The bits of the end are then a random number.
 constexpr std::uint64_t numbered_flag = std::uint64_t{1} << 62;
-// The bits below say how often the object was kept or let go, and the lowest 50 when its time to live ends, in ms since 1970.
-// A word of 0 is that of an object without an end that was never kept or let go.
+// The bits below count how often the object was kept or released; the lowest 50 are the end of its time to live, in ms since
+// 1970. An object without an end that was never kept or released has the word 0.
 constexpr std::uint64_t end_mask = (std::uint64_t{1} << 50) - 1;
 constexpr std::uint64_t change_unit = end_mask + 1;
 constexpr std::uint64_t change_mask = numbered_flag - change_unit;
@@ -131,9 +132,9 @@ constexpr std::uint64_t bucket_of(std::uint64_t hash, std::uint64_t level_and_sp
 void seal(SegmentHeader& header) noexcept;
 void seal(ObjectHeader& header, const void* key) noexcept;
 
-// Text that says what is wrong with a segment's header; null if it is good.
+// The text of the error in a segment's header; null if it is valid.
 const char* segment_fault(const SegmentHeader& header, std::uint64_t file_nbytes, SegmentKind kind) noexcept;
-// True if the header is intact and lies, with its key and (`with_payload`) its payload, within `extent_nbytes`.
+// True if the header is intact and fits, with its key and (`with_payload`) its payload, into `extent_nbytes`.
 bool is_whole(const ObjectHeader& header, std::uint64_t extent_nbytes, bool with_payload = true) noexcept;
 
 inline std::string_view key_of(const ObjectHeader& header) noexcept {

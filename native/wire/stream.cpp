@@ -89,7 +89,7 @@ ssize_t Stream::receive_with_file(void* into, std::size_t nbytes, int& file) {
     message.msg_iov = &part;
     message.msg_iovlen = 1;
     message.msg_control = control;
-    message.msg_controllen = CMSG_LEN(sizeof file);  // room for one: the system closes what else is passed
+    message.msg_controllen = CMSG_LEN(sizeof file);  // room for one: the system closes further descriptors
     const ssize_t got = recvmsg(fd_, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     const cmsghdr* const passed = got > 0 ? CMSG_FIRSTHDR(&message) : nullptr;
     if (passed != nullptr && passed->cmsg_level == SOL_SOCKET && passed->cmsg_type == SCM_RIGHTS) {

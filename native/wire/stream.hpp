@@ -12,8 +12,8 @@ namespace farpool {
 
 class TlsSession;
 
-// A non-blocking stream. Calls return as those of a socket with MSG_DONTWAIT: bytes moved, 0 where the other side has ended the
-// stream, or -1 and errno, EAGAIN where nothing can be moved now. A plain stream adds nothing to the system call.
+// A non-blocking stream. Calls return like calls of a socket with MSG_DONTWAIT: bytes moved, 0 if the other side has ended the
+// stream, or -1 and errno, EAGAIN if no bytes can be moved now. A plain stream adds nothing to the system call.
 class Stream {
 public:
     Stream() noexcept;
@@ -30,24 +30,24 @@ public:
     ssize_t receive(void* into, std::size_t nbytes);
     // Receives into the parts in their order.
     ssize_t receive(iovec* parts, std::size_t count);
-    // Sends the parts in their order. After EAGAIN, the next call must begin with the same bytes and have at least as many:
-    // they may be encrypted already.
+    // Sends the parts in their order. After EAGAIN, the next call must begin with the same bytes and have at least as many,
+    // because they may be encrypted already.
     ssize_t send(iovec* parts, std::size_t count);
 
     // True if files can be passed: over a UNIX socket without TLS.
     bool passes_files() const noexcept;
     // send(), with a descriptor of the file attached to the first byte.
     ssize_t send_with_file(iovec* parts, std::size_t count, int file);
-    // receive(), and stores a descriptor that came with the bytes in `file`, owned by the caller; else leaves `file` alone.
+    // receive(), and stores a descriptor that came with the bytes in `file`, owned by the caller; else does not change `file`.
     ssize_t receive_with_file(void* into, std::size_t nbytes, int& file);
 
-    // True if bytes may be here that were already read from the socket, so that waiting for the socket could be in vain.
+    // True if bytes may already have been read from the socket, so that no event of the socket may follow.
     bool pending() const noexcept;
     // True if a call to `receive` that returned EAGAIN waits for the socket to be writable, not readable.
     bool receiving_sends() const noexcept;
-    // True if there is anything to read, of whatever kind; reads nothing.
+    // True if bytes of any kind can be read; reads nothing.
     bool has_input() const noexcept;
-    // Text that says what went wrong in a call that failed with this errno.
+    // The text of the error in a call that failed with this errno.
     std::string trouble(int code) const;
     // Closes the stream. Idempotent.
     void close() noexcept;

@@ -1,4 +1,4 @@
-// A tenant's epoch as far as a program knows: the count of rotations, each of which made all objects before it unreadable.
+// The latest epoch of a tenant that a program knows: the count of rotations, each of which made all older objects unreadable.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,7 @@
 
 namespace farpool {
 
-// The highest epoch told by any node. Shared by a program's connections and readers of mapped memory; thread-safe.
+// The highest epoch that any node has reported. Shared by a program's connections and readers of mapped memory; thread-safe.
 class TenantEpoch {
 public:
     std::uint32_t get() const noexcept { return value_.load(std::memory_order_relaxed); }

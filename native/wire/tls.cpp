@@ -1,4 +1,4 @@
-// Some functions that take parts of a BIO are deprecated from OpenSSL 3.5 on, without others in their place.
+// Some functions that read parts of a BIO are deprecated from OpenSSL 3.5 on, but have no replacement.
 #define OPENSSL_SUPPRESS_DEPRECATED
 #include "wire/tls.hpp"
 
@@ -95,10 +95,10 @@ int require_role(int is_accepted, X509_STORE_CTX* chain) {
 
 int no_password(char*, int, int, void*) { return -1; }
 
-// Sends without SIGPIPE, with which a plain write would end the program where the other side has gone.
+// Sends without SIGPIPE, with which a plain write would end the program if the other side has closed.
 int write_quietly(BIO* bio, const char* data, int nbytes) {
     if (BIO_get_ktls_send(bio)) {
-        return BIO_meth_get_write(BIO_s_socket())(bio, data, nbytes);  // knows how to tell the kernel a record's kind
+        return BIO_meth_get_write(BIO_s_socket())(bio, data, nbytes);  // it can tell the kernel the kind of a record
     }
     int fd = -1;
     BIO_get_fd(bio, &fd);
@@ -148,10 +148,10 @@ TlsContext::TlsContext(const std::string& certificate, const std::string& key, c
     SSL_CTX* context = made.get();
     SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION);
     SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION);
-    // All three are strong; the first is the fastest where the processor has instructions for AES, as all servers have.
+    // All three are strong; the first is the fastest if the processor has instructions for AES, as all servers have.
     SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256");
     SSL_CTX_set_options(context, SSL_OP_CIPHER_SERVER_PREFERENCE | SSL_OP_NO_TICKET | SSL_OP_ENABLE_KTLS);
-    // A partial write ends with a record, so that what waits to be sent again is never more than one.
+    // A partial write ends with a record, so that at most one record has to be sent again.
     SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_NO_AUTO_CHAIN);
     SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
     SSL_CTX_set_num_tickets(context, 0);
@@ -264,7 +264,7 @@ ssize_t TlsSession::receive(iovec* parts, std::size_t count) {
                 continue;
             }
             const ssize_t failed = fail(got);
-            more_ = failed == 0 || errno != EAGAIN;  // what ended the stream will be said again
+            more_ = failed == 0 || errno != EAGAIN;  // the next call reports the end of the stream again
             return done > 0 ? static_cast<ssize_t>(done) : failed;
         }
     }
@@ -279,7 +279,7 @@ ssize_t TlsSession::send(iovec* parts, std::size_t count) {
     }
     std::size_t done = 0;
     std::size_t part = 0;
-    std::size_t inside = 0;  // of the part, bytes that were sent
+    std::size_t inside = 0;  // bytes of the part that were sent
     while (done < whole) {
         for (; inside == parts[part].iov_len; ++part) {
             inside = 0;
@@ -304,7 +304,7 @@ ssize_t TlsSession::send(iovec* parts, std::size_t count) {
         if (sent <= 0) {
             const bool sends = sends_;
             const ssize_t failed = fail(sent);
-            sends_ = sends;  // says what receiving waits for
+            sends_ = sends;  // tells the caller to poll for writing
             if (failed == 0) {
                 errno = EPIPE;
             }
@@ -343,7 +343,7 @@ ssize_t TlsSession::fail(int result) {
     const bool met = SSL_is_init_finished(ssl_) == 1;
     int meaning = EPROTO;
     if (reason == SSL_R_UNEXPECTED_EOF_WHILE_READING) {
-        // Frames say themselves how long they are, so nothing can be cut off unseen.
+        // Frames contain their own length, so a missing end is noticed.
         ERR_clear_error();
         return 0;
     }

@@ -1,5 +1,5 @@
-// TLS 1.3 with certificates on both sides (OpenSSL), over non-blocking sockets. Built without OpenSSL, tls_missing.cpp takes
-// the place of tls.cpp: there is no TLS then, and making a context fails with an error that says what to install.
+// TLS 1.3 with certificates on both sides (OpenSSL), over non-blocking sockets. A build without OpenSSL uses tls_missing.cpp in
+// place of tls.cpp: there is no TLS then, and making a context fails with an error that says what to install.
 #pragma once
 
 #include <sys/types.h>
@@ -19,12 +19,12 @@ bool tls_available() noexcept;
 
 class TlsSession;
 
-// One side's certificate and trusted authorities. Immutable, so that sessions keep the context that they began with when
-// another one takes its place.
+// One side's certificate and trusted authorities. Immutable, so that sessions keep their first context when another one
+// replaces it.
 class TlsContext {
 public:
-    // Makes a context from PEM texts: the certificate (followed by those between it and its authority), its private key, and
-    // the trusted authorities. Throws PortFailure (value) that says what is wrong.
+    // Makes a context from PEM texts: the certificate (followed by the certificates between it and its authority), its private
+    // key, and the trusted authorities. Throws PortFailure (value) with the reason.
     TlsContext(const std::string& certificate, const std::string& key, const std::string& authority);
     ~TlsContext();
     TlsContext(const TlsContext&) = delete;
@@ -41,9 +41,9 @@ private:
     ssl_ctx_st* context_ = nullptr;
 };
 
-// A TLS session, for one thread at a time. Calls return as those of Stream; EACCES where one side does not trust the other,
-// EPROTO where the bytes received are not valid TLS, EPROTONOSUPPORT where they are not TLS at all. After an error other than
-// EAGAIN nothing more can be sent.
+// A TLS session, for one thread at a time. Calls return like calls of Stream; EACCES if one side does not trust the other,
+// EPROTO if the received bytes are not valid TLS, EPROTONOSUPPORT if they are not TLS at all. After an error other than EAGAIN
+// no more bytes can be sent.
 class TlsSession {
 public:
     explicit TlsSession(ssl_st* ssl) noexcept : ssl_(ssl) {}
@@ -54,7 +54,8 @@ public:
     ssl_st* ssl() const noexcept { return ssl_; }
     // True if another record follows the one being written at once, so that the kernel may send both in one packet.
     bool more_follows() const noexcept { return more_follows_; }
-    // Goes on with the handshake; 0 once it is over. Each side then knows the other, but the client not yet if it is trusted.
+    // Continues the handshake; 0 once it is over. Then each side has verified the other, but the client does not know yet if
+    // the node trusts it.
     int handshake();
     ssize_t receive(iovec* parts, std::size_t count);
     ssize_t send(iovec* parts, std::size_t count);
@@ -64,9 +65,9 @@ public:
     bool holds_input() const noexcept;
     const std::string& trouble() const noexcept { return trouble_; }
 
-    // The common name of the other side's certificate; empty where it has none or several.
+    // The common name of the other side's certificate; empty if it has none or several.
     std::string peer_name() const;
-    // True if the kernel encrypts what is sent, or decrypts what is received (kTLS).
+    // True if the kernel encrypts sent bytes, or decrypts received bytes (kTLS).
     bool kernel_sends() const noexcept;
     bool kernel_receives() const noexcept;
 
@@ -76,7 +77,7 @@ private:
     ssize_t fail(int result);
 
     ssl_st* ssl_;
-    bool more_ = true;    // decrypted bytes may be here: first, any that came with the handshake
+    bool more_ = true;    // decrypted bytes may be available: at first, bytes that came with the handshake
     bool sends_ = false;  // a receive waits until pending bytes can be sent
     bool more_follows_ = false;
     std::string trouble_;
