@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from farpool.abc.tier import Tier
 from farpool.memory.pool.config import PoolConfig
@@ -65,14 +65,15 @@ class KindConformance(TierConformance):
         spec = self.make_spec()
         if not spec.short_form:
             return
-        value = self.settings[spec.short_form]
+        value: Any = self.settings[spec.short_form]
         kind = type(spec).kind
         expected = PoolConfig.make(4096, [{"kind": kind, spec.short_form: value}])
         path = self.folder / "farpool.toml"
         path.write_text(f"[pool]\nfast = 4096\n{kind} = {json.dumps(value)}\n")
         text = value if isinstance(value, str) else json.dumps(value)
         variables = {"FARPOOL_FAST": "4096", f"FARPOOL_{kind.upper()}": text}
-        assert PoolConfig.make(4096, **{kind: value}) == expected
+        short_form: dict[str, Any] = {kind: value}
+        assert PoolConfig.make(4096, **short_form) == expected
         assert PoolConfig.from_toml(path) == expected
         assert PoolConfig.from_environment(variables) == expected
 
